@@ -226,7 +226,7 @@ def open_source(index: Index, access: Access, rank: int = 0, world_size: int = 1
     if isinstance(index, StockDcp):
         return StockDcpSource(index, access)
     if isinstance(index, TorchFile):
-        return TorchFileSource(index.storage, index.folder, index.name, access)
+        return TorchFileSource(index.storage, index.where, access)
     return RangeSource(index, index.contents, access)
 
 

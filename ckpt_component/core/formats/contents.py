@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from ...errors import CheckpointCorruptError
 from ..state.coverage import check_cover
 from ..state.dtypes import WIDTHS
+from ..state.key_map import RenamedKeys, pattern_of
 from ..state.paths import Path, key_of, keys_of
 from .rank_index import RankIndex, StoredRange
 
@@ -77,6 +78,31 @@ class Contents:
     def path_of(self, key: str) -> Path:
         """The path of a key's value."""
         return (self.tensors.get(key) or self.objects[key]).path
+
+    def below(self, name: str) -> Contents:
+        """What has this key, or is below it; `*` is any text. The keys stay as they are."""
+        fits = pattern_of(name).match
+        return Contents(
+            {key: entry for key, entry in self.tensors.items() if fits(key)},
+            {key: entry for key, entry in self.objects.items() if fits(key)},
+            [(path, kind) for path, kind in self.containers if fits(key_of(path))],
+            self.columns,
+        )
+
+    def renamed(self, names: RenamedKeys) -> Contents:
+        """The contents under new keys, without what is ignored."""
+        contents = Contents(columns=self.columns)
+        for key, old in names.old.items():
+            entry = self.tensors.get(old) or self.objects[old]
+            # By position, because `_replace` is slow.
+            (contents.tensors if entry.dtype else contents.objects)[key] = Entry(key, names.paths[key], *entry[2:])
+        parents = {path[:-1] for path in names.paths.values()}
+        used = {parent[:depth] for parent in parents for depth in range(len(parent) + 1)}
+        for path, kind in self.containers:
+            new, is_ignored = names.new_path(key_of(path), path) if path else (path, False)
+            if not is_ignored and (new in used or kind == "empty"):
+                contents.containers.append((new, kind))
+        return contents
 
     def ranges_at(self, place: Place) -> tuple[StoredRange, ...]:
         """The stored parts of a tensor, or what is stored of an object, by the place of its entry."""

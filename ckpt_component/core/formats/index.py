@@ -41,6 +41,7 @@ class Index(ABC):
     Args:
         found: what is at the path, which this format recognises
         folder: folder of the files that ranges name; empty: the path
+        names: names of the files, if they are known without the contents
 
     Attributes:
         format: name of the format: `dcp`, `safetensors`, `torch_save` or `files` for our own; of other programs
@@ -57,13 +58,14 @@ class Index(ABC):
     world_size: int | None = None
     manifest: Mapping[str, Any] | None = None
 
-    def __init__(self, found: Listing, folder: str = "") -> None:
+    def __init__(self, found: Listing, folder: str = "", names: Sequence[str] = ()) -> None:
         self.storage = found.storage
         self.path = self.where = found.path
         self.folder = folder or found.path
-        names = found.path.split(os.sep)
+        self.names = names
+        parts = found.path.split(os.sep)
         # The folder around a file may have the step.
-        named = names[-1:] if found.weights != found.path else names[:-3:-1]
+        named = parts[-1:] if found.weights != found.path else parts[:-3:-1]
         self.step = next((step for step in map(step_in_name, named) if step is not None), None)
 
     @classmethod
@@ -88,7 +90,7 @@ class Index(ABC):
     @cached_property
     def files(self) -> Mapping[str, int]:
         """Bytes of its files, by name."""
-        names = dict.fromkeys(piece.file for piece in self.ranges())
+        names = self.names or dict.fromkeys(piece.file for piece in self.ranges())
         return {name: self.storage.size(os.path.join(self.folder, name)) or 0 for name in names}
 
     @property

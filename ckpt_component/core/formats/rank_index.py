@@ -58,6 +58,11 @@ class StoredRange(NamedTuple):
     checksum_kind: str | None = None
     view: tuple[int, ...] = ()
 
+    @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + self.length
+
 
 @dataclass(frozen=True)
 class ItemColumns:

@@ -70,11 +70,9 @@ class SafetensorsFile(Index):
     weight_map: Mapping[str, str] | None = None
 
     def __init__(self, found: Listing) -> None:
-        path = found.weights
-        folder, name = place_of(*os.path.split(path))
-        super().__init__(found, folder)
-        self.where = path
-        self.names: Sequence[str] = [name]
+        folder, name = place_of(*os.path.split(found.weights))
+        super().__init__(found, folder, [name])
+        self.where = found.weights
 
     @classmethod
     def recognises(cls, found: Listing) -> bool:
@@ -87,11 +85,6 @@ class SafetensorsFile(Index):
         columns = safetensors_index(self.storage, self.where, self.folder, self.names, self.weight_map)
         return contents_of(self.where, [columns])
 
-    @cached_property
-    def files(self) -> Mapping[str, int]:
-        """The files of weights."""
-        return {name: self.storage.size(os.path.join(self.folder, name)) or 0 for name in self.names}
-
 
 class SafetensorsShards(SafetensorsFile):
     """Safetensors files that are a checkpoint together, as Hugging Face writes them."""
@@ -99,8 +92,8 @@ class SafetensorsShards(SafetensorsFile):
     format = "safetensors (index)"
 
     def __init__(self, found: Listing) -> None:
-        folder, self.names, self.weight_map = shards_of(found.storage, found.path, os.path.basename(found.weights))
-        Index.__init__(self, found, folder)
+        folder, names, self.weight_map = shards_of(found.storage, found.path, os.path.basename(found.weights))
+        Index.__init__(self, found, folder, names)
 
     @classmethod
     def recognises(cls, found: Listing) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def open_megatron(index: Megatron, access: Access) -> Source:
         del sharded.contents.objects[MEGATRON_COMMON_KEY]
     elif index.has_common_file:
         unverified = access._replace(verify=False, mapped=False)
-        common = TorchFileSource(index.storage, index.folder, MEGATRON_COMMON_FILE, unverified)
+        common = TorchFileSource(index.storage, os.path.join(index.folder, MEGATRON_COMMON_FILE), unverified)
     else:
         return sharded
     return JoinedSource(index.where, [sharded, common])
