@@ -14,8 +14,8 @@ from ..commit.names import MANIFEST, integrity_name
 from ..state.paths import key_of
 from ..storage.storage import Storage
 from .opening import open_index
-from .rank_index import RankIndex, StoredRange, read_rank_indexes
-from .verification import Damage, checksum_of, small_files
+from .rank_index import RankIndex, StoredRange, checksum_of, read_rank_indexes
+from .verification import Damage, small_files
 
 
 @dataclass

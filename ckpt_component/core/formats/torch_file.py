@@ -17,8 +17,7 @@ from ..state.dtypes import WIDTHS
 from ..state.paths import TAG, Path, key_of
 from ..storage.safe_open import place_of, read_failure
 from ..storage.storage import Storage
-from .contents import Contents, Entry
-from .index import Index, Listing
+from .index import Contents, Entry, Index, Listing
 from .rank_index import StoredRange
 from .safe_unpickle import Record
 from .torch_archive import (

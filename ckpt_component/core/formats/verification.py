@@ -11,14 +11,14 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...errors import CheckpointCorruptError
 from ..commit.manifest import check_files, data_folder, read_manifest
 from ..progress import Progress, no_progress
-from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
+from ..storage.checksum import Checksum
 from ..storage.file_set import CHUNK_BYTES, GAP_BYTES, FileSet, RangeRead
 from ..storage.safe_open import read_failure
 from ..storage.storage import Storage
-from .rank_index import StoredRange, read_rank_indexes
+from .rank_index import StoredRange, checksum_of, read_rank_indexes
 
 #: By their names.
 _Algorithms = Mapping[str | None, Checksum]
@@ -62,26 +62,6 @@ def verify_files(fs: Storage, folder: str, manifest: Mapping[str, Any], progress
     verify_items(fs, folder, items, _raise, progress=progress)
     for damage in small_files(fs, folder, manifest):
         _raise(damage)
-
-
-def checksum_of(folder: str, name: str) -> Checksum:
-    """The algorithm of this name, with which a checkpoint was saved.
-
-    Raises:
-        CheckpointLoadError: It cannot be computed here; the text says what to install.
-    """
-    try:
-        return find_checksum(name)
-    except ChecksumMissingError as error:
-        raise CheckpointLoadError(
-            f"{folder} was saved with the checksum {name}, whose package is not installed here: "
-            f"{install_text(name)}, or load it unverified with checkpoint.verify=off."
-        ) from error
-    except ValueError as error:
-        raise CheckpointLoadError(
-            f"{folder} was saved with the checksum {name!r:.200}, which this release does not know; load it "
-            "with the release that wrote it, or unverified with checkpoint.verify=off."
-        ) from error
 
 
 def verify_items(

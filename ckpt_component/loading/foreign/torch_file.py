@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...core.formats.contents import Contents, Entry
+from ...core.formats.index import Contents, Entry
 from ...core.formats.torch_archive import check_archive, verify_records
 from ...core.progress import Progress, no_progress
 from ...core.state.flatten import flatten
