@@ -41,6 +41,7 @@ class RunContext:
         events: records what happens in the folder.
         warned: warnings that were logged already, and are not repeated.
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None.
+        preset: name of the preset that the run was configured with, for texts; None: unknown.
     """
 
     fs: Storage
@@ -52,6 +53,7 @@ class RunContext:
     events: EventRecorder = field(default_factory=EventRecorder)
     warned: set[str] = field(default_factory=set)
     remote: RunContext | None = None
+    preset: str | None = None
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be, in `root`."""
@@ -60,6 +62,14 @@ class RunContext:
     def step_of(self, path: str) -> int:
         """The inverse of `path_of`."""
         return int(os.path.basename(path).removeprefix(self.names.prefix))
+
+    def nearest(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be; of two places that have it, the nearest."""
+        path, remote = self.path_of(step), self.remote
+        if remote is None or self.fs.is_folder(path):
+            return path
+        farther = remote.path_of(step)
+        return farther if remote.fs.is_folder(farther) else path
 
     @property
     def roots(self) -> str:

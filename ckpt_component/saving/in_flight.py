@@ -144,6 +144,13 @@ class InFlightSaves(list[SaveHandle]):
                     break
         return RanksError(text)
 
+    def deliver_failed(self) -> list[SaveHandle]:
+        """The failed saves whose error was not raised yet; the caller raises the first, if any."""
+        failed = [save for save in self if save.undelivered is not None]
+        for save in failed:
+            save.deliver()
+        return failed
+
     def raise_first(self) -> None:
         """Raise the first error that was not raised yet."""
         for save in self:
