@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -118,7 +119,7 @@ class InFlightSaves(list[SaveHandle]):
     def __init__(self, progress: Progress = no_progress) -> None:
         super().__init__()
         self._progress = progress
-        self._poll_seconds = _POLL_SECONDS if progress is not no_progress else math.inf
+        self._poll_seconds = _POLL_SECONDS if progress is not no_progress else threading.TIMEOUT_MAX
 
     def drop_ended(self) -> list[tuple[int, str]]:
         """Drop ended saves, except those whose error was not raised yet; return their numbers and error texts."""
