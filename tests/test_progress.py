@@ -123,3 +123,14 @@ def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) ->
     stderr.close()
     with progress_bar("verify", 100) as advance:
         advance(50)
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_a_rank_without_the_terminal_waits_for_its_saves_as_well(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with build_checkpointer(preset) as checkpointer:
+        checkpointer.save({"weight": WEIGHT}, tmp_path / "saved")
+        checkpointer.wait()
+        assert checkpointer.last_report is not None and checkpointer.last_report.outcome == "committed"

@@ -118,7 +118,8 @@ def build_manager(
     # The nearest first.
     roots = [*filter(None, [settings.local.dir]), settings.dir]
     resume = ResumePolicy(settings.resume, settings.rewind, load_options(settings))
-    save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
+    every = settings.save
+    save = SavePolicy(every.every_steps, every.every_seconds, every.at_end, settings.overlap.value)
     export = export_policy(settings)
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
@@ -149,7 +150,9 @@ def build_manager(
             )
             if export is not None and save.enabled and ranks.is_leader:
                 exports = BackgroundExports(export, events.note_now)
-            run = RunContext(storages[-1], roots[-1], names, ranks, timeouts, best, events, places=places)
+            run = RunContext(
+                storages[-1], roots[-1], names, ranks, timeouts, best, events, preset=preset, places=places
+            )
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
                 run = replace(run, fs=storages[0], root=roots[0], remote=run)
@@ -171,8 +174,7 @@ def build_manager(
         except BaseException:
             ranks.close()
             raise
-    overlap = settings.overlap.value
-    manager = CheckpointManager(checkpointer, run, save, restorer, overlap, exports, uploads, preset)
+    manager = CheckpointManager(checkpointer, run, save, restorer, exports, uploads)
     record(manager)
     return manager
 

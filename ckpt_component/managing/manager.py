@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,18 +18,16 @@ from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, 
 from ..events import CheckpointListener, SaveReport
 from ..saving.in_flight import InFlightSaves, SaveHandle
 from ..saving.pipeline import SavePipeline
-from .policies import SavePolicy, checked_step, refuse_earlier
+from .policies import ReachedStep, SaveClock, SavePolicy, checked_step, refuse_earlier
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
-from .run_progress import LastStep, RunProgress
-from .save_clock import SaveClock
-from .stop_signals import LAST_SAVE, REQUEUE_EXIT_CODE, StopSignals, checked_signals
-from .summary import contents_text, saves_text
+from .stop_signals import LAST_SAVE, StoppableLoop
+from .summary import contents_text, log_saves, warn_of_idle
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointManager:
+class CheckpointManager(StoppableLoop):
     """Saves, keeps and restores the checkpoints of one run. A context manager.
 
     In a child of `os.fork`, what saves, loads or waits raises CheckpointError; `close` and the `with` block do nothing.
@@ -41,16 +38,13 @@ class CheckpointManager:
         run: the folder of the checkpoints, the ranks, and deadlines.
         save: when to save.
         restorer: loads the checkpoint that the run begins with; None without a checkpointer.
-        overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`.
         exports: exports committed checkpoints; called by the hooks of the run, and ended by the manager. None: nothing
             is exported by this rank.
         uploads: uploads committed checkpoints, in the same way; started when the run has begun.
-        preset: name of the preset, for `repr`; None: unknown.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
         idle: set by `close`: the restored step, if no step came after it, so that nothing was trained.
-        stopped_by: the signal by which `should_stop` ends the loop, or None.
     """
 
     def __init__(
@@ -59,34 +53,31 @@ class CheckpointManager:
         run: RunContext,
         save: SavePolicy,
         restorer: Restorer | None,
-        overlap: str,
         exports: BackgroundExports | None = None,
         uploads: BackgroundUploads | None = None,
-        preset: str | None = None,
     ) -> None:
-        self._home = HomeProcess("manager")
+        # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
+        stopping = run.ranks if checkpointer is not None else partial(job_ranks, "stop_signals", run.timeouts)
+        super().__init__(HomeProcess("manager"), stopping, run.timeouts.stage)
         self._checkpointer = checkpointer
         self._run = run
         self._ranks = run.ranks
         self._timeouts = run.timeouts
-        self._save_policy = save
-        self._overlap = overlap
+        self._policy = save
         self._clock = SaveClock(save, run.ranks, run.timeouts.waiting)
-        self._progress = RunProgress()
+        #: The step that was restored, and the last one of the loop, which the save at the end takes.
+        self._restored: int | None = None
+        self._last: ReachedStep | None = None
         self._newest: SaveHandle | None = None
         self._saved_step: int | None = None
         #: The step of the run's own folder that it began with, until its first step.
         self._began_at: int | None = None
-        self._closed = False
         self._failed = False
         self._exports = exports
         self._uploads = uploads
-        self._preset = preset
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
-        self._signals: StopSignals | None = None
-        self.stopped_by: signal.Signals | None = None
         if checkpointer is None or restorer is None:
             return
         self._restorer = restorer
@@ -96,7 +87,7 @@ class CheckpointManager:
     def __repr__(self) -> str:
         if not self.enabled:
             return "<CheckpointManager: off>"
-        parts = [contents_text(self._run, self.reports), self._preset, "closed" if self._closed else None]
+        parts = [contents_text(self._run, self.reports), self._run.preset, "closed" if self._closed else None]
         return f"<CheckpointManager: {', '.join(filter(None, parts))}>"
 
     @property
@@ -111,11 +102,7 @@ class CheckpointManager:
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be; of two places that have it, the nearest."""
-        path, remote = self._run.path_of(checked_step(step)), self._run.remote
-        if remote is None or self._run.fs.is_folder(path):
-            return path
-        farther = remote.path_of(step)
-        return farther if remote.fs.is_folder(farther) else path
+        return self._run.nearest(checked_step(step))
 
     def steps(self) -> list[int]:
         """The steps of committed checkpoints, oldest first."""
@@ -187,15 +174,12 @@ class CheckpointManager:
         names = {"rename": rename, "prefix": prefix, "ignore": ignore}
         options = {name: value for name, value in names.items() if value}
         step = self._restorer.load(state, strict, allow_dtype_cast, options)
-        self._saved_step = self._began_at = step if self._restorer.is_here else None
-        self._newest = None
         if step is not None:
-            self._ranks.resumed(step)
             self._clock.restart()
-            self._progress.restored = step
-            if self._save_policy.enabled and self._progress.last is None:
-                self._prewarm_loaded(state)
-        self._begin_uploads(step)
+            self._restored = step
+        self._begin(step, self._restorer.is_here)
+        if step is not None and self._policy.enabled and self._last is None:
+            self._prewarm_loaded(state)
         return step
 
     def _wait_for_own_saves(self) -> None:
@@ -205,7 +189,12 @@ class CheckpointManager:
             logger.info("waiting for the save of step %s of this run", running[-1])
         self._saves.wait(self._timeouts.whole_save)
 
-    def _begin_uploads(self, step: int | None) -> None:
+    def _begin(self, step: int | None, is_here: bool) -> None:
+        """The run begins after a step of its own folder, if `is_here`, or of another; None: from scratch."""
+        self._saved_step = self._began_at = step if is_here else None
+        self._newest = None
+        if step is not None:
+            self._ranks.resumed(step)
         if self._uploads is not None:
             self._uploads.start(step or 0)
 
@@ -227,10 +216,7 @@ class CheckpointManager:
         step = checked_step(step)
         self._ranks.check_world()
         self._wait_for_own_saves()
-        self._saved_step = self._began_at = step if self._restorer.begin(step) else None
-        self._newest = None
-        self._ranks.resumed(step)
-        self._begin_uploads(step)
+        self._begin(step, self._restorer.begin(step))
 
     def add_listener(self, listener: CheckpointListener) -> None:
         """Call a listener for the saves and restores from now on; see `CheckpointListener`.
@@ -255,21 +241,7 @@ class CheckpointManager:
             CheckpointError: the save failed, or an earlier one did and its error was not raised yet. With several ranks
                 it is raised at the next save, on all of them.
         """
-        step = self._reached(step, state, metrics)
-        if self._ranks.world_size == 1:
-            self._saves.raise_first()
-        if self._checkpointer is None:
-            return False
-        self._ranks.check_world()
-        try:
-            due = self._clock.is_due(step)
-        except CheckpointTimeoutError as error:
-            if self._timeouts.max_stall is None or not self._pipeline.policy.warn:
-                raise
-            return self._skip(step, f"{error} (checkpoint.max_stall_s)")
-        if not due and self._save_policy.repeats:
-            self._pipeline.foresight.look(state)
-        return due and self.save(step, state, metrics=metrics)
+        return self._save(ReachedStep(step, state, metrics), only_if_due=True)
 
     def save(self, step: int, state: Mapping[Any, Any], *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save now. Returns whether a save was started.
@@ -291,22 +263,35 @@ class CheckpointManager:
             CheckpointTypeError: the metrics are not numbers by name.
             CheckpointError: this save or an earlier one failed.
         """
-        step = self._reached(step, state, metrics)
+        return self._save(ReachedStep(step, state, metrics), only_if_due=False)
+
+    def _save(self, reached: ReachedStep, *, only_if_due: bool) -> bool:
+        """The loop has reached a step: note it, and save it unless there is a reason not to."""
+        self._home.check()
+        step = checked_step(reached.number)
+        if self._checkpointer is None:
+            return False
+        self._last = reached._replace(number=step)
+        self._ranks.at_step(step)
+        self._run.events.step_ended(step)
+        self._delete_old()
+        if only_if_due and not self._is_due(step, reached.state):
+            return False
         newest = self._newest
         refuse_earlier(step, self._saved_step, "restored" if newest is None else "saved last")
         failed = newest is not None and newest.done() and newest.report.outcome != "committed"
-        if self._checkpointer is None or (step == self._saved_step and not failed):
+        if step == self._saved_step and not failed:
             return False
         if self._closed:
             raise CheckpointError("This manager is closed; build a new one to save again.")
         before, self._clock.last_save = self._clock.last_save, time.monotonic()
+        path, may_wait = self._run.path_of(step), self._policy.overlap == "wait"
         try:
-            path, may_wait = self._run.path_of(step), self._overlap == "wait"
-            _, save = self._pipeline.save(state, path, step=step, metrics=metrics, may_wait=may_wait)
+            _, save = self._pipeline.save(reached.state, path, may_wait=may_wait, step=step, metrics=reached.metrics)
         except CheckpointBusyError as error:
             self._clock.last_save = before
             text = f"step {step} came while an earlier save was still running"
-            if self._overlap == "error":
+            if self._policy.overlap == "error":
                 raise CheckpointBusyError(
                     f"{text}; use checkpoint.overlap=wait or skip, or save less often."
                 ) from error
@@ -314,16 +299,20 @@ class CheckpointManager:
         self._saved_step, self._newest = step, save
         return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
 
-    def _reached(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None) -> int:
-        """The loop has reached a step; it is checked, noted, and returned."""
-        self._home.check()
-        step = checked_step(step)
-        self._progress.last = LastStep(step, state, metrics)
-        self._ranks.at_step(step)
-        if self._checkpointer is not None:
-            self._run.events.step_ended(step)
-            self._delete_old()
-        return step
+    def _is_due(self, step: int, state: Mapping[Any, Any]) -> bool:
+        """Whether the policy says to save the step; if not, the state helps to prepare the first save."""
+        if self._ranks.world_size == 1:
+            self._saves.raise_first()
+        self._ranks.check_world()
+        try:
+            due = self._clock.is_due(step)
+        except CheckpointTimeoutError as error:
+            if self._timeouts.max_stall is None or not self._pipeline.policy.warn:
+                raise
+            return self._skip(step, f"{error} (checkpoint.max_stall_s)")
+        if not due and self._policy.repeats:
+            self._pipeline.foresight.look(state)
+        return due
 
     def _delete_old(self) -> None:
         """After the first step, on the save thread, delete what dead runs have left and `keep` no longer keeps.
@@ -331,7 +320,7 @@ class CheckpointManager:
         Not in `restore`: a script that evaluates restores too, and may have other values of `keep`.
         """
         began_at, self._began_at = self._began_at, None
-        if began_at is not None and self._save_policy.enabled and self._ranks.is_leader:
+        if began_at is not None and self._policy.enabled and self._ranks.is_leader:
             self._pipeline.run_after_saves(partial(self._restorer.delete_old, began_at))
 
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
@@ -355,57 +344,6 @@ class CheckpointManager:
         if self._checkpointer is not None:
             self._checkpointer.prewarm(state)
 
-    def stop_on_signal(self, *signals: signal.Signals, requeue_exit_code: int = REQUEUE_EXIT_CODE) -> None:
-        """Until `close`, catch signals for `should_stop`, instead of being ended by them.
-
-        Call this on every rank, in the main thread. A SIGINT after another signal ends the process at once.
-
-        Args:
-            *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
-            requeue_exit_code: see `exit_if_stopped`.
-        """
-        self._home.check()
-        numbers = checked_signals(signals, requeue_exit_code)
-        if self._signals is not None or self._closed:
-            return
-        # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
-        ranks, own = (self._ranks, False) if self.enabled else (job_ranks("stop_signals", self._timeouts), True)
-        self._signals = StopSignals(ranks, self._timeouts.stage, numbers, requeue_exit_code, owns_ranks=own)
-
-    def should_stop(self) -> bool:
-        """Whether a signal asks to stop; the same on all ranks. Call this once after every step.
-
-        If True, leave the loop: the end of the `with` block then saves the last step passed to `maybe_save`, whatever
-        `save.at_end` says, within `timeouts`. It takes about a second and a step to react to a signal.
-
-        Raises:
-            CheckpointError: `stop_on_signal` was not called.
-            CheckpointTimeoutError: a rank did not call in time.
-            RanksError: a rank is dead, or has continued without the call.
-        """
-        self._home.check()
-        if self._signals is None:
-            raise CheckpointError("Call stop_on_signal() before the loop; should_stop() reports what it notes.")
-        self.stopped_by = self._signals.agreed()
-        return self.stopped_by is not None
-
-    def exit_if_stopped(self) -> None:
-        """After the `with` block: if a signal ended the loop, end the process with an exit code for its scheduler.
-
-        After SIGTERM, SIGINT, SIGHUP and SIGQUIT it is 128 + the signal, after any other, which is a warning, it is
-        `requeue_exit_code`. A handler that the signal had before is called first; that of submitit requeues the job.
-
-        Raises:
-            SystemExit: a signal ended the loop.
-            CheckpointError: the manager is not closed yet, so the last step is not saved.
-        """
-        if not self._home.is_here:
-            return
-        if not self._closed:
-            raise CheckpointError("Call exit_if_stopped() after the manager's with block, which saves the last step.")
-        if self._signals is not None:
-            self._signals.exit()
-
     def wait(self) -> None:
         """Wait until every save that was started is committed, or raise the error of one that failed.
 
@@ -425,13 +363,14 @@ class CheckpointManager:
         if self._closed or not self._home.is_here:
             return
         self._closed = True
-        self._warn_if_idle()
-        self._progress = RunProgress()  # refers to the state
-        self._began_at = None
+        if self._policy.enabled and (self._last is None or self._last.number == self._restored):
+            self.idle = self._restored  # an evaluation has no steps
+            warn_of_idle(self._run, self.idle)
+        self._last = self._began_at = None  # the first refers to the state
         try:
             if self._checkpointer is not None:
                 self._checkpointer.close()
-                self._log_saves()
+                log_saves(self._run, self.reports)
         except BaseException:
             self._failed = True
             raise
@@ -442,8 +381,7 @@ class CheckpointManager:
                     if background is not None:
                         background.end(finish=finish)
             finally:
-                if self._signals is not None:
-                    self._signals.close()
+                self.stop_catching()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -455,7 +393,7 @@ class CheckpointManager:
             return
         if error is not None:
             self._failed = True
-            self._progress.restored = None  # the loop may have failed before its first step
+            self._restored = None  # the loop may have failed before its first step
             try:
                 self.close()
             except CheckpointError as failure:
@@ -463,33 +401,20 @@ class CheckpointManager:
                 logger.error("while closing the checkpoint manager: %s", failure)
             return
         try:
-            if (self._save_policy.at_end or self.stopped_by is not None) and self._progress.last is not None:
-                self._save_last(*self._progress.last)
+            if (self._policy.at_end or self.stopped_by is not None) and self._last is not None:
+                self._save_last(self._last)
         finally:
             self.close()
 
-    def _log_saves(self) -> None:
-        text = saves_text(self._run, self.reports) if self._ranks.is_leader else None
-        if text is not None:
-            logger.info(text)
-
-    def _warn_if_idle(self) -> None:
-        self.idle = self._progress.idle if self._save_policy.enabled else None  # an evaluation has no steps
-        if self.idle is not None and self._ranks.is_leader:
-            logger.warning(
-                "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._run.root
-            )
-
-    def _save_last(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None) -> None:
+    def _save_last(self, last: ReachedStep) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
-        if self.stopped_by is not None and self.enabled and self._ranks.is_leader:
-            logger.info(LAST_SAVE, self.stopped_by.name, step, max(self._run.scan(warns=True).committed, default=0))
+        if self.stopped_by is not None and self._ranks.is_leader:
+            newest = max(self._run.scan(warns=True).committed, default=0)
+            logger.info(LAST_SAVE, self.stopped_by.name, last.number, newest)
         self._saves.wait(self._timeouts.whole_save)
-        failed = [save for save in self._saves if save.undelivered is not None]
-        for save in failed:
-            save.deliver()
+        failed = self._saves.deliver_failed()
         try:
-            self.save(step, state, metrics=metrics)
+            self._save(last, only_if_due=False)
         except CheckpointStepError as error:
             if self.stopped_by is None:
                 raise

@@ -1,14 +1,16 @@
-"""Policies: when to save and where to resume; and the checks of a step."""
+"""Policies: when to save and where to resume; whether a save is due, and the checks of a step."""
 
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config.rules import RESUME_WORDS
 from ..core.commit.names import MAX_STEP
+from ..core.coordination import Coordinator, StepQuestions
 from ..core.storage.locate import absolute
 from ..errors import CheckpointStepError
 
@@ -21,11 +23,13 @@ class SavePolicy:
         every_steps: save if the step is a multiple; None: not used.
         every_seconds: save if the last save was that long ago; None: not used.
         at_end: save the last step if the `with` block ends without an exception.
+        overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`.
     """
 
     every_steps: int | None = 100
     every_seconds: float | None = None
     at_end: bool = True
+    overlap: str = "wait"
 
     @property
     def enabled(self) -> bool:
@@ -42,6 +46,45 @@ class SavePolicy:
         if self.every_steps is not None and step % self.every_steps == 0:
             return True
         return self.every_seconds is not None and seconds_since_last >= self.every_seconds
+
+
+class SaveClock:
+    """Decides after each step whether to save.
+
+    Args:
+        policy: when to save.
+        ranks: the ranks, which save together.
+        timeout: seconds to wait for rank 0.
+
+    Attributes:
+        last_save: when the last save began (`time.monotonic`), or else the run.
+    """
+
+    def __init__(self, policy: SavePolicy, ranks: Coordinator, timeout: float) -> None:
+        self.last_save = time.monotonic()
+        self._policy = policy
+        self._ranks = ranks
+        self._timeout = timeout
+        self._questions = StepQuestions(ranks, "maybe_save")
+
+    def restart(self) -> None:
+        """The run continues from another step, on all ranks."""
+        self._questions.restart(self._ranks.meetings["restore"])
+        self.last_save = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save at this step; the same on all ranks.
+
+        Raises:
+            CheckpointTimeoutError: rank 0 did not answer in time.
+            RanksError: rank 0 did not call this for the step.
+        """
+        policy, since = self._policy, self.last_save
+        if self._ranks.world_size == 1 or policy.every_seconds is None:
+            return policy.should_save(step, time.monotonic() - since)
+        # The clocks of the ranks differ, so rank 0 decides.
+        deadline = time.monotonic() + self._timeout
+        return bool(self._questions.ask(step, lambda: policy.should_save(step, time.monotonic() - since), deadline))
 
 
 @dataclass(frozen=True)
@@ -74,6 +117,14 @@ class ResumePolicy:
         if isinstance(self.choice, int) or self.choice in RESUME_WORDS:
             return None
         return absolute(self.choice)
+
+
+class ReachedStep(NamedTuple):
+    """A step that the loop has reached, with the state after it, and the metrics for its save."""
+
+    number: int
+    state: Mapping[Any, Any]
+    metrics: Mapping[str, Any] | None
 
 
 def checked_step(step: object) -> int:

@@ -42,6 +42,7 @@ class RunContext:
         warned: warnings that were logged already, and are not repeated.
         places: makes the storages of checkpoints elsewhere.
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None.
+        preset: name of the preset that the run was configured with, for texts; None: unknown.
     """
 
     fs: Storage
@@ -54,6 +55,7 @@ class RunContext:
     warned: set[str] = field(default_factory=set)
     places: Storages = field(default_factory=Storages)
     remote: RunContext | None = None
+    preset: str | None = None
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be, in `root`."""
@@ -62,6 +64,14 @@ class RunContext:
     def step_of(self, path: str) -> int:
         """The inverse of `path_of`."""
         return int(os.path.basename(path).removeprefix(self.names.prefix))
+
+    def nearest(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be; of two places that have it, the nearest."""
+        path, remote = self.path_of(step), self.remote
+        if remote is None or self.fs.is_folder(path):
+            return path
+        farther = remote.path_of(step)
+        return farther if remote.fs.is_folder(farther) else path
 
     @property
     def roots(self) -> str:

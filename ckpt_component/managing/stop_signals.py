@@ -8,13 +8,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from ..core.coordination import Coordinator
 from ..core.processes.home_process import HomeProcess
-from ..errors import CheckpointConfigError, CheckpointTypeError
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,83 @@ class StopSignals:
         if first:
             # Not by logging or print, which the signal may have interrupted in the middle of a line.
             os.write(2, f"{self.caught.name}: stopping after this step\n".encode())
+
+
+class StoppableLoop:
+    """What a manager offers to a loop that signals may end.
+
+    Args:
+        home: the process of the loop.
+        ranks: coordinator of the ranks, which stop together; or returns one, for the signals alone.
+        timeout: seconds to wait for the other ranks.
+
+    Attributes:
+        stopped_by: the signal by which `should_stop` ends the loop, or None.
+    """
+
+    def __init__(self, home: HomeProcess, ranks: Coordinator | Callable[[], Coordinator], timeout: float) -> None:
+        self._home = home
+        self._closed = False
+        self._stopping = ranks
+        self._stop_timeout = timeout
+        self._signals: StopSignals | None = None
+        self.stopped_by: signal.Signals | None = None
+
+    def stop_on_signal(self, *signals: signal.Signals, requeue_exit_code: int = REQUEUE_EXIT_CODE) -> None:
+        """Until `close`, catch signals for `should_stop`, instead of being ended by them.
+
+        Call this on every rank, in the main thread. A SIGINT after another signal ends the process at once.
+
+        Args:
+            *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
+            requeue_exit_code: see `exit_if_stopped`.
+        """
+        self._home.check()
+        numbers = checked_signals(signals, requeue_exit_code)
+        if self._signals is not None or self._closed:
+            return
+        own = not isinstance(self._stopping, Coordinator)
+        ranks = self._stopping() if callable(self._stopping) else self._stopping
+        self._signals = StopSignals(ranks, self._stop_timeout, numbers, requeue_exit_code, owns_ranks=own)
+
+    def should_stop(self) -> bool:
+        """Whether a signal asks to stop; the same on all ranks. Call this once after every step.
+
+        If True, leave the loop: the end of the `with` block then saves the last step passed to `maybe_save`, whatever
+        `save.at_end` says, within `timeouts`. It takes about a second and a step to react to a signal.
+
+        Raises:
+            CheckpointError: `stop_on_signal` was not called.
+            CheckpointTimeoutError: a rank did not call in time.
+            RanksError: a rank is dead, or has continued without the call.
+        """
+        self._home.check()
+        if self._signals is None:
+            raise CheckpointError("Call stop_on_signal() before the loop; should_stop() reports what it notes.")
+        self.stopped_by = self._signals.agreed()
+        return self.stopped_by is not None
+
+    def exit_if_stopped(self) -> None:
+        """After the `with` block: if a signal ended the loop, end the process with an exit code for its scheduler.
+
+        After SIGTERM, SIGINT, SIGHUP and SIGQUIT it is 128 + the signal, after any other, which is a warning, it is
+        `requeue_exit_code`. A handler that the signal had before is called first; that of submitit requeues the job.
+
+        Raises:
+            SystemExit: a signal ended the loop.
+            CheckpointError: the manager is not closed yet, so the last step is not saved.
+        """
+        if not self._home.is_here:
+            return
+        if not self._closed:
+            raise CheckpointError("Call exit_if_stopped() after the manager's with block, which saves the last step.")
+        if self._signals is not None:
+            self._signals.exit()
+
+    def stop_catching(self) -> None:
+        """Restore the previous signal handlers; `close` calls this."""
+        if self._signals is not None:
+            self._signals.close()
 
 
 def checked_signals(signals: Sequence[Any], requeue_exit_code: Any) -> Sequence[signal.Signals]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import time
@@ -13,6 +14,8 @@ from ..core.storage.space import amount
 from ..errors import CheckpointError
 from ..events import SaveReport
 from .run_context import RunContext
+
+logger = logging.getLogger(__name__)
 
 
 def contents_text(run: RunContext, reports: Sequence[SaveReport]) -> str:
@@ -40,6 +43,19 @@ def contents_text(run: RunContext, reports: Sequence[SaveReport]) -> str:
     newest, count = max(times), _counted(len(times))
     ago = _ago(time.time() - times[newest])
     return f"{count} {'in' if local else 'saved to'} {where}, newest {newest} ({ago})"
+
+
+def warn_of_idle(run: RunContext, step: int | None) -> None:
+    """Warn, on the leading rank, that a run ends at the step that it restored; None: it restored none."""
+    if step is not None and run.ranks.is_leader:
+        logger.warning("restored step %d from %s and saw no further step: nothing was trained", step, run.root)
+
+
+def log_saves(run: RunContext, reports: Sequence[SaveReport]) -> None:
+    """Log, on the leading rank, what the saves of a run have come to."""
+    text = saves_text(run, reports) if run.ranks.is_leader else None
+    if text is not None:
+        logger.info(text)
 
 
 def saves_text(run: RunContext, reports: Sequence[SaveReport]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -118,7 +119,7 @@ class InFlightSaves(list[SaveHandle]):
     def __init__(self, progress: Progress = no_progress) -> None:
         super().__init__()
         self._progress = progress
-        self._poll_seconds = _POLL_SECONDS if progress is not no_progress else math.inf
+        self._poll_seconds = _POLL_SECONDS if progress is not no_progress else threading.TIMEOUT_MAX
 
     def drop_ended(self) -> list[tuple[int, str]]:
         """Drop ended saves, except those whose error was not raised yet; return their numbers and error texts."""
@@ -143,6 +144,13 @@ class InFlightSaves(list[SaveHandle]):
                 except TimeoutError:
                     break
         return RanksError(text)
+
+    def deliver_failed(self) -> list[SaveHandle]:
+        """The failed saves whose error was not raised yet; the caller raises the first, if any."""
+        failed = [save for save in self if save.undelivered is not None]
+        for save in failed:
+            save.deliver()
+        return failed
 
     def raise_first(self) -> None:
         """Raise the first error that was not raised yet."""

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_component import AsyncCheckpointer, CheckpointTimeoutError, SyncCheckpointer, build_checkpointer
+from ckpt_component import (
+    AsyncCheckpointer,
+    CheckpointTimeoutError,
+    SyncCheckpointer,
+    build_checkpointer,
+    compose_checkpoint,
+)
 from ckpt_component.loading import Reader
 from ckpt_component.saving.adapters import ForeignSaver
 
@@ -111,3 +117,32 @@ def test_the_error_of_a_writer_of_somebody_elses_is_raised_once(taken: str, tmp_
         with pytest.raises(OSError, match="the write failed"):
             checkpointer.close()
     checkpointer.close()
+
+
+def test_a_writer_that_derives_from_nothing_may_leave_attributes_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_app_writer.py").write_text(
+        """
+from ckpt_component.writers import DcpWriter
+
+class Renamed:
+    format = "dcp"
+
+    def __init__(self):
+        self._writer = DcpWriter()
+        self.options = self._writer.options
+
+    def plan(self, structure, rank):
+        return self._writer.plan(structure, rank)
+
+    def index(self, rank_indexes):
+        return self._writer.index(rank_indexes)
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = compose_checkpoint("sync")
+    config.writer = {"_target_": "my_app_writer.Renamed"}
+    with build_checkpointer(config) as checkpointer:
+        checkpointer.save(STATE, tmp_path / "one")
+        assert checkpointer.load(tmp_path / "one")["weight"].eq(1).all()

@@ -24,7 +24,6 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.managing.run_progress import LastStep
 
 WHOLE = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)
 
@@ -124,7 +123,7 @@ def group_gone_before_close(rank: int, world_size: int, folder: Path) -> None:
     with build_manager("async_persistent", ["checkpoint.save.every_steps=1"], dir=folder / "run") as manager:
         assert manager.maybe_save(1, state)
         store = leave()
-        manager._progress.last = LastStep(2, state, None)
+        manager._last = manager._last._replace(number=2)  # type: ignore[union-attr]
         before = time.monotonic()
     assert time.monotonic() - before < 60
     assert [report.outcome for report in manager.reports] == ["committed", "committed"]
