@@ -39,13 +39,12 @@ class RangeSource(Source):
     def __init__(self, index: Index, contents: Contents, access: Access) -> None:
         self.where, self.contents = index.where, contents
         self._storage, self._folder, self._shared = index.storage, index.folder, access.shared
-        self._items = [TensorItems(columns.tensors) for columns in contents.columns]
+        self._items = list(map(TensorItems, map(attrgetter("tensors"), contents.columns)))
         #: By name, as ranges have it. Those of files of other programs have none.
         self._checksums: dict[str | None, Checksum] = {}
         if access.verify and index.manifest is not None:
-            self._checksums = {
-                columns.checksum: checksum_of(self.where, columns.checksum) for columns in contents.columns
-            }
+            for name in map(attrgetter("checksum"), contents.columns):
+                self._checksums[name] = checksum_of(self.where, name)
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Read small items many at a time, and larger payloads directly into their tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -129,13 +130,14 @@ class Reader:
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
         """
-        wanted, spans = LoadOptions(**options), _Spans()
+        wanted, clock = LoadOptions(**options), time.perf_counter
+        marks = [("open", clock())]
         self.last_read = {}
         to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
         key_map = KeyMap(*names) if any(names) else None
         verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
         source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
-        spans.end("open")
+        marks.append(("read" if state_dict is None else "match", clock()))
         mapped = None
         if key_map is not None:
             source = mapped = MappedSource(source, key_map)
@@ -151,15 +153,16 @@ class Reader:
             target = Target(state, source, self._rank, self._world_size, allow_dtype_cast=wanted.allow_dtype_cast)
             objects = source.read_objects(target.objects)
             missing = _match(path, target, objects, mapped, wanted)
-            spans.end("match")
-            tensors = source.new_tensors(target.new_tensors, self._progress)
-            target.accept({**_moved(tensors, to_device), **objects})
+            marks.append(("read", clock()))
+            tensors = {}
+            if target.new_tensors:
+                tensors = _moved(source.new_tensors(target.new_tensors, self._progress), to_device)
+            target.accept({**tensors, **objects})
             source.read_tensors(target.requests, self._progress)
             target.finish()
             if isinstance(state_dict, torch.nn.Module):
                 load_state(state_dict, lambda: state, "The target", source.where)
-        spans.end("read")
-        self.last_read["spans"] = spans.ended
+        self.last_read["spans"] = _spans([*marks, ("", clock())])
         return state_dict, missing
 
     def verify(self, path: str) -> bool:
@@ -237,18 +240,12 @@ def shares_host(world_size: int) -> bool:
     return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
-class _Spans:
-    """When the phases of a load began and ended, in seconds since its start, by name."""
-
-    def __init__(self) -> None:
-        self._started, self._last = time.perf_counter(), 0.0
-        self.ended: dict[str, tuple[float, float]] = {}
-
-    def end(self, name: str) -> None:
-        """A phase ends, and the next one begins."""
-        now = time.perf_counter() - self._started
-        self.ended[name] = self._last, now
-        self._last = now
+def _spans(marks: Sequence[tuple[str, float]]) -> dict[str, tuple[float, float]]:
+    """When the phases of a load began and ended, in seconds since its start, from when each of them began."""
+    spans, (_, started) = {}, marks[0]
+    for (name, begin), (_, end) in itertools.pairwise(marks):
+        spans[name] = begin - started, end - started
+    return spans
 
 
 def _match(

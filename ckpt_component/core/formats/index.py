@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ...errors import CheckpointCorruptError
@@ -23,6 +24,7 @@ from .rank_index import RankIndex, StoredRange
 #: Where a value is stored: the number of the rank and of the item in `Contents.columns`, or the ranges.
 Place = tuple[int, int] | tuple[StoredRange, ...]
 Row = TypeVar("Row", bound=tuple[Any, ...])
+_PATH = attrgetter("path")
 
 
 class Entry(NamedTuple):
@@ -81,7 +83,8 @@ class Contents:
 
     def paths(self) -> list[tuple[str, Path]]:
         """All keys with their paths."""
-        return [(key, entry.path) for key, entry in self.entries().items()]
+        entries = self.tensors | self.objects
+        return list(zip(entries, map(_PATH, entries.values()), strict=True))
 
     def path_of(self, key: str) -> Path:
         """The path of a key's value."""
@@ -157,7 +160,6 @@ class Index(ABC):
         where: what messages call it: the path, or that of its only file
         world_size: number of ranks that saved it; None: unknown
         manifest: the manifest; None for the checkpoint of another program
-        step: the step, from its name; None: unknown
     """
 
     format: ClassVar[str]
@@ -169,10 +171,7 @@ class Index(ABC):
         self.path = self.where = found.path
         self.folder = folder or found.path
         self.names = names
-        parts = found.path.split(os.sep)
-        # The folder around a file may have the step.
-        named = parts[-1:] if found.weights != found.path else parts[:-3:-1]
-        self.step = next((step for step in map(step_in_name, named) if step is not None), None)
+        self._is_file = found.weights == found.path
 
     @classmethod
     @abstractmethod
@@ -183,6 +182,13 @@ class Index(ABC):
     @abstractmethod
     def contents(self) -> Contents:
         """What it holds, of all ranks; keys of a format with a file for each rank begin with the rank's name."""
+
+    @property
+    def step(self) -> int | None:
+        """The step, from its name or that of the folder around a file; None: unknown."""
+        parts = self.path.split(os.sep)
+        steps = map(step_in_name, parts[:-3:-1] if self._is_file else parts[-1:])
+        return next((step for step in steps if step is not None), None)
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
@@ -227,7 +233,7 @@ def contents_of(where: str, ranks: Sequence[RankIndex]) -> Contents:
         CheckpointCorruptError: the indexes contradict each other, or tensors have holes or overlapping parts.
     """
     contents = Contents(columns=ranks)
-    contents.containers = list(dict.fromkeys(container for rank in ranks for container in rank.containers))
+    contents.containers = list(dict.fromkeys(chain.from_iterable(map(attrgetter("containers"), ranks))))
     #: The parts of tensors that have several, by key and offsets. All others, the vast majority, are one item each.
     parts: dict[str, dict[tuple[int, ...], StoredRange]] = {}
     for number, rank in enumerate(ranks):
@@ -248,8 +254,10 @@ def _add_tensors(
     """Add one rank's tensors, possibly a hundred thousand: all at once if each is whole and no other rank has it."""
     rank, tensors = contents.columns[number], contents.tensors
     keys, items = keys_of(rank.paths), rank.tensors
-    columns = (map(column.__getitem__, rank.numbers) for column in (items.dtypes, items.shapes, items.nbytes))
-    entries = rows_of(Entry, keys, rank.paths, *columns, zip(repeat(number), rank.numbers, strict=False))
+    dtypes = map(items.dtypes.__getitem__, rank.numbers)
+    shapes = map(items.shapes.__getitem__, rank.numbers)
+    nbytes = map(items.nbytes.__getitem__, rank.numbers)
+    entries = rows_of(Entry, keys, rank.paths, dtypes, shapes, nbytes, zip(repeat(number), rank.numbers, strict=False))
     if rank.parts is None and len(set(keys)) == len(keys) and tensors.keys().isdisjoint(keys):
         tensors.update(zip(keys, entries, strict=True))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
@@ -35,17 +36,13 @@ class OwnIndex(Index):
         self.manifest = found.manifest or {}
         super().__init__(found, data_folder(found.storage, found.path, self.manifest))
         self.world_size = self.manifest["world_size"]
+        self.files = dict(map(itemgetter("name", "size"), self.manifest["files"]))
         check_files(self.storage, self.folder, self.manifest)
 
     @classmethod
     def recognises(cls, found: Listing) -> bool:
         """As the manifest says."""
         return found.manifest is not None and found.manifest.get("format") == cls.format
-
-    @cached_property
-    def files(self) -> Mapping[str, int]:
-        """As the manifest lists them."""
-        return {entry["name"]: entry["size"] for entry in self.manifest["files"]}
 
     @property
     def verified(self) -> bool:

@@ -1,4 +1,4 @@
-"""Load `torch.save` archives with `weights_only`, after checking them, see `catalogue.archive`."""
+"""Load `torch.save` archives with `weights_only`, after checking them, see `torch_archive`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the catalogue lists of a checkpoint is what a load of it returns, for every format; and it needs no torch."""
+"""What the index lists of a checkpoint is what a load of it returns, for every format; and it needs no torch."""
 
 from __future__ import annotations
 
