@@ -83,7 +83,7 @@ def test_it_holds_the_package_the_configs_and_the_plugin(wheel: Path) -> None:
         assert missing <= {"ckpt_component/_hydra_searchpath.py"}  # it is the plugin
     assert "hydra_plugins/ckpt_component_searchpath.py" in names
     others = {name.split("/")[0] for name in names} - {"ckpt_component", "hydra_plugins"}
-    assert [name.split(".")[-1] for name in others] == ["dist-info"]
+    assert sorted(name.split(".")[-1] for name in others) == ["ckpt_bench", "ckpt_train", "dist-info"]
 
 
 def test_it_is_the_wheel_that_is_imported(python: Path, tmp_path: Path) -> None:

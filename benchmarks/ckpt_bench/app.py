@@ -36,7 +36,7 @@ from .place import place
 from .plot import draw
 from .promises import judge
 from .runs import Case, Run, Runner
-from .schema import STATES, Action, Bench, Device, Request, read, register
+from .schema import STATES, Action, Bench, BenchRequest, Device, read, register
 from .table import LEGEND, render
 
 #: Accepted as the first word of the command line, for `action=`.
@@ -73,9 +73,9 @@ def run_job(config: DictConfig) -> None:
     """Run the action of the config, and write `result.json` to the output folder.
 
     Raises:
-        CheckpointConfigError: A value is invalid.
-        BenchmarkFailed: A promise failed, no row was measured, or a peer could not be installed.
-        SystemExit: A signal stopped the run.
+        CheckpointConfigError: a value is invalid
+        BenchmarkFailed: a promise failed, no row was measured, or a peer could not be installed
+        SystemExit: a signal stopped the run
     """
     job = _JobResult()
     try:
@@ -131,7 +131,7 @@ def _make_peers(peers: PeerEnvironment) -> None:
 
 
 def _measure(
-    request: Request, peers: PeerEnvironment, here: Path, folder: Path, about: dict[str, Any], job: _JobResult
+    request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path, about: dict[str, Any], job: _JobResult
 ) -> None:
     bench, cases = request.bench, job.cases
 
@@ -174,7 +174,7 @@ def _measure(
                     print(render(cases[-1]), flush=True)
 
 
-def _grow(request: Request, peers: PeerEnvironment, here: Path, folder: Path) -> None:
+def _grow(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
     bench = request.bench
     if bench.device is not Device.cpu:
         raise HydraConfigError(f"device={bench.device.value}: costs in Python grow alike there; use device=cpu.")
@@ -195,7 +195,7 @@ def _parent(bench: Bench, target: str, here: Path) -> tuple[Path, str]:
     return disk if target == "disk" else (Path(bench.tmpfs_dir), "tmpfs_dir")
 
 
-def _show(request: Request, cases: list[Case], about: dict[str, Any], folder: Path) -> None:
+def _show(request: BenchRequest, cases: list[Case], about: dict[str, Any], folder: Path) -> None:
     if request.bench.results is not None:
         print("\n".join(render(case) for case in cases))
     print(f"\n{LEGEND}")
@@ -231,7 +231,7 @@ def _refuse_full(state: str, base: str, key: str) -> None:
         )
 
 
-def _about(request: Request, peers: PeerEnvironment) -> dict[str, Any]:
+def _about(request: BenchRequest, peers: PeerEnvironment) -> dict[str, Any]:
     """Machine, versions and settings, to interpret the figures."""
     try:
         torch = version("torch")

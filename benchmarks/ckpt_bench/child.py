@@ -28,9 +28,9 @@ def run_process(command: Sequence[str], output: IO[bytes], timeout: float) -> in
     """Run a process and end all that it started, even if this call raises.
 
     Args:
-        command: The command, run in its own session.
-        output: File for its output.
-        timeout: Seconds after which it is killed.
+        command: the command, run in its own session
+        output: file for its output
+        timeout: seconds after which it is killed
 
     Returns:
         The exit code, or None if the deadline passed.

@@ -130,9 +130,9 @@ def write_figures(cases: Sequence[Case], folder: Path, about: dict[str, Any]) ->
     """Write `figures.json`, which has every run and can be read back, and `figures.csv`, which has the medians.
 
     Args:
-        cases: The figures, possibly of an unfinished run.
-        folder: The folder to write to.
-        about: The machine and the settings.
+        cases: the figures, possibly of an unfinished run
+        folder: the folder to write to
+        about: the machine and the settings
     """
     content = {"about": about, "cases": [asdict(case) for case in cases]}
     write_run(folder, _NAME, content, _COLUMNS, records(cases))
@@ -142,7 +142,7 @@ def read_figures(folder: str) -> tuple[list[Case], dict[str, Any]]:
     """The figures of an earlier run, and the notes on it.
 
     Raises:
-        CheckpointConfigError: The folder has none.
+        CheckpointConfigError: the folder has none
     """
 
     def of(content: Any) -> tuple[list[Case], dict[str, Any]]:

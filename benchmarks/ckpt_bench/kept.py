@@ -23,11 +23,11 @@ def write_run(
     """Write `name.json` and `name.csv`.
 
     Args:
-        folder: The folder to write to.
-        name: Name of both files.
-        content: Content of the JSON file.
-        columns: Columns of the CSV file.
-        records: Lines of the CSV file, by column.
+        folder: the folder to write to
+        name: name of both files
+        content: content of the JSON file
+        columns: columns of the CSV file
+        records: lines of the CSV file, by column
     """
     with replaced(folder / f"{name}.json") as file:
         file.write(json.dumps(content, indent=1) + "\n")
@@ -38,13 +38,13 @@ def read_run(folder: str, name: str, of: Callable[[Any], T], command: str) -> T:
     """Read `name.json` of an earlier run.
 
     Args:
-        folder: Folder of the run.
-        name: Name of the file, and of its content in error texts.
-        of: Converts the content.
-        command: The command that writes such a file.
+        folder: folder of the run
+        name: name of the file, and of its content in error texts
+        of: converts the content
+        command: the command that writes such a file
 
     Raises:
-        CheckpointConfigError: The file is missing or invalid.
+        CheckpointConfigError: the file is missing or invalid
     """
     path = Path(folder).expanduser() / f"{name}.json"
     try:

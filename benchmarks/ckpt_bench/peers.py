@@ -45,7 +45,7 @@ class PeerEnvironment:
     """The environment of the peers, which may not exist yet.
 
     Args:
-        folder: Its folder; `~` is expanded.
+        folder: its folder; `~` is expanded
     """
 
     def __init__(self, folder: str) -> None:
@@ -60,14 +60,14 @@ class PeerEnvironment:
         """Create the environment, or update it to the pinned versions.
 
         Args:
-            say: Prints a line per step.
-            requirements: File with one pinned package per line. If one cannot be installed, the others still are.
+            say: prints a line per step
+            requirements: file with one pinned package per line. If one cannot be installed, the others still are.
 
         Returns:
             The packages that could not be installed, each with pip's last message.
 
         Raises:
-            RuntimeError: The environment cannot be created; the text has the reason.
+            RuntimeError: the environment cannot be created; the text has the reason
         """
         say(f"making {self.folder}")
         done = self._run([sys.executable, "-m", "venv", "--without-pip", str(self.folder)])

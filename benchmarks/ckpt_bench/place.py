@@ -16,11 +16,11 @@ def place(parent: Path, key: str) -> Iterator[str]:
     """Create a folder for the run, and remove it afterwards.
 
     Args:
-        parent: The folder to create it in.
-        key: The key or option that sets the parent, such as `dir=`, for the error text.
+        parent: the folder to create it in
+        key: the key or option that sets the parent, such as `dir=`, for the error text
 
     Raises:
-        CheckpointConfigError: No folder can be created there.
+        CheckpointConfigError: no folder can be created there
     """
     try:
         base = tempfile.mkdtemp(prefix="ckpt-bench-", dir=parent)

@@ -32,10 +32,10 @@ def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str,
     """Write the picture and the page.
 
     Args:
-        cases: The figures; cases without a measured row are omitted.
-        verdicts: Verdicts for the page; empty if nothing was checked.
-        about: The machine and the settings, for the page.
-        folder: The folder to write to.
+        cases: the figures; cases without a measured row are omitted
+        verdicts: verdicts for the page; empty if nothing was checked
+        about: the machine and the settings, for the page
+        folder: the folder to write to
 
     Returns:
         The files; empty if there is nothing to draw.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from .figures import fact, spread, why_not
 from .measure.names import ROWS, rows_of
 from .runs import Case
-from .verdicts import Figure, Missing, Verdict, at_least, at_most, best_of, figure_of, limit_of, raw_of, reported
+from .verdicts import Measured, Missing, Verdict, at_least, at_most, best_of, figure_of, limit_of, raw_of, reported
 
 _ASYNC = ("async_persistent", "async_persistent_fast", "async_pinned", "async_temporal", "async_zero_overhead")
 #: The recommended preset, whose times are compared with the disk and the peers: with zlib's checksum, which is always
@@ -27,9 +27,9 @@ def judge(cases: Sequence[Case], *, cores: int, loop_threads: int) -> list[Verdi
     """Check the figures of one run against all promises.
 
     Args:
-        cases: The figures.
-        cores: Number of CPU cores; some promises need a free core.
-        loop_threads: Threads of the simulated training loop.
+        cases: the figures
+        cores: number of CPU cores; some promises need a free core
+        loop_threads: threads of the simulated training loop
     """
     large_disk = _case(cases, "large", "disk")
     # Each row separately: the best of several rows would profit from chance.
@@ -65,7 +65,7 @@ def _stalls(case: Case | Missing, where: str) -> Iterator[Verdict]:
             pinned,
             figure_of(case, "async_pinned", "staged"),
         )
-    for row in () if isinstance(pinned, Figure) else ("async_persistent", "async_pinned"):
+    for row in () if isinstance(pinned, Measured) else ("async_persistent", "async_pinned"):
         yield at_most(
             f"time until the tensors may be changed, {row}, {where}, over one warm memcpy",
             1.2,
@@ -133,11 +133,11 @@ def _loads(case: Case | Missing, where: str, faster: float, cold: bool) -> Itera
         )
 
 
-def _of_row(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
+def _of_row(case: Case | Missing, row: str, figure: str) -> Measured | Missing:
     return _fast(case, row, figure) if row == _FAST else figure_of(case, row, figure)
 
 
-def _fast(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
+def _fast(case: Case | Missing, row: str, figure: str) -> Measured | Missing:
     """A figure of a row with the fastest checksum, unless that is zlib's."""
     if not isinstance(case, Missing) and fact(case, row, "checksum_by") == "zlib":
         return "no faster checksum than zlib's is installed: pip install isal"
@@ -149,11 +149,11 @@ def _memory(case: Case) -> Iterator[Verdict]:
         if row not in case.rows:
             continue
         arenas, nbytes = fact(case, row, "arenas"), fact(case, row, "state_bytes")
-        allowed: Figure | Missing = f"{row} {why_not(case, row)}"
+        allowed: Measured | Missing = f"{row} {why_not(case, row)}"
         if arenas is not None and nbytes is not None and nbytes < _TELLING_BYTES:
             allowed = "the state is too small to tell it from the rest"
         elif arenas is not None and nbytes is not None:
-            allowed = Figure(f"{arenas} x {nbytes / 1e9:.2f} GB", arenas * nbytes)
+            allowed = Measured(f"{arenas} x {nbytes / 1e9:.2f} GB", arenas * nbytes)
         yield at_most(
             f"memory of {row}, {case.state} on {case.target}, over one state per arena",
             1.1,
@@ -177,7 +177,7 @@ def _steps(case: Case, cores: int, loop_threads: int) -> Iterator[Verdict]:
             f"step time while {row} writes, {case.state} on {case.target}, over the undisturbed",
             1.03,
             ratio,
-            Figure("undisturbed", 1.0),
+            Measured("undisturbed", 1.0),
         )
 
 

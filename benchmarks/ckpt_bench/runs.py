@@ -33,9 +33,9 @@ class Case:
     """One state on one target.
 
     Attributes:
-        state: Name of the state.
-        target: `disk` or `tmpfs`.
-        rows: Runs by row, including the limits, in the order of the table.
+        state: name of the state
+        target: `disk` or `tmpfs`
+        rows: runs by row, including the limits, in the order of the table
     """
 
     state: str
@@ -47,13 +47,13 @@ class Runner:
     """Runs the processes of rows.
 
     Args:
-        peers: The environment of the peers.
-        settings: Arguments of `measure.row.Settings`, except `cold`.
-        repeats: How often to measure each row.
-        timeout: Time limit of a row's process in seconds.
-        logs: Folder for the output of failed rows.
-        say: Prints a line of progress.
-        boot: Code that measures a row; its arguments are the folder of our package and the task.
+        peers: the environment of the peers
+        settings: arguments of `measure.row.RowSettings`, except `cold`
+        repeats: how often to measure each row
+        timeout: time limit of a row's process in seconds
+        logs: folder for the output of failed rows
+        say: prints a line of progress
+        boot: code that measures a row; its arguments are the folder of our package and the task
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Runner:
         """Measure all rows of a case, in turn, and the limits with them.
 
         Args:
-            case: Receives the figures.
-            rows: The rows; unavailable ones are recorded as such.
-            base: Folder on the target, for a temporary folder per process.
-            tell: Called with each row and its figures when they are available.
+            case: receives the figures
+            rows: the rows; unavailable ones are recorded as such
+            base: folder on the target, for a temporary folder per process
+            tell: called with each row and its figures when they are available
         """
         absent = self._peers.absent(rows)
         if self._settings.get("device") == "cuda":

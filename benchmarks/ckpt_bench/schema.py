@@ -92,7 +92,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """A checked config: lists are lists, row families are rows."""
 
     bench: Bench
@@ -112,11 +112,11 @@ def register() -> None:
     store_files(Path(__file__).parent / "conf", None)
 
 
-def read(config: DictConfig) -> Request:
+def read(config: DictConfig) -> BenchRequest:
     """Convert the config to a request.
 
     Raises:
-        CheckpointConfigError: A value is out of range, or a name is unknown; the text says what to type.
+        CheckpointConfigError: a value is out of range, or a name is unknown; the text says what to type
     """
     values = plain_dict(config, resolve=True)
     with for_hydra():
@@ -124,7 +124,7 @@ def read(config: DictConfig) -> Request:
     bench = read_values(Bench, {**values, **folders}, "")
     names = _names("rows", bench.rows, [*ROWS, *FAMILIES, "all"])
     chosen = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
-    return Request(
+    return BenchRequest(
         bench=bench,
         states=_names("state", bench.state, list(STATES)),
         targets=_names("target", bench.target, TARGETS),

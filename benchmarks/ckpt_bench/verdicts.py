@@ -14,7 +14,7 @@ from .runs import Case
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measured:
     """A number with its name."""
 
     name: str
@@ -30,10 +30,10 @@ class Verdict:
     """One promise, judged.
 
     Attributes:
-        promise: Text of the promise, with the bound.
-        measured: The ratio, or None if it could not be measured.
-        holds: Whether it holds; None if it could not be measured, or is only reported.
-        note: What was compared, or why it was not.
+        promise: text of the promise, with the bound
+        measured: the ratio, or None if it could not be measured
+        holds: whether it holds; None if it could not be measured, or is only reported
+        note: what was compared, or why it was not
     """
 
     promise: str
@@ -48,19 +48,19 @@ class Verdict:
         return f"{words[self.holds]:<13}{ratio:>7}  {self.promise} ({self.note})"
 
 
-def at_most(promise: str, bound: float, above: Figure | Missing, below: Figure | Missing) -> Verdict:
+def at_most(promise: str, bound: float, above: Measured | Missing, below: Measured | Missing) -> Verdict:
     """`above` over `below` must not be higher than the bound."""
     verdict = reported(f"{promise}, at most {bound:.3g}", above, below)
     return _with_bound(verdict, verdict.measured is not None and verdict.measured <= bound)
 
 
-def at_least(promise: str, bound: float, above: Figure | Missing, below: Figure | Missing) -> Verdict:
+def at_least(promise: str, bound: float, above: Measured | Missing, below: Measured | Missing) -> Verdict:
     """`above` over `below` must not be lower than the bound."""
     verdict = reported(f"{promise}, at least {bound:.3g}", above, below)
     return _with_bound(verdict, verdict.measured is not None and verdict.measured >= bound)
 
 
-def reported(promise: str, above: Figure | Missing, below: Figure | Missing) -> Verdict:
+def reported(promise: str, above: Measured | Missing, below: Measured | Missing) -> Verdict:
     """`above` over `below`, without a bound."""
     if isinstance(above, Missing):
         return Verdict(promise, None, None, above)
@@ -71,33 +71,33 @@ def reported(promise: str, above: Figure | Missing, below: Figure | Missing) -> 
     return Verdict(promise, above.value / below.value, None, f"{above.name} over {below.name}")
 
 
-def figure_of(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
+def figure_of(case: Case | Missing, row: str, figure: str) -> Measured | Missing:
     """The median of a row's figure."""
     if isinstance(case, Missing):
         return case
     found = spread(case, row, figure)
     if found is not None:
-        return Figure(row, found.median)
+        return Measured(row, found.median)
     reason = why_not(case, row) or (f"has no figure {figure!r}" if row in case.rows else "is not in this run")
     return f"{row} {reason}"
 
 
-def raw_of(case: Case | Missing, row: str, *names: str) -> Figure | Missing:
+def raw_of(case: Case | Missing, row: str, *names: str) -> Measured | Missing:
     """The raw hardware time measured next to a row: the smallest of these `raw_` figures."""
     found = [(name, figure_of(case, row, name)) for name in names]
-    known = [Figure(f"{name} beside {row}", figure.value) for name, figure in found if isinstance(figure, Figure)]
+    known = [Measured(f"{name} beside {row}", figure.value) for name, figure in found if isinstance(figure, Measured)]
     return min(known, key=_value) if known else found[0][1]
 
 
-def limit_of(case: Case | Missing, name: str) -> Figure | Missing:
+def limit_of(case: Case | Missing, name: str) -> Measured | Missing:
     """A hardware limit, measured as a separate row."""
     if isinstance(case, Missing):
         return case
     found = limits_of(case).get(name)
-    return Figure(name, found.median) if found else why_not(case, LIMITS) or f"no limit {name} was measured"
+    return Measured(name, found.median) if found else why_not(case, LIMITS) or f"no limit {name} was measured"
 
 
-def best_of(case: Case | Missing, rows: Iterable[str], figure: str, whole: bool = False) -> Figure | Missing:
+def best_of(case: Case | Missing, rows: Iterable[str], figure: str, whole: bool = False) -> Measured | Missing:
     """The smallest figure of several rows; with `whole`, only of rows without torn snapshots."""
     if isinstance(case, Missing):
         return case
@@ -105,13 +105,13 @@ def best_of(case: Case | Missing, rows: Iterable[str], figure: str, whole: bool 
     for row in rows:
         values, torn = spread(case, row, figure), spread(case, row, "torn")
         if values is not None and not (whole and (torn is None or torn.high > 0)):
-            found.append(Figure(row, values.median))
+            found.append(Measured(row, values.median))
     if not found:
         return f"no row to compare with was measured, {case.state} on {case.target}"
     return min(found, key=_value)
 
 
-def _value(figure: Figure) -> float:
+def _value(figure: Measured) -> float:
     return figure.value
 
 

@@ -102,9 +102,7 @@ class BackgroundExports:
         if finish:
             logger.info("waiting until %s is exported", self._requested)
         elif (process := self._process) is not None:
-            process.hang_up()
-            if process.wait(_LEAVE_SECONDS) is None:
-                process.kill()
+            process.end(_LEAVE_SECONDS)
         # One that runs and one that waits; each ends by itself at its deadline.
         thread.join(2 * (self._policy.timeout + _LEAVE_SECONDS))
 

@@ -26,7 +26,7 @@ from ..core.commit.scan import Scan, repair_pointer, scan_steps
 from ..core.formats.verification import verify_files
 from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
-from ..core.storage.files import FileStorage
+from ..core.storage.files import FileStorage, local_files
 from ..core.storage.locate import file_storage, storage_at
 from ..core.writing.range_writer import Throttle
 from ..errors import CheckpointError, CheckpointFencedError
@@ -214,7 +214,7 @@ class Uploader:
 
         def before_commit(staging: str, kept: Collection[str]) -> None:
             # After a power cut a file may have its size and not its bytes; an object is whole.
-            if kept and isinstance(storage, FileStorage):
+            if kept and local_files(storage) is not None:
                 verify_files(storage, staging, manifest)
 
         continued = Continued(manifest["attempt"], self._ownership, self._throttle.wait)

@@ -58,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Args:
-        arguments: The arguments; None: those of the process.
+        arguments: the arguments; None: those of the process
 
     Raises:
-        SystemExit: With the command's exit code; 2 after an error, whose text is on stderr.
+        SystemExit: with the command's exit code; 2 after an error, whose text is on stderr
     """
     # Exit normally on SIGTERM, so that commands remove their temporary files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line and expand `~` in paths.
 
     Raises:
-        CheckpointConfigError: There is no such command, or option of it.
+        CheckpointConfigError: there is no such command, or option of it
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     chosen = next((word for word in arguments if not word.startswith("-")), None)

@@ -27,7 +27,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Print the script.
 
     Raises:
-        CheckpointConfigError: shtab is not installed.
+        CheckpointConfigError: shtab is not installed
     """
     try:
         import shtab

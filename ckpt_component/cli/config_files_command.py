@@ -34,7 +34,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Print all names with what they are for, or one file.
 
     Raises:
-        CheckpointConfigError: There is no file of this name.
+        CheckpointConfigError: there is no file of this name
     """
     command, name = parsed.command, parsed.name
     files = {file.name: file for file in (presets() if command == "presets" else recipes())}

@@ -39,7 +39,7 @@ def run(parsed: argparse.Namespace, output: Output, *, moves: bool = False) -> N
     """Copy, or move.
 
     Raises:
-        CheckpointError: see `Transfer`.
+        CheckpointError: see `Transfer`
     """
     checkpoint = find_checkpoint(parsed.source, parsed.options)
     if moves and checkpoint.whole_root:

@@ -34,7 +34,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     """Print what was found.
 
     Raises:
-        CheckpointConfigError: ROOT is empty, or a URL whose scheme has no package here.
+        CheckpointConfigError: ROOT is empty, or a URL whose scheme has no package here
     """
     findings = [*check_machine(), *check_packages()]
     if parsed.root is not None:

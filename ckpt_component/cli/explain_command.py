@@ -44,7 +44,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Print the graph.
 
     Raises:
-        CheckpointConfigError: An override is invalid, or the parts do not fit together, as the factory says.
+        CheckpointConfigError: an override is invalid, or the parts do not fit together, as the factory says
     """
     preset, overrides = _split(parsed.words)
     settings = resolve_config(compose_checkpoint(preset, overrides))

@@ -40,7 +40,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
     """Delete debris and old checkpoints.
 
     Raises:
-        CheckpointError: the arguments are wrong, a run is alive, or something could not be deleted.
+        CheckpointError: the arguments are wrong, a run is alive, or something could not be deleted
     """
     if parsed.keep_last is not None and parsed.keep_last < 1:
         raise CheckpointConfigError(f"--keep-last={parsed.keep_last} would keep none; type 1 or more.")

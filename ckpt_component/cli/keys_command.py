@@ -34,7 +34,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Print the keys.
 
     Raises:
-        CheckpointConfigError: No key matches.
+        CheckpointConfigError: no key matches
     """
     matching = [key for key in keys() if parsed.pattern is None or _matches(key, parsed.pattern)]
     if not matching:

@@ -30,12 +30,12 @@ class Saved:
     """A checkpoint that a run saved.
 
     Attributes:
-        name: Name that it was saved under.
-        path: Where it is; None: it was deleted, or its manifest cannot be read.
-        step: Its step; None: unknown.
-        time: When it was committed, seconds since 1970.
-        state: `committed`, `damaged`, `set aside` (quarantined or retired), or `deleted`.
-        metrics: Its metrics.
+        name: name that it was saved under
+        path: where it is; None: it was deleted, or its manifest cannot be read
+        step: its step; None: unknown
+        time: when it was committed, seconds since 1970
+        state: `committed`, `damaged`, `set aside` (quarantined or retired), or `deleted`
+        metrics: its metrics
     """
 
     name: str
@@ -47,7 +47,7 @@ class Saved:
 
 
 @dataclass
-class Failure:
+class LoggedFailure:
     """A save, load, export or upload that failed."""
 
     time: float
@@ -57,23 +57,23 @@ class Failure:
 
 
 @dataclass
-class Run:
+class LoggedRun:
     """A run that saved in the folder.
 
     Attributes:
-        token: Its token; of older checkpoints, what they have in common.
-        began: When it began, or its first checkpoint was committed, seconds since 1970.
-        ranks: Number of ranks; None: unknown.
-        resumed_from: Name or path of the checkpoint; None: from scratch, or unknown.
-        parent: Number of the run that saved that checkpoint.
-        resumed_step: Its step.
-        known: Whether it is known where the run came from.
-        later: Steps after `resumed_step` that the parent had saved: the run is a branch.
-        changes: Of the config, since that checkpoint.
-        changed_since: Number of the run that has the config before them; the parent, unless it left no checkpoint.
-        saved: Its checkpoints, oldest first.
-        failures: What failed, oldest first.
-        uploaded: Steps that it uploaded from here to its permanent folder, in order.
+        token: its token; of older checkpoints, what they have in common
+        began: when it began, or its first checkpoint was committed, seconds since 1970
+        ranks: number of ranks; None: unknown
+        resumed_from: name or path of the checkpoint; None: from scratch, or unknown
+        parent: number of the run that saved that checkpoint
+        resumed_step: its step
+        known: whether it is known where the run came from
+        later: steps after `resumed_step` that the parent had saved: the run is a branch
+        changes: of the config, since that checkpoint
+        changed_since: number of the run that has the config before them; the parent, unless it left no checkpoint
+        saved: its checkpoints, oldest first
+        failures: what failed, oldest first
+        uploaded: steps that it uploaded from here to its permanent folder, in order
     """
 
     token: str
@@ -87,16 +87,16 @@ class Run:
     changes: list[Change] = field(default_factory=list)
     changed_since: int | None = None
     saved: list[Saved] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[LoggedFailure] = field(default_factory=list)
     uploaded: list[int | None] = field(default_factory=list)
 
 
-def runs_of(root: Root) -> list[Run]:
+def runs_of(root: Root) -> list[LoggedRun]:
     """The runs that saved in a folder, oldest first."""
-    runs: dict[str, Run] = {}
+    runs: dict[str, LoggedRun] = {}
     for name, path, step, state, manifest in _manifests(root):
         token, created = _token(manifest), created_of(manifest) or 0.0
-        run = runs.setdefault(token, Run(token, created))
+        run = runs.setdefault(token, LoggedRun(token, created))
         run.began, run.ranks = min(run.began, created), manifest["world_size"]
         run.known, run.resumed_from = "resumed_from" in manifest, manifest.get("resumed_from")
         run.saved.append(Saved(name, path, step, created, state, manifest.get("metrics", {})))
@@ -132,7 +132,7 @@ def _token(manifest: Mapping[str, Any]) -> str:
     return str(manifest.get("run") or f"config-{records[0] if records else 0:08x}")
 
 
-def _add_events(root: Root, runs: dict[str, Run]) -> None:
+def _add_events(root: Root, runs: dict[str, LoggedRun]) -> None:
     """Add what the events of rank 0 say about runs, failures and deleted checkpoints."""
     present = {(token, saved.step) for token, run in runs.items() for saved in run.saved}
     there = {path for step, path in root.paths.items() if step not in {number for _, number in present}}
@@ -140,7 +140,7 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
         token, time, kind = event["run"], event["time"], event["event"]
         if event["rank"] != 0:
             continue
-        run = runs.setdefault(token, Run(token, time))
+        run = runs.setdefault(token, LoggedRun(token, time))
         run.began = min(run.began, time)
         step, path = event.get("step"), str(event.get("path", ""))
         if kind == "run":
@@ -151,7 +151,7 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
         elif kind in _ENDED and event.get("outcome") != _ENDED[kind]:
             of_step = "" if step is None else f" of step {step}"
             what = f"{kind}{of_step} {event.get('outcome')}"
-            run.failures.append(Failure(time, step, what, str(event.get("error") or "")))
+            run.failures.append(LoggedFailure(time, step, what, str(event.get("error") or "")))
         elif kind == "upload":
             run.uploaded.append(step)
         elif kind == "save" and (token, step) not in present:
@@ -164,7 +164,7 @@ def _named(root: Root, path: str) -> str:
     return os.path.basename(path) if os.path.dirname(path) == root.path else path
 
 
-def _find_parent(root: Root, runs: list[Run], number: int, run: Run) -> None:
+def _find_parent(root: Root, runs: list[LoggedRun], number: int, run: LoggedRun) -> None:
     """Find the run that saved the checkpoint from which a run resumed, and what changed since."""
     if run.resumed_from is None:
         return
@@ -183,7 +183,7 @@ def _find_parent(root: Root, runs: list[Run], number: int, run: Run) -> None:
         run.changes = config_changes(old, new)
 
 
-def _config(fs: Storage, run: Run) -> StoredConfig | None:
+def _config(fs: Storage, run: LoggedRun) -> StoredConfig | None:
     """The config of a run, which all its checkpoints have; None: none is left that can be read."""
     return next(filter(None, (_stored(fs, saved.path) for saved in run.saved if saved.path is not None)), None)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from ..core.formats.checkpoints import find_root
-from .lineage import COMMITTED, DELETED, Run, Saved, runs_of
+from .lineage import COMMITTED, DELETED, LoggedRun, Saved, runs_of
 from .output import Output, age_text, counted, fitted
 
 
@@ -27,14 +27,14 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Show the lineage.
 
     Raises:
-        CheckpointNotFoundError: There is no such folder.
+        CheckpointNotFoundError: there is no such folder
     """
     root = find_root(parsed.root, parsed.options)
     runs = runs_of(root)
     output.result({"root": root.path, "runs": runs}, _lines(root.path, root.newest, runs, output))
 
 
-def _lines(path: str, newest: int | None, runs: list[Run], output: Output) -> Iterator[str]:
+def _lines(path: str, newest: int | None, runs: list[LoggedRun], output: Output) -> Iterator[str]:
     if not runs:
         yield f"no runs in {path}"
     for number, each in reversed([*enumerate(runs, 1)]):
@@ -55,7 +55,7 @@ def _lines(path: str, newest: int | None, runs: list[Run], output: Output) -> It
         yield ""
 
 
-def _about(run: Run) -> Iterator[str]:
+def _about(run: LoggedRun) -> Iterator[str]:
     """Where a run came from, and the changes of its config."""
     if not run.known:
         yield "resumed from: unknown, saved by an earlier release"

@@ -34,14 +34,14 @@ class Listed:
     """An entry of a folder of checkpoints.
 
     Attributes:
-        name: Name in the folder.
-        state: `committed`; `unverified`, of another program; `damaged`; `in progress`; or `debris`.
-        step: Step; None: unknown.
-        time: When it was committed or last changed, seconds since 1970.
-        nbytes: Size.
-        ranks: Number of ranks that saved it; None: unknown.
-        why: More about the state.
-        metrics: Its metrics.
+        name: name in the folder
+        state: `committed`; `unverified`, of another program; `damaged`; `in progress`; or `debris`
+        step: step; None: unknown
+        time: when it was committed or last changed, seconds since 1970
+        nbytes: size
+        ranks: number of ranks that saved it; None: unknown
+        why: more about the state
+        metrics: its metrics
     """
 
     name: str
@@ -63,7 +63,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """List a folder.
 
     Raises:
-        CheckpointNotFoundError: There is no such folder, or it is a checkpoint itself.
+        CheckpointNotFoundError: there is no such folder, or it is a checkpoint itself
     """
     root = find_root(parsed.root, parsed.options)
     entries = sorted(_entries(root), key=lambda entry: (entry.step is None, entry.step or 0, entry.time))

@@ -27,10 +27,10 @@ class Output:
     """Prints the result of a command.
 
     Args:
-        as_json: Print JSON instead of text.
+        as_json: print JSON instead of text
 
     Attributes:
-        color: Whether stdout has colour.
+        color: whether stdout has colour
     """
 
     def __init__(self, *, as_json: bool = False) -> None:
@@ -41,8 +41,8 @@ class Output:
         """Print the result.
 
         Args:
-            data: For `--json`: values of JSON's types, and instances of dataclasses.
-            lines: The text for people; not taken with `--json`.
+            data: for `--json`: values of JSON's types, and instances of dataclasses
+            lines: the text for people; not taken with `--json`
         """
         if self.as_json:
             print(json.dumps(data, indent=1, allow_nan=False, default=asdict))
@@ -80,9 +80,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
     """Lines of a table; the last column is cut where a line would be longer than `width`.
 
     Args:
-        header: Titles of the columns.
-        rows: Cells, without colour.
-        right: Numbers of the columns to align right.
+        header: titles of the columns
+        rows: cells, without colour
+        right: numbers of the columns to align right
     """
     left = [number for number in range(len(header)) if number not in right]
     yield from map(fitted, aligned([header, *rows], left))

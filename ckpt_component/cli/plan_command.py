@@ -24,7 +24,7 @@ from ..errors import CheckpointConfigError
 from .output import Output, counted, table, width
 from .planning.formulas import DALY
 from .planning.measured import measured_rates
-from .planning.plan import RESTART_S, Figure, Question, plan
+from .planning.plan import RESTART_S, Forecast, Scenario, plan
 from .reports.text import duration
 
 
@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Print the figures.
 
     Raises:
-        CheckpointConfigError: An argument is invalid, or there are no measurements in the folder.
+        CheckpointConfigError: an argument is invalid, or there are no measurements in the folder
     """
     question = _question(parsed)
     figures = plan(question)
@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     output.result(data, _lines(question, figures, notes))
 
 
-def _question(parsed: argparse.Namespace) -> Question:
+def _question(parsed: argparse.Namespace) -> Scenario:
     names = [file.name for file in presets() if file.name != "off"]
     if parsed.preset not in names:
         raise CheckpointConfigError(invalid_choice("--preset", parsed.preset, names))
@@ -67,7 +67,7 @@ def _question(parsed: argparse.Namespace) -> Question:
         if getattr(parsed, name) is not None:
             _refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
     folders = [folder.expanduser() for folder in parsed.measured or ()]
-    return Question(
+    return Scenario(
         state=_with_unit(parsed.state, BYTES, "--state", "1.2TB"),
         ranks=parsed.ranks,
         ranks_per_host=parsed.ranks_per_host,
@@ -92,7 +92,7 @@ def _refuse_below_zero(name: str, value: float) -> None:
         raise CheckpointConfigError(f"{name}={value:g} must be above 0.")
 
 
-def _notes(question: Question, values: dict[str, float | None]) -> Iterator[str]:
+def _notes(question: Scenario, values: dict[str, float | None]) -> Iterator[str]:
     if values["storage rate"] is None:
         yield "Without the storage's rate, a save is taken to be durable just before the next one."
     if question.rates is not None:
@@ -103,7 +103,7 @@ def _notes(question: Question, values: dict[str, float | None]) -> Iterator[str]
         yield f"Set checkpoint.save.every_seconds={max(interval, 1):.0f}"
 
 
-def _lines(question: Question, figures: Sequence[Figure], notes: Sequence[str]) -> Iterator[str]:
+def _lines(question: Scenario, figures: Sequence[Forecast], notes: Sequence[str]) -> Iterator[str]:
     ranks, hosts = counted(question.ranks, "rank"), counted(question.hosts, "host")
     yield f"{amount(round(question.state))} of state, {ranks} on {hosts}, {question.preset}"
     yield ""
@@ -121,7 +121,7 @@ def _lines(question: Question, figures: Sequence[Figure], notes: Sequence[str]) 
         yield from textwrap.wrap(note, width())
 
 
-def _text(figure: Figure) -> str:
+def _text(figure: Forecast) -> str:
     if figure.value is None:
         return "?"
     if figure.unit == "of the time":

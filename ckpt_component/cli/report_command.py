@@ -41,8 +41,8 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Make the report. With `--json` files are written only where `--out` says.
 
     Raises:
-        CheckpointNotFoundError: The folder has neither events nor jobs.
-        CheckpointConfigError: The files cannot be written.
+        CheckpointNotFoundError: the folder has neither events nor jobs
+        CheckpointConfigError: the files cannot be written
     """
     folder: Path = parsed.folder
     if (folder / FOLDER).is_dir():

@@ -21,7 +21,7 @@ from ..core.storage.locate import absolute
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
 from .output import Output
-from .roots import Place, add_safeguards, place_of, point_elsewhere, shown, tree_bytes, typed_errors
+from .roots import Location, add_safeguards, place_of, point_elsewhere, shown, tree_bytes, typed_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Delete.
 
     Raises:
-        CheckpointError: a checkpoint is not there, must not be deleted, or could not be.
+        CheckpointError: a checkpoint is not there, must not be deleted, or could not be
     """
     places = {place.path: place for place in (_place(each, parsed.options) for each in parsed.checkpoints)}
     fs = {place.root: place.fs for place in places.values()}
@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     output.result({"deleted": deleted, "dry_run": parsed.dry_run}, lines)
 
 
-def _place(argument: str, options: Mapping[str, str]) -> Place:
+def _place(argument: str, options: Mapping[str, str]) -> Location:
     """The place of a checkpoint of ours, good or damaged, or of a quarantined one."""
     path = absolute(argument)
     if os.path.basename(path).startswith(QUARANTINE_PREFIX):

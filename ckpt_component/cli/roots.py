@@ -30,14 +30,14 @@ def add_safeguards(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a checkpoint is, or will be.
 
     Attributes:
-        fs: the storage; without renames where the checkpoints of its root were committed without them.
-        path: absolute path, or URL.
-        names: the naming of its folder; None: it has another name, which no run uses.
-        step: the step in such a name.
+        fs: the storage; without renames where the checkpoints of its root were committed without them
+        path: absolute path, or URL
+        names: the naming of its folder; None: it has another name, which no run uses
+        step: the step in such a name
     """
 
     fs: Storage
@@ -54,11 +54,11 @@ class Place:
         """Refuse to change a run's checkpoints while it may be alive.
 
         Args:
-            what: what is refused, for the text: `... is not moved`.
-            ended: the user says that a run on another host has ended.
+            what: what is refused, for the text: `... is not moved`
+            ended: the user says that a run on another host has ended
 
         Raises:
-            CheckpointFencedError: the run that owns the root is alive, or may be.
+            CheckpointFencedError: the run that owns the root is alive, or may be
         """
         owner = None if self.names is None else FencingToken(self.fs, self.root, self.names).neighbor()
         if owner is None or (owner.alive is None and ended):
@@ -78,13 +78,13 @@ class Place:
             write_pointer(self.fs, self.root, self.names, max([self.step, *committed]))
 
 
-def place_of(path: str, options: Mapping[str, str] | None = None, *, by_rename: bool | None = None) -> Place:
+def place_of(path: str, options: Mapping[str, str] | None = None, *, by_rename: bool | None = None) -> Location:
     """The place of a path.
 
     Args:
-        path: absolute path, or URL.
-        options: `-o` of the command line, for a URL.
-        by_rename: whether checkpoints there are committed by a rename; None: as those that are there.
+        path: absolute path, or URL
+        options: `-o` of the command line, for a URL
+        by_rename: whether checkpoints there are committed by a rename; None: as those that are there
     """
     fs = storage_at(path, options=options)
     if not is_url(path) and not (_is_by_rename(fs, os.path.dirname(path)) if by_rename is None else by_rename):
@@ -92,13 +92,13 @@ def place_of(path: str, options: Mapping[str, str] | None = None, *, by_rename: 
     return _named(fs, path)
 
 
-def _named(fs: Storage, path: str) -> Place:
+def _named(fs: Storage, path: str) -> Location:
     name = os.path.basename(path)
     for names in NAMINGS.values():
         step = names.step(name)
         if step is not None and names.folder(step) == name:
-            return Place(fs, path, names, step)
-    return Place(fs, path)
+            return Location(fs, path, names, step)
+    return Location(fs, path)
 
 
 def _is_by_rename(fs: Storage, root: str) -> bool:
@@ -119,20 +119,20 @@ def is_one_checkpoint(fs: Storage, folder: str) -> bool:
     return any(fs.exists(os.path.join(folder, name)) for name in (MANIFEST, METADATA))
 
 
-def destination(argument: str, source: Place, options: Mapping[str, str], commit: str | None) -> Place:
+def destination(argument: str, source: Location, options: Mapping[str, str], commit: str | None) -> Location:
     """Where `cp SOURCE ARGUMENT` puts the checkpoint.
 
     `ROOT@300`, an existing folder, or one with a slash at the end, which get a checkpoint of the source's step in the
     naming that is used there; else the path itself.
 
     Args:
-        argument: as on the command line.
-        source: the checkpoint.
-        options: `-o` of the command line, for a URL.
-        commit: `--commit` of the command line.
+        argument: as on the command line
+        source: the checkpoint
+        options: `-o` of the command line, for a URL
+        commit: `--commit` of the command line
 
     Raises:
-        CheckpointConfigError: `ROOT@WORD` with a word that is no step.
+        CheckpointConfigError: `ROOT@WORD` with a word that is no step
     """
     path, step, fs = absolute(argument), source.step, storage_at(argument, options=options)
     by_rename = None if commit is None else commit == "rename"

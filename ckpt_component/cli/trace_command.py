@@ -30,8 +30,8 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Write the trace.
 
     Raises:
-        CheckpointNotFoundError: The folder has no events.
-        CheckpointConfigError: An argument is invalid, or a file cannot be written.
+        CheckpointNotFoundError: the folder has no events
+        CheckpointConfigError: an argument is invalid, or a file cannot be written
     """
     if parsed.last is not None and parsed.last < 1:
         raise CheckpointConfigError(f"--last={parsed.last} must be at least 1.")

@@ -14,9 +14,9 @@ from ..core.commit.copying import copy_checkpoint, same_content
 from ..core.commit.manifest import read_manifest
 from ..core.formats.verification import verify_checkpoint, verify_files
 from ..core.progress import Progress
-from ..core.storage.files import FileStorage
+from ..core.storage.files import local_files
 from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
-from .roots import Place, is_one_checkpoint, point_elsewhere
+from .roots import Location, is_one_checkpoint, point_elsewhere
 
 #: Formats whose files do not say which step they are of.
 _RENUMBERED = ("dcp", "torch_save", "safetensors")
@@ -27,16 +27,16 @@ class Transfer:
     """One copy or move.
 
     Attributes:
-        source: the checkpoint.
-        manifest: its manifest.
-        target: where it goes.
-        ended: the user says that runs on other hosts have ended.
-        progress: follows the bytes.
+        source: the checkpoint
+        manifest: its manifest
+        target: where it goes
+        ended: the user says that runs on other hosts have ended
+        progress: follows the bytes
     """
 
-    source: Place
+    source: Location
     manifest: Mapping[str, Any]
-    target: Place
+    target: Location
     ended: bool
     progress: Progress
 
@@ -44,9 +44,9 @@ class Transfer:
         """Raise an error if the transfer must not be made.
 
         Raises:
-            CheckpointConfigError: the places do not fit, or the format does not allow another step.
-            CheckpointExistsError: the target is there, and is no copy of the source.
-            CheckpointFencedError: a run that may be alive uses one of the roots.
+            CheckpointConfigError: the places do not fit, or the format does not allow another step
+            CheckpointExistsError: the target is there, and is no copy of the source
+            CheckpointFencedError: a run that may be alive uses one of the roots
         """
         source, target = self.source.path, self.target.path
         if source == target or target.startswith(source + os.sep):
@@ -100,8 +100,8 @@ class Transfer:
 
     def _rename(self) -> bool:
         """Rename; False where that is not possible: to another file system, or without renames."""
-        source, target, fs = self.source, self.target, self.target.fs
-        if not (isinstance(fs, FileStorage) and fs.atomic_rename and source.fs.atomic_rename):
+        source, target, fs = self.source, self.target, local_files(self.target.fs)
+        if fs is None or not (fs.atomic_rename and source.fs.atomic_rename):
             return False
         fs.make_folders(target.root)
         self._leave()
@@ -132,6 +132,6 @@ class Transfer:
             ) from error
         self._refuse_running(self.target)
 
-    def _refuse_running(self, place: Place) -> None:
+    def _refuse_running(self, place: Location) -> None:
         what = f"{place.path} is not {'moved' if place is self.source else 'made'}"
         place.refuse_running(what, ended=self.ended)

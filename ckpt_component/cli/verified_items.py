@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..core.commit.names import MANIFEST
 from ..core.formats.inspection import Inspection
-from ..core.formats.verification import Item
+from ..core.formats.rank_index import StoredRange
 from ..core.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ class VerifiedItems:
         #: The file's first line.
         self._signature = f"{_signature(fs, inspection)}\n"
         self._known = self._read() if resume else set()
-        self._fresh: list[Item] = []
+        self._fresh: list[StoredRange] = []
         self._lock = threading.RLock()
         self._saved_at = time.monotonic()
 
-    def __contains__(self, item: Item) -> bool:
+    def __contains__(self, item: StoredRange) -> bool:
         return (item.file, item.offset, item.length) in self._known
 
-    def add(self, item: Item) -> None:
+    def add(self, item: StoredRange) -> None:
         """An item is intact; the file is written every few seconds."""
         with self._lock:
             self._fresh.append(item)

@@ -19,7 +19,8 @@ from typing import Any
 
 from ..core.formats.checkpoints import find_checkpoint, matching_keys
 from ..core.formats.inspection import inspect
-from ..core.formats.verification import Damage, Item, verify_items
+from ..core.formats.rank_index import StoredRange
+from ..core.formats.verification import Damage, verify_items
 from ..core.progress import progress_bar
 from ..core.storage.space import amount
 from ..core.storage.storage import Storage
@@ -116,7 +117,9 @@ def _verify(fs: Storage, path: str, pattern: str | None, resume: bool) -> dict[s
     return result
 
 
-def _described(damage: Damage, lost: list[Item], keys_by_place: dict[tuple[str, int], list[str]]) -> dict[str, Any]:
+def _described(
+    damage: Damage, lost: list[StoredRange], keys_by_place: dict[tuple[str, int], list[str]]
+) -> dict[str, Any]:
     """A damage as values of JSON, with the keys whose bytes are damaged."""
     items = [item for item in lost if item.file == damage.file] if damage.item is None else [damage.item]
     return {

@@ -194,10 +194,9 @@ class ProcessCaller(AsyncCaller):
             self.peers.current.rest()
 
     def __del__(self) -> None:
-        """Let go of the processes; see `AsyncCaller`.
+        """Let go of the processes: each exits when its `WorkerClient` is collected, which lives until all is done.
 
-        Here there is nothing to do: each process exits when its `WorkerClient` is collected, and that client only lives
-        until its requests are done. So it has no effect in a forked child or at interpreter exit either.
+        So it has no effect in a forked child or at interpreter exit either.
         """
 
     @abstractmethod
@@ -239,9 +238,7 @@ class TemporalAsyncCaller(ProcessCaller):
         start_method: `spawn` and `forkserver` import the modules of `async_fn` anew, which takes seconds if they
             import torch. `fork` starts in milliseconds and pickles nothing, but the next update of the weights copies
             memory page by page and is slow, shared memory stays shared, and it is refused if CUDA is in use.
-        start_timeout: seconds for a process to start.
-        write_timeout: seconds for one request.
-        close_timeout: seconds for a process to exit when it is done.
+        options: as for `ProcessCaller`.
 
     Raises:
         StartMethodError: `start_method` cannot be used.
@@ -276,9 +273,7 @@ class PersistentAsyncCaller(ProcessCaller):
 
     Args:
         start_method: `spawn` or `forkserver`; `fork` is refused where CUDA is in use.
-        start_timeout: seconds for the process to start.
-        write_timeout: seconds for one request once it is sent to the process.
-        close_timeout: seconds for the process to exit when it is asked to.
+        options: as for `ProcessCaller`; `write_timeout` counts once a request is sent to the process.
 
     Raises:
         StartMethodError: `start_method` cannot be used.
@@ -346,11 +341,7 @@ def _log_level() -> int:
 
 
 def _payload_of(what: str, call: Call) -> bytes:
-    """Pickle a call by value.
-
-    Raises:
-        CheckpointStageError: a value cannot be pickled; the message names it and what to do.
-    """
+    """Pickle a call by value. Raises CheckpointStageError, which names the value that cannot be pickled."""
     return pickle_by_value(
         call,
         what,

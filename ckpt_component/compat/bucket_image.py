@@ -1,24 +1,25 @@
 """The image of a rank's buckets, in memory that the writing process can open.
 
-A stored tensor is the archive that `torch.save` would write, of which only the payload is copied (`image.items`). Byte
-items follow the tensors of their file, as the planner made them, so the image depends only on dtypes and shapes.
+A stored tensor is the archive that `torch.save` would write, as in the format `dcp`. Byte items follow the tensors of
+their file, as the planner made them, so the image depends only on dtypes and shapes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from ..core.formats.zip_records import ITEM_ALIGNMENT
 from ..core.image.arena import Arena
 from ..core.image.copy import copy_on_host
-from ..core.memory.huge_pages import PAGE, align
-from ..core.state.structure import element_bytes
-from ..writers.torch_items import around_payload
+from ..core.state.flatten import flatten
+from ..core.state.structure import Stored, Structure
+from ..writers.dcp import layout_of_archives
 from .host_image import HostImage, ImageBucket, Place, SharedFile
 
 #: A file to write before its tensors are copied: path, name in `.metadata`, and its contents, each with its item.
@@ -47,37 +48,20 @@ class FilesImage:
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.files: list[tuple[int, int, list[Place]]] = []
-        fixed: list[tuple[int, bytes]] = []
-        payloads: list[tuple[int, torch.dtype, torch.Size]] = []
-        base = 0
-        for tensors in form:
-            position = end = base
-            places: list[Place] = []
-            for dtype, shape in tensors:
-                prefix, suffix = around_payload(dtype, shape)
-                payload = position + len(prefix)
-                after = payload + element_bytes(dtype, shape)
-                fixed += [(position, prefix), (after, suffix)]
-                payloads.append((payload, dtype, shape))
-                end = after + len(suffix)
-                places.append((position - base, end - position))
-                position = align(end, ITEM_ALIGNMENT)
-            self.files.append((base, end, places))
-            base = align(end, PAGE)
-        arena = Arena(base, shared=True)
-        try:
-            # They keep the memory alive; it is returned when the last of them is collected.
-            file = SharedFile(os.dup(arena.shared_descriptor()))
-            self.host_image, slab = HostImage(file, arena.nbytes, arena.memory), arena.slab
-        finally:
-            arena.close()
-        for position, data in fixed:
-            self.host_image.memory[position : position + len(data)] = data
-        self.slots = [
-            slab[start : start + element_bytes(dtype, shape)].view(dtype).view(shape)
-            for start, dtype, shape in payloads
-        ]
+        # The tensors have no place in a state here.
+        stored = [Stored(number, *each) for number, each in enumerate(itertools.chain.from_iterable(form))]
+        numbers = iter(range(len(stored)))
+        files = [("", list(itertools.islice(numbers, len(tensors)))) for tensors in form]
+        layout = layout_of_archives(Structure(flatten({})), stored, files)
+        arena = Arena(layout.arena_bytes, shared=True)
+        weakref.finalize(self, arena.close)
+        self.slots = arena.slots(layout)
+        # It keeps the memory alive when this object is collected.
+        self.host_image = HostImage(SharedFile(os.dup(arena.shared_descriptor())), arena.nbytes, arena.memory)
+        places: list[list[Place]] = [[] for _ in form]
+        for item in layout.items:
+            places[item.file].append((item.offset, item.length))
+        self.files = [(file.base, file.base + file.size, each) for file, each in zip(layout.files, places, strict=True)]
 
 
 class ImageLease:
@@ -141,12 +125,10 @@ def preload_tensors(
 
 def _copy(slots: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], non_blocking: bool) -> None:
     on_host = [number for number, tensor in enumerate(tensors) if tensor.is_cpu]
-    copy_on_host(
-        [slots[number] for number in on_host], [tensors[number] for number in on_host], torch.get_num_threads()
-    )
+    copy_on_host(slots, tensors, torch.get_num_threads(), on_host)
+    on_device = {number: tensor for number, tensor in enumerate(tensors) if not tensor.is_cpu}
     with torch.no_grad():
-        for slot, tensor in zip(slots, tensors, strict=True):
-            if not tensor.is_cpu:
-                slot.copy_(tensor, non_blocking=non_blocking)
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        for number, tensor in on_device.items():
+            slots[number].copy_(tensor, non_blocking=non_blocking)
+    for device in {tensor.device for tensor in on_device.values()}:
         torch.get_device_module(device.type).synchronize(device)

@@ -115,12 +115,8 @@ class ResultMailbox:
     def put(self, result: Any) -> None:
         """Store the result; a second one replaces the first."""
         data = pickle.dumps(result)
-        with open(self._file.fd, "r+b", closefd=False) as stream:
-            stream.seek(0)
-            stream.write(_LENGTH.pack(0) + data)
-            stream.flush()
-            stream.seek(0)
-            stream.write(_LENGTH.pack(len(data)))  # last, so that a writer killed here leaves no result
+        os.pwrite(self._file.fd, _LENGTH.pack(0) + data, 0)
+        os.pwrite(self._file.fd, _LENGTH.pack(len(data)), 0)  # last, so that a writer killed here leaves no result
 
     def get_nowait(self) -> Any:
         """Return the result.
@@ -128,9 +124,8 @@ class ResultMailbox:
         Raises:
             queue.Empty: there is no result yet.
         """
-        with open(self._file.fd, "rb", closefd=False) as stream:  # only this process and its children write it
-            stream.seek(0)
-            head = stream.read(_LENGTH.size)
-            if not any(head):
-                raise queue.Empty
-            return pickle.loads(stream.read(*_LENGTH.unpack(head)))
+        head = os.pread(self._file.fd, _LENGTH.size, 0)
+        if not any(head):
+            raise queue.Empty
+        (length,) = _LENGTH.unpack(head)
+        return pickle.loads(os.pread(self._file.fd, length, _LENGTH.size))  # only this process and its children write

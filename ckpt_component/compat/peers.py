@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.coordination import RankStore, StoreCoordinator, distributed
+from ..core.coordination import PolledCoordinator, RankStore, distributed
 from ..core.coordination.heartbeat import FailureDetector
 from ..core.processes.remote_error import describe_failure
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError, ranks_failed
@@ -86,7 +86,7 @@ class PeerSession:
     def __init__(self, store: RankStore) -> None:
         self.world_size = store.world_size
         self._store = store
-        self._coordinator: StoreCoordinator | None = None  # while requests are in flight
+        self._coordinator: PolledCoordinator | None = None  # while requests are in flight
         self._detector: FailureDetector
         self._prefix: str | None = None  # prefix of all tags, set by the first call that involves all ranks
         self._calls = 0
@@ -205,14 +205,14 @@ class PeerSession:
         """Whether this rank is rank 0, which decides."""
         return self._store.rank == 0
 
-    def _coordinate(self) -> StoreCoordinator:
+    def _coordinate(self) -> PolledCoordinator:
         """The coordinator; its heartbeats start with the first call."""
         if self._coordinator is None:
-            self._coordinator = StoreCoordinator(self._store, HEARTBEAT_SECONDS, stall_timeout=math.inf)
+            self._coordinator = PolledCoordinator(self._store, HEARTBEAT_SECONDS, stall_timeout=math.inf)
             self._detector = FailureDetector(self._store, HEARTBEAT_SECONDS, None)
         return self._coordinator
 
-    def _join(self) -> StoreCoordinator:
+    def _join(self) -> PolledCoordinator:
         """Join the other ranks. The n-th queues that join on each rank are counterparts."""
         coordinator = self._coordinate()
         if self._prefix is None:

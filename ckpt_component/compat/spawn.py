@@ -29,57 +29,14 @@ from typing import Any
 
 from ..errors import CheckpointError, printable
 
-logger = logging.getLogger("ckpt_component.writing")
-
-#: Seconds between the interrupt and the hard exit of a child whose parent has ended.
-PARENT_GRACE_SECONDS = 1.0
-
-
-def watch_parent(grace_seconds: float = PARENT_GRACE_SECONDS) -> None:
-    """Exit when the parent process exits. Call this once, in the main thread of a `multiprocessing` child.
-
-    When the parent exits, the main thread is interrupted as by Ctrl-C; if the process is still running after
-    `grace_seconds`, it exits at once. Does nothing in a process that `multiprocessing` did not start.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None:
-        return
-    threading.Thread(
-        target=_leave_after,
-        args=(parent.sentinel, parent.pid, threading.get_ident(), grace_seconds),
-        name="ckpt-parent-watch",
-        daemon=True,
-    ).start()
-
-
-def _leave_after(sentinel: int, parent_pid: int, main_thread: int, grace_seconds: float) -> None:
-    pidfd = _pidfd_of(parent_pid)
-    if pidfd is not None:
-        # A sibling may have inherited the sentinel's pipe and hold it open; a pidfd is not affected by that.
-        # No deadline: this daemon thread has nothing else to do.
-        multiprocessing.connection.wait([sentinel, *([pidfd] if pidfd >= 0 else [])])
-    signal.pthread_kill(main_thread, signal.SIGINT)
-    time.sleep(grace_seconds)
-    os._exit(1)
-
-
-def _pidfd_of(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process exits; None if it has exited, -1 without pidfd."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    except (OSError, AttributeError) as error:
-        logger.info("watching the parent process by its pipe alone, because pidfd_open failed: %s", error)
-        return -1
-
-
 logger = logging.getLogger(__name__)
 
 START_METHODS = ("spawn", "forkserver", "fork")
 #: If set to 1, processes of a fork server start in parallel; the name is torch's.
 ENV_VAR_PARALLEL_START = "TORCH_MP_PARALLEL_START"
 
+#: Between the interrupt and the hard exit of a child whose parent has ended.
+_PARENT_GRACE_SECONDS = 1.0
 #: The sentinel shows the end of a process at once, unless a grandchild holds it open; then this poll does.
 _POLL_SECONDS = 0.5
 #: Between SIGTERM and SIGKILL if the caller passes no grace period.
@@ -352,7 +309,7 @@ def spawn(
 
 def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: str) -> None:
     """Run the function in the child and report its error."""
-    watch_parent()
+    _watch_parent()
     try:
         fn(index, *args)
     except KeyboardInterrupt:
@@ -365,6 +322,32 @@ def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: 
         except OSError as error:
             print(f"{text}\n(could not leave this for the parent process: {error})", file=sys.stderr)
         sys.exit(1)
+
+
+def _watch_parent() -> None:
+    """Exit when the parent process exits.
+
+    The main thread is interrupted as by Ctrl-C; if the process still runs a second later, it exits at once.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # as `multiprocessing` has started this process
+    watch = (parent.sentinel, parent.pid, threading.get_ident())
+    threading.Thread(target=_leave_with, args=watch, name="ckpt-parent-watch", daemon=True).start()
+
+
+def _leave_with(sentinel: int, parent_pid: int, main_thread: int) -> None:
+    try:
+        # A sibling may have inherited the sentinel's pipe and hold it open; a pidfd is not affected by that.
+        # No deadline: this daemon thread has nothing else to do.
+        multiprocessing.connection.wait([sentinel, os.pidfd_open(parent_pid)])
+    except ProcessLookupError:
+        pass  # it has exited
+    except (OSError, AttributeError) as error:
+        logger.info("watching the parent process by its pipe alone, because pidfd_open failed: %s", error)
+        multiprocessing.connection.wait([sentinel])
+    signal.pthread_kill(main_thread, signal.SIGINT)
+    time.sleep(_PARENT_GRACE_SECONDS)
+    os._exit(1)
 
 
 def _remove_folders(folders: set[str], owner: int) -> None:

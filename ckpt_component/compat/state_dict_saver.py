@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ..config.hydra.errors import CheckpointConfigError
 from ..core.coordination import distributed
 from ..core.processes.remote_error import describe_failure
-from ..errors import CheckpointError, RanksError, ranks_failed
+from ..errors import CheckpointConfigError, CheckpointError, RanksError, ranks_failed
 from .file_system_writer_async import FileSystemWriterAsync, log_once
 from .peers import as_save_error
 from .plan_cache import CheckpointMetadataCache, digest_of, fingerprint_of

@@ -40,13 +40,10 @@ class WorkerClient:
         loop: the function that the process runs; see `CallProcess`. It is restarted if it died and there are
             further requests.
         args: its further arguments.
-        name: name of the process in error messages.
-        start_method: `spawn`, `forkserver` or `fork`.
-        start_timeout: seconds for the process to start.
         close_timeout: seconds for the process to exit when it is asked to.
         farewell: a pickled request that is sent last.
-        import_main: whether the process imports the main script; see `CallProcess`.
         on_start: called with the pid of each process that is started.
+        options: of each `CallProcess`.
 
     Attributes:
         process: the running process, or None.
@@ -58,23 +55,12 @@ class WorkerClient:
         loop: Callable[..., None],
         args: tuple[Any, ...] = (),
         *,
-        name: str = "worker process",
-        start_method: str = "spawn",
-        start_timeout: float = 30.0,
         close_timeout: float = 60.0,
         farewell: bytes = b"",
-        import_main: bool = True,
         on_start: Callable[[int], None] | None = None,
+        **options: Any,
     ) -> None:
-        self._new_process = partial(
-            CallProcess,
-            loop,
-            args,
-            name=name,
-            start_method=start_method,
-            start_timeout=start_timeout,
-            import_main=import_main,
-        )
+        self._new_process = partial(CallProcess, loop, args, **options)
         self._on_start = on_start
         self._close_timeout = close_timeout
         self._farewell = farewell

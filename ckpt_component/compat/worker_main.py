@@ -20,12 +20,10 @@ from typing import Any
 
 from ..core.processes.framing import Channel
 from ..core.processes.remote_error import describe_failure
+from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
 
 #: A function, its positional arguments, and its keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-#: Blocked while a process starts, until its handlers are installed.
-GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 #: These end the process. Any other error is an answer, including torch's CheckpointException, which is a
 #: BaseException.
@@ -110,7 +108,7 @@ def enter(
 
 
 def _channel_to_parent(sock: socket.socket) -> Channel:
-    return Channel(sock, lambda: True, patience=math.inf)  # `watch_parent` notices its death
+    return Channel(sock, lambda: True, patience=math.inf)  # `start_processes` lets this process notice its death
 
 
 def _obey_the_parent_alone(sock: socket.socket) -> None:
@@ -122,6 +120,6 @@ def _obey_the_parent_alone(sock: socket.socket) -> None:
         if poll.poll(0):
             raise SystemExit(128 + number)
 
-    for number in GROUP_SIGNALS:
+    for number in SIGNALS_OF_THE_TRAINER:
         signal.signal(number, leave_if_the_parent_left)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_OF_THE_TRAINER)

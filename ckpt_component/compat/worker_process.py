@@ -19,10 +19,11 @@ from typing import Any, cast
 from ..core.processes.exit_text import describe_exit
 from ..core.processes.framing import Channel
 from ..core.processes.remote_error import RemoteTraceback, as_local_error
+from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from .pickling import pickle_by_value
 from .spawn import ProcessContext, StartMethodError, check_start_method_exists, end_processes, start_processes
-from .worker_main import GROUP_SIGNALS, enter
+from .worker_main import enter
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class CallProcess:
             f"Timed out after {self._start_timeout:g}s: the {self.name} (pid {self.pid}) was not ready. "
             "Its start imports the main script again; the start-up timeout must allow for that."
         )
-        self._answer(self._start_deadline, late, f"The {self.name} (pid {self.pid}) could not start")
+        self._answer(None, self._start_deadline, late, f"The {self.name} (pid {self.pid}) could not start")
         self.ready = True
 
     def call(self, payload: bytes, timeout: float, what: str) -> Any:
@@ -153,15 +154,8 @@ class CallProcess:
             f"The {self.name} (pid {self.pid}) did not finish {what} within {timeout:g} s; "
             "it hangs, or the timeout is too short."
         )
-        doing = f" while it ran {what}"
-        try:
-            self._channel.send({}, deadline, [payload])
-        except TimeoutError as error:
-            raise CheckpointTimeoutError(late) from error
-        except OSError as error:
-            raise self.death(doing) from error
         failed = f"{what[:1].upper()}{what[1:]} failed in the {self.name} (pid {self.pid})"
-        return self._answer(deadline, late, failed, doing)
+        return self._answer(payload, deadline, late, failed, f" while it ran {what}")
 
     def end(self, timeout: float, farewell: bytes = b"") -> None:
         """Ask the process to exit, and stop it after `timeout` seconds.
@@ -192,8 +186,7 @@ class CallProcess:
 
     def hang_up(self) -> None:
         """Close the connection, from any thread. A thread that waits for the process wakes up and raises an error."""
-        with contextlib.suppress(OSError):  # the other side closed first
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._channel.hang_up(listens=False)
 
     def death(self, doing: str = "") -> WorkerDiedError:
         """The error that describes how the process ended.
@@ -214,12 +207,16 @@ class CallProcess:
             error.__cause__ = RemoteTraceback(text)
         return error
 
-    def _answer(self, deadline: float, late: str, failed: str, doing: str = "") -> Any:
-        """The next answer of the process. The arguments after the deadline are for error messages."""
+    def _answer(self, payload: bytes | None, deadline: float, late: str, failed: str, doing: str = "") -> Any:
+        """The answer to a request, if any, or the next. The arguments after the deadline are for error messages."""
         try:
+            if payload is not None:
+                self._channel.send({}, deadline, [payload])
             frame = self._channel.receive(deadline)
         except TimeoutError as error:
             raise CheckpointTimeoutError(late) from error
+        except OSError:
+            frame = None
         if frame is None:
             raise self.death(doing)
         header, blob, _ = frame
@@ -240,13 +237,13 @@ class CallProcess:
 
 @contextlib.contextmanager
 def _group_signals_held(start_method: str) -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM in a process started here until its handlers are installed."""
+    """Block signals that are meant for the trainer in a process started here until its handlers are installed."""
     # A fork server and a resource tracker inherit the blocked signals; start them before.
     if start_method != "fork":
         resource_tracker.ensure_running()
     if start_method == "forkserver":
         forkserver.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_TRAINER)
     try:
         yield
     finally:

@@ -13,9 +13,9 @@ class ConfigFile:
     """A preset or a recipe.
 
     Attributes:
-        name: As it is typed: `checkpoint=NAME`, `+recipe=NAME`.
-        line: What it is for, the first line of the file.
-        path: The file.
+        name: as it is typed: `checkpoint=NAME`, `+recipe=NAME`
+        line: what it is for, the first line of the file
+        path: the file
     """
 
     name: str

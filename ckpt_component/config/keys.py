@@ -24,12 +24,12 @@ class Key:
     """One key.
 
     Attributes:
-        name: Below `checkpoint`, with dots: `save.every_steps`, `writer.workers`.
-        option: The part that has the key, such as `dcp`; empty for keys of `checkpoint` itself.
-        kind: Its type in words, such as `int or null`, `bytes`, `rename|manifest`.
-        default: Its default, as it is typed.
-        limits: The range of a number, in words; empty: none.
-        text: What it is for, one line.
+        name: below `checkpoint`, with dots: `save.every_steps`, `writer.workers`
+        option: the part that has the key, such as `dcp`; empty for keys of `checkpoint` itself
+        kind: its type in words, such as `int or null`, `bytes`, `rename|manifest`
+        default: its default, as it is typed
+        limits: the range of a number, in words; empty: none
+        text: what it is for, one line
     """
 
     name: str

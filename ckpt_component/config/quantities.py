@@ -28,12 +28,12 @@ def quantity(text: str, unit: str, name: str) -> float:
     """Convert a string to a number, an int if it is whole.
 
     Args:
-        text: A number, optionally with a unit.
-        unit: BYTES or SECONDS.
-        name: Name of the key or option, for the error text.
+        text: a number, optionally with a unit
+        unit: BYTES or SECONDS
+        name: name of the key or option, for the error text
 
     Raises:
-        CheckpointConfigError: It is not a quantity of this unit; the text says how to write one.
+        CheckpointConfigError: it is not a quantity of this unit; the text says how to write one
     """
     match = _QUANTITY.fullmatch(text.strip())
     factor = _UNITS[unit].get(match[2].lower()) if match else None

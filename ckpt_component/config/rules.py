@@ -24,12 +24,12 @@ class PartFacts:
     """What the rules ask of the chosen parts.
 
     Attributes:
-        stager: the stager's option, or the name of a user's class.
-        caller: the same of the caller.
-        writer: the same of the writer.
-        takes_snapshot: whether the stager copies the state, so that training may go on.
-        in_other_process: whether the caller writes in another process.
-        single_file: whether the writer writes one file and no folder.
+        stager: the stager's option, or the name of a user's class
+        caller: the same of the caller
+        writer: the same of the writer
+        takes_snapshot: whether the stager copies the state, so that training may go on
+        in_other_process: whether the caller writes in another process
+        single_file: whether the writer writes one file and no folder
     """
 
     stager: str
@@ -95,7 +95,7 @@ def refuse_unfit(settings: Checkpoint, parts: PartFacts) -> None:
     """Refuse parts that do not fit together, or not on this machine.
 
     Raises:
-        CheckpointConfigError: The text says what to type instead.
+        CheckpointConfigError: the text says what to type instead
     """
     from .hydra.errors import HydraConfigError  # imports Hydra
 

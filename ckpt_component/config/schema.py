@@ -43,9 +43,9 @@ def within(limits: Range, default: T, unit: str | None = None) -> T:
     """A field for a number in a range, or None if its type allows it.
 
     Args:
-        limits: The range.
-        default: The default value.
-        unit: BYTES or SECONDS, if the number may be written with a unit such as `8MB`.
+        limits: the range
+        default: the default value
+        unit: BYTES or SECONDS, if the number may be written with a unit such as `8MB`
     """
     return field(default=default, metadata={"range": limits, "unit": unit})
 

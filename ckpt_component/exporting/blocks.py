@@ -11,7 +11,7 @@ from operator import mul
 from typing import Any
 
 from ..core.formats import Entry, Index, StoredRange
-from ..core.formats.verification import checksum_of
+from ..core.formats.rank_index import checksum_of
 from ..core.state.dtypes import WIDTHS
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..core.formats import Entry, Index
 from ..core.state.dtypes import WIDTHS
-from ..core.state.key_map import KeyMap, RenamedKeys, pattern_of, unknown_names
-from ..core.state.paths import Path, key_of
+from ..core.state.key_map import KeyMap, RenamedKeys, unknown_names
+from ..core.state.paths import Path
 from ..errors import CheckpointLoadError
 from .casting import cast_dtype
 
@@ -47,58 +47,38 @@ class Selected(NamedTuple):
     containers: list[tuple[Path, str]]
 
 
-def select(index: Index, prefix: str, key_map: KeyMap, dtype: str | None) -> Selected:
+def select(index: Index, prefix: str, key_map: KeyMap, to_dtype: str | None) -> Selected:
     """Which values of a checkpoint are exported, and under which names.
 
     Args:
         index: The checkpoint.
         prefix: Only what is below this name, which is taken away.
         key_map: What follows, with the names after that.
-        dtype: As for `cast_dtype`.
+        to_dtype: As for `cast_dtype`.
 
     Raises:
         CheckpointLoadError: A name fits no key, or two tensors would get one name.
     """
     where, prefix = index.path, prefix.removesuffix(".")
-    paths = [(key, entry.path) for key, entry in index.entries.items()]
-    below = [row for row in paths if pattern_of(prefix).match(row[0])]
-    if not below:
-        raise CheckpointLoadError(unknown_names("prefix", [prefix], paths, where))
-    stripped = RenamedKeys(below, KeyMap({prefix: ""} if prefix else {}), where)
+    below = index.contents.below(prefix)
+    if not below.paths():
+        raise CheckpointLoadError(unknown_names("prefix", [prefix], index.contents.paths(), where))
+    stripped = RenamedKeys(below.paths(), KeyMap({prefix: ""} if prefix else {}), where)
     renamed = RenamedKeys([*stripped.paths.items()], key_map, where)
     renamed.refuse_unused()
+    chosen = below.renamed(stripped).renamed(renamed)
     tensors: dict[object, Tensor] = {}
-    objects: list[tuple[Path, Entry]] = []
-    for name, path in renamed.paths.items():
-        entry = index.entries[stripped.old[renamed.old[name]]]
-        if entry.kind != "tensor":
-            objects.append((path, entry))
-            continue
-        place = name if not math.prod(entry.shape) else (entry.dtype, entry.shape, entry.place)
-        first = tensors.get(place)
-        if first is None:
-            tensors[place] = Tensor(name, path, entry, cast_dtype(entry.dtype, dtype))
+    for name, (_, path, dtype, shape, _, place) in chosen.tensors.items():
+        tie = (dtype, shape, place) if math.prod(shape) else name
+        if tie in tensors:
+            tensors[tie] = tensors[tie]._replace(tied=(*tensors[tie].tied, (name, path)))
         else:
-            tensors[place] = first._replace(tied=(*first.tied, (name, path)))
+            stored = index.entries[stripped.old[renamed.old[name]]]
+            tensors[tie] = Tensor(name, path, stored, cast_dtype(dtype, to_dtype))
+    objects = [(entry.path, index.entries[stripped.old[renamed.old[name]]]) for name, entry in chosen.objects.items()]
     if not tensors:
         raise CheckpointLoadError(f"There is no tensor to export in {where}: {len(objects)} objects were chosen.")
-    used = {path[:depth] for path in renamed.paths.values() for depth in range(len(path))}
-    containers = []
-    for path, kind in index.contents.containers:
-        below_prefix = bool(pattern_of(prefix).match(key_of(path)))
-        new, ignored = _moved(stripped, renamed, path)
-        if new in used or (kind == "empty" and below_prefix and not ignored):
-            containers.append((new, kind))
-    return Selected([*tensors.values()], objects, containers)
-
-
-def _moved(stripped: RenamedKeys, renamed: RenamedKeys, path: Path) -> tuple[Path, bool]:
-    """The new path of a container, and whether it is ignored."""
-    ignored = False
-    for keys in (stripped, renamed):
-        if path:
-            path, ignored = keys.new_path(key_of(path), path)
-    return path, ignored
+    return Selected([*tensors.values()], objects, chosen.containers)
 
 
 def model_prefix(index: Index) -> str:

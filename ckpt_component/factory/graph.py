@@ -60,7 +60,9 @@ logger = logging.getLogger(__name__)
 
 
 @for_hydra()
-def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: bool = False) -> Checkpointer:
+def build_checkpointer(
+    config: Any, overrides: Sequence[str] = (), *, alone: bool = False, ranks: Coordinator | None = None
+) -> Checkpointer:
     """Build the checkpointer of a config.
 
     Args:
@@ -68,6 +70,7 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: boo
             (`async_persistent`).
         overrides: as on a command line: `checkpoint.writer.workers=4`, `checkpoint/stager=pinned`.
         alone: this rank saves and loads whole states for itself, even if `torch.distributed` has more ranks.
+        ranks: the ranks that save together, which the checkpointer closes; None: those of `torch.distributed`.
 
     Returns:
         A `SyncCheckpointer` if the caller is `inline`, else an `AsyncCheckpointer`.
@@ -81,7 +84,8 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: boo
             "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
         )
     timeouts, parts = resolved_timeouts(settings), _build_parts(settings)
-    ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
+    if ranks is None:
+        ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
     places, policy = _storages(settings), error_policy(settings)
@@ -146,7 +150,9 @@ def build_manager(
             )
             if export is not None and save.enabled and ranks.is_leader:
                 exports = BackgroundExports(export, events.note_now)
-            run = RunContext(storages[-1], roots[-1], names, ranks, timeouts, best, events, preset=preset)
+            run = RunContext(
+                storages[-1], roots[-1], names, ranks, timeouts, best, events, places=places, preset=preset
+            )
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
                 run = replace(run, fs=storages[0], root=roots[0], remote=run)

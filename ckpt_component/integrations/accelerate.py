@@ -66,16 +66,16 @@ def save_in_background(
     failed save is raised by the next of these calls.
 
     Args:
-        accelerator: the accelerator; call this once, on every rank.
-        checkpoint: a preset's name, a config or a dict, as for `build_checkpointer`; the format is Accelerate's.
-        overrides: as for `build_checkpointer`.
+        accelerator: the accelerator; call this once, on every rank
+        checkpoint: a preset's name, a config or a dict, as for `build_checkpointer`; the format is Accelerate's
+        overrides: as for `build_checkpointer`
 
     Returns:
         The checkpointer, which `end_training` closes; None if the config has `enabled: false`.
 
     Raises:
-        CheckpointConfigError: the config is wrong, or another program writes the checkpoints of this accelerator.
-        CheckpointTypeError: `accelerator` is not an `Accelerator`.
+        CheckpointConfigError: the config is wrong, or another program writes the checkpoints of this accelerator
+        CheckpointTypeError: `accelerator` is not an `Accelerator`
     """
     if not isinstance(accelerator, Accelerator):
         raise CheckpointTypeError(f"save_in_background takes an Accelerator, got a {type(accelerator).__name__}.")
@@ -142,8 +142,8 @@ class _BackgroundStates:
         A damaged one is set aside, and the one before is loaded.
 
         Raises:
-            CheckpointNotFoundError: there is no numbered checkpoint.
-            CheckpointCorruptError: the checkpoint is damaged, and there is no other to load.
+            CheckpointNotFoundError: there is no numbered checkpoint
+            CheckpointCorruptError: the checkpoint is damaged, and there is no other to load
         """
         self.checkpointer.wait()
         project = self._accelerator.project_configuration

@@ -25,8 +25,8 @@ class Args(BaseModel):  # type: ignore[misc, unused-ignore]
     """The keys of this plugin in Axolotl's config.
 
     Attributes:
-        ckpt_preset: A preset's name.
-        ckpt_overrides: As for `build_manager`.
+        ckpt_preset: a preset's name
+        ckpt_overrides: as for `build_manager`
     """
 
     ckpt_preset: str = "async_persistent"
@@ -44,6 +44,6 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         """The callback; given before the Trainer is built, because it then waits for the writer of a killed run.
 
         Raises:
-            CheckpointConfigError: the config is wrong, or an override is for something that the Trainer decides.
+            CheckpointConfigError: the config is wrong, or an override is for something that the Trainer decides
         """
         return [CheckpointCallback(cfg.ckpt_preset or "async_persistent", cfg.ckpt_overrides or ())]

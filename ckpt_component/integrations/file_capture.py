@@ -38,11 +38,11 @@ class FileCapture:
         """Return the files that a function writes: the tensors of the large ones, not copied, and the others as bytes.
 
         Args:
-            write: writes a folder; called with its path, in a temporary folder.
-            name: name of the folder.
+            write: writes a folder; called with its path, in a temporary folder
+            name: name of the folder
 
         Raises:
-            CheckpointStageError: it made a subfolder.
+            CheckpointStageError: it made a subfolder
         """
         with tempfile.TemporaryDirectory(prefix="ckpt-files-") as parent:
             folder = os.path.join(parent, name)

@@ -96,24 +96,24 @@ class CheckpointCallback(part("callbacks").Checkpoint):  # type: ignore[misc]
     step n is saved before the batch that follows, after the validation of that step, if there is one.
 
     Args:
-        checkpoint: a preset's name or the `checkpoint` node of a config.
-        overrides: as for `build_manager`: `checkpoint.save.every_steps=50`.
-        dir: folder of the checkpoints; None: `checkpoint.dir`.
+        checkpoint: a preset's name or the `checkpoint` node of a config
+        overrides: as for `build_manager`: `checkpoint.save.every_steps=50`
+        dir: folder of the checkpoints; None: `checkpoint.dir`
         monitor: a metric that the module logs, such as `val_loss`; the checkpoint with the best value is kept too. It
             sets `checkpoint.keep.best.metric`.
-        mode: `min` or `max`: which value of it is the best.
+        mode: `min` or `max`: which value of it is the best
         stop_on_signal: at SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the `requeue_signal` of Lightning's Slurm environment,
             save the step of that moment, and leave `fit` by a `SystemExit` with the exit code of
             `CheckpointManager.exit_if_stopped`. False: Lightning's own handlers stay, and nothing is saved here.
-        requeue_exit_code: the exit code after a warning such as SIGUSR1.
-        **unknown: refused, with what to use instead of an argument of `ModelCheckpoint`.
+        requeue_exit_code: the exit code after a warning such as SIGUSR1
+        **unknown: refused, with what to use instead of an argument of `ModelCheckpoint`
 
     Attributes:
-        manager: the manager of the running `fit`, or None.
+        manager: the manager of the running `fit`, or None
 
     Raises:
-        CheckpointConfigError: the config is wrong.
-        CheckpointTypeError: there is no such argument.
+        CheckpointConfigError: the config is wrong
+        CheckpointTypeError: there is no such argument
     """
 
     #: For code that asks `trainer.checkpoint_callback` for Lightning's file, if there is no `ModelCheckpoint`.

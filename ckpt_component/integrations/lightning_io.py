@@ -43,11 +43,11 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
 
     Args:
         checkpoint: a preset that copies the state when it saves (`async_persistent`, `async_temporal`), or `sync`; or a
-            config node.
-        overrides: as for `build_checkpointer`.
+            config node
+        overrides: as for `build_checkpointer`
 
     Raises:
-        CheckpointConfigError: the config is wrong, or has no meaning here.
+        CheckpointConfigError: the config is wrong, or has no meaning here
     """
 
     def __init__(self, checkpoint: Any = "async_persistent", overrides: Sequence[str] = ()) -> None:
@@ -67,9 +67,9 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
         """Copy the checkpoint now, and write it to the file `path` in the background.
 
         Raises:
-            CheckpointStageError: the checkpoint cannot be pickled.
-            CheckpointConfigError: the path is in a bucket.
-            CheckpointError: the save could not begin, or an earlier one failed and its error was not raised yet.
+            CheckpointStageError: the checkpoint cannot be pickled
+            CheckpointConfigError: the path is in a bucket
+            CheckpointError: the save could not begin, or an earlier one failed and its error was not raised yet
         """
         if storage_options is not None:
             raise CheckpointTypeError(

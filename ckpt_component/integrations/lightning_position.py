@@ -24,7 +24,7 @@ class Position:
     """The position of one rank. Its state can be saved before a batch, and when a training ends.
 
     Args:
-        trainer: the Trainer.
+        trainer: the Trainer
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -41,8 +41,8 @@ def leave(trainer: Any, manager: CheckpointManager, requeue_exit_code: int) -> N
     A job for which Lightning's `auto_requeue` is on is queued again first, as Lightning does.
 
     Raises:
-        SystemExit: always, unless the step could not be saved.
-        CheckpointError: that.
+        SystemExit: always, unless the step could not be saved
+        CheckpointError: that
     """
     manager.__exit__(None, None, None)
     environment = trainer._accelerator_connector.cluster_environment

@@ -17,11 +17,11 @@ def refuse_decided(overrides: Sequence[str], decided: Mapping[str, str]) -> list
     """Return the overrides; refuse one for a key that the framework decides.
 
     Args:
-        overrides: as for `build_manager`.
-        decided: for each key, or group such as `checkpoint/writer`, what to do instead.
+        overrides: as for `build_manager`
+        decided: for each key, or group such as `checkpoint/writer`, what to do instead
 
     Raises:
-        CheckpointConfigError: an override is for such a key, or the overrides are one string.
+        CheckpointConfigError: an override is for such a key, or the overrides are one string
     """
     for text in checked_overrides(overrides):
         for key, instead in decided.items():
@@ -36,13 +36,13 @@ def settings_of(
     """Resolve the config of an adapter.
 
     Args:
-        checkpoint: a preset's name, a config or a dict, as for `build_manager`.
-        overrides: as for `build_manager`.
-        decided: as for `refuse_decided`.
-        writer: writes the framework's files; takes the options of the configured writer, such as `workers`.
+        checkpoint: a preset's name, a config or a dict, as for `build_manager`
+        overrides: as for `build_manager`
+        decided: as for `refuse_decided`
+        writer: writes the framework's files; takes the options of the configured writer, such as `workers`
 
     Raises:
-        CheckpointConfigError: the config is wrong, or an override has no effect.
+        CheckpointConfigError: the config is wrong, or an override has no effect
     """
     settings = resolve_config(checkpoint, overrides)
     refuse_decided(overrides, decided)

@@ -34,7 +34,7 @@ class ResumableJob(Checkpointable, Generic[T]):
         train: the function; whatever submitit can pickle. Its arguments are those of `executor.submit`.
 
     Raises:
-        CheckpointTypeError: `train` is not callable, but perhaps the result of a call.
+        CheckpointTypeError: `train` is not callable, but perhaps the result of a call
     """
 
     def __init__(self, train: Callable[..., T]) -> None:

@@ -44,11 +44,11 @@ class TorchTitanCheckpointManager(CheckpointManager):
     A signal such as SIGTERM or SIGUSR1 ends the run after a step that is saved, as `exit_if_stopped` says.
 
     Args:
-        config: torchtitan's config, a preset's name, and overrides.
-        **parts: what torchtitan's trainer passes: model parts, optimizers, and others.
+        config: torchtitan's config, a preset's name, and overrides
+        **parts: what torchtitan's trainer passes: model parts, optimizers, and others
 
     Raises:
-        CheckpointConfigError: the preset or an override is wrong; with what to type instead.
+        CheckpointConfigError: the preset or an override is wrong; with what to type instead
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class TorchTitanCheckpointManager(CheckpointManager):
         """Resume from `step`, or from the newest good checkpoint; else load what the `initial_*` keys name.
 
         Raises:
-            CheckpointError: see `ckpt_component.CheckpointManager.restore`.
+            CheckpointError: see `ckpt_component.CheckpointManager.restore`
         """
         if not getattr(self, "enable", True):
             return False
@@ -148,8 +148,8 @@ def checkpoint(
     With arguments: `'ckpt_component.integrations.torchtitan.checkpoint={"preset": "async_zero_overhead"}'`.
 
     Args:
-        config: the node `checkpoint` of the trainer's config.
-        preset: see `TorchTitanCheckpointManager.Config`.
-        overrides: see there.
+        config: the node `checkpoint` of the trainer's config
+        preset: see `TorchTitanCheckpointManager.Config`
+        overrides: see there
     """
     return derive(config, TorchTitanCheckpointManager.Config, preset=preset, overrides=overrides)

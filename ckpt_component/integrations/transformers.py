@@ -54,10 +54,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     Args:
         checkpoint: a preset's name, a config or a dict, as for `build_manager`. What Trainer decides is ignored in it:
             dir, naming, save, keep, resume and the writer's format.
-        overrides: as for `build_manager`.
+        overrides: as for `build_manager`
 
     Raises:
-        CheckpointConfigError: the config is wrong, or an override is for something that Trainer decides.
+        CheckpointConfigError: the config is wrong, or an override is for something that Trainer decides
     """
 
     def __init__(self, checkpoint: Any = "async_persistent", overrides: Sequence[str] = ()) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from ..core.formats.contents import Contents, Entry
 from ..core.progress import Progress, no_progress
 from ..core.state.key_map import KeyMap, RenamedKeys, names_above
-from ..core.state.paths import key_of
 from .source import Request, Source
 
 
@@ -31,20 +29,7 @@ class MappedSource(Source):
         self.where = source.where
         self._renamed = renamed = RenamedKeys(source.contents.paths(), key_map, source.where)
         self._old, self._unused = renamed.old, renamed.unused
-        self.contents = contents = Contents()
-        for key, old in self._old.items():
-            stored = source.contents.tensors.get(old)
-            if stored is None:
-                contents.objects[key] = source.contents.objects[old]._replace(key=key, path=renamed.paths[key])
-            else:
-                # By position, because `_replace` is slow.
-                contents.tensors[key] = Entry(key, renamed.paths[key], *stored[2:])
-        parents = {path[:-1] for _, path in contents.paths()}
-        used = {parent[:depth] for parent in parents for depth in range(len(parent) + 1)}
-        for path, kind in source.contents.containers:
-            new, is_ignored = renamed.new_path(key_of(path), path) if path else (path, False)
-            if not is_ignored and (new in used or kind == "empty"):
-                contents.containers.append((new, kind))
+        self.contents = source.contents.renamed(renamed)
         ignored_names = key_map.ignored_names()
         above = {name for key in self._old for name in names_above(key)} if ignored_names else set()
         #: Names in the target whose values stay as they are.

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from ..core.formats.contents import Contents, Place
-from ..core.formats.index import Index
-from ..core.formats.rank_index import StoredRange
-from ..core.formats.verification import checksum_of
+from ..core.formats.index import Contents, Index, Place
+from ..core.formats.rank_index import StoredRange, checksum_of
 from ..core.image.arena import tensor_bytes
 from ..core.progress import Progress, no_progress
 from ..core.state.boxes import overlap

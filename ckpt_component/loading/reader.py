@@ -28,7 +28,7 @@ from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
 from .foreign.archives import RefusedObject
 from .foreign.dcp import StockDcpSource
-from .foreign.megatron import open_megatron
+from .foreign.megatron import MegatronSource
 from .foreign.torch_file import TorchFileSource
 from .mapped_source import MappedSource
 from .mismatch import likely_option
@@ -224,11 +224,11 @@ def open_source(index: Index, access: Access, rank: int = 0, world_size: int = 1
             return TorchSaveSource(index, rank, access)
         return RangeSource(index, index.of_rank(rank), access)
     if isinstance(index, Megatron):
-        return open_megatron(index, access)
+        return MegatronSource(index, access)
     if isinstance(index, StockDcp):
         return StockDcpSource(index, access)
     if isinstance(index, TorchFile):
-        return TorchFileSource(index.storage, index.folder, index.name, access)
+        return TorchFileSource(index.storage, index.where, access)
     return RangeSource(index, index.contents, access)
 
 

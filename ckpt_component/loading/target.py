@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 
-from ..core.formats.contents import Entry, rows_of
+from ..core.formats.index import Entry, rows_of
 from ..core.state.flatten import StateDict, Stateful, flatten
 from ..core.state.paths import Path, key_of, keys_of
 from ..core.state.per_rank import PerRank, rank_of
 from ..core.state.shards import Shard, local_part
 from ..errors import CheckpointLoadError
-from .fillable import addresses_if_matching, memory_of, why_unfillable
 from .foreign.archives import RefusedObject
 from .forms import Forms
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object
-from .source import DTYPE_NAMES, Request, Source, copy_into
+from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 
 
 class Target:

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch
 
-from ..core.formats.contents import Contents, Place
+from ..core.formats.index import Contents, Place
 from ..core.formats.own import OwnTorchSave
 from ..core.formats.rank_index import ItemColumns
 from ..core.memory.libc import address_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -21,7 +22,6 @@ from ..core.state.key_map import names_above
 from ..core.storage.locate import storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .object_state import load_state
-from .part import PartSource
 from .reader import Reader, shares_host
 from .source import Source
 
@@ -144,7 +144,8 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str]) -> Source:
     Raises:
         CheckpointLoadError: It has nothing there; says what it has.
     """
-    part = PartSource(source, key) if key else source
+    part = copy.copy(source)
+    part.contents = source.contents.below(key)
     known = {name for name, _ in part.contents.paths()}
     if known and not (key == "" and known.isdisjoint(wanted)):
         return part

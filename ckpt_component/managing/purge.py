@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from functools import partial
@@ -39,6 +40,7 @@ class Purge:
 
     def found(self, scan: Scan) -> None:
         """Take over what a scan of the folder has found, so that the next purge does not examine it once more."""
+        scan.manifests.clear()  # they take memory for each file of a checkpoint
         self._found = scan
 
     def after_save(self, step: int) -> None:
@@ -69,15 +71,12 @@ class Purge:
         found, self._found = self._found, None
         if found is not None:
             self._known = KnownSteps(run.fs, run.root, run.names, found)
-        try:
-            entries = run.fs.names(run.root)
-        except OSError as error:
-            logger.warning("%s, but listing or deleting older checkpoints failed: %s", after, error)
-            return
-        try:
-            self._last = self._thread.submit(_logged, purge, entries, after)
-        except RuntimeError:  # the interpreter exits, and no thread takes anything more
-            _logged(purge, entries, after)
+        with _logged(after):
+            work = partial(_run, purge, run.fs.names(run.root), after)
+            try:
+                self._last = self._thread.submit(work)
+            except RuntimeError:  # the interpreter exits, and no thread takes anything more
+                work()
 
     def _after_save(self, step: int, entries: Collection[str]) -> None:
         new = self._known.update(entries)
@@ -111,9 +110,10 @@ class Purge:
             old = self._keep.to_delete(scan.committed, [*best, *in_use, newest])
             kept = {*best, *self._keep.newest(scan.committed)}
             unsure = {*old, *kept} - examined if old else set()
-            if not unsure or not self._known.look_again(unsure):
+            if not unsure:
                 self._known.keep_manifests(kept)
                 return old
+            self._known.look_again(unsure)
             examined |= unsure
 
     def _warn_if_never_best(self, step: int) -> None:
@@ -125,9 +125,16 @@ class Purge:
             logger.warning("step %d is never the best checkpoint (checkpoint.keep.best): %s", step, why)
 
 
-def _logged(purge: Callable[[Collection[str]], None], entries: Collection[str], after: str) -> None:
-    try:
+def _run(purge: Callable[[Collection[str]], None], entries: Collection[str], after: str) -> None:
+    with _logged(after):
         purge(entries)
+
+
+@contextlib.contextmanager
+def _logged(after: str) -> Iterator[None]:
+    """Log what fails; `after` says what has succeeded."""
+    try:
+        yield
     except OSError as error:
         logger.warning("%s, but listing or deleting older checkpoints failed: %s", after, error)
     except Exception:  # training does not depend on it

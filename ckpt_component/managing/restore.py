@@ -139,7 +139,6 @@ class Restorer:
     def _check_start(self, step: int) -> bool:
         """On the leading rank: clean up, verify the checkpoint of a step, and refuse or retire those that follow."""
         local, remote = self._run.scan(known=self._clean_up()), self._run.scan_remote()
-        self._folder.purge.found(local)
         scan = local if remote is None else both(local, remote)
         place = self._run if step in local.occupied else self._run.remote or self._run
         path = place.path_of(step)
@@ -163,7 +162,9 @@ class Restorer:
                 advice = f"it is now kept as {path}, and the next start resumes from step {older[-1]}"
             raise CheckpointCorruptError(f"The checkpoint of step {step} is damaged; {advice}. {bad[step]}")
         self._folder.begin_after(step, {**scan.occupied, **scan.foreign})
-        return step in scan.committed
+        is_here = step in scan.committed
+        self._folder.purge.found(local)
+        return is_here
 
     def _load_first(
         self,
@@ -216,7 +217,6 @@ class Restorer:
         places = [(run, local), *([] if run.remote is None else [(run.remote, remote)])]
         scan = both(local, remote)
         manifests.update({at.path_of(step): has.manifests[step] for at, has in places for step in has.committed})
-        self._folder.purge.found(local)
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
@@ -233,7 +233,8 @@ class Restorer:
         if self._saves:
             self._folder.refuse_following(candidates[0][0] if candidates else None, scan.occupied)
         suspects = [(step, at.path_of(step)) for at, has in places for step in {**has.damaged, **has.torn}]
-        committed = [has.committed for _, has in places]
+        committed = [list(has.committed) for _, has in places]
+        self._folder.purge.found(local)
         return Found(candidates, committed, suspects if self._policy.searches else [], sorted(scan.occupied))
 
     def _refuse_unknown(self, local: Scan) -> None:

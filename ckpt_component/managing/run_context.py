@@ -14,7 +14,7 @@ from ..core.commit.retention import BestPolicy
 from ..core.commit.scan import Scan, both, scan_steps, warn_of_skipped
 from ..core.coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..core.options import ResolvedTimeouts
-from ..core.storage.locate import is_url, storage_at
+from ..core.storage.locate import Storages, is_url
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError
 from ..events import EventRecorder
@@ -40,6 +40,7 @@ class RunContext:
         best: how checkpoints are compared; None: they are not (`keep.best.metric` is null).
         events: records what happens in the folder.
         warned: warnings that were logged already, and are not repeated.
+        places: makes the storages of checkpoints elsewhere.
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None.
         preset: name of the preset that the run was configured with, for texts; None: unknown.
     """
@@ -52,6 +53,7 @@ class RunContext:
     best: BestPolicy | None = None
     events: EventRecorder = field(default_factory=EventRecorder)
     warned: set[str] = field(default_factory=set)
+    places: Storages = field(default_factory=Storages)
     remote: RunContext | None = None
     preset: str | None = None
 
@@ -82,7 +84,7 @@ class RunContext:
             return self.fs
         if self.remote is not None:
             return self.remote.storage_of(path)
-        return storage_at(path, options=self.fs.options) if is_url(path) or is_url(self.root) else self.fs
+        return self.places.of(path) if is_url(path) or is_url(self.root) else self.fs
 
     def scan(self, *, warns: bool = False, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
         """What the folder holds.

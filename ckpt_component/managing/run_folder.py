@@ -142,8 +142,8 @@ class RunFolder:
         try:
             if self.ownership.neighbor() is None:
                 self.purge.after_restore(step)
-        except OSError as error:  # as after a save: training does not depend on it
-            logger.warning("the owner of %s could not be read: %s", self._root, error)
+        except Exception:  # as after a save: training does not depend on it
+            logger.exception("listing or deleting older checkpoints than step %d failed", step)
 
     # Steps that follow the one that the run begins with
 

@@ -32,7 +32,7 @@ def add_checkpoint_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     """Add `--checkpoint-preset` and `--checkpoint-override` to a script's options.
 
     Args:
-        parser: The script's parser, which is returned for Megatron's `extra_args_provider`.
+        parser: the script's parser, which is returned for Megatron's `extra_args_provider`
     """
     group = parser.add_argument_group("checkpoint component")
     group.add_argument(
@@ -57,13 +57,13 @@ def compose_from_args(args: argparse.Namespace) -> DictConfig:
     """Compose the `checkpoint` config from the options of a script.
 
     Args:
-        args: Parsed options of `add_checkpoint_args` and, if present, of Megatron.
+        args: parsed options of `add_checkpoint_args` and, if present, of Megatron
 
     Returns:
         As `compose_checkpoint`.
 
     Raises:
-        CheckpointConfigError: An override is invalid; pass the text to `parser.error`.
+        CheckpointConfigError: an override is invalid; pass the text to `parser.error`
     """
     preset = getattr(args, "checkpoint_preset", None) or _preset_of(args)
     overrides = [*megatron_overrides(args, preset), *getattr(args, "checkpoint_override", [])]
@@ -74,8 +74,8 @@ def megatron_overrides(args: argparse.Namespace, preset: str) -> list[str]:
     """Translate Megatron's options into overrides. Options that are absent or not given are ignored.
 
     Args:
-        args: Parsed options.
-        preset: The preset that the overrides are for.
+        args: parsed options
+        preset: the preset that the overrides are for
     """
     # 1 worker is Megatron's default, so it is treated as not given.
     options = list(_OPTIONS) + [("dist_ckpt_workers", "writer.workers", 1)] * (preset != "off")

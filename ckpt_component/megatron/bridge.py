@@ -31,7 +31,7 @@ class Manager(DefaultCheckpointManager):  # type: ignore[misc, unused-ignore]
     Format, loading, and the options of `CheckpointConfig` are Bridge's.
 
     Args:
-        checkpoint_config: Bridge's `CheckpointConfig`.
+        checkpoint_config: Bridge's `CheckpointConfig`
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
@@ -42,11 +42,11 @@ class Manager(DefaultCheckpointManager):  # type: ignore[misc, unused-ignore]
         """Save, asynchronously if the config says so. Call it on all ranks.
 
         Args:
-            ctx: Bridge's `CheckpointSaveContext`.
-            callback_manager: Bridge's callbacks, or None.
+            ctx: Bridge's `CheckpointSaveContext`
+            callback_manager: Bridge's callbacks, or None
 
         Raises:
-            RanksError: an earlier save failed; the same on all ranks.
+            RanksError: an earlier save failed; the same on all ranks
         """
         _use_our_queue(ctx.state)
         super().save(ctx, callback_manager)
@@ -55,12 +55,12 @@ class Manager(DefaultCheckpointManager):  # type: ignore[misc, unused-ignore]
         """Finalize the saves that are done. Call it on all ranks.
 
         Args:
-            state: Bridge's `GlobalState`.
-            blocking: wait for all saves.
-            terminate: also close the queue.
+            state: Bridge's `GlobalState`
+            blocking: wait for all saves
+            terminate: also close the queue
 
         Raises:
-            RanksError: a save failed; the same on all ranks.
+            RanksError: a save failed; the same on all ranks
         """
         super().finalize_async_saves(state, blocking=blocking, terminate=terminate)
 

@@ -17,7 +17,7 @@ class ChangingFinder(MetaPathFinder):
     """Modifies modules directly after they are executed; the other finders find them.
 
     Args:
-        changes: full name of the module -> what to do with it.
+        changes: full name of the module -> what to do with it
     """
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
@@ -43,8 +43,8 @@ class MissingModules(MetaPathFinder):
     """Provides empty modules. Must be the last finder, so that existing modules are preferred.
 
     Args:
-        names: full name of the package or module -> its attributes.
-        on_unknown: creates the error for a missing attribute of a module.
+        names: full name of the package or module -> its attributes
+        on_unknown: creates the error for a missing attribute of a module
     """
 
     def __init__(
@@ -106,7 +106,7 @@ def replace_everywhere(replacements: Mapping[int, Any]) -> None:
     """Replace module-level references in all loaded modules.
 
     Args:
-        replacements: id of the old object -> the new object.
+        replacements: id of the old object -> the new object
     """
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)

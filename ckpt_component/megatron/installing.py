@@ -43,11 +43,11 @@ def install(overrides: Sequence[str] = ()) -> None:
 
     Args:
         overrides: config overrides, such as `checkpoint.timeouts.write=1h`; they take precedence over Megatron's
-            options.
+            options
 
     Raises:
-        CheckpointConfigError: an override is invalid, or has no effect in Megatron's training loop.
-        MegatronNameError: Megatron is already imported and takes a name that this package does not provide.
+        CheckpointConfigError: an override is invalid, or has no effect in Megatron's training loop
+        MegatronNameError: Megatron is already imported and takes a name that this package does not provide
     """
     check_overrides(overrides)
     if any(isinstance(finder, ChangingFinder) for finder in sys.meta_path):

@@ -29,13 +29,13 @@ class MegatronSettings(NamedTuple):
     """Settings of one run.
 
     Attributes:
-        workers: files and writer threads per rank; None: the number that Megatron passes.
-        nice: CPU priority of the worker processes.
-        io_priority: I/O priority of the worker processes.
-        worker_start: seconds for a process to start.
-        write: seconds for the files of a save.
-        close: seconds for a process to exit.
-        sync_files: whether files are synced to disk.
+        workers: files and writer threads per rank; None: the number that Megatron passes
+        nice: CPU priority of the worker processes
+        io_priority: I/O priority of the worker processes
+        worker_start: seconds for a process to start
+        write: seconds for the files of a save
+        close: seconds for a process to exit
+        sync_files: whether files are synced to disk
     """
 
     workers: int | None
@@ -51,7 +51,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     """Refuse overrides that are invalid or would have no effect.
 
     Raises:
-        CheckpointConfigError: an override is refused; the message says what to type instead.
+        CheckpointConfigError: an override is refused; the message says what to type instead
     """
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
@@ -68,11 +68,11 @@ def read_settings(args: Any, overrides: Sequence[str] = ()) -> MegatronSettings:
     """Read the settings of a run.
 
     Args:
-        args: Megatron's options, or None; missing options have their defaults.
-        overrides: config overrides; they take precedence.
+        args: Megatron's options, or None; missing options have their defaults
+        overrides: config overrides; they take precedence
 
     Raises:
-        CheckpointConfigError: a value is invalid.
+        CheckpointConfigError: a value is invalid
     """
     options = argparse.Namespace(**vars(args)) if args is not None else argparse.Namespace()
     effective = [text for text in megatron_overrides(options, _PRESET) if text.partition("=")[0] in _KEYS]

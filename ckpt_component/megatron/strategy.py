@@ -24,7 +24,7 @@ def async_names(settings: Callable[[], MegatronSettings]) -> dict[str, Any]:
 
     Args:
         settings: returns the settings of the run; called when a queue or writer is created, because Megatron parses its
-            options late.
+            options late
     """
     cache = CheckpointMetadataCache()  # for callers that pass none
 
@@ -108,7 +108,7 @@ def plan_as_megatron(plan: Callable[..., Any]) -> Callable[..., Any]:
     """Give the planning function the signature of Megatron's own async strategy.
 
     Args:
-        plan: `save_state_dict_async_plan` of `async_names`.
+        plan: `save_state_dict_async_plan` of `async_names`
     """
 
     def save_state_dict_async_plan(

@@ -19,7 +19,7 @@ from ..core.image.layout import ImageFile, Item, Layout
 from ..core.memory.huge_pages import PAGE, align
 from ..core.state import objects as object_codec
 from ..core.state.paths import key_of
-from ..core.state.structure import Structure
+from ..core.state.structure import Stored, Structure
 from ..core.writing.request import EncodedSave, Lane, ObjectBlob, WriteTable, places_of
 from ..errors import CheckpointConfigError
 from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
@@ -104,31 +104,14 @@ class _DcpPlan(FormatPlan):
     def __init__(
         self, writer: Writer, structure: Structure, files: Sequence[tuple[str, list[int]]], object_file: str
     ) -> None:
-        images: list[ImageFile] = []
-        items: list[Item] = []
+        self.layout = layout_of_archives(structure, structure.stored, files)
         lanes: list[list[Lane]] = []
-        base = 0
-        stored = structure.stored
-        for file, (name, numbers) in enumerate(files):
-            end, first = 0, len(items)
-            for number in numbers:
-                entry = stored[number]
-                before, after = map(len, around_payload(entry.dtype, entry.shape))
-                offset, nbytes = align(end, ITEM_ALIGNMENT), entry.nbytes
-                end = offset + before + nbytes + after
-                items.append(Item(number, file, offset, offset + before, nbytes, end - offset))
-            images.append(ImageFile(name, base, end))
-            places = places_of((item.offset, item.length) for item in items[first:])
-            lanes.append([Lane(file, 0, end, first, places)])
-            base = align(base + end, PAGE)
-
-        def around(item: Item) -> tuple[bytes, bytes]:
-            entry = stored[item.stored]
-            return around_payload(entry.dtype, entry.shape)
-
-        self.layout = Layout(
-            structure, tuple(stored), tuple(images), items, base, around=around, forget=around_payload.cache_clear
-        )
+        first = 0
+        for file, (_, numbers) in enumerate(files):
+            items = self.layout.items[first : first + len(numbers)]
+            places = places_of((item.offset, item.length) for item in items)
+            lanes.append([Lane(file, 0, self.layout.files[file].size, first, places)])
+            first += len(numbers)
         self._make_table = partial(make_table, writer, self.layout, lanes)
         self._table: WriteTable | None = None
         self._object_keys = [key_of(path) for path in structure.object_paths]
@@ -174,6 +157,38 @@ class _DcpPlan(FormatPlan):
         objects = [(path, self._object_file, *slot) for path, slot in zip(structure.object_paths, slots, strict=True)]
         lists = [path for path, kind in structure.containers if kind == "list"]
         return {"tensors": tensors, "objects": objects, "lists": lists, "elsewhere": structure.elsewhere}
+
+
+def layout_of_archives(
+    structure: Structure, stored: Sequence[Stored], files: Sequence[tuple[str, Sequence[int]]]
+) -> Layout:
+    """Lay out files of `torch.save` archives, one per tensor.
+
+    Args:
+        structure: what the layout is for.
+        stored: the tensors.
+        files: name of each file and numbers of its tensors.
+    """
+    images: list[ImageFile] = []
+    items: list[Item] = []
+    base = 0
+    for file, (name, numbers) in enumerate(files):
+        end = 0
+        for number in numbers:
+            entry = stored[number]
+            before, after = map(len, around_payload(entry.dtype, entry.shape))
+            offset, nbytes = align(end, ITEM_ALIGNMENT), entry.nbytes
+            end = offset + before + nbytes + after
+            items.append(Item(number, file, offset, offset + before, nbytes, end - offset))
+        images.append(ImageFile(name, base, end))
+        base = align(base + end, PAGE)
+
+    def around(item: Item) -> tuple[bytes, bytes]:
+        entry = stored[item.stored]
+        return around_payload(entry.dtype, entry.shape)
+
+    forget = around_payload.cache_clear
+    return Layout(structure, tuple(stored), tuple(images), items, base, around=around, forget=forget)
 
 
 def _make_slots(archives: Sequence[bytes]) -> list[tuple[int, int]]:

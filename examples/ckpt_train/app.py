@@ -46,9 +46,9 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float | list[float] | N
         None if there are none, or if a job of a sweep was skipped because its parts are incompatible.
 
     Raises:
-        CheckpointConfigError: A value is invalid.
-        TrainingFailed: A save or a load failed.
-        SystemExit: A signal stopped the run, after saving its last step.
+        CheckpointConfigError: a value is invalid
+        TrainingFailed: a save or a load failed
+        SystemExit: a signal stopped the run, after saving its last step
     """
     _refuse_unreadable(config)
     objectives = objective_names(config)

@@ -34,8 +34,8 @@ def warn_of_changes(path: str, settings: Settings) -> None:
     """Name the keys that mean another run than that of a checkpoint, in one warning.
 
     Args:
-        path: the checkpoint; one line says so if it does not have the config of such a run.
-        settings: of this run.
+        path: the checkpoint; one line says so if it does not have the config of such a run
+        settings: of this run
     """
     try:
         tree = stored_config(path).resolved

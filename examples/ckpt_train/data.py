@@ -18,10 +18,10 @@ class Text:
     """Bytes to learn from.
 
     Attributes:
-        train: uint8, one dimension.
+        train: uint8, one dimension
         validation: uint8; the end of the text, never trained on. May be empty.
-        source: Description of the source, for logs.
-        fingerprint: Checksum of the whole text, which a resumed run compares.
+        source: description of the source, for logs
+        fingerprint: checksum of the whole text, which a resumed run compares
     """
 
     train: torch.Tensor
@@ -34,14 +34,14 @@ def load_text(path: str | None, max_bytes: int, validation: float, context: int)
     """Read the text and split it.
 
     Args:
-        path: A file, or a folder whose files are read in the order of their names, except hidden and binary ones;
-            None: modules of Python's standard library.
-        max_bytes: Bytes to use at most.
-        validation: Fraction held out from training, from 0 to 1.
-        context: Length of a window in bytes.
+        path: a file, or a folder whose files are read in the order of their names, except hidden and binary ones;
+            None: modules of Python's standard library
+        max_bytes: bytes to use at most
+        validation: fraction held out from training, from 0 to 1
+        context: length of a window in bytes
 
     Raises:
-        CheckpointConfigError: The path does not exist, or there is too little text for one window.
+        CheckpointConfigError: the path does not exist, or there is too little text for one window
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
     source = "Python's standard library" if path is None else f"data.path={path}"
@@ -75,9 +75,9 @@ class WindowSampler:
     """Returns the numbers of windows in shuffled order, each once per epoch.
 
     Args:
-        windows: Number of windows.
-        seed: Seed of the sampler's own random generator.
-        fingerprint: Fingerprint of the text, which must match when a state is loaded.
+        windows: number of windows
+        seed: seed of the sampler's own random generator
+        fingerprint: fingerprint of the text, which must match when a state is loaded
     """
 
     def __init__(self, windows: int, seed: int, fingerprint: int) -> None:
@@ -114,7 +114,7 @@ class WindowSampler:
         """Continue from a saved state.
 
         Raises:
-            ValueError: The state belongs to another text.
+            ValueError: the state belongs to another text
         """
         if state["text"] != self._fingerprint:
             raise ValueError(
@@ -137,9 +137,9 @@ def cut(text: torch.Tensor, windows: torch.Tensor, context: int) -> tuple[torch.
     """The inputs and targets of some windows.
 
     Args:
-        text: uint8, one dimension.
-        windows: Numbers of the windows.
-        context: Length of a window.
+        text: uint8, one dimension
+        windows: numbers of the windows
+        context: length of a window
 
     Returns:
         Two int64 tensors of shape (windows, context); the second is the first shifted by one byte.

@@ -19,7 +19,7 @@ from .model import Gpt, loss_of
 from .parallel import clip, mean, parallelize, share
 from .ranks import ALONE, Ranks, join
 from .schedule import build_optimizer, use_settings
-from .schema import Device, Parallel, Precision, read
+from .schema import Parallel, Precision, TrainDevice, read
 from .state import RngState
 
 
@@ -28,9 +28,9 @@ class StepResult:
     """The result of one step.
 
     Attributes:
-        loss: Mean loss of this rank's part of the step's batches, on the device to avoid synchronization.
-        norm: Norm of the gradients before clipping, also on the device.
-        lr: Learning rate.
+        loss: mean loss of this rank's part of the step's batches, on the device to avoid synchronization
+        norm: norm of the gradients before clipping, also on the device
+        lr: learning rate
     """
 
     loss: torch.Tensor
@@ -42,23 +42,23 @@ class Job:
     """A training run without its checkpoints.
 
     Args:
-        config: Config with the nodes `train`, `data` and `model`, and the key `parallel`.
-        base_dir: Folder that a relative `data.path` starts from.
-        ranks: The ranks of the run, for which `torch.distributed` is initialized.
+        config: config with the nodes `train`, `data` and `model`, and the key `parallel`
+        base_dir: folder that a relative `data.path` starts from
+        ranks: the ranks of the run, for which `torch.distributed` is initialized
 
     Attributes:
-        settings: The node `train`.
-        config: All settings of the run.
-        leads: Whether this is rank 0.
-        text: Text to train on.
-        device: Device to train on.
-        model: The GPT; its parameters may be sharded, depending on `parallel`.
-        optimizer: AdamW.
-        state: Everything that the next step depends on: plain values, and objects with `state_dict()` and
-            `load_state_dict()`.
+        settings: the node `train`
+        config: all settings of the run
+        leads: whether this is rank 0
+        text: text to train on
+        device: device to train on
+        model: the GPT; its parameters may be sharded, depending on `parallel`
+        optimizer: AdamW
+        state: everything that the next step depends on: plain values, and objects with `state_dict()` and
+            `load_state_dict()`
 
     Raises:
-        CheckpointConfigError: A value is invalid.
+        CheckpointConfigError: a value is invalid
     """
 
     def __init__(self, config: DictConfig, base_dir: str, ranks: Ranks = ALONE) -> None:
@@ -154,14 +154,14 @@ class Job:
             return loss_of(self._called, inputs.to(self.device), targets.to(self.device))
 
 
-def pick_device(choice: Device, ranks: Ranks = ALONE) -> torch.device:
+def pick_device(choice: TrainDevice, ranks: Ranks = ALONE) -> torch.device:
     """The device to train on; with several GPUs, the GPU of this rank.
 
     Raises:
-        CheckpointConfigError: The device does not exist.
+        CheckpointConfigError: the device does not exist
     """
     count = torch.cuda.device_count()
-    if choice is Device.cpu or (choice is Device.auto and not count):
+    if choice is TrainDevice.cpu or (choice is TrainDevice.auto and not count):
         return torch.device("cpu")
     if ranks.local_rank >= count:
         raise HydraConfigError(

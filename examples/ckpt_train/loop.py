@@ -21,16 +21,16 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
     """Resume from a checkpoint if there is one, and train to `train.steps` or until a signal.
 
     Args:
-        job: The training job.
-        checkpoint: The node `checkpoint` of the config.
-        checkpoint_dir: Folder of the checkpoints; None: that of the config.
+        job: the training job
+        checkpoint: the node `checkpoint` of the config
+        checkpoint_dir: folder of the checkpoints; None: that of the config
 
     Returns:
         A summary of the run, after all its saves have ended.
 
     Raises:
-        CheckpointConfigError: The parts of the checkpointer are incompatible; nothing was trained.
-        CheckpointError: A save or a load failed.
+        CheckpointConfigError: the parts of the checkpointer are incompatible; nothing was trained
+        CheckpointError: a save or a load failed
     """
     summary = Summary()
     logger.info(job.description)

@@ -20,9 +20,9 @@ class Attention(nn.Module):
     """Causal self-attention.
 
     Args:
-        width: Size of a token's vector.
-        heads: Number of heads.
-        dropout: Dropout of the output.
+        width: size of a token's vector
+        heads: number of heads
+        dropout: dropout of the output
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -42,13 +42,13 @@ class Attention(nn.Module):
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, time, -1)))
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """Attention and MLP, each with a preceding norm and a residual connection.
 
     Args:
-        width: Size of a token's vector.
-        heads: Number of attention heads.
-        dropout: Dropout of each branch's output.
+        width: size of a token's vector
+        heads: number of attention heads
+        dropout: dropout of each branch's output
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -70,13 +70,13 @@ class Gpt(nn.Module):
     """The model. Head and embedding share their weight, one tensor under two names.
 
     Args:
-        settings: Size of the model.
+        settings: size of the model
 
     Attributes:
-        heads: Number of attention heads per block.
+        heads: number of attention heads per block
 
     Raises:
-        CheckpointConfigError: The width is not divisible by the number of heads.
+        CheckpointConfigError: the width is not divisible by the number of heads
     """
 
     def __init__(self, settings: Model) -> None:
@@ -91,7 +91,7 @@ class Gpt(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(settings.context, width)
         self.dropout = nn.Dropout(settings.dropout)
-        self.blocks = nn.ModuleList(Block(width, settings.heads, settings.dropout) for _ in range(settings.layers))
+        self.blocks = nn.ModuleList(GptBlock(width, settings.heads, settings.dropout) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
@@ -101,7 +101,7 @@ class Gpt(nn.Module):
         """Predict the next bytes.
 
         Args:
-            tokens: int64, (batch, time), from 0 to 255; time at most `context`.
+            tokens: int64, (batch, time), from 0 to 255; time at most `context`
 
         Returns:
             Logits, (batch, time, 256).

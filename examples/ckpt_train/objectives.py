@@ -25,7 +25,7 @@ def objective_names(config: DictConfig) -> list[str]:
     """The names below `objectives` of a job's config; one name may stand without a list.
 
     Raises:
-        CheckpointConfigError: There is no such figure, or none is named.
+        CheckpointConfigError: there is no such figure, or none is named
     """
     value = config.get("objectives", "stall_s")
     names = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else [value]
@@ -41,7 +41,7 @@ def refuse_typos(words: Sequence[str]) -> None:
     """Refuse a name on the command line that is no figure, before a sweep begins: each of its jobs would refuse it.
 
     Raises:
-        CheckpointConfigError: As `objective_names`.
+        CheckpointConfigError: as `objective_names`
     """
     for word in words:
         if word.lstrip("+").startswith("objectives="):

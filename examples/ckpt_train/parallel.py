@@ -28,7 +28,7 @@ def parallelize(model: Gpt, kind: Parallel, ranks: Ranks, device: torch.device) 
         The module to call instead of the model. The keys of the model's own state do not change.
 
     Raises:
-        CheckpointConfigError: The number of heads is not divisible by the number of ranks.
+        CheckpointConfigError: the number of heads is not divisible by the number of ranks
     """
     if ranks.world_size == 1:
         return model

@@ -29,10 +29,10 @@ class Ranks:
     """This process among the ranks of a run.
 
     Attributes:
-        rank: Its number; rank 0 writes files and log lines that are needed only once.
-        world_size: Number of ranks.
-        local_rank: Its number on this machine, which selects its GPU.
-        store: The store of the rendezvous; None with one rank.
+        rank: its number; rank 0 writes files and log lines that are needed only once
+        world_size: number of ranks
+        local_rank: its number on this machine, which selects its GPU
+        store: the store of the rendezvous; None with one rank
     """
 
     rank: int = 0
@@ -52,7 +52,7 @@ def meet() -> Ranks:
     the log level and prefix of this rank's console.
 
     Raises:
-        CheckpointConfigError: The environment is incomplete.
+        CheckpointConfigError: the environment is incomplete
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return ALONE
@@ -79,9 +79,9 @@ def join(ranks: Ranks, device: torch.device, timeout: float) -> None:
     """Initialize `torch.distributed`, once per process; does nothing with one rank.
 
     Args:
-        ranks: From `meet`.
-        device: This rank's device; CUDA adds NCCL to gloo.
-        timeout: Timeout of collectives in seconds.
+        ranks: from `meet`
+        device: this rank's device; CUDA adds NCCL to gloo
+        timeout: timeout of collectives in seconds
     """
     import torch.distributed as dist
 

@@ -22,15 +22,15 @@ class Summary:
     """The summary of a run.
 
     Attributes:
-        start: The step it resumed from, or 0.
-        step: The last completed step.
-        step_s: Mean duration of a step, without waits for checkpoints.
-        fence_s: How long optimizer steps waited for snapshots to be copied.
-        losses: (step, mean training loss since the previous entry), as logged.
-        validation: (step, validation loss).
-        stopped_by: The signal that ended the run early.
-        leave: Ends the process with an exit code for its scheduler, if a signal ended the run.
-        reports: One report per save.
+        start: the step it resumed from, or 0
+        step: the last completed step
+        step_s: mean duration of a step, without waits for checkpoints
+        fence_s: how long optimizer steps waited for snapshots to be copied
+        losses: (step, mean training loss since the previous entry), as logged
+        validation: (step, validation loss)
+        stopped_by: the signal that ended the run early
+        leave: ends the process with an exit code for its scheduler, if a signal ended the run
+        reports: one report per save
     """
 
     start: int = 0
@@ -60,7 +60,7 @@ class Stopwatch:
     """Adds up the time spent in its `with` blocks.
 
     Attributes:
-        seconds: The sum so far.
+        seconds: the sum so far
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ def time_fence(optimizer: torch.optim.Optimizer, guard: Callable[[torch.optim.Op
     """Guard an optimizer, and time how long its steps wait at the fence of `zero_overhead`.
 
     Args:
-        optimizer: The optimizer to guard.
-        guard: Function that registers the fence, such as `manager.guard`.
+        optimizer: the optimizer to guard
+        guard: function that registers the fence, such as `manager.guard`
     """
     watch = Stopwatch()
     optimizer.register_step_pre_hook(lambda *_: watch.__enter__())  # hooks run in the order of registration

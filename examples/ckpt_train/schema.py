@@ -25,7 +25,7 @@ from ckpt_component.config.schema import above, at_least, within
 from ckpt_component.core.options import Range
 
 
-class Device(Enum):
+class TrainDevice(Enum):
     """Where training runs."""
 
     auto = "auto"
@@ -77,7 +77,7 @@ class Train:
     """The norm to which gradients are clipped; null: no clipping."""
     dtype: Precision = Precision.float32
     """Dtype of forward and backward: `float32` or `bfloat16`."""
-    device: Device = Device.auto
+    device: TrainDevice = TrainDevice.auto
     """Where training runs: `cpu`, `cuda`, or `auto` (CUDA if available)."""
     timeout: float = above(0, 600.0, SECONDS)
     """Timeout of collectives with several ranks, in seconds."""
@@ -158,7 +158,7 @@ def read(config: DictConfig) -> Settings:
     """Convert the config to dataclasses; unrelated keys are ignored.
 
     Raises:
-        CheckpointConfigError: A key has no value, or one that is out of range.
+        CheckpointConfigError: a key has no value, or one that is out of range
     """
     values = plain_dict(config, resolve=True)
     for key in ("train", "data", "model"):

@@ -16,8 +16,8 @@ class RngState:
     Its state always has all keys, so that a checkpoint of a CPU run resumes on CUDA and vice versa.
 
     Args:
-        device: Device of the training.
-        alike: Whether all ranks must draw the same numbers (True) or different ones (False); None with one rank.
+        device: device of the training
+        alike: whether all ranks must draw the same numbers (True) or different ones (False); None with one rank
     """
 
     def __init__(self, device: torch.device, alike: bool | None = None) -> None:

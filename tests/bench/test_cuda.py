@@ -10,7 +10,7 @@ import pytest
 import torch
 from ckpt_bench.measure.limits import measure_limits
 from ckpt_bench.measure.memory import device_peak
-from ckpt_bench.measure.row import Settings, measure_row
+from ckpt_bench.measure.row import RowSettings, measure_row
 from ckpt_bench.measure.states import make_state
 from ckpt_bench.peers import PeerEnvironment
 from ckpt_bench.promises import judge
@@ -74,7 +74,7 @@ def test_the_cpu_has_no_device_memory() -> None:
 @pytest.mark.parametrize("name", ["async_pinned", "async_zero_overhead", "torch_save"])
 def test_a_row_is_measured_on_the_device(name: str, tmp_path: Path) -> None:
     state = make_state("tiny", device="cuda")
-    settings = Settings(1, 1.0, 1, 0.001, 0.0, 1, cold=False, device="cuda")
+    settings = RowSettings(1, 1.0, 1, 0.001, 0.0, 1, cold=False, device="cuda")
     found = measure_row(name, state, str(tmp_path), settings)
     assert all(tensor.is_cuda for tensor in state.values())
     assert found["torn"] == 0 and found["next_steps"] > 0 and found["device_memory"] >= 0

@@ -98,7 +98,7 @@ def test_counts_are_held_to_less() -> None:
 
 
 def test_costs_are_kept_and_read_back(tmp_path: Path) -> None:
-    one = Course("ranks", {1: [{"seconds": 1.0}], 10: [{"seconds": 5.0}, {"error": "it broke"}]})
+    one = Course("ranks", {1: [{"leader_cpu": 1.0}], 10: [{"leader_cpu": 5.0}, {"error": "it broke"}]})
     write_growth([one], tmp_path, {"cores": 2})
     assert read_growth(str(tmp_path)) == ([one], {"cores": 2})
     with open(tmp_path / "growth.csv", newline="") as file:

@@ -22,7 +22,7 @@ from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON, STEP
-from ckpt_component.core.commit.scan import committed_steps, read_pointer
+from ckpt_component.core.commit.scan import read_pointer, scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
@@ -68,7 +68,7 @@ def root(saved: Path, tmp_path: Path) -> Path:
 
 
 def steps(root: Path, names: Any = MEGATRON) -> list[int]:
-    return committed_steps(FileStorage(), str(root), names)
+    return scan_steps(FileStorage(), str(root), names).committed
 
 
 def content(folder: Path) -> dict[str, bytes]:

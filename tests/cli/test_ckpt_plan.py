@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_component.cli.app import main
 from ckpt_component.cli.planning.formulas import best_interval, mtbf_of, training_fraction
-from ckpt_component.cli.planning.plan import Question, plan
+from ckpt_component.cli.planning.plan import Scenario, plan
 
 MINUTE, HOUR = 60.0, 3600.0
 
@@ -203,4 +203,4 @@ def test_mistakes_end_in_words(capsys: pytest.CaptureFixture[str], arguments: st
 
 
 def test_every_figure_says_where_it_is_from() -> None:
-    assert all(figure.why for figure in plan(Question(1e12, 64, 8)))
+    assert all(figure.why for figure in plan(Scenario(1e12, 64, 8)))

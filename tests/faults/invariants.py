@@ -24,7 +24,7 @@ from ckpt_component.core.commit.names import (
     TRIAL_PREFIX,
     is_token,
 )
-from ckpt_component.core.commit.scan import committed_steps
+from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import NEW_PREFIX
 
@@ -104,7 +104,7 @@ def violations_at(
     """
     wrong: list[str] = []
     Path(root).mkdir(parents=True, exist_ok=True)
-    listed = committed_steps(FileStorage(), root, MEGATRON)
+    listed = scan_steps(FileStorage(), root, MEGATRON).committed
     for name in os.listdir(root):
         step = MEGATRON.step(name)
         if step is not None and step not in listed:
@@ -136,7 +136,7 @@ def violations_at(
             manager.wait()
     except CheckpointError as error:
         return [*wrong, f"I2/I5: {type(error).__name__}: {error}"], newest
-    kept = committed_steps(FileStorage(), root, MEGATRON)
+    kept = scan_steps(FileStorage(), root, MEGATRON).committed
     if newest not in kept or len(kept) > keep:
         wrong.append(f"I5: after the save of {newest} there is {kept}")
     expected = {MEGATRON.folder(step) for step in kept} | FIXED

@@ -24,7 +24,7 @@ from faults.workloads import KEEP_ONE, prepare
 
 from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.scan import committed_steps
+from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import LOG, SPEC
@@ -146,7 +146,7 @@ def fail_everywhere(
             error = saved(manager, step + 1)
             fired = read_log(f"{log}.fired")
             at = f"{operation} {number} ({fired[0].operation if fired else 'end'} {fired[0].path if fired else ''})"
-            listed = committed_steps(FileStorage(), root, MEGATRON)
+            listed = scan_steps(FileStorage(), root, MEGATRON).committed
             if error is None:
                 acknowledged = step + 1
                 survived += bool(fired)
@@ -267,7 +267,7 @@ def fail_newest(root: str, preset: str, logs: str) -> dict[str, Any]:
             manager_at(root, preset) as manager,
         ):
             errors += saved(manager, step) is not None
-        if 1 not in committed_steps(FileStorage(), root, MEGATRON):
+        if 1 not in scan_steps(FileStorage(), root, MEGATRON).committed:
             wrong.append(f"{operation}: step 1 is gone: {os.listdir(root)}")
     return {"errors": errors, "wrong": wrong + violations_at(root, 1)[0]}
 
@@ -280,7 +280,7 @@ def fail_delete(root: str, operation: str, logs: str) -> dict[str, Any]:
     log = os.path.join(logs, "delete")
     with failpoint(f"{operation}:action=raise:EACCES", log), manager_at(root, "sync") as manager:
         errors = [str(error) for step in (1, 2, 3) if (error := saved(manager, step)) is not None]
-        listed = committed_steps(FileStorage(), root, MEGATRON)
+        listed = scan_steps(FileStorage(), root, MEGATRON).committed
     wrong = [] if 3 in listed else [f"there is {listed}"]
     fired = len(read_log(f"{log}.fired"))
     return {"fired": fired, "errors": errors, "log": told.getvalue(), "wrong": wrong + violations_at(root, 3)[0]}

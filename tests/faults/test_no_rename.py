@@ -35,7 +35,7 @@ from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON, QUARANTINED
 from ckpt_component.core.commit.protocol import Attempt
-from ckpt_component.core.commit.scan import committed_steps, scan_steps
+from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage import locate
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
@@ -94,12 +94,12 @@ def age(path: Path) -> None:
 def test_the_put_of_the_manifest_is_the_last_thing_and_alone_makes_the_checkpoint(root: Path, uploads: str) -> None:
     seen: list[tuple[str, list[int]]] = []
     store = ObjectStore(
-        uploads, before_put=lambda path: seen.append((path, committed_steps(FileStorage(), str(root), MEGATRON)))
+        uploads, before_put=lambda path: seen.append((path, scan_steps(FileStorage(), str(root), MEGATRON).committed))
     )
     attempt = committed(store, root, 1)
     assert [os.path.relpath(path, attempt.staging) for path, _ in seen][-1] == f"../{MANIFEST}"
     assert all(steps == [] for _, steps in seen)
-    assert committed_steps(store, str(root), MEGATRON) == [1]
+    assert scan_steps(store, str(root), MEGATRON).committed == [1]
     assert sorted(os.listdir(attempt.target)) == sorted([attempt.token, MANIFEST])
     assert sorted(os.listdir(at_of(Path(attempt.target)))) == [".metadata", "data"]
 
@@ -135,10 +135,10 @@ def test_a_put_that_was_done_and_not_answered_is_a_commit(unreadable: int, root:
     attempt = written(store, root, 1)
     store.unreadable = unreadable
     commit.publish(attempt, [RANK], {}, {}, 5.0)
-    assert committed_steps(store, str(root), MEGATRON) == [1]
+    assert scan_steps(store, str(root), MEGATRON).committed == [1]
     assert at_of(Path(attempt.target)).name == attempt.token
     commit.abandon(attempt)  # what fails after the commit, on another rank, takes nothing away
-    assert committed_steps(store, str(root), MEGATRON) == [1]
+    assert scan_steps(store, str(root), MEGATRON).committed == [1]
 
 
 def test_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root: Path, uploads: str) -> None:
@@ -148,7 +148,7 @@ def test_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root: Path,
             super().put_new(path, data, draft)
 
     committed(Twice(uploads), root, 1)
-    assert committed_steps(FileStorage(), str(root), MEGATRON) == [1]
+    assert scan_steps(FileStorage(), str(root), MEGATRON).committed == [1]
 
 
 @pytest.mark.parametrize("outcome", ["refused", "torn"])
@@ -157,7 +157,7 @@ def test_a_put_that_was_not_done_leaves_nothing(outcome: str, root: Path, upload
     attempt = written(store, root, 1)
     with pytest.raises(OSError, match="Input/output error"):
         commit.publish(attempt, [RANK], {}, {})
-    assert committed_steps(store, str(root), MEGATRON) == []
+    assert scan_steps(store, str(root), MEGATRON).committed == []
     commit.abandon(attempt)
     assert os.listdir(root) == []
     committed(store, root, 1)
@@ -178,7 +178,7 @@ def test_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_later(
     age(Path(attempt.staging))
     age(Path(attempt.target))
     Unfinished(store, str(root), MEGATRON).sweep()
-    assert committed_steps(store, str(root), MEGATRON) == found
+    assert scan_steps(store, str(root), MEGATRON).committed == found
     assert os.listdir(root) == [MEGATRON.folder(step) for step in found]
 
 
@@ -239,7 +239,7 @@ def test_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, uploads:
     with pytest.raises(CheckpointExistsError, match="taken by another save"):
         commit.publish(old, [{"rank": 0, "files": []}], {}, {})
     assert at_of(Path(new.target)).name == new.token
-    assert committed_steps(store, str(root), MEGATRON) == [1]
+    assert scan_steps(store, str(root), MEGATRON).committed == [1]
     age(Path(old.staging))
     assert Unfinished(store, str(root), MEGATRON).sweep() == [f"iter_0000001/{old.token}"]
     assert at_of(Path(new.target)).name == new.token
@@ -253,7 +253,7 @@ def test_a_run_that_lost_the_root_puts_nothing(root: Path, uploads: str) -> None
     FencingToken(store, str(root)).acquire()
     with pytest.raises(CheckpointFencedError):
         commit.publish(attempt, [RANK], {}, {})
-    assert committed_steps(store, str(root), MEGATRON) == []
+    assert scan_steps(store, str(root), MEGATRON).committed == []
 
 
 def test_what_is_in_the_way_of_a_save(root: Path, uploads: str) -> None:
@@ -355,7 +355,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
     scan = scan_steps(store, str(root), MEGATRON)
     assert (scan.committed, scan.damaged, scan.torn, scan.foreign) == ([], {}, {}, {})
     new = committed(store, root, 1)
-    assert committed_steps(store, str(root), MEGATRON) == [1]
+    assert scan_steps(store, str(root), MEGATRON).committed == [1]
     age(where)
     Unfinished(store, str(root), MEGATRON).sweep()
     assert discard(store, new.target)

@@ -24,7 +24,7 @@ from ckpt_component import (
 )
 from ckpt_component.core.commit.manifest import decode_manifest, encode_manifest
 from ckpt_component.core.formats import Index, StoredRange, open_index
-from ckpt_component.core.formats.contents import contents_of
+from ckpt_component.core.formats.index import contents_of
 from ckpt_component.core.formats.rank_index import RankIndex, item_columns
 from ckpt_component.core.formats.torch_archive import STORAGE_DTYPES
 from ckpt_component.core.state.dtypes import SAFETENSORS, WIDTHS

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from ckpt_component.core.storage.checksum import ChecksumMissingError, find_checksum
-from ckpt_component.loading import combined_crc
-from ckpt_component.loading.combined_crc import POLYNOMIALS, combined_crcs
+from ckpt_component.loading import coalesced
+from ckpt_component.loading.coalesced import POLYNOMIALS, combined_crcs
 
 
 @pytest.mark.parametrize("together", [7, 1 << 14])
 @pytest.mark.parametrize("name", ["crc32", "crc32c"])
 def test_pieces_make_up_ranges(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combined_crc, "_BATCH", together)
+    monkeypatch.setattr(coalesced, "_BATCH", together)
     try:
         checksum = find_checksum(name)
     except ChecksumMissingError as error:

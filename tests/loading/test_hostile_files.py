@@ -639,6 +639,41 @@ def test_nothing_else_than_our_errors_comes_out_of_forged_tables(
     assert tried > len(ways) / 8
 
 
+@pytest.mark.parametrize("value", [None, -1, 1, HUGE, "x", []], ids=str)
+def test_a_forged_index_of_torch_save_gives_our_errors_or_the_state(value: Any, tmp_path: Path) -> None:
+    state = {"w": torch.arange(6.0).view(2, 3), "v": torch.arange(4), "n": 4}
+    with build_checkpointer("sync", ["checkpoint/writer=torch_save"]) as ours:
+        ours.save(state, tmp_path / "one")
+        whole = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+        table: dict[str, Any] = {}
+        edit_table(tmp_path / "one", table.update)
+        refused = 0
+        for way in filter(None, every_place(table)):
+            for name, data in whole.items():
+                (tmp_path / "one" / name).write_bytes(data)
+            edit_table(tmp_path / "one", at(*way, value=value))
+            for target in (None, {"w": torch.zeros(2, 3), "v": torch.zeros(4, dtype=torch.int64), "n": 0}):
+                try:
+                    loaded = ours.load(tmp_path / "one", target)
+                except CheckpointError:
+                    refused += 1
+                else:
+                    assert loaded.keys() == state.keys() and loaded["n"] == 4, way
+                    assert all(torch.equal(loaded[key], state[key]) for key in ("w", "v")), way
+        assert refused > 10
+
+
+def test_bytes_that_the_index_does_not_list_are_not_loaded(tmp_path: Path) -> None:
+    def forget_one(table: dict[str, Any]) -> None:
+        del table["layout"]["items"][0], table["sums"][0]
+
+    with build_checkpointer("sync", ["checkpoint/writer=torch_save"]) as ours:
+        ours.save({"w": torch.arange(6.0), "v": torch.arange(4)}, tmp_path / "one")
+        edit_table(tmp_path / "one", forget_one)
+        with pytest.raises(CheckpointCorruptError, match="has bytes that the index does not list"):
+            ours.load(tmp_path / "one")
+
+
 def every_place(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [way]
     if isinstance(value, dict):

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -32,16 +31,13 @@ def test_the_worker_imports_neither_torch_nor_anything_installed() -> None:
     assert eval(done.stdout) == ["__main__", "ckpt_component"] or eval(done.stdout) == ["ckpt_component"]
 
 
-def test_its_start_costs_less_than_100_ms_of_cpu_time() -> None:
-    costs = []
-    for _ in range(3):
-        process = ByteProcess(30)
-        try:
-            times = psutil.Process(process.pid).cpu_times()
-            costs.append(times.user + times.system)
-        finally:
-            process.close(5)
-    assert min(costs) < 0.1
+def test_its_start_imports_few_modules() -> None:
+    """Its start is the imports: about 150 modules, two thirds of them of Python itself."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import ckpt_component.core.writing.worker; print(len(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(ROOT)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(done.stdout) < 180
 
 
 def test_a_killed_worker_is_reported_at_once_with_its_signal() -> None:

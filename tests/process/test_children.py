@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually, is_gone, pid_in
 
+import ckpt_component
 from ckpt_component.core.processes.framing import Frame
 from ckpt_component.core.processes.serve import SIGNALS_OF_THE_TRAINER
 from ckpt_component.core.processes.start import Child
@@ -134,3 +135,9 @@ def test_what_it_prints_is_handed_on_line_by_line() -> None:
     child = Child("no_such_module", {}, log=lines.append)
     assert child.receive(soon()) is None and child.end(20) == 1
     assert lines[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_processes_start_in_one_place() -> None:
+    package = Path(ckpt_component.__file__).parent
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if "Popen(" in path.read_text()}
+    assert found == {"core/processes/start.py"}

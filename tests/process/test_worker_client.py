@@ -26,9 +26,10 @@ from ckpt_component.compat import worker_process
 from ckpt_component.compat.pickling import pickle_by_value
 from ckpt_component.compat.spawn import StartMethodError
 from ckpt_component.compat.worker_client import WorkerClient
-from ckpt_component.compat.worker_main import GROUP_SIGNALS, serve_calls
+from ckpt_component.compat.worker_main import serve_calls
 from ckpt_component.compat.worker_process import CallProcess
 from ckpt_component.core.processes.remote_error import RemoteTraceback
+from ckpt_component.core.processes.serve import SIGNALS_OF_THE_TRAINER
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -226,10 +227,10 @@ def test_the_process_group_can_be_signalled_without_hurting_it(
     make_process: Callable[..., CallProcess], tmp_path: Path
 ) -> None:
     process = make_process()
-    for number in GROUP_SIGNALS:  # while it starts
+    for number in SIGNALS_OF_THE_TRAINER:  # while it starts
         os.kill(process.pid, number)
     process.await_ready()
-    for number in GROUP_SIGNALS:  # while it is idle
+    for number in SIGNALS_OF_THE_TRAINER:  # while it is idle
         os.kill(process.pid, number)
     assert process.call(message(calls.facts), 20, "facts")["pid"] == process.pid
 
@@ -237,7 +238,7 @@ def test_the_process_group_can_be_signalled_without_hurting_it(
 
     def signal_it_at_work() -> None:
         pid = pid_in(started)
-        for number in GROUP_SIGNALS:
+        for number in SIGNALS_OF_THE_TRAINER:
             os.kill(pid, number)
         gate.touch()
 

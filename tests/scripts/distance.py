@@ -21,7 +21,7 @@ def note(frame: FrameType, event: str, _: object) -> None:
     """Called at each call of a Python function, on every thread."""
     if recording and event == "call":
         _, found, path = frame.f_code.co_filename.rpartition(PACKAGE)
-        if found:
+        if found and frame.f_code.co_name[0] != "<":  # neither comprehensions nor lambdas
             visited.add((path, frame.f_code.co_name, frame.f_code.co_firstlineno))
 
 
@@ -50,8 +50,8 @@ def main(folder: str) -> None:
             recording = step == 3
             manager.maybe_save(step, state)
             manager.wait()
-    recording = False
-    save = distance()
+        recording = False
+        save = distance()
     with build_manager("async_persistent", overrides=settings) as manager:
         recording = True
         step_restored = manager.restore(state)

@@ -12,7 +12,7 @@ from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.manifest import check_files, decode_manifest, encode_manifest, read_manifest
 from ckpt_component.core.commit.names import MEGATRON, STEP
 from ckpt_component.core.commit.protocol import Attempt
-from ckpt_component.core.commit.scan import committed_steps
+from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
@@ -57,7 +57,7 @@ def test_everything_is_durable_before_the_name_appears_and_the_name_before_succe
     manifest = read_manifest(fs, attempt.target)
     assert manifest is not None and manifest["attempt"] == attempt.token
     check_files(fs, attempt.target, manifest)
-    assert committed_steps(fs, str(tmp_path / "root"), MEGATRON) == [1]
+    assert scan_steps(fs, str(tmp_path / "root"), MEGATRON).committed == [1]
 
 
 def test_a_manifest_of_which_only_a_part_arrived_is_taken_back(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_manifest_of_which_only_a_part_arrived_is_taken_back(tmp_path: Path) -
     with pytest.raises(OSError, match="the link was cut"):
         commit.publish(attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
     assert not os.path.exists(os.path.join(attempt.target, "manifest.json"))
-    assert committed_steps(fs, str(tmp_path / "root"), MEGATRON) == []
+    assert scan_steps(fs, str(tmp_path / "root"), MEGATRON).committed == []
 
 
 def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -> None:

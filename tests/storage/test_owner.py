@@ -138,7 +138,6 @@ def test_a_manager_that_lost_its_root_is_told_at_its_next_save(tmp_path: Path) -
 STOPPED = """
     import signal, sys, threading, torch
     from ckpt_component import CheckpointExistsError, CheckpointFencedError, build_manager
-    from ckpt_component.core.storage import commit
     from ckpt_component.core.storage.files import FileStorage
 
     write_new = FileStorage.write_new

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 import ckpt_component
-from ckpt_component.config import config_dir
+from ckpt_component.config import config_dir, override_hints
 
 #: A model and a text that train in milliseconds. Dropout is on, so that the random generators count.
 TINY = (
@@ -49,12 +49,12 @@ def tiny() -> tuple[str, ...]:
 
 @pytest.fixture
 def compose_job(text_file: Path) -> Callable[..., DictConfig]:
-    """Compose the config of a tiny run with more overrides."""
+    """Compose the config of a tiny run with more overrides, as `ckpt-train` does."""
 
     def composed(*overrides: str) -> DictConfig:
         register()
         version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-        with initialize_config_dir(str(config_dir()), **version):
+        with override_hints(), initialize_config_dir(str(config_dir()), **version):
             return compose("train", [*TINY, f"data.path={text_file}", *overrides])
 
     return composed

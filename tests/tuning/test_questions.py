@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ckpt_bench.tuning.questions import Question, choose, questions
+from ckpt_bench.tuning.questions import Knob, choose, questions
 
 from ckpt_component.config import resolve_config
 
-QUESTION = Question("checkpoint.writer.workers", ["2", "1", "4"], "durable", "parallel writers")
+QUESTION = Knob("checkpoint.writer.workers", ["2", "1", "4"], "durable", "parallel writers")
 
 
 @pytest.mark.parametrize(

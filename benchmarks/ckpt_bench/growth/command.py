@@ -9,7 +9,7 @@ from typing import Any
 from ckpt_component.cli.reports.page import NO_PICTURE, can_plot
 
 from ..place import place
-from ..schema import Request
+from ..schema import BenchRequest
 from .figures import Course, write_growth
 from .judge import judge_growth
 from .plot import draw_growth
@@ -18,16 +18,16 @@ from .table import LEGEND, render_growth
 
 
 def measure_courses(
-    request: Request, parent: tuple[Path, str], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
+    request: BenchRequest, parent: tuple[Path, str], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
 ) -> list[Course]:
     """Measure the sizes that the config selects.
 
     Args:
-        request: the config.
-        parent: folder for the checkpoints, and the key that set it.
-        about: the machine and the settings.
-        folder: where the costs are written after every process.
-        say: called with each line of progress.
+        request: the config
+        parent: folder for the checkpoints, and the key that set it
+        about: the machine and the settings
+        folder: where the costs are written after every process
+        say: called with each line of progress
     """
     bench = request.bench
     with place(parent[0], f"{parent[1]}=") as base:

@@ -15,9 +15,9 @@ class Counts:
     """Traffic of a connection so far.
 
     Attributes:
-        messages: calls that change the store.
-        looks: calls that read it.
-        bytes_read: total size of the values read.
+        messages: calls that change the store
+        looks: calls that read it
+        bytes_read: total size of the values read
     """
 
     messages: int = 0
@@ -37,7 +37,7 @@ class CountedConnection:
     Ranks share connections, because a name lookup at connect may take seconds without a name server.
 
     Args:
-        store: the store to call; it may be shared.
+        store: the store to call; it may be shared
     """
 
     def __init__(self, store: Any) -> None:

@@ -35,16 +35,12 @@ COSTS: Mapping[str, Mapping[str, str]] = {
         "manifest_bytes": "size of manifest.json",
     },
     "ranks": {
-        "seconds": "every save: from its call to its commit",
-        "cpu": "every save: CPU of all ranks",
         "leader_cpu": "every save: CPU of rank 0, the store's server included",
         "messages": "every save: calls that change the store",
         "leader_messages": "every save: such calls of rank 0",
         "looks": "every save: calls that read the store",
         "collected_bytes": "every save: read by rank 0 from the store, mostly votes",
         "heard_bytes": "every save: read by all others",
-        "first_seconds": "first save: from its call to its commit",
-        "first_cpu": "first save: CPU of all ranks",
         "first_leader_cpu": "first save: CPU of rank 0",
         "first_messages": "first save: calls that change the store",
         "first_looks": "first save: calls that read the store",
@@ -61,8 +57,8 @@ class Course:
     """The costs along one axis.
 
     Attributes:
-        axis: a key of `COSTS`.
-        runs: size -> repeats, each with its costs by name or with `error`; sizes ascend.
+        axis: a key of `COSTS`
+        runs: size -> repeats, each with its costs by name or with `error`; sizes ascend
     """
 
     axis: str
@@ -74,8 +70,8 @@ class Point:
     """One cost at one size, for all items or ranks together.
 
     Attributes:
-        median, low, high: over the repeats.
-        each: the median per item or rank.
+        median, low, high: over the repeats
+        each: the median per item or rank
         ratio: lowest cost per item or rank, divided by that of the previous size; 1 is linear growth, less is better.
             None at the first size.
     """
@@ -120,9 +116,9 @@ def write_growth(courses: Sequence[Course], folder: Path, about: Mapping[str, An
     """Write every run to `growth.json`, which can be read back, and the points to `growth.csv`.
 
     Args:
-        courses: the costs, also of an unfinished run.
-        folder: where to write.
-        about: the machine and the settings.
+        courses: the costs, also of an unfinished run
+        folder: where to write
+        about: the machine and the settings
     """
     content = {"about": dict(about), "courses": [asdict(course) for course in courses]}
     columns = ("axis", "cost", *(each.name for each in fields(Point)))
@@ -139,7 +135,7 @@ def read_growth(folder: str) -> tuple[list[Course], dict[str, Any]]:
     """Read the costs and the description of an earlier run.
 
     Raises:
-        CheckpointConfigError: the folder has no costs.
+        CheckpointConfigError: the folder has no costs
     """
 
     def of(content: Any) -> tuple[list[Course], dict[str, Any]]:

@@ -43,9 +43,9 @@ def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
     """Costs of one rank with `count` small tensors, in total seconds and bytes.
 
     Args:
-        count: number of tensors.
-        saves: number of saves after the first; their median counts.
-        folder: where to save; empty before and after.
+        count: number of tensors
+        saves: number of saves after the first; their median counts
+        folder: where to save; empty before and after
 
     Returns:
         Costs by the names of `figures.COSTS`.

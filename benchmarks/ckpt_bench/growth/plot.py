@@ -22,10 +22,10 @@ def draw_growth(
     """Write the picture and the page.
 
     Args:
-        courses: the costs.
-        verdicts: for the page.
-        about: the machine and the settings, for the page.
-        folder: where to write.
+        courses: the costs
+        verdicts: for the page
+        about: the machine and the settings, for the page
+        folder: where to write
 
     Returns:
         The files; empty if nothing was measured.

@@ -12,7 +12,7 @@ def main(arguments: list[str]) -> int:
     """Measure one size.
 
     Args:
-        arguments: one JSON text with `axis`, `size`, `saves`, `folder` and `result`.
+        arguments: one JSON text with `axis`, `size`, `saves`, `folder` and `result`
 
     Returns:
         The exit code. An error is written to the result file and raised.

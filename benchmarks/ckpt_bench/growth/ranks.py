@@ -1,7 +1,8 @@
 """The cost of coordination by the number of ranks, simulated by threads of a few processes that share connections.
 
-Each thread runs what a rank of a job runs: inspect, admit, plan, vote, commit. Only the write is replaced, by two tiny
-files. Rank 0 has a process of its own, as in a job, so that its work for the others does not wait for their threads.
+Each thread saves with a checkpointer of its own, as a rank of a job does; only the write is replaced, by two tiny
+files. Rank 0 has a process of its own, as in a job, so that its work for the others does not wait for their threads;
+the CPU of the others is not measured, because their threads contend for one interpreter.
 """
 
 from __future__ import annotations
@@ -18,22 +19,11 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import TCPStore
 
-from ckpt_component.callers.write_callers import WriteCaller
-from ckpt_component.core.commit.commit import new_attempt
+from ckpt_component import build_checkpointer, compose_checkpoint
+from ckpt_component.callers import WriteCaller
 from ckpt_component.core.commit.names import integrity_name
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
-from ckpt_component.core.options import ResolvedTimeouts
-from ckpt_component.core.storage.locate import file_storage
-from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.writing.request import WriteRequest
-from ckpt_component.saving.admission import SaveAdmission
-from ckpt_component.saving.attempts import SaveAttempts
-from ckpt_component.saving.context import NoRun, SaveContext
-from ckpt_component.saving.in_flight import InFlightSaves
-from ckpt_component.saving.planning import SavePlanner
-from ckpt_component.saving.records import SaveRequest, Staged
-from ckpt_component.stagers.live import LiveStager
-from ckpt_component.writers.dcp import DcpWriter
 
 from ..measure.files import remove
 from .connection import CountedConnection, Counts
@@ -52,9 +42,9 @@ def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
     """Costs of one save of `world_size` ranks, in total.
 
     Args:
-        world_size: number of ranks.
-        saves: number of saves after the first; their median counts.
-        folder: where they save; empty before and after.
+        world_size: number of ranks
+        saves: number of saves after the first; their median counts
+        folder: where they save; empty before and after
 
     Returns:
         Costs by the names of `figures.COSTS`.
@@ -70,20 +60,15 @@ def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
         costs = []
         for number in range(saves + 1):
             path = os.path.join(folder, f"save-{number}")
-            started = time.perf_counter()
             for group in groups:
                 group.begin(path)
-            led, collected = leader.save(path)
-            counts, cpus = [led], [collected]
-            for group in groups:
-                count, used = group.finish()
-                counts.append(count)
-                cpus.append(used)
+            used = time.process_time()
+            led = leader.save(path)
+            used = time.process_time() - used
+            counts = [led, *(group.finish() for group in groups)]
             costs.append(
                 {
-                    "seconds": time.perf_counter() - started,
-                    "cpu": sum(cpus),
-                    "leader_cpu": cpus[0],
+                    "leader_cpu": used,
                     "messages": float(sum(each.messages for each in counts)),
                     "leader_messages": float(led.messages),
                     "looks": float(sum(each.looks for each in counts)),
@@ -109,29 +94,33 @@ class _Group:
     def __init__(self, store: Any, numbers: Sequence[int], world_size: int) -> None:
         lines = [store, *(store.clone() for _ in range(1, -(-len(numbers) // _SHARING)))]
         self._connections = [CountedConnection(lines[number % len(lines)]) for number in numbers]
-        fs, writer = file_storage(durable=False), DcpWriter()
-        self._ranks = [
-            _Rank(connection, number, world_size, fs, writer)
+        config = _config()
+        coordinators = [
+            StoreCoordinator(RankStore(connection, number, world_size, f"{world_size}/"))
             for connection, number in zip(self._connections, numbers, strict=True)
         ]
+        self._checkpointers = [build_checkpointer(config, ranks=ranks) for ranks in coordinators]
+        self._states = list(map(_state, numbers))
         self._pool = ThreadPoolExecutor(len(numbers), thread_name_prefix="bench-rank")
 
-    def save(self, path: str) -> tuple[Counts, float]:
-        """One save of all its ranks: traffic of their connections, and CPU seconds of this process."""
+    def save(self, path: str) -> Counts:
+        """One save of all its ranks: traffic of their connections."""
         before = [connection.counts() for connection in self._connections]
-        used = time.process_time()
-        list(self._pool.map(lambda rank: rank.save(path), self._ranks, timeout=_SECONDS))
-        used = time.process_time() - used
+        list(
+            self._pool.map(
+                lambda ours, state: ours.save(state, path), self._checkpointers, self._states, timeout=_SECONDS
+            )
+        )
         total = Counts()
         for connection, old in zip(self._connections, before, strict=True):
             total = total + (connection.counts() - old)
-        return total, used
+        return total
 
     def close(self) -> None:
         """End the threads and stop the heartbeats."""
         self._pool.shutdown(wait=False)
-        for rank in self._ranks:
-            rank.close()
+        for checkpointer in self._checkpointers:
+            checkpointer.close()
 
 
 class _Process:
@@ -152,10 +141,10 @@ class _Process:
         """Start a save on its ranks."""
         self._pipe.send(path)
 
-    def finish(self) -> tuple[Counts, float]:
+    def finish(self) -> Counts:
         """Wait for the save and return its cost; see `_Group.save`."""
-        counts, used = self._answer()
-        return counts, used
+        counts: Counts = self._answer()
+        return counts
 
     def close(self) -> None:
         """End the process."""
@@ -193,43 +182,27 @@ def _serve(pipe: Connection, port: int, numbers: range, world_size: int) -> None
         group.close()
 
 
-class _Rank:
-    """One rank: the coordinating parts of a checkpointer, without an arena and a writer process."""
-
-    def __init__(
-        self, connection: CountedConnection, rank: int, world_size: int, fs: Storage, writer: DcpWriter
-    ) -> None:
-        self._fs = fs
-        self._ranks = StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
-        self._stager = LiveStager()
-        self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)
-        timeouts = ResolvedTimeouts(stage=_SECONDS, write=_SECONDS)
-        context = SaveContext(self._ranks, lambda _: fs, timeouts, NoRun(lambda _: fs))
-        self._planner = SavePlanner(self._stager, writer, context)
-        self._admission = SaveAdmission(self._planner, self._stager, InFlightSaves(), context)
-        self._attempts = SaveAttempts(_StandIn(), writer, self._planner, context)
-        self._state: dict[str, Any] = {
-            "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
-            "alike": {f"weight_{number}": torch.ones(8) for number in range(_ALIKE)},
-        }
-
-    def save(self, path: str) -> None:
-        """Save from the admission to the commit, on one thread."""
-        admitted = self._admission.admit(SaveRequest(path, self._fs), self._state)
-        if isinstance(admitted, BaseException):
-            raise admitted
-        attempt = new_attempt(self._fs, path, admitted.token)
-        plan = self._planner.share(admitted.plan)
-        snapshot = self._stager.take(plan)
-        comparison = self._planner.compare(plan, admitted.number)
-        self._attempts.run(Staged(admitted, attempt, snapshot, None, comparison, 0, 0.0), attempt, 1)
-
-    def close(self) -> None:
-        """Stop the heartbeats."""
-        self._ranks.close()
+def _config() -> Any:
+    """A checkpointer without an arena and a writer process, which the ranks of one machine do not have room for."""
+    config = compose_checkpoint(
+        "sync",
+        [
+            "checkpoint/stager=none",
+            "checkpoint.durability=process_crash",
+            *(f"checkpoint.timeouts.{name}={_SECONDS}" for name in ("stage", "write")),
+        ],
+    )
+    return {**config, "caller": {"_target_": f"{__name__}.{TinyFiles.__name__}"}}
 
 
-class _StandIn(WriteCaller):
+def _state(rank: int) -> dict[str, Any]:
+    return {
+        "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
+        "alike": {f"weight_{number}": torch.ones(8) for number in range(_ALIKE)},
+    }
+
+
+class TinyFiles(WriteCaller):
     """Writes two tiny files in place of the rank's own."""
 
     in_other_process: ClassVar[bool] = False

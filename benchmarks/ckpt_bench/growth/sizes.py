@@ -35,14 +35,14 @@ def measure_growth(
     """Measure every size of every axis, in turn.
 
     Args:
-        sizes: by axis; an axis without sizes is left out.
-        base: a folder to save to, in which one is made for every process and removed after it.
-        repeats: how often each size is measured.
-        saves: steady saves in each process.
-        timeout: seconds for one process.
-        logs: a folder that gets what a failed process printed.
-        say: gets a line of progress.
-        tell: gets what there is after every process, so that a run that is stopped leaves that.
+        sizes: by axis; an axis without sizes is left out
+        base: a folder to save to, in which one is made for every process and removed after it
+        repeats: how often each size is measured
+        saves: steady saves in each process
+        timeout: seconds for one process
+        logs: a folder that gets what a failed process printed
+        say: gets a line of progress
+        tell: gets what there is after every process, so that a run that is stopped leaves that
     """
     courses = [Course(axis, {size: [] for size in sorted(counts)}) for axis, counts in sizes.items() if counts]
     for repeat in range(repeats):

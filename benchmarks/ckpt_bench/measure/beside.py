@@ -22,8 +22,8 @@ class RawSaves:
     """Copies and writes as many bytes as a state has, in turn with its saves. A context manager that owns the memory.
 
     Args:
-        nbytes: size of the state.
-        folder: where files are written; they are removed after each turn.
+        nbytes: size of the state
+        folder: where files are written; they are removed after each turn
     """
 
     def __init__(self, nbytes: int, folder: str) -> None:
@@ -61,11 +61,11 @@ def measure_loads(
     """Load a checkpoint several times, in turn with plain reads of its files.
 
     Args:
-        load: loads the checkpoint and returns the seconds it took.
-        path: the checkpoint.
-        turns: returns an iterable with one value per turn.
-        cold: whether cold reads can be distinguished from cached ones here.
-        raw: name of the checksum computed during plain reads; None: no plain reads.
+        load: loads the checkpoint and returns the seconds it took
+        path: the checkpoint
+        turns: returns an iterable with one value per turn
+        cold: whether cold reads can be distinguished from cached ones here
+        raw: name of the checksum computed during plain reads; None: no plain reads
 
     Returns:
         `load_cold`, `load_warm`, and with `raw` also `raw_read_cold` and `raw_read_warm`: median seconds; None where

@@ -38,10 +38,10 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
     up to a third faster than after a write.
 
     Args:
-        state: determines the sizes.
-        folder: where files are written; they are removed again.
-        rounds: number of rounds.
-        cold: whether cold reads can be distinguished from cached ones here.
+        state: determines the sizes
+        folder: where files are written; they are removed again
+        rounds: number of rounds
+        cold: whether cold reads can be distinguished from cached ones here
 
     Returns:
         `memcpy` (one warm block), `foreach_copy` (tensor by tensor), `write_1`, `write_2` (buffered and synced, by one

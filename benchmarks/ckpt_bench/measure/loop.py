@@ -34,9 +34,9 @@ class Cycle:
     """One run of the loop.
 
     Attributes:
-        time: what it took, of the wall and of the loop's thread.
-        steps: seconds of each step.
-        during: number of steps until the save was complete; 0 without a save.
+        time: what it took, of the wall and of the loop's thread
+        steps: seconds of each step
+        during: number of steps until the save was complete; 0 without a save
     """
 
     time: LoopTime
@@ -49,12 +49,12 @@ class Disturbance:
     """How one save affected the loop: a cycle with a save, less the mean of the cycles without one next to it.
 
     Attributes:
-        lost_s: wall time, without what the host stole.
-        lost_cpu_s: CPU time of the loop's thread: its part of the save, and what made its steps slower.
-        lost_queue_s: time that the loop's thread was ready to run and had no core.
+        lost_s: wall time, without what the host stole
+        lost_cpu_s: CPU time of the loop's thread: its part of the save, and what made its steps slower
+        lost_queue_s: time that the loop's thread was ready to run and had no core
         step_ratio: mean step time from the update until the save was complete, divided by that without a save; None
-            with fewer than three steps in that time.
-        next_steps: the same of the ten steps after the call of save.
+            with fewer than three steps in that time
+        next_steps: the same of the ten steps after the call of save
     """
 
     lost_s: float
@@ -75,9 +75,9 @@ class Loop:
     """Steps of matrix products, and an in-place update of all tensors.
 
     Args:
-        state: the tensors to update.
-        threads: number of torch threads of a step.
-        step_s: approximate duration of a step in seconds.
+        state: the tensors to update
+        threads: number of torch threads of a step
+        step_s: approximate duration of a step in seconds
     """
 
     def __init__(self, state: State, threads: int, step_s: float) -> None:
@@ -106,8 +106,8 @@ class Loop:
         step would.
 
         Args:
-            steps: number of steps.
-            saves: what to save with; None: the same without a save.
+            steps: number of steps
+            saves: what to save with; None: the same without a save
         """
         took: list[float] = []
         during = 0
@@ -156,12 +156,12 @@ def in_turn(
     """Run cycles without and with a save in turn, and compare each save with the cycles next to it.
 
     Args:
-        loop: the loop.
-        saver: makes the saves.
-        folder: where to save.
-        numbers: one for each save that is compared; a first save is not, it tells how long a cycle must be.
-        tail_s: how long a cycle continues after its save, in seconds.
-        remove: removes a checkpoint; called between cycles.
+        loop: the loop
+        saver: makes the saves
+        folder: where to save
+        numbers: one for each save that is compared; a first save is not, it tells how long a cycle must be
+        tail_s: how long a cycle continues after its save, in seconds
+        remove: removes a checkpoint; called between cycles
 
     Returns:
         The path of the last save, which is left, and the disturbances.

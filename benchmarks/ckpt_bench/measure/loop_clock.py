@@ -15,9 +15,9 @@ class LoopTime(NamedTuple):
     """Seconds of a stretch of a loop.
 
     Attributes:
-        wall_s: wall time, less the time in which the host gave a core of this machine to others.
-        cpu_s: time that the loop's own thread ran.
-        queue_s: time that it was ready to run and waited for a core.
+        wall_s: wall time, less the time in which the host gave a core of this machine to others
+        cpu_s: time that the loop's own thread ran
+        queue_s: time that it was ready to run and waited for a core
     """
 
     wall_s: float

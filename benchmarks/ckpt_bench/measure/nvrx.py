@@ -56,9 +56,9 @@ class NvrxTorchSave(_Nvrx):
     """`TorchAsyncCheckpoint`: `torch.save` from a persistent worker or from a fork.
 
     Args:
-        state: see `Saver`.
-        persistent: the worker.
-        clone: copy the state before.
+        state: see `Saver`
+        persistent: the worker
+        clone: copy the state before
     """
 
     def __init__(self, state: State, persistent: bool, clone: bool = False) -> None:
@@ -98,9 +98,9 @@ class NvrxDcp(_Nvrx):
     """`FileSystemWriterAsync` and the queue, as Megatron uses them, with the cache of plans.
 
     Args:
-        state: see `Saver`.
-        persistent: one worker for all saves; False: a fork per save, which writes with two processes.
-        clone: copy the state before.
+        state: see `Saver`
+        persistent: one worker for all saves; False: a fork per save, which writes with two processes
+        clone: copy the state before
     """
 
     def __init__(self, state: State, persistent: bool, clone: bool = False) -> None:

@@ -22,9 +22,9 @@ class Ours(Saver):
     """A checkpointer of a preset.
 
     Args:
-        state: see `Saver`.
-        preset: its name.
-        overrides: what is changed in it.
+        state: see `Saver`
+        preset: its name
+        overrides: what is changed in it
     """
 
     def __init__(self, state: State, preset: str, overrides: Sequence[str]) -> None:

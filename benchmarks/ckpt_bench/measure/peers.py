@@ -81,8 +81,8 @@ class Torchsnapshot(Saver):
     """`Snapshot.take` or `Snapshot.async_take`.
 
     Args:
-        state: see `Saver`.
-        in_background: the second of them.
+        state: see `Saver`
+        in_background: the second of them
     """
 
     def __init__(self, state: State, in_background: bool) -> None:

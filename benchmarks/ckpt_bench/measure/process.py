@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     """Measure one row.
 
     Args:
-        arguments: one JSON text with `row`, `state`, `folder`, `result` and `settings`.
+        arguments: one JSON text with `row`, `state`, `folder`, `result` and `settings`
 
     Returns:
         The exit code; 1 after an error, which is then in the result file.
@@ -41,10 +41,10 @@ def main(arguments: list[str]) -> int:
 def _measure(task: dict[str, Any]) -> dict[str, Any]:
     from .limits import measure_limits
     from .names import LIMITS, ROWS
-    from .row import Settings, measure_row
+    from .row import RowSettings, measure_row
     from .states import make_state
 
-    settings = Settings(**task["settings"])
+    settings = RowSettings(**task["settings"])
     state = make_state(task["state"], device=settings.device)
     if task["row"] == LIMITS:
         return measure_limits(state, task["folder"], settings.saves, settings.cold)

@@ -62,11 +62,11 @@ def write(source: mmap.mmap, nbytes: int, folder: str, threads: int, *, direct: 
     """Seconds to write and sync bytes, by several threads with a file each. The files are removed afterwards.
 
     Args:
-        source: a block of `block_of`.
-        nbytes: how many of its bytes to write.
-        folder: where to write.
-        threads: number of threads.
-        direct: bypass the page cache and preallocate the files.
+        source: a block of `block_of`
+        nbytes: how many of its bytes to write
+        folder: where to write
+        threads: number of threads
+        direct: bypass the page cache and preallocate the files
 
     Returns:
         None if the file system has no direct I/O, as some tmpfs.
@@ -117,9 +117,9 @@ def read_files(paths: Sequence[str], target: mmap.mmap, checksum: Checksum | Non
     """Seconds to read whole files into mapped memory, optionally with their checksum.
 
     Args:
-        paths: the files; larger ones are read first.
-        target: at least as large as all of them.
-        checksum: computed for every part right after it is read.
+        paths: the files; larger ones are read first
+        target: at least as large as all of them
+        checksum: computed for every part right after it is read
     """
     sizes = sorted(((os.path.getsize(path), path) for path in paths), reverse=True)
     places, end = [], 0

@@ -17,14 +17,14 @@ from .beside import RawSaves, measure_loads
 from .files import files_of, remove, sync_tree
 from .loop import Loop, in_turn
 from .memory import device_peak, pss, sampled_peak
-from .names import ROWS, Row
+from .names import ROWS, RowKind
 from .raw import median
 from .saver import Saver
 from .states import State, nbytes_of, settle
 
 
 @dataclass(frozen=True)
-class Settings:
+class RowSettings:
     """How a row is measured; see the keys of the same names in `bench.schema`."""
 
     saves: int
@@ -37,14 +37,14 @@ class Settings:
     device: str = "cpu"
 
 
-def measure_row(name: str, state: State, folder: str, settings: Settings) -> dict[str, Any]:
+def measure_row(name: str, state: State, folder: str, settings: RowSettings) -> dict[str, Any]:
     """Run a row: the first save, further saves, saves during the loop, one that samples memory, and loads.
 
     Args:
-        name: name of the row.
-        state: what is saved; its values change.
-        folder: where to save; empty before and after.
-        settings: how to measure.
+        name: name of the row
+        state: what is saved; its values change
+        folder: where to save; empty before and after
+        settings: how to measure
 
     Returns:
         Times in seconds, medians of repeated ones: `first_stall`, `stall` (duration of the call), `staged` (until the
@@ -90,7 +90,7 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
         saver.close()
 
 
-def _steady(saver: Saver, loop: Loop, folder: str, row: Row, settings: Settings) -> dict[str, float | None]:
+def _steady(saver: Saver, loop: Loop, folder: str, row: RowKind, settings: RowSettings) -> dict[str, float | None]:
     """Save and remove repeatedly, in turn with raw copies and writes; the folder is empty afterwards."""
     times: list[tuple[float, float, float, float]] = []
     raw = RawSaves(nbytes_of(saver.state), folder) if row.family == "ours" else None
@@ -122,7 +122,9 @@ def _steady_save(saver: Saver, loop: Loop, path: str, fsyncs: bool) -> tuple[flo
     return stall, staged, complete, durable
 
 
-def _beside_the_loop(saver: Saver, loop: Loop, folder: str, settings: Settings) -> tuple[str, dict[str, float | None]]:
+def _beside_the_loop(
+    saver: Saver, loop: Loop, folder: str, settings: RowSettings
+) -> tuple[str, dict[str, float | None]]:
     """Save while the loop runs. Keep the last save and return its path."""
     path, found = in_turn(loop, saver, folder, _turns(settings, settings.pairs), settings.tail_seconds, remove)
     return path, {
@@ -165,10 +167,10 @@ def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -
     """Save once.
 
     Args:
-        saver: the saver.
-        path: a new path.
-        fsyncs: whether the saver syncs its files; if not, they are synced here, as part of `durable`.
-        awaited: wait until the tensors may be changed; otherwise `staged` is meaningless.
+        saver: the saver
+        path: a new path
+        fsyncs: whether the saver syncs its files; if not, they are synced here, as part of `durable`
+        awaited: wait until the tensors may be changed; otherwise `staged` is meaningless
 
     Returns:
         Seconds from the call: stall, staged, complete, durable.
@@ -188,7 +190,7 @@ def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -
     return stall, staged, complete, complete
 
 
-def _turns(settings: Settings, count: int | None = None) -> Iterator[int]:
+def _turns(settings: RowSettings, count: int | None = None) -> Iterator[int]:
     """Numbers of up to `count` saves, by default `saves`; after `enough_seconds`, no further one."""
     began = time.perf_counter()
     for number in range(settings.saves if count is None else count):
@@ -197,7 +199,7 @@ def _turns(settings: Settings, count: int | None = None) -> Iterator[int]:
         yield number
 
 
-def _loads(saver: Saver, path: str, settings: Settings, checksum: Any) -> dict[str, Any]:
+def _loads(saver: Saver, path: str, settings: RowSettings, checksum: Any) -> dict[str, Any]:
     # Touched, so that a load does not include page faults of its target.
     target = {key: torch.empty_like(value).fill_(math.nan) for key, value in saver.state.items()}
 

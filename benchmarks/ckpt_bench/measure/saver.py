@@ -11,7 +11,7 @@ class Saver(ABC):
     """One way of saving a state, for one process. One save is under way at a time.
 
     Args:
-        state: the tensors that training changes in place.
+        state: the tensors that training changes in place
     """
 
     def __init__(self, state: State) -> None:

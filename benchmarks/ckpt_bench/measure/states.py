@@ -24,12 +24,12 @@ def make_state(name: str, nbytes: int | None = None, device: str = "cpu") -> Sta
     """Make a state by name.
 
     Args:
-        name: one of `STATES`.
+        name: one of `STATES`
         nbytes: approximate size; tensors are left out or repeated under other keys. None: the original size.
-        device: device of the tensors.
+        device: device of the tensors
 
     Raises:
-        ValueError: there is no such state.
+        ValueError: there is no such state
     """
     if name not in STATES:
         raise ValueError(f"There is no state {name!r}; use {', '.join(STATES)}.")

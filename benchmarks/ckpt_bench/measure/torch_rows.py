@@ -33,8 +33,8 @@ class Dcp(Saver):
     """`dcp.save`, in the format of which others have variants.
 
     Args:
-        state: see `Saver`.
-        threads: of the writer.
+        state: see `Saver`
+        threads: of the writer
     """
 
     def __init__(self, state: State, threads: int = 1) -> None:
@@ -64,8 +64,8 @@ class DcpAsync(Dcp):
     """`dcp.async_save` from a thread or from a process, as it is by default.
 
     Args:
-        state: see `Saver`.
-        kind: `thread` or `process`.
+        state: see `Saver`
+        kind: `thread` or `process`
     """
 
     def __init__(self, state: State, kind: str) -> None:

@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Measure, print the best settings, and write the recipe. With `--json`, what it does goes to stderr meanwhile.
 
     Raises:
-        CheckpointConfigError: An argument is invalid; the text says what to type instead.
+        CheckpointConfigError: an argument is invalid; the text says what to type instead
     """
     with redirect_stdout(sys.stderr) if output.as_json else nullcontext():
         data = _measured(parsed)

@@ -27,14 +27,14 @@ class Trial:
     """A state to save with different settings.
 
     Args:
-        state: Kind of state, one of `bench.schema.STATES`.
-        nbytes: Size of the state; None: the default of the kind.
-        preset: Preset that the settings modify.
-        folder: Folder to save to; it is empty after every measurement.
+        state: kind of state, one of `bench.schema.STATES`
+        nbytes: size of the state; None: the default of the kind
+        preset: preset that the settings modify
+        folder: folder to save to; it is empty after every measurement
 
     Attributes:
-        state_bytes: Bytes of all tensors.
-        took_s: Durations of the measurements.
+        state_bytes: bytes of all tensors
+        took_s: durations of the measurements
     """
 
     def __init__(self, state: str, nbytes: int | None, preset: str, folder: str) -> None:
@@ -49,8 +49,8 @@ class Trial:
         """Save several times.
 
         Args:
-            overrides: The settings.
-            lost: Whether to measure the training time lost to a save too, which takes longer.
+            overrides: the settings
+            lost: whether to measure the training time lost to a save too, which takes longer
 
         Returns:
             Seconds: `first_stall`, `stall`, `durable`, and `lost` if requested.

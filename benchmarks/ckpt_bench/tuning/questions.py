@@ -11,14 +11,14 @@ MARGIN = 0.05
 
 
 @dataclass(frozen=True)
-class Question:
+class Knob:
     """One setting to try with several values while all others are fixed.
 
     Attributes:
-        key: The setting as in an override: `checkpoint.writer.workers`, `checkpoint/stager`.
-        values: The values; the first is the current one.
-        figure: The figure to minimise: `durable` or `lost`.
-        why: Description of the setting.
+        key: the setting as in an override: `checkpoint.writer.workers`, `checkpoint/stager`
+        values: the values; the first is the current one
+        figure: the figure to minimise: `durable` or `lost`
+        why: description of the setting
     """
 
     key: str
@@ -32,9 +32,9 @@ class Answer:
     """The chosen value of a question, and why.
 
     Attributes:
-        key: The question's key.
-        value: The chosen value.
-        reason: The reason in one line, with the figures.
+        key: the question's key
+        value: the chosen value
+        reason: the reason in one line, with the figures
     """
 
     key: str
@@ -42,34 +42,34 @@ class Answer:
     reason: str
 
 
-def questions(cores: int, writers: Sequence[str]) -> list[Question]:
+def questions(cores: int, writers: Sequence[str]) -> list[Knob]:
     """All questions, in order.
 
     Args:
-        cores: Number of CPU cores of this machine.
-        writers: Formats to choose from; fewer than two give no question.
+        cores: number of CPU cores of this machine
+        writers: formats to choose from; fewer than two give no question
     """
     # Begins with the default, 2.
     workers = [count for count in (2, 1, 4, 8) if count <= max(2, cores)]
-    formats = [Question("checkpoint/writer", writers, "durable", "the format")] if len(writers) > 1 else []
+    formats = [Knob("checkpoint/writer", writers, "durable", "the format")] if len(writers) > 1 else []
     return [
         *formats,
-        Question("checkpoint.writer.workers", [str(count) for count in workers], "durable", "parallel writers"),
-        Question("checkpoint.writer.block_bytes", ["8388608", "1048576", "33554432"], "durable", "bytes a write call"),
-        Question("checkpoint.writer.io", ["auto", "buffered", "direct"], "durable", "with or without the page cache"),
-        Question("checkpoint/stager", ["shared_memory", "pinned", "zero_overhead"], "lost", "who takes the snapshot"),
+        Knob("checkpoint.writer.workers", [str(count) for count in workers], "durable", "parallel writers"),
+        Knob("checkpoint.writer.block_bytes", ["8388608", "1048576", "33554432"], "durable", "bytes a write call"),
+        Knob("checkpoint.writer.io", ["auto", "buffered", "direct"], "durable", "with or without the page cache"),
+        Knob("checkpoint/stager", ["shared_memory", "pinned", "zero_overhead"], "lost", "who takes the snapshot"),
     ]
 
 
-def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer:
+def choose(question: Knob, figures: Mapping[str, Sequence[float]]) -> Answer:
     """Choose a value.
 
     The first value is kept unless another is better by more than `MARGIN` and by more than the variation between the
     rounds of either value.
 
     Args:
-        question: The question.
-        figures: Value -> its figure in each round, in seconds. Contains at least one value, and none that failed.
+        question: the question
+        figures: value -> its figure in each round, in seconds. Contains at least one value, and none that failed.
     """
     first = question.values[0]
     # Time lost is a difference of two times, so only noise makes it negative.

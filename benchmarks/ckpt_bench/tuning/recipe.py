@@ -14,12 +14,12 @@ def recipe_path(folder: Path, name: str, replace: bool) -> Path:
     """The path of a recipe.
 
     Args:
-        folder: Folder of configs, in which the group `recipe` is a folder.
-        name: Name of the recipe.
-        replace: Whether an existing file may be overwritten.
+        folder: folder of configs, in which the group `recipe` is a folder
+        name: name of the recipe
+        replace: whether an existing file may be overwritten
 
     Raises:
-        CheckpointConfigError: The name is invalid, or the file exists.
+        CheckpointConfigError: the name is invalid, or the file exists
     """
     if not name.replace("_", "").replace("-", "").isalnum():
         raise HydraConfigError(f"--name={name} cannot be a recipe's name; use letters, digits and _.")
@@ -33,13 +33,13 @@ def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Se
     """Write the file.
 
     Args:
-        path: From `recipe_path`.
-        preset: Preset that the settings modify.
-        settings: Override -> value, such as `checkpoint/writer` -> `dcp`, `checkpoint.writer.workers` -> `4`.
-        notes: Comments, one line each; the first says what the recipe is for.
+        path: from `recipe_path`
+        preset: preset that the settings modify
+        settings: override -> value, such as `checkpoint/writer` -> `dcp`, `checkpoint.writer.workers` -> `4`
+        notes: comments, one line each; the first says what the recipe is for
 
     Raises:
-        CheckpointConfigError: The file cannot be written.
+        CheckpointConfigError: the file cannot be written
     """
     values = OmegaConf.from_dotlist([f"{key}={value}" for key, value in settings.items() if "/" not in key])
     # Hydra looks for the package only in the first line.

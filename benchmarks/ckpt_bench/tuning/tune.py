@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_component.cli.reports.text import aligned
 from ckpt_component.config.hydra.errors import HydraConfigError
 
-from .questions import Answer, Question, choose
+from .questions import Answer, Knob, choose
 
 if TYPE_CHECKING:
     from .measure import Trial
@@ -23,22 +23,22 @@ Outcome = list[dict[str, float]] | str
 
 
 def tune(
-    trial: Trial, questions: Sequence[Question], fixed: Sequence[str], *, seconds: float, repeats: int
+    trial: Trial, questions: Sequence[Knob], fixed: Sequence[str], *, seconds: float, repeats: int
 ) -> list[Answer]:
     """Answer as many questions as time allows; prints a table and the reason of the choice for each.
 
     Args:
-        trial: Takes the measurements.
-        questions: The questions, in order.
-        fixed: Overrides for all measurements.
-        seconds: Approximate time limit for all questions.
-        repeats: Rounds per question, at least two; fewer if time is short.
+        trial: takes the measurements
+        questions: the questions, in order
+        fixed: overrides for all measurements
+        seconds: approximate time limit for all questions
+        repeats: rounds per question, at least two; fewer if time is short
 
     Returns:
         The answers in the order of the questions, without those that there was no time for.
 
     Raises:
-        CheckpointConfigError: No value of a question works, or the time is too short for any question.
+        CheckpointConfigError: no value of a question works, or the time is too short for any question
     """
     deadline = time.monotonic() + seconds
     answers, unanswered = list[Answer](), list[str]()
@@ -70,9 +70,7 @@ def tune(
     return answers
 
 
-def _ask(
-    question: Question, overrides: Sequence[str], trial: Trial, repeats: int, seconds: float
-) -> Mapping[str, Outcome]:
+def _ask(question: Knob, overrides: Sequence[str], trial: Trial, repeats: int, seconds: float) -> Mapping[str, Outcome]:
     """Measure every value in turn for several rounds; after two rounds it stops when the time is over."""
     outcomes: dict[str, Outcome] = {value: [] for value in question.values}
     until = time.monotonic() + seconds
@@ -91,7 +89,7 @@ def _ask(
     return outcomes
 
 
-def _table(question: Question, outcomes: Mapping[str, Outcome], state_bytes: int) -> str:
+def _table(question: Knob, outcomes: Mapping[str, Outcome], state_bytes: int) -> str:
     names = ["first_stall", "stall", "durable", *(["lost"] if question.figure == "lost" else [])]
     lines = [["", *(name.replace("_", " ") + " s" for name in names), "GB/s", "repeats", ""]]
     for value, outcome in outcomes.items():

@@ -36,11 +36,11 @@ def check_bucket(root: str, options: Mapping[str, str]) -> Iterator[Finding]:
     """Check a bucket.
 
     Args:
-        root: the URL of the checkpoints.
-        options: `checkpoint.storage.options`.
+        root: the URL of the checkpoints
+        options: `checkpoint.storage.options`
 
     Raises:
-        CheckpointConfigError: the package of the scheme is not installed, or an option is wrong.
+        CheckpointConfigError: the package of the scheme is not installed, or an option is wrong
     """
     fs, trial = storage_at(root, options=options), os.path.join(root, f"{TRIAL_PREFIX}{new_token()}")
     what = "access"

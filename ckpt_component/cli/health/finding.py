@@ -13,10 +13,10 @@ class Finding:
     """One line of `ckpt doctor`.
 
     Attributes:
-        what: what was checked.
-        status: OK, NOTE or FAILS.
-        text: what was found.
-        fix: what to do about it; empty if there is nothing to do.
+        what: what was checked
+        status: OK, NOTE or FAILS
+        text: what was found
+        fix: what to do about it; empty if there is nothing to do
     """
 
     what: str

@@ -28,8 +28,8 @@ def best_interval(lost: float, mtbf: float) -> float:
     interval", CACM 17 (1974): sqrt(2 lost mtbf).
 
     Args:
-        lost: training time that one save costs.
-        mtbf: mean time between failures.
+        lost: training time that one save costs
+        mtbf: mean time between failures
     """
     if lost >= 2 * mtbf:
         return mtbf
@@ -41,10 +41,10 @@ def training_fraction(interval: float, lost: float, mtbf: float, restart: float,
     """The fraction of time that a run with failures spends on training that lasts (Daly 2006, the complete model).
 
     Args:
-        interval: training time between two saves.
-        lost: training time that one save costs.
-        mtbf: mean time between failures, which are independent of each other.
-        restart: time from a failure until training continues.
+        interval: training time between two saves
+        lost: training time that one save costs
+        mtbf: mean time between failures, which are independent of each other
+        restart: time from a failure until training continues
         durable: time from a snapshot until it is durable. A failure within it falls back to the save before, so this
             much more is trained again, as if the restart took longer.
     """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...config.files import presets
 from ...errors import CheckpointConfigError
-from ..reports.run_records import Save, read_runs
+from ..reports.run_records import RecordedSave, read_runs
 
 #: Sizes must differ by this factor for a line through them to tell what does not grow with the size.
 _APART = 1.5
@@ -22,14 +22,14 @@ class Sample(NamedTuple):
     """One save, or the medians of several, of its slowest rank. Seconds since the call.
 
     Attributes:
-        nbytes: bytes of the largest rank.
-        ranks: number of ranks.
-        hosts: number of hosts.
-        stall: how long the call blocked training before the write began.
-        copy: how long the copy into host memory took.
-        write: how long writing and syncing took.
-        durable: until the checkpoint was committed.
-        lost: training time lost, the stall included.
+        nbytes: bytes of the largest rank
+        ranks: number of ranks
+        hosts: number of hosts
+        stall: how long the call blocked training before the write began
+        copy: how long the copy into host memory took
+        write: how long writing and syncing took
+        durable: until the checkpoint was committed
+        lost: training time lost, the stall included
     """
 
     nbytes: float
@@ -47,14 +47,14 @@ class Rates:
     """What a save costs, as fixed seconds and seconds per byte of a rank.
 
     Attributes:
-        call: fixed part of the stall.
-        copy: seconds per byte of the copy.
-        fixed: fixed part of the time until durable, besides `call`.
-        write: seconds per byte of writing, while all ranks of a host write.
-        lost: training lost per second of copy time beyond the stall.
-        ranks_per_host: in the measured run.
-        source: where the figures are from, for people.
-        awaited: whether the calls waited for the copy.
+        call: fixed part of the stall
+        copy: seconds per byte of the copy
+        fixed: fixed part of the time until durable, besides `call`
+        write: seconds per byte of writing, while all ranks of a host write
+        lost: training lost per second of copy time beyond the stall
+        ranks_per_host: in the measured run
+        source: where the figures are from, for people
+        awaited: whether the calls waited for the copy
     """
 
     call: float
@@ -73,8 +73,8 @@ def measured_rates(folders: Sequence[Path], preset: str) -> Rates:
     They are of a line through the largest size; its slope is that from the smallest one, if both are far enough apart.
 
     Raises:
-        CheckpointNotFoundError: A folder has no events.
-        CheckpointConfigError: A folder has no committed saves, or those of another preset.
+        CheckpointNotFoundError: a folder has no events
+        CheckpointConfigError: a folder has no committed saves, or those of another preset
     """
     saves = [save for folder in folders for save in _samples(folder, preset)]
     least, most = min(save.nbytes for save in saves), max(save.nbytes for save in saves)
@@ -118,11 +118,11 @@ def _samples(folder: Path, preset: str) -> list[Sample]:
     return samples
 
 
-def _in_one_go(save: Save) -> bool:
+def _in_one_go(save: RecordedSave) -> bool:
     return save.outcome == "committed" and save.attempts == 1
 
 
-def _sample(save: Sequence[Save], hosts: int) -> Sample:
+def _sample(save: Sequence[RecordedSave], hosts: int) -> Sample:
     return Sample(
         nbytes=max(rank.bytes for rank in save),
         ranks=len(save),
@@ -137,7 +137,7 @@ def _sample(save: Sequence[Save], hosts: int) -> Sample:
     )
 
 
-def _write_s(save: Save) -> float:
+def _write_s(save: RecordedSave) -> float:
     """What grows with the bytes: a sync that is short beside the write had none left to write (direct I/O)."""
     write, sync = save.phase_s("write") or 0.0, save.phase_s("sync") or 0.0
     return write + sync if sync > 0.2 * write else write

@@ -19,18 +19,18 @@ _COPY, RESTART_S = 10e9, 300.0
 
 
 @dataclass(frozen=True)
-class Question:
+class Scenario:
     """What to plan for.
 
     Attributes:
-        state: bytes of the state of all ranks.
-        ranks: number of ranks.
-        ranks_per_host: ranks on each host.
-        preset: one of our presets, not `off`.
-        storage: bytes per second that the storage takes from all ranks together; None: as measured, or unknown.
-        mtbf: mean time between failures of the whole run, seconds; None: at a published rate per host.
-        restart_s: from a failure until training continues.
-        rates: what an earlier run with the preset measured; None: assumptions.
+        state: bytes of the state of all ranks
+        ranks: number of ranks
+        ranks_per_host: ranks on each host
+        preset: one of our presets, not `off`
+        storage: bytes per second that the storage takes from all ranks together; None: as measured, or unknown
+        mtbf: mean time between failures of the whole run, seconds; None: at a published rate per host
+        restart_s: from a failure until training continues
+        rates: what an earlier run with the preset measured; None: assumptions
     """
 
     state: float
@@ -49,7 +49,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Forecast:
     """One predicted figure: its value (None: unknown), unit, and formula or source."""
 
     name: str
@@ -58,7 +58,7 @@ class Figure:
     why: str
 
 
-def plan(question: Question) -> list[Figure]:
+def plan(question: Scenario) -> list[Forecast]:
     """The figures for a run, in the order in which they follow from each other."""
     rank, rates = question.state / question.ranks, question.rates
     parts = parts_of(question.preset)
@@ -98,24 +98,26 @@ def plan(question: Question) -> list[Figure]:
         training = training_fraction(best, lost, mtbf, question.restart_s, risk)
     bound = "durable: saves do not overlap" if best is not None and best == durable else "T, Daly 2006"
     return [
-        Figure("state of a rank", rank, "bytes", "state / ranks"),
-        Figure(
+        Forecast("state of a rank", rank, "bytes", "state / ranks"),
+        Forecast(
             "host memory", each * (arenas * rank + beside), "bytes", f"{each} x ({snapshots}{amount(round(beside))})"
         ),
-        Figure("stall", stall, "s", stalled),
-        *([Figure("copy beside steps", copy, "s", copied)] if overlapped else []),
-        Figure("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
-        Figure("storage rate", rate, "bytes/s", whose),
-        Figure("durable", durable, "s", "stall + state / storage rate + vote and commit"),
-        Figure("MTBF", mtbf, "s", "--mtbf" if question.mtbf else "6.5 failures in 1,000 host-days (arXiv:2410.21680)"),
-        Figure("restart", question.restart_s, "s", "detect, start, load: --restart-s"),
-        Figure("best interval", best, "s", bound),
-        Figure("storage rate needed", None if best is None else question.state / best, "bytes/s", "state / interval"),
-        Figure("training", training, "of the time", "Daly 2006"),
+        Forecast("stall", stall, "s", stalled),
+        *([Forecast("copy beside steps", copy, "s", copied)] if overlapped else []),
+        Forecast("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
+        Forecast("storage rate", rate, "bytes/s", whose),
+        Forecast("durable", durable, "s", "stall + state / storage rate + vote and commit"),
+        Forecast(
+            "MTBF", mtbf, "s", "--mtbf" if question.mtbf else "6.5 failures in 1,000 host-days (arXiv:2410.21680)"
+        ),
+        Forecast("restart", question.restart_s, "s", "detect, start, load: --restart-s"),
+        Forecast("best interval", best, "s", bound),
+        Forecast("storage rate needed", None if best is None else question.state / best, "bytes/s", "state / interval"),
+        Forecast("training", training, "of the time", "Daly 2006"),
     ]
 
 
-def _storage(question: Question) -> tuple[float | None, str]:
+def _storage(question: Scenario) -> tuple[float | None, str]:
     """Bytes per second of the storage for all ranks together, and where that is from."""
     if question.storage is not None:
         return question.storage, "--storage-gbps"

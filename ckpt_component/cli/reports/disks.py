@@ -19,9 +19,9 @@ class Span:
     """When a job ran, and where it saved.
 
     Attributes:
-        began: Seconds since 1970.
-        ended: Seconds since 1970.
-        disks: Of its checkpoint folders, see `disk_of`; empty if it saved nothing.
+        began: seconds since 1970
+        ended: seconds since 1970
+        disks: of its checkpoint folders, see `disk_of`; empty if it saved nothing
     """
 
     began: float
@@ -73,7 +73,7 @@ def shared_disks(spans: Mapping[str, Span | None]) -> dict[str, list[str]]:
     """Disk -> the jobs that saved to it while another job did; disks without such jobs are left out.
 
     Args:
-        spans: By job; None is ignored.
+        spans: by job; None is ignored
     """
     users: dict[str, dict[str, Span]] = {}
     for job, span in spans.items():

@@ -15,9 +15,9 @@ class Figure:
     """One figure.
 
     Attributes:
-        column: Its column heading in the table.
-        meaning: Its text in the legend.
-        text: Formats a value.
+        column: its column heading in the table
+        meaning: its text in the legend
+        text: formats a value
     """
 
     column: str
@@ -42,8 +42,8 @@ def figures_of(reports: Sequence[SaveReport], fence_s: float = 0.0) -> dict[str,
     """The figures of a run's saves; None for figures without a save.
 
     Args:
-        reports: Reports of one run, in order; only committed saves count.
-        fence_s: How long optimizer steps waited for snapshots, summed over all saves.
+        reports: reports of one run, in order; only committed saves count
+        fence_s: how long optimizer steps waited for snapshots, summed over all saves
     """
     saves = [report for report in reports if report.outcome == "committed"]
     stalls = [report.stall_s + fence_s / len(saves) for report in saves]

@@ -19,14 +19,14 @@ class Row:
     """A row of the report: a job, or one measurement of a job.
 
     Attributes:
-        job: The job's folder, relative to the sweep's.
-        name: Name of the measurement; empty if it is the job's only one.
-        overrides: The job's overrides.
-        workload: Description of what was saved; times of different workloads are not compared.
-        status: See `write_result`.
-        reason: Why it did not complete, or has no figures.
-        figures: Its values of `FIGURES`.
-        span: When the job ran and where it saved; None if unknown.
+        job: the job's folder, relative to the sweep's
+        name: name of the measurement; empty if it is the job's only one
+        overrides: the job's overrides
+        workload: description of what was saved; times of different workloads are not compared
+        status: see `write_result`
+        reason: why it did not complete, or has no figures
+        figures: its values of `FIGURES`
+        span: when the job ran and where it saved; None if unknown
     """
 
     job: str
@@ -59,10 +59,10 @@ def read_jobs(folder: Path) -> list[Row]:
     """All rows of a sweep in the order of its jobs, or the rows of a single run.
 
     Args:
-        folder: Folder of a job or a sweep, or one that contains several.
+        folder: folder of a job or a sweep, or one that contains several
 
     Raises:
-        NoJobsError: The folder has no jobs.
+        NoJobsError: the folder has no jobs
     """
     jobs, unreadable = list[Path](), list[OSError]()
     for parent, folders, names in os.walk(folder, onerror=unreadable.append):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointConfigError, printable
-from .text import Block
+from .text import Element
 
 #: Shown if the extra is not installed.
 NO_PICTURE = "no picture: pip install matplotlib"
@@ -26,12 +26,12 @@ def write_report(write: Callable[[Path], Sequence[Path]], out: Path, say: Callab
     """Write the files of a report, and say where they are.
 
     Args:
-        write: Writes them into a folder and returns their paths.
-        out: The folder, which is created.
-        say: Function that prints the text.
+        write: writes them into a folder and returns their paths
+        out: the folder, which is created
+        say: function that prints the text
 
     Raises:
-        CheckpointConfigError: They cannot be written.
+        CheckpointConfigError: they cannot be written
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ pre { overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }
 """
 
 
-def write_page(base: Path, figure: Any, title: str, about: str, caption: str, blocks: Iterable[Block]) -> list[Path]:
+def write_page(base: Path, figure: Any, title: str, about: str, caption: str, blocks: Iterable[Element]) -> list[Path]:
     """Write the picture, and the page as HTML.
 
     Args:
@@ -106,7 +106,7 @@ def write_page(base: Path, figure: Any, title: str, about: str, caption: str, bl
     return [png, page]
 
 
-def _html(block: Block) -> str:
+def _html(block: Element) -> str:
     if isinstance(block, str):
         tag = "pre" if "\n" in block else "div"
         return f"<{tag}>{_escaped(block) or '&nbsp;'}</{tag}>\n"

@@ -15,8 +15,8 @@ def replaced(path: Path, newline: str | None = None) -> Iterator[TextIO]:
     """Open a file for writing that replaces `path` when the `with` block ends without an exception.
 
     Args:
-        path: A path in an existing folder.
-        newline: As for `open`.
+        path: a path in an existing folder
+        newline: as for `open`
     """
     part = path.with_name(path.name + ".part")
     with open(part, "w", encoding="utf-8", newline=newline) as file:
@@ -28,9 +28,9 @@ def write_csv(path: Path, columns: Sequence[str], records: Iterable[Mapping[str,
     """Write a CSV file.
 
     Args:
-        path: As for `replaced`.
-        columns: Names of the columns, in order.
-        records: One per line, by column; missing values and None are written as empty cells.
+        path: as for `replaced`
+        columns: names of the columns, in order
+        records: one per line, by column; missing values and None are written as empty cells
     """
     with replaced(path, newline="") as file:
         writer = csv.DictWriter(file, columns)

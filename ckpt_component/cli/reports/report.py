@@ -12,7 +12,7 @@ from .figures import FIGURES
 from .jobs import Row, differing, read_jobs, spans_of
 from .page import can_plot, new_figure, without_frame, write_page, write_report
 from .replaced import write_csv
-from .text import Block, Table, lines_of
+from .text import Element, Table, lines_of
 
 #: The files are `sweep.csv`, `sweep.png` and `sweep.html`.
 _NAME = "sweep"
@@ -30,12 +30,12 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
     """Report a sweep.
 
     Args:
-        folder: Folder of a sweep, of one job, or of several jobs.
-        say: Function that prints the text.
-        out: Folder for the files; None: `folder`.
+        folder: folder of a sweep, of one job, or of several jobs
+        say: function that prints the text
+        out: folder for the files; None: `folder`
 
     Raises:
-        CheckpointConfigError: The folder has no jobs, or the files cannot be written.
+        CheckpointConfigError: the folder has no jobs, or the files cannot be written
     """
     rows = read_rows(folder)
     say(table(rows))
@@ -46,10 +46,10 @@ def read_rows(folder: Path) -> list[Row]:
     """The rows of a sweep in the order of the report: by workload, the least stall first.
 
     Args:
-        folder: Folder of a sweep, of one job, or of several jobs.
+        folder: folder of a sweep, of one job, or of several jobs
 
     Raises:
-        CheckpointConfigError: The folder has no jobs.
+        CheckpointConfigError: the folder has no jobs
     """
     return sorted(read_jobs(folder), key=lambda row: (row.workload, row.stall_s is None, row.stall_s or 0.0))
 
@@ -58,12 +58,12 @@ def write_files(rows: Sequence[Row], folder: Path, out: Path) -> list[Path]:
     """Write `sweep.csv`, and if matplotlib is installed the picture and the page.
 
     Args:
-        rows: The rows, from `read_rows`.
-        folder: Folder of the sweep, which the page names.
-        out: Where to.
+        rows: the rows, from `read_rows`
+        folder: folder of the sweep, which the page names
+        out: where to
 
     Raises:
-        OSError: A file cannot be written.
+        OSError: a file cannot be written
     """
     base = out / _NAME
     write_csv(base.with_suffix(".csv"), _CSV_COLUMNS, records(rows))
@@ -84,7 +84,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines_of(_blocks(rows), _WIDTH))
 
 
-def _blocks(rows: Sequence[Row]) -> Iterator[Block]:
+def _blocks(rows: Sequence[Row]) -> Iterator[Element]:
     pareto, differences = best(rows), differing(rows)
     figures = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
     header = ["", "job", *(figure.column for figure in figures.values()), "what differs", "outcome"]

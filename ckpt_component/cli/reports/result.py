@@ -37,14 +37,14 @@ def write_result(
     """Write the file atomically.
 
     Args:
-        folder: The run's output folder, which exists.
-        status: `running`, `completed`, `stopped`, `skipped` or `failed`.
-        overrides: The overrides as typed.
-        choices: Config group -> option.
-        figures: Figures of the job; reports show those in `sweeps.figures.FIGURES`.
-        reason: Why the run did not complete.
-        rows: For a job with several measurements: the `name`, `workload` (only rows of equal workload are compared) and
-            `figures` of each, and a `reason` if it has no figures.
+        folder: the run's output folder, which exists
+        status: `running`, `completed`, `stopped`, `skipped` or `failed`
+        overrides: the overrides as typed
+        choices: config group -> option
+        figures: figures of the job; reports show those in `sweeps.figures.FIGURES`
+        reason: why the run did not complete
+        rows: for a job with several measurements: the `name`, `workload` (only rows of equal workload are compared) and
+            `figures` of each, and a `reason` if it has no figures
     """
     content = {
         "status": status,
@@ -68,11 +68,11 @@ def read_result(folder: str) -> dict[str, Any] | None:
     """Read the file; None if it does not exist.
 
     Args:
-        folder: The run's output folder.
+        folder: the run's output folder
 
     Raises:
-        ValueError: The file is damaged, or was written by another program.
-        OSError: It cannot be read.
+        ValueError: the file is damaged, or was written by another program
+        OSError: it cannot be read
     """
     path = Path(folder) / RESULT
     try:
@@ -88,8 +88,8 @@ def write_job_result(status: str, **result: Any) -> None:
     """Write the file of the Hydra job that runs in this process, with its overrides and choices.
 
     Args:
-        status: As for `write_result`.
-        **result: `figures`, `reason` and `rows` of `write_result`.
+        status: as for `write_result`
+        **result: `figures`, `reason` and `rows` of `write_result`
     """
     settings = HydraConfig.get()
     # Unresolved, because an interpolation that cannot be resolved may be why the job failed.

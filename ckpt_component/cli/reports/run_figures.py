@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from .run_records import PHASES, Run, Save
+from .run_records import PHASES, RecordedSave, Run
 
 
 def figures_of(run: Run) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def figures_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _of_all_ranks(saves: Sequence[Save]) -> dict[str, Any]:
+def _of_all_ranks(saves: Sequence[RecordedSave]) -> dict[str, Any]:
     """A save: the longest time of each phase, the bytes of all ranks, the first error."""
     failed = next((save for save in saves if save.error is not None), None)
     first = saves[0] if failed is None else failed

@@ -20,7 +20,7 @@ T = TypeVar("T", bound=SaveReport | LoadReport)
 
 
 @dataclass(frozen=True)
-class Save(SaveReport):
+class RecordedSave(SaveReport):
     """A save of one rank, as it was recorded."""
 
     rank: int = 0
@@ -53,7 +53,7 @@ class RankLog:
     host: str = ""
     pid: int | None = None
     ends: list[tuple[int, float]] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    saves: list[RecordedSave] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
     uploads: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -70,9 +70,9 @@ class Run:
     """One run: from the start of its processes to their end.
 
     Attributes:
-        token: Identifies it.
-        began: When its first event was recorded, in seconds since 1970.
-        ended: When its last event was recorded, or its last step or save ended.
+        token: identifies it
+        began: when its first event was recorded, in seconds since 1970
+        ended: when its last event was recorded, or its last step or save ended
     """
 
     token: str
@@ -92,9 +92,9 @@ class Run:
         """The names of the hosts."""
         return sorted({log.host for log in self.ranks.values() if log.host})
 
-    def saves(self) -> list[list[Save]]:
+    def saves(self) -> list[list[RecordedSave]]:
         """The saves in order, each as those of all ranks."""
-        groups: dict[tuple[str, int], list[Save]] = defaultdict(list)
+        groups: dict[tuple[str, int], list[RecordedSave]] = defaultdict(list)
         for log in self.ranks.values():
             seen: Counter[str] = Counter()
             for save in log.saves:
@@ -114,7 +114,7 @@ class Run:
             log.ends += enumerate(event["ends"], event["first"])
             ended = max([when, *event["ends"]])
         elif kind == "save":
-            log.saves.append(_report(Save, event, when))
+            log.saves.append(_report(RecordedSave, event, when))
             ended = log.saves[-1].end
         elif kind == "load":
             log.loads.append(_report(LoadReport, event, when))
@@ -129,11 +129,11 @@ def read_runs(folder: Path) -> list[Run]:
     """The runs that saved in a folder, the oldest first.
 
     Args:
-        folder: The folder of the checkpoints.
+        folder: the folder of the checkpoints
 
     Raises:
-        CheckpointNotFoundError: It has no events; the text says what it has.
-        CheckpointUnreadableError: The events cannot be read.
+        CheckpointNotFoundError: it has no events; the text says what it has
+        CheckpointUnreadableError: the events cannot be read
     """
     runs: dict[str, Run] = {}
     try:
@@ -157,12 +157,12 @@ def chosen_run(runs: Sequence[Run], number: int | None = None) -> int:
     """The index of the run to show.
 
     Args:
-        runs: As `read_runs` returns them.
+        runs: as `read_runs` returns them
         number: `--run` of the command line: counts from 1, the oldest; None: the newest run that saved, because one
-            that only restored has nothing to show; if none saved, the newest.
+            that only restored has nothing to show; if none saved, the newest
 
     Raises:
-        CheckpointConfigError: There is no run of this number.
+        CheckpointConfigError: there is no run of this number
     """
     if number is None:
         return max((index for index, run in enumerate(runs) if run.saves()), default=len(runs) - 1)

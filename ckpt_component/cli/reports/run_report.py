@@ -12,7 +12,7 @@ from ..output import counted
 from .page import can_plot, new_figure, write_page
 from .run_records import Run
 from .run_timeline import draw_saves, height
-from .text import Block, Table, duration
+from .text import Element, Table, duration
 
 #: Saves that the text shows, the last ones.
 _SHOWN = 15
@@ -38,7 +38,7 @@ _MEANING = (
 
 def blocks(
     folder: Path, figures: Sequence[Mapping[str, Any]], shown: int = -1, limit: int | None = _SHOWN
-) -> Iterator[Block]:
+) -> Iterator[Element]:
     """The lines and tables of the report.
 
     Args:

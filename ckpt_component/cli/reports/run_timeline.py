@@ -8,7 +8,7 @@ from typing import Any
 
 from ..output import counted
 from .page import without_frame
-from .run_records import RankLog, Run, Save
+from .run_records import RankLog, RecordedSave, Run
 from .run_trace import TRACKS, slices_of
 from .text import duration
 
@@ -44,13 +44,13 @@ def draw_saves(figure: Any, run: Run) -> None:
         return
     logs = [log for _, log in sorted(run.ranks.items())][:_MAX_RANKS]
     rows = [f"rank {log.rank} {track}" for log in logs for track in _TRACKS]
-    bars_of = [(f"rank {log.rank} {track}", *bar) for log in logs for track, *bar in _bars(log)]
+    bars = [bar for log in logs for bar in _bars(log)]
     occurring: set[str] = set()
     for axis, ranks in zip(axes, saves, strict=True):
         began, ended = min(save.time for save in ranks), max(save.end for save in ranks)
         margin = 0.12 * (ended - began)
         spans: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-        for row, kind, begin, end in bars_of:
+        for row, kind, begin, end in bars:
             if row in rows and end > began - margin and begin < ended + margin:
                 spans[row, kind].append((begin - began, end - begin))
         for (row, kind), places in spans.items():
@@ -73,12 +73,12 @@ def _bars(log: RankLog) -> Iterator[tuple[str, str, float, float]]:
     for save in log.saves:  # first, so that what is written meanwhile lies over it
         if "queue" in save.spans:
             begin, end = save.spans["queue"]
-            yield "writer", "queue", save.time + begin, save.time + end
+            yield f"rank {log.rank} writer", "queue", save.time + begin, save.time + end
     for part in slices_of(log):
-        yield part.track, part.kind, part.begin, part.end
+        yield f"rank {log.rank} {part.track}", part.kind, part.begin, part.end
 
 
-def _title(run: Run, ranks: Sequence[Save]) -> str:
+def _title(run: Run, ranks: Sequence[RecordedSave]) -> str:
     save = max(ranks, key=lambda save: save.seconds)
     waits, seconds = duration(max(each.stall_s for each in ranks)), duration(save.seconds)
     if save.outcome != "committed":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .replaced import replaced
-from .run_records import RankLog, Run, Save
+from .run_records import RankLog, RecordedSave, Run
 
 #: Thread -> the phases of a save that it shows.
 TRACKS = {
@@ -30,11 +30,11 @@ class Slice:
     """Something that a rank did.
 
     Attributes:
-        track: The thread of `TRACKS`.
-        kind: `step`, `wait`, `load`, or a phase of a save.
-        begin: Seconds since 1970.
-        end: Seconds since 1970.
-        details: Shown for the slice.
+        track: the thread of `TRACKS`
+        kind: `step`, `wait`, `load`, or a phase of a save
+        begin: seconds since 1970
+        end: seconds since 1970
+        details: shown for the slice
     """
 
     track: str
@@ -93,7 +93,7 @@ def _of_rank(log: RankLog, since: float, origin: float) -> Iterator[dict[str, An
             }
 
 
-def _details(save: Save) -> dict[str, Any]:
+def _details(save: RecordedSave) -> dict[str, Any]:
     names = ("path", "outcome", "error", "bytes", "attempts", "stall_s", "lost_s")
     write_s = save.phase_s("write", "sync")
     rate = {"GB/s": round(save.bytes / 1e9 / write_s, 3)} if write_s else {}

@@ -35,10 +35,10 @@ class Table:
 
 
 #: What a report consists of: a line, empty between its parts, or a table.
-Block = str | Table
+Element = str | Table
 
 
-def lines_of(blocks: Iterable[Block], width: int) -> Iterator[str]:
+def lines_of(blocks: Iterable[Element], width: int) -> Iterator[str]:
     """The text of a report for the terminal.
 
     Args:
@@ -56,8 +56,8 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[
     """Format the lines of a table with aligned columns, two spaces apart.
 
     Args:
-        lines: Cells, equally many in all lines; they are made `printable`.
-        left: Indices of left-aligned columns; the others are right-aligned.
+        lines: cells, equally many in all lines; they are made `printable`
+        left: indices of left-aligned columns; the others are right-aligned
     """
     lines = [[*map(printable, line)] for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

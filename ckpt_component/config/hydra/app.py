@@ -17,9 +17,9 @@ def run_app(config_name: str, task: Callable[[DictConfig], Any], roots: Sequence
     """Run the command line.
 
     Args:
-        config_name: The app's primary config.
-        task: The function to run for each job.
-        roots: Top-level keys and groups that overrides may begin with.
+        config_name: the app's primary config
+        task: the function to run for each job
+        roots: top-level keys and groups that overrides may begin with
     """
     # Hydra 1.4 warns of every target that is not on an allowlist. A list of ours would exclude users' callbacks.
     warnings.filterwarnings("ignore", message=r".*_target_='ckpt_component\.cli\.reports\.callback\.")

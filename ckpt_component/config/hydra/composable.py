@@ -32,8 +32,8 @@ class _Derived(type):
         SharedMemoryStager.
 
         Raises:
-            CheckpointConfigError: The value is an object, another part, or a plain value, which Hydra 1.3 merges before
-                it calls the `_target_`.
+            CheckpointConfigError: the value is an object, another part, or a plain value, which Hydra 1.3 merges before
+                it calls the `_target_`
         """
         if super().__subclasscheck__(other) or ("schema" in vars(cls) and issubclass(other, cls.schema)):
             return True

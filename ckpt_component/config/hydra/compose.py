@@ -29,15 +29,15 @@ def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str
     used. Not thread-safe: Hydra's state is global.
 
     Args:
-        preset: A file of the group `checkpoint`.
-        overrides: As on the command line: `checkpoint.writer.workers=4` sets a value,
-            `checkpoint/stager=pinned` picks a part.
+        preset: a file of the group `checkpoint`
+        overrides: as on the command line: `checkpoint.writer.workers=4` sets a value,
+            `checkpoint/stager=pinned` picks a part
 
     Returns:
         The config below `checkpoint`, for `build_checkpointer` or `build_manager`.
 
     Raises:
-        CheckpointConfigError: An override is invalid; the text says what to type instead.
+        CheckpointConfigError: an override is invalid; the text says what to type instead
     """
     request = [f"+checkpoint={preset}", *checked_overrides(overrides)]
     torn = torn_apart(request)
@@ -55,7 +55,7 @@ def compose_part(kind: str, option: str) -> dict[str, Any]:
     """The config of one part, `checkpoint/<kind>=<option>`, as plain dicts with enums as strings.
 
     Raises:
-        CheckpointConfigError: There is no such part; the text lists the options.
+        CheckpointConfigError: there is no such part; the text lists the options
     """
     with hydra_session():
         part = _compose([f"+checkpoint/{kind}={option}"]).checkpoint[kind]

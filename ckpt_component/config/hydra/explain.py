@@ -49,9 +49,9 @@ def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: 
     Call it while Hydra is initialized.
 
     Args:
-        error: Hydra's error; overrides that it does not name are not its cause.
-        overrides: The overrides as typed.
-        config_name: The primary config, or None without one.
+        error: Hydra's error; overrides that it does not name are not its cause
+        overrides: the overrides as typed
+        config_name: the primary config, or None without one
 
     Returns:
         The text, or None if there is no better one than Hydra's.
@@ -100,10 +100,10 @@ def unknown_key(key: str, keys: Sequence[str], value: str | None = None, groups:
     """The text for a dotted key that does not exist; None if it does.
 
     Args:
-        key: The key as typed.
-        keys: All dotted keys, including inner nodes.
-        value: The value as typed, for the suggestion.
-        groups: Config groups with their options, which are picked with a slash.
+        key: the key as typed
+        keys: all dotted keys, including inner nodes
+        value: the value as typed, for the suggestion
+        groups: config groups with their options, which are picked with a slash
     """
     if key in keys:
         return None
@@ -144,9 +144,9 @@ def not_itself(key: str, value: object, names: Sequence[str]) -> str:
     """The text for a value where keys belong, with the key that takes such a value.
 
     Args:
-        key: The key as typed, which has keys below it.
-        value: The value as typed.
-        names: Those keys.
+        key: the key as typed, which has keys below it
+        value: the value as typed
+        names: those keys
     """
     usual = _TAKES_VALUE.get(key)
     if usual is not None and value not in (None, "", "null"):

@@ -65,7 +65,7 @@ def command_line(roots: Sequence[str]) -> Iterator[None]:
     """As `override_hints`, for a command: also refuses overrides with dashes in front.
 
     Args:
-        roots: The keys and groups of the command.
+        roots: the keys and groups of the command
     """
     _refuse_dashes(sys.argv[1:], roots)
     try:

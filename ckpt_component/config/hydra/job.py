@@ -40,9 +40,9 @@ class MultirunJob:
     """A job of a Hydra multirun.
 
     Attributes:
-        output_dir: its output folder.
-        sweep_dir: the output folder of the whole multirun.
-        overrides: its overrides; a job of a later multirun with the same overrides is the same job.
+        output_dir: its output folder
+        sweep_dir: the output folder of the whole multirun
+        overrides: its overrides; a job of a later multirun with the same overrides is the same job
     """
 
     output_dir: str
@@ -65,7 +65,7 @@ class MultirunJob:
         """Record that this job saves in `root`, for the other jobs; returns `root`.
 
         Raises:
-            CheckpointConfigError: Another job of the multirun saves there.
+            CheckpointConfigError: another job of the multirun saves there
         """
         real = absolute(root) if is_url(root) else os.path.realpath(root)
         fs = file_storage() if is_url(root) else fs

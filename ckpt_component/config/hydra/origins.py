@@ -27,9 +27,9 @@ class Origins:
     """Origins of a config, in words such as `preset sync`, `recipe safest`, `override`, `default`.
 
     Attributes:
-        preset: The preset.
-        choices: Group, `checkpoint` or `checkpoint/<kind>` -> where the choice was made.
-        values: Dotted key -> where the value was set; keys with their default are missing.
+        preset: the preset
+        choices: group, `checkpoint` or `checkpoint/<kind>` -> where the choice was made
+        values: dotted key -> where the value was set; keys with their default are missing
     """
 
     preset: str

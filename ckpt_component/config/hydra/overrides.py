@@ -19,11 +19,11 @@ def parse_override(text: str, several: bool = True) -> Override:
     """Parse one `key=value`.
 
     Args:
-        text: The override as typed.
-        several: Allow several values, as in a sweep.
+        text: the override as typed
+        several: allow several values, as in a sweep
 
     Raises:
-        CheckpointConfigError: It cannot be parsed (the text shows how to quote it), or has several values.
+        CheckpointConfigError: it cannot be parsed (the text shows how to quote it), or has several values
     """
     try:
         override = OverridesParser.create().parse_override(text)

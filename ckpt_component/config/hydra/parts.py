@@ -22,12 +22,12 @@ def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:
     """Build `checkpoint.<kind>`.
 
     Args:
-        kind: stager, caller or writer; for error texts.
+        kind: stager, caller or writer; for error texts
         plain: `_target_` and the constructor's keyword arguments. Enum members may be given by name.
-        base: The class that the part must derive from, or whose public methods it must have.
+        base: the class that the part must derive from, or whose public methods it must have
 
     Raises:
-        CheckpointConfigError: As `part_class`; or the constructor refuses a value with ValueError or TypeError.
+        CheckpointConfigError: as `part_class`; or the constructor refuses a value with ValueError or TypeError
     """
     cls = part_class(kind, plain, base)
     parameters = _parameters(cls)
@@ -48,13 +48,13 @@ def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any
     """Import and check the class of `_target_`, so that all parts can be checked before any is built.
 
     Args:
-        kind: As for `build_part`.
-        plain: As for `build_part`.
-        base: As for `build_part`.
+        kind: as for `build_part`
+        plain: as for `build_part`
+        base: as for `build_part`
 
     Raises:
-        CheckpointConfigError: The class cannot be imported (the text has the cause) or is not a `base`; or a key is
-            unknown to its constructor or missing.
+        CheckpointConfigError: the class cannot be imported (the text has the cause) or is not a `base`; or a key is
+            unknown to its constructor or missing
     """
     target = plain.get("_target_")
     where = f"checkpoint.{kind}._target_={target}"
@@ -177,7 +177,7 @@ def build_listeners(entries: Sequence[Any]) -> list[CheckpointListener]:
     """Build the listeners of a config.
 
     Raises:
-        CheckpointConfigError: an entry is no listener, or its package is not installed.
+        CheckpointConfigError: an entry is no listener, or its package is not installed
     """
     listeners = []
     for number, entry in enumerate(entries):

@@ -23,12 +23,12 @@ def read(schema: type[T], values: Mapping[str, Any], name: str) -> T:
     """Convert values to an instance of a schema.
 
     Args:
-        schema: A dataclass, whose fields may have a range and a unit; see `schema.within`.
-        values: Plain, nested values; for missing keys the schema's defaults apply.
-        name: Prefix of the keys in error texts; empty for the top of a config.
+        schema: a dataclass, whose fields may have a range and a unit; see `schema.within`
+        values: plain, nested values; for missing keys the schema's defaults apply
+        name: prefix of the keys in error texts; empty for the top of a config
 
     Raises:
-        CheckpointConfigError: A key has no value, or one of a wrong type or unit, or out of range.
+        CheckpointConfigError: a key has no value, or one of a wrong type or unit, or out of range
     """
     try:
         node = OmegaConf.merge(OmegaConf.structured(schema), _converted(schema, values, name))

@@ -43,16 +43,16 @@ def resolve_config(
     """Check a config and convert its values. Builds nothing, and does not modify the input.
 
     Args:
-        config: A preset's name, the config below `checkpoint` as a DictConfig or dict, or a result of this function.
-        overrides: Applied to it: `checkpoint.writer.workers=4` sets a value, `checkpoint/stager=pinned` swaps a part.
+        config: a preset's name, the config below `checkpoint` as a DictConfig or dict, or a result of this function
+        overrides: applied to it: `checkpoint.writer.workers=4` sets a value, `checkpoint/stager=pinned` swaps a part
 
     Returns:
         The config with real enums. `stager`, `caller` and `writer` are plain dicts with `_target_` and, for
         our own parts, every key; their enums are strings, which `build_part` converts.
 
     Raises:
-        CheckpointConfigError: There are missing keys, unknown keys, a part set to a string, or a value that has a
-            wrong type, is out of range, or contradicts another; checked in this order.
+        CheckpointConfigError: there are missing keys, unknown keys, a part set to a string, or a value that has a
+            wrong type, is out of range, or contradicts another; checked in this order
     """
     overrides = checked_overrides(overrides)
     if isinstance(config, str):

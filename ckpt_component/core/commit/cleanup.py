@@ -33,17 +33,17 @@ from .protocols import protocol_of, protocol_on_disk
 logger = logging.getLogger("ckpt_component.storage")
 
 
-def discard(fs: Storage, path: str) -> bool:
+def discard(storage: Storage, path: str) -> bool:
     """Delete a checkpoint or a staging folder, manifest first. Logs a warning and returns False on failure."""
     try:
-        protocol = protocol_on_disk(fs, path)
+        protocol = protocol_on_disk(storage, path)
     except OSError as error:
         logger.warning("%s could not be deleted: %s", path, error)
         return False
     return protocol.discard(path)
 
 
-def quarantine(fs: Storage, path: str) -> str:
+def quarantine(storage: Storage, path: str) -> str:
     """Durably move a damaged checkpoint out of the way; returns the new path of its data.
 
     From then on this package neither lists, counts, loads nor deletes it. The name of the step becomes free, so the run
@@ -52,23 +52,23 @@ def quarantine(fs: Storage, path: str) -> str:
     Raises:
         OSError: the checkpoint could not be moved and stays where it is.
     """
-    return protocol_on_disk(fs, path).quarantine(path)
+    return protocol_on_disk(storage, path).quarantine(path)
 
 
-def sweep_attempts(fs: Storage, target: str) -> None:
+def sweep_attempts(storage: Storage, target: str) -> None:
     """Delete what dead processes of this host left beside `target` of attempts to make it or to replace it."""
     root, name = os.path.split(target)
-    for debris in Unfinished(fs, root, MEGATRON, only=name).debris():
-        _removed(fs, os.path.join(root, debris))
+    for debris in Unfinished(storage, root, MEGATRON, only=name).debris():
+        _removed(storage, os.path.join(root, debris))
 
 
-def _removed(fs: Storage, path: str) -> bool:
+def _removed(storage: Storage, path: str) -> bool:
     """Delete an unfinished folder or a small file of dead processes. A failure is a warning."""
     try:
-        if not fs.is_real_folder(path):
-            fs.unlink(path)
+        if not storage.is_real_folder(path):
+            storage.unlink(path)
         else:
-            protocol_of(fs).remove_unfinished(path)
+            protocol_of(storage).remove_unfinished(path)
     except FileNotFoundError:
         return False  # committed or deleted concurrently
     except OSError as error:
@@ -81,7 +81,7 @@ class Unfinished:
     """What is unfinished under a root, listed once: attempts, half-deleted folders and small files.
 
     Args:
-        fs: the storage.
+        storage: the storage.
         root: folder of the checkpoints.
         steps: how steps are named there.
         only: name in the root; list only attempts to make it or to replace it. Empty: everything.
@@ -90,11 +90,11 @@ class Unfinished:
         manifests: of the checkpoints whose attempts were looked at, by the name of their folder.
     """
 
-    def __init__(self, fs: Storage, root: str, steps: StepNames, only: str = "") -> None:
-        self._fs = fs
+    def __init__(self, storage: Storage, root: str, steps: StepNames, only: str = "") -> None:
+        self._storage = storage
         self._root = root
         self._steps = steps
-        self._signs = LifeSigns(fs, root)
+        self._signs = LifeSigns(storage, root)
         #: `_is_kept` says which of the attempts among them to keep.
         self._names = list(self._unfinished(only))
         self.manifests: dict[str, Mapping[str, Any]] = {}
@@ -108,7 +108,7 @@ class Unfinished:
             elif self._steps.step(name) is not None:
                 path = os.path.join(self._root, name)
                 try:
-                    yield from [f"{name}/{token}" for token in attempts_in(self._fs, path)]
+                    yield from [f"{name}/{token}" for token in attempts_in(self._storage, path)]
                 except OSError as error:
                     logger.warning("could not list what dead runs left in %s (%s)", path, error)
 
@@ -180,7 +180,7 @@ class Unfinished:
         Args:
             fenced: names from `left_by_owners` that can no longer be committed, deleted whichever host made them.
         """
-        deleted = [name for name in self.debris(fenced) if _removed(self._fs, os.path.join(self._root, name))]
+        deleted = [name for name in self.debris(fenced) if _removed(self._storage, os.path.join(self._root, name))]
         self._remove_empty_steps({os.path.dirname(name) for name in deleted})
         return deleted
 
@@ -189,10 +189,10 @@ class Unfinished:
         step, _, token = name.rpartition("/")
         if not step:
             return False
-        if is_quarantined(self._fs, os.path.join(self._root, name)):
+        if is_quarantined(self._storage, os.path.join(self._root, name)):
             return True
         try:
-            manifest = read_manifest(self._fs, os.path.join(self._root, step))
+            manifest = read_manifest(self._storage, os.path.join(self._root, step))
         except CheckpointError:
             return True  # it may name this attempt; the scan reports what is wrong with it
         if manifest is None:
@@ -202,12 +202,12 @@ class Unfinished:
 
     def _is_dead(self, name: str, *, here: bool) -> bool:
         """Whether a folder or a small file is no longer in use. `here`: a process of this host made it."""
-        fs, signs, path = self._fs, self._signs, os.path.join(self._root, name)
-        if fs.is_real_folder(path):
+        storage, signs, path = self._storage, self._signs, os.path.join(self._root, name)
+        if storage.is_real_folder(path):
             # Check liveness first: an attempt that is not alive can no longer be committed.
             alive = signs.is_alive(path, token_of(name), here=here)
             return not (alive or self._is_kept(name) or signs.is_young(path))
-        if fs.size(path) is None:
+        if storage.size(path) is None:
             return False
         if here and name.startswith(TRIAL_PREFIX):
             return not signs.is_young(path)  # a young one is about to be deleted by the process that made it
@@ -215,15 +215,15 @@ class Unfinished:
 
     def _remove_empty_steps(self, emptied: Collection[str]) -> None:
         """Delete empty step folders, which attempts that are made inside them can leave behind."""
-        fs, leaves_empty = self._fs, protocol_of(self._fs).creates_targets
+        storage, leaves_empty = self._storage, protocol_of(self._storage).creates_targets
         for name in self._signs.names:
             path = os.path.join(self._root, name)
             if self._steps.step(name) is None or not (leaves_empty or name in emptied):
                 continue
             try:
-                is_empty = fs.is_real_folder(path) and not fs.names(path)
+                is_empty = storage.is_real_folder(path) and not storage.names(path)
                 if is_empty and (name in emptied or not self._signs.is_young(path)):
-                    remove_if_empty(fs, path)
+                    remove_if_empty(storage, path)
             except OSError as error:
                 logger.warning("%s was left by a dead run and could not be deleted (%s)", path, error)
 

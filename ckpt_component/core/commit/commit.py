@@ -6,6 +6,18 @@ it marks the checkpoint as complete.
 
 What differs between file systems and object stores is in the `CommitProtocol` of the storage: where an attempt collects
 its files, and its last step. A checkpoint of a single file has no manifest.
+
+What a save makes durable, in this order; each step is done before the next one begins:
+
+1. the owner file of the run's folder, at its first save: `fencing.py`, `FencingToken.acquire`
+2. the folder that the attempt's folder was made in: `protocol.py`, `begin`
+3. on each rank its data files, all at once: `writing/write_job.py`
+4. on each rank its `integrity-<rank>.json`, then the attempt's folder: `writing/write_job.py`
+5. when all ranks have voted, the sidecars, such as `.metadata`, one after the other: `publish`
+6. the manifest under the name of its draft, then the attempt's folder: `publish`
+7. after a last look at the owner file, the new name and the folder it is in: `rename_commit.py`, `commit`; or the
+   manifest and the target: `manifest_commit.py`, `commit`. From now on the checkpoint is there.
+8. the pointer file and its folder: `scan.py`, `write_pointer`
 """
 
 from __future__ import annotations
@@ -26,20 +38,20 @@ from .protocols import protocol_of
 from .visibility import wait_visible
 
 
-def refuse_existing(fs: Storage, path: str, file: str = "") -> None:
+def refuse_existing(storage: Storage, path: str, file: str = "") -> None:
     """Raise CheckpointExistsError when `path` holds anything that conflicts with a new attempt.
 
     Args:
-        fs: the storage.
+        storage: the storage.
         path: path of the checkpoint.
         file: see `Attempt`; a file there does not conflict with a checkpoint of a single file, which replaces it.
     """
-    protocol_of(fs).refuse_taken(path, file)
+    protocol_of(storage).refuse_taken(path, file)
 
 
-def new_attempt(fs: Storage, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
+def new_attempt(storage: Storage, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
     """A new attempt, which `begin` starts; arguments as for `Attempt`."""
-    return protocol_of(fs).attempt(target, token, owner, file)
+    return protocol_of(storage).attempt(target, token, owner, file)
 
 
 def begin(attempt: Attempt) -> None:
@@ -76,15 +88,20 @@ def publish(
         OSError: from the file system. Nothing is visible then, unless rolling back the last step failed too, which is
             logged as a warning.
     """
-    protocol, fs, staging, files = attempt.protocol, attempt.protocol.fs, attempt.staging, list[dict[str, Any]]()
-    sizes = fs.sizes(staging, [entry["name"] for rank in ranks for entry in rank["files"]])
+    protocol, storage, staging, files = (
+        attempt.protocol,
+        attempt.protocol.storage,
+        attempt.staging,
+        list[dict[str, Any]](),
+    )
+    sizes = storage.sizes(staging, [entry["name"] for rank in ranks for entry in rank["files"]])
     for rank in ranks:
         for entry in rank["files"]:
             size = sizes[entry["name"]]
             if rank["rank"] and size != entry["size"]:
                 path = os.path.join(staging, entry["name"])
-                _wait_for_size(fs, path, entry["size"], visibility_timeout)
-                size = fs.size(path)
+                _wait_for_size(storage, path, entry["size"], visibility_timeout)
+                size = storage.size(path)
             if size != entry["size"]:
                 raise CheckpointSaveError(
                     f"{entry['name']} has {size} bytes on disk and its writer reported {entry['size']}; not committed."
@@ -94,7 +111,7 @@ def publish(
         protocol.commit_file(attempt)
         return 1
     for name, data in sidecars.items():
-        fs.write_new(os.path.join(staging, name), data)
+        storage.write_new(os.path.join(staging, name), data)
         files.append({"name": name, "size": len(data), "crc32": zlib.crc32(data)})
     content = {
         "version": VERSION,
@@ -106,10 +123,10 @@ def publish(
         **protocol.manifest_fields(attempt),
     }
     manifest = encode_manifest(content)
-    fs.write_new(os.path.join(staging, protocol.draft), manifest)
-    fs.sync_folder(staging)
+    storage.write_new(os.path.join(staging, protocol.draft), manifest)
+    storage.sync_folder(staging)
     if attempt.owner:  # as late as possible, because the run may have been suspended until now
-        check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
+        check_owner(storage, os.path.dirname(attempt.target), attempt.owner)
     protocol.commit(attempt, manifest, visibility_timeout)
     return len(files) + 1
 
@@ -119,7 +136,7 @@ def is_over(attempt: Attempt) -> bool:
 
     Called after this rank has written its files.
     """
-    return not attempt.protocol.fs.is_folder(attempt.staging) or attempt.protocol.is_committed(attempt)
+    return not attempt.protocol.storage.is_folder(attempt.staging) or attempt.protocol.is_committed(attempt)
 
 
 def abandon(attempt: Attempt) -> None:
@@ -127,7 +144,7 @@ def abandon(attempt: Attempt) -> None:
     attempt.protocol.abandon(attempt)
 
 
-def _wait_for_size(fs: Storage, path: str, size: int, seconds: float) -> None:
+def _wait_for_size(storage: Storage, path: str, size: int, seconds: float) -> None:
     """Wait for another rank's file to become visible with its full size."""
     with contextlib.suppress(CheckpointTimeoutError):  # the caller reports the size it finds
-        wait_visible(lambda: fs.size(path) == size, path, seconds)
+        wait_visible(lambda: storage.size(path) == size, path, seconds)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..progress import Progress, no_progress
-from ..storage.files import FileStorage
+from ..storage.files import local_files
 from ..storage.new_names import new_token
 from ..storage.open_files import OpenFiles
 from ..storage.safe_open import read_failure
@@ -150,14 +150,15 @@ def _copy_files(
 ) -> None:
     """Copy files, each durable when the next one starts on its thread."""
     stopped = threading.Event()
-    by_kernel = isinstance(source, FileStorage) and isinstance(storage, FileStorage)
+    local = local_files(storage)
+    by_kernel = local is not None and local_files(source) is not None
     step = _STEP_BYTES if by_kernel and pace is None else _SMALL_STEP_BYTES
 
     def copy(entry: Mapping[str, Any]) -> None:
         name, size = entry["name"], entry["size"]
         reading = opened.descriptor(name) if isinstance(opened, OpenFiles) else -1
         # A bucket chooses the size of its parts by it; a file takes its space as it is copied.
-        writing = storage.create(os.path.join(target, name), 0 if isinstance(storage, FileStorage) else size)
+        writing = storage.create(os.path.join(target, name), 0 if local is not None else size)
         try:
             for offset in range(0, size, step):
                 if stopped.is_set():
@@ -165,8 +166,8 @@ def _copy_files(
                 length = min(step, size - offset)
                 if pace is not None:
                     pace(length)
-                if isinstance(storage, FileStorage) and by_kernel:
-                    storage.copy(writing, reading, offset, length)
+                if local is not None and by_kernel:
+                    local.copy(writing, reading, offset, length)
                 else:
                     block = memoryview(bytearray(length))  # the storage may keep it until the sync
                     if not opened.fill(name, block, offset):

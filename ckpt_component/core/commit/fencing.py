@@ -74,7 +74,7 @@ class FencingToken:
     """One run's claim to a root.
 
     Args:
-        fs: the file system.
+        storage: the storage.
         root: folder of the run's checkpoints.
         steps: how steps are named there.
         token: that of the run, which another process of it has; empty: a new one.
@@ -83,8 +83,8 @@ class FencingToken:
         root_exists: whether the run has made or found the root, so that the first save does not make it once more.
     """
 
-    def __init__(self, fs: Storage, root: str, steps: StepNames = MEGATRON, token: str = "") -> None:
-        self._fs = fs
+    def __init__(self, storage: Storage, root: str, steps: StepNames = MEGATRON, token: str = "") -> None:
+        self._storage = storage
         self._root = root
         self._steps = steps
         #: This run, once it has taken the root.
@@ -107,7 +107,7 @@ class FencingToken:
             CheckpointSaveError: the root vanished under the run.
             OSError: the owner file could not be written.
         """
-        owner = read_owner(self._fs, self._root)
+        owner = read_owner(self._storage, self._root)
         if self._claim is None:
             self._take(owner)
         elif owner is not None and owner.released and owner.generation < self._claim.generation:
@@ -124,7 +124,7 @@ class FencingToken:
         if self._claim is None:
             return
         try:
-            owner = read_owner(self._fs, self._root)
+            owner = read_owner(self._storage, self._root)
             if owner is not None and owner.token == self.token:
                 self._write(replace(owner, released=True))
         except OSError as error:
@@ -136,11 +136,11 @@ class FencingToken:
         this = ProcessName.current()
         claim = Owner(generation, self.token, this.host, this.pid, time.time(), this.space, this.started)
         if not self.root_exists:
-            self._fs.make_folders(self._root)
-        elif not self._fs.is_folder(self._root):
+            self._storage.make_folders(self._root)
+        elif not self._storage.is_folder(self._root):
             raise _vanished(self._root, "it is not there")
         self._write(claim)
-        self._claim, self._device = claim, self._fs.device(self._root)
+        self._claim, self._device = claim, self._storage.device(self._root)
         if predecessor is not None:
             alive = predecessor.alive and not predecessor.is_of_this_process
             level = logging.DEBUG if predecessor.alive is False else logging.WARNING if alive else logging.INFO
@@ -148,15 +148,15 @@ class FencingToken:
             logger.log(level, text, self._root, predecessor, " (still running)" if alive else "")
 
     def _write(self, owner: Owner) -> None:
-        self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
+        self._storage.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
 
     def _check(self, owner: Owner | None) -> None:
         """Raise an error unless the root is the one that was taken, and this run owns it still."""
         # Below a mount point there may be an earlier folder. Mounted again, the right one may have another number.
         is_other = owner is not None and owner.token != self.token
-        if is_other and self._fs.device(self._root) != self._device:
+        if is_other and self._storage.device(self._root) != self._device:
             raise _vanished(self._root, "it is on another device")
-        _refuse_other(self._fs, self._root, owner, self.token)
+        _refuse_other(self._storage, self._root, owner, self.token)
 
     def check_after(self, error: Exception) -> None:
         """After a failure, raise an error that explains it: another run took over the root, or the root vanished.
@@ -169,7 +169,7 @@ class FencingToken:
         if self._claim is None:
             return
         try:
-            self._check(read_owner(self._fs, self._root))
+            self._check(read_owner(self._storage, self._root))
         except OSError:
             pass  # the original failure matters more
         except CheckpointSaveError as cause:
@@ -178,7 +178,7 @@ class FencingToken:
 
     def other(self) -> Owner | None:
         """The owner, if it is another run that may be alive, else None."""
-        owner = read_owner(self._fs, self._root)
+        owner = read_owner(self._storage, self._root)
         return None if owner is None or owner.token == self.token or owner.alive is False else owner
 
     def neighbor(self) -> Owner | None:
@@ -187,7 +187,7 @@ class FencingToken:
         return None if owner is None or owner.is_of_this_process else owner
 
     def _unfinished(self) -> Unfinished:
-        return Unfinished(self._fs, self._root, self._steps)
+        return Unfinished(self._storage, self._root, self._steps)
 
     def _clean_up(self) -> None:
         try:
@@ -198,7 +198,7 @@ class FencingToken:
             logger.warning("could not search %s for what earlier runs left: %s", self._root, error)
 
 
-def check_owner(fs: Storage, root: str, token: str) -> None:
+def check_owner(storage: Storage, root: str, token: str) -> None:
     """Raise an error unless the run with this token, which has taken the root, owns it.
 
     Raises:
@@ -206,14 +206,14 @@ def check_owner(fs: Storage, root: str, token: str) -> None:
         CheckpointSaveError: the owner file is missing, so this is not the folder that the run has taken.
         OSError: it cannot be read.
     """
-    _refuse_other(fs, root, read_owner(fs, root), token)
+    _refuse_other(storage, root, read_owner(storage, root), token)
 
 
-def read_owner(fs: Storage, root: str) -> Owner | None:
+def read_owner(storage: Storage, root: str) -> Owner | None:
     """The owner of a root, or None if there is no owner file or it is damaged."""
     path = os.path.join(root, OWNER)
     try:
-        values = json.loads(fs.read(path, _MAX_BYTES))
+        values = json.loads(storage.read(path, _MAX_BYTES))
         known = {field.name: values[field.name] for field in fields(Owner) if field.name in values}
         owner = Owner(**known)
         numbers = (owner.generation, owner.pid, owner.started)
@@ -233,10 +233,10 @@ def read_owner(fs: Storage, root: str) -> Owner | None:
         return None
 
 
-def _refuse_other(fs: Storage, root: str, owner: Owner | None, token: str) -> None:
+def _refuse_other(storage: Storage, root: str, owner: Owner | None, token: str) -> None:
     if owner is None:
-        if not fs.exists(os.path.join(root, OWNER)):
-            raise _vanished(root, f"it has no {OWNER}" if fs.is_folder(root) else "it is not there")
+        if not storage.exists(os.path.join(root, OWNER)):
+            raise _vanished(root, f"it has no {OWNER}" if storage.is_folder(root) else "it is not there")
         return  # a run that took over would have replaced the damaged file
     if owner.token == token:
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from ..storage.storage import Storage
 from .names import MANIFEST, StepNames
@@ -18,7 +17,7 @@ class KnownSteps:
     Not for several threads at the same time.
 
     Args:
-        fs: the storage.
+        storage: the storage.
         root: folder of the checkpoints.
         names: how steps are named there.
         scan: what a scan of it has just found, owned by this object from now on; None: nothing is known.
@@ -27,8 +26,8 @@ class KnownSteps:
         scan: what is known.
     """
 
-    def __init__(self, fs: Storage, root: str, names: StepNames, scan: Scan | None = None) -> None:
-        self._fs = fs
+    def __init__(self, storage: Storage, root: str, names: StepNames, scan: Scan | None = None) -> None:
+        self._storage = storage
         self._root = root
         self._names = names
         self.scan = scan or Scan()
@@ -56,28 +55,23 @@ class KnownSteps:
         self.look_again(new)
         return new
 
-    def look_again(self, steps: Iterable[int]) -> bool:
+    def look_again(self, steps: Iterable[int]) -> None:
         """Examine folders of steps; a manifest is decoded only if it is not known, or was modified.
-
-        Returns:
-            Whether other steps are committed now, or with other metrics.
 
         Raises:
             OSError: as `update`.
         """
-        before = {step: self._standing(step) for step in steps}
-        for step in before:
+        for step in steps:
             name = self._names.folder(step)
             folder = os.path.join(self._root, name)
             modified = self._modified_at(folder)
             known = None if modified is None or modified != self._modified.get(step) else self.scan.manifests.get(step)
             self._forget(step)
-            examine(self._fs, folder, step, self.scan, known)
+            examine(self._storage, folder, step, self.scan, known)
             self._examined[name] = step
             if modified is not None:
                 self._modified[step] = modified
         self.scan.committed.sort()
-        return any(self._standing(step) != standing for step, standing in before.items())
 
     def keep_manifests(self, steps: Collection[int]) -> None:
         """Forget the manifests of other steps, which take memory for each file of a checkpoint."""
@@ -86,7 +80,7 @@ class KnownSteps:
     def _modified_at(self, folder: str) -> float | None:
         """When a manifest was last modified; None if that is unknown, as the reading of it shows."""
         try:
-            return self._fs.modified(os.path.join(folder, MANIFEST))
+            return self._storage.modified(os.path.join(folder, MANIFEST))
         except OSError:
             return None
 
@@ -94,6 +88,3 @@ class KnownSteps:
         self.scan.forget(step)
         self._modified.pop(step, None)
         self._examined.pop(self._names.folder(step), None)
-
-    def _standing(self, step: int) -> Any:
-        return step in self.scan.committed, self.scan.metrics.get(step)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from ..processes.running import ProcessName
+from ..storage.files import FileStorage, local_files
 from ..storage.new_names import new_token
 from ..storage.storage import Storage
 from .names import ALIVE_PREFIX, TRIAL_PREFIX
@@ -40,63 +41,56 @@ class AttemptLock:
     """Marks an attempt as in use by this process, until `close` or the end of the process.
 
     Args:
-        fs: the file system.
+        storage: the storage.
         attempt: an attempt that has begun.
 
     Raises:
         OSError: the folder could be neither locked nor marked.
     """
 
-    def __init__(self, fs: Storage, attempt: Attempt) -> None:
-        self._fs = fs
+    def __init__(self, storage: Storage, attempt: Attempt) -> None:
+        self._storage = storage
         self._attempt = attempt
-        self._root, staging = os.path.dirname(attempt.target), attempt.staging
+        self._root = os.path.dirname(attempt.target)
         self._over = threading.Event()
         self._mark: str | None = None
         self._thread: threading.Thread | None = None
-        self._fd: int | None = fs.open_folder(staging)
-        deadline, locked = time.monotonic() + _LOOK_SECONDS, None
-        try:
-            while (locked := try_lock(fs, self._fd, fcntl.LOCK_SH, staging)) is False:  # another process probes it
-                if time.monotonic() > deadline:
-                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), staging)
-                time.sleep(_LOOK_PAUSE)
-        finally:
-            if not locked:
-                self._fs.close_folder(self._fd)
-        if locked is None:
-            self._fd = None
+        files = local_files(storage)
+        self._lock = None if files is None else _locked(files, attempt.staging)
+        if self._lock is None:
             process = ProcessName.current().key
             self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{process}.{new_token()}")
-            fs.close(fs.create(self._mark))
+            storage.close(storage.create(self._mark))
             self._thread = threading.Thread(target=self._touch, args=(self._mark,), name="ckpt-alive", daemon=True)
             self._thread.start()
 
     def held_by_others(self) -> bool:
         """Whether another live process holds a lock on the attempt."""
-        if self._fd is None:
+        if self._lock is None:
             return False
+        files, fd = self._lock
         try:
-            return try_lock(self._fs, self._fd, fcntl.LOCK_EX, self._attempt.staging) is False
+            return try_lock(files, fd, fcntl.LOCK_EX, self._attempt.staging) is False
         finally:
             # A failed conversion also drops the shared lock (flock(2)).
-            try_lock(self._fs, self._fd, fcntl.LOCK_SH, self._attempt.staging)
+            try_lock(files, fd, fcntl.LOCK_SH, self._attempt.staging)
 
     def touched_by_others(self) -> float:
         """When another process last touched its mark file for this attempt; 0 if there is none."""
-        marks = _marks(self._root, self._fs.names(self._root), self._attempt.token)
-        return max((_modified(self._fs, mark) for mark in marks if mark != self._mark), default=0.0)
+        marks = _marks(self._root, self._storage.names(self._root), self._attempt.token)
+        return max((_modified(self._storage, mark) for mark in marks if mark != self._mark), default=0.0)
 
     def close(self) -> None:
         """Release the attempt."""
         self._over.set()
-        if self._fd is not None:
-            self._fs.close_folder(self._fd)
+        if self._lock is not None:
+            files, fd = self._lock
+            files.close_folder(fd)
         if self._thread is not None:
             self._thread.join(1.0)  # it takes longer only when the storage hangs
         if self._mark is not None:
             try:
-                self._fs.unlink(self._mark)
+                self._storage.unlink(self._mark)
             except FileNotFoundError:
                 pass  # a cleanup considered this process dead
             except OSError as error:
@@ -106,7 +100,7 @@ class AttemptLock:
         warned = False
         while not self._over.wait(TOUCH_SECONDS):
             try:
-                self._fs.touch(mark)
+                self._storage.touch(mark)
             except FileNotFoundError:
                 return  # considered dead: the attempt is being deleted
             except OSError as error:
@@ -123,10 +117,10 @@ class LifeSigns:
         names: the entries of the folder.
     """
 
-    def __init__(self, fs: Storage, root: str) -> None:
-        self._fs = fs
+    def __init__(self, storage: Storage, root: str) -> None:
+        self._storage = storage
         self.root = root
-        self.names = fs.names(root)
+        self.names = storage.names(root)
 
     def is_alive(self, path: str, token: str, *, here: bool = True) -> bool:
         """Whether a process is working, or may be working, on the folder of an attempt.
@@ -136,7 +130,7 @@ class LifeSigns:
             token: token of the attempt.
             here: whether its processes run on this host, so that a missing lock means that they are dead.
         """
-        locked = is_locked(self._fs, path)
+        locked = is_locked(self._storage, path)
         if locked:
             return True
         marks = _marks(self.root, self.names, token)
@@ -151,33 +145,47 @@ class LifeSigns:
 
     def is_silent(self, path: str) -> bool:
         """Whether a file, or a folder with its entries, was last changed long ago."""
-        return self._now - _modified(self._fs, path) >= QUIET_SECONDS
+        return self._now - _modified(self._storage, path) >= QUIET_SECONDS
 
     def is_young(self, path: str) -> bool:
         """Whether a file, or a folder itself (not its entries), was made or changed just now."""
-        return self._now - self._fs.changed(path) < _YOUNG_SECONDS
+        return self._now - self._storage.changed(path) < _YOUNG_SECONDS
 
     @cached_property
     def _now(self) -> float:
         """The current time of the file system, which on a server may differ from this host's."""
         try:
-            return self._fs.try_folder(self.root, f"{TRIAL_PREFIX}{new_token()}")
+            return self._storage.try_folder(self.root, f"{TRIAL_PREFIX}{new_token()}")
         except OSError as error:
             logger.info("could not read the clock of %s, using this host's: %s", self.root, error)
             return time.time()
 
 
-def try_lock(fs: Storage, fd: int, how: int, path: str) -> bool | None:
+def _locked(files: FileStorage, folder: str) -> tuple[FileStorage, int] | None:
+    """Lock a folder, as long as its descriptor is open; None: the file system has no locks."""
+    fd, locked, deadline = files.open_folder(folder), None, time.monotonic() + _LOOK_SECONDS
+    try:
+        while (locked := try_lock(files, fd, fcntl.LOCK_SH, folder)) is False:  # another process probes it
+            if time.monotonic() > deadline:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), folder)
+            time.sleep(_LOOK_PAUSE)
+    finally:
+        if not locked:
+            files.close_folder(fd)
+    return (files, fd) if locked else None
+
+
+def try_lock(files: FileStorage, fd: int, how: int, path: str) -> bool | None:
     """Lock an open folder without waiting. False: another process holds it; None: the file system has no locks."""
     try:
-        fs.flock(fd, how | fcntl.LOCK_NB)
+        files.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        if fs.warns:
-            fs.warns = False
+        if files.warns:
+            files.warns = False
             logger.warning(
                 "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
                 "every few seconds, and a save that was not touched for a minute is considered dead",
@@ -188,13 +196,16 @@ def try_lock(fs: Storage, fd: int, how: int, path: str) -> bool | None:
     return True
 
 
-def is_locked(fs: Storage, path: str) -> bool | None:
-    """Whether a live process holds an `AttemptLock` on a folder; None: the file system has no locks."""
-    fd = fs.open_folder(path)
+def is_locked(storage: Storage, path: str) -> bool | None:
+    """Whether a live process holds an `AttemptLock` on a folder; None: the storage has no locks."""
+    files = local_files(storage)
+    if files is None:
+        return None
+    fd = files.open_folder(path)
     try:
-        locked = try_lock(fs, fd, fcntl.LOCK_EX, path)
+        locked = try_lock(files, fd, fcntl.LOCK_EX, path)
     finally:
-        fs.close_folder(fd)
+        files.close_folder(fd)
     return None if locked is None else not locked
 
 
@@ -214,9 +225,9 @@ def _has_ended(mark: str) -> bool:
     return process is not None and process.running is False
 
 
-def _modified(fs: Storage, path: str) -> float:
+def _modified(storage: Storage, path: str) -> float:
     """When a file or a folder was last modified; 0 if it no longer exists."""
     try:
-        return fs.modified(path)
+        return storage.modified(path)
     except FileNotFoundError:
         return 0.0

@@ -83,7 +83,7 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
     return content
 
 
-def read_manifest(fs: Storage, folder: str) -> dict[str, Any] | None:
+def read_manifest(storage: Storage, folder: str) -> dict[str, Any] | None:
     """Read and verify the manifest of a checkpoint folder; None if there is none (a foreign checkpoint).
 
     Raises:
@@ -93,7 +93,7 @@ def read_manifest(fs: Storage, folder: str) -> dict[str, Any] | None:
     """
     path = os.path.join(folder, MANIFEST)
     try:
-        data = fs.read(path, MAX_BYTES)
+        data = storage.read(path, MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -101,7 +101,7 @@ def read_manifest(fs: Storage, folder: str) -> dict[str, Any] | None:
     return decode_manifest(data, path)
 
 
-def data_folder(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> str:
+def data_folder(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> str:
     """The folder of a checkpoint's files: its own, or the subfolder that its manifest names, which may not be a link.
 
     Raises:
@@ -112,7 +112,7 @@ def data_folder(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> str:
         return folder
     path = os.path.join(folder, manifest["at"])
     try:
-        is_folder, exists = fs.is_real_folder(path), fs.exists(path)
+        is_folder, exists = storage.is_real_folder(path), storage.exists(path)
     except OSError as error:
         raise read_failure(path, error) from error
     if not exists:
@@ -122,15 +122,15 @@ def data_folder(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> str:
     return path
 
 
-def check_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> None:
+def check_files(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> None:
     """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data."""
     try:
-        sizes = fs.sizes(folder, [entry["name"] for entry in manifest["files"]])
+        sizes = storage.sizes(folder, [entry["name"] for entry in manifest["files"]])
     except OSError as error:
         raise read_failure(str(error.filename or folder), error) from error
     for entry in manifest["files"]:
         path, size = os.path.join(folder, entry["name"]), sizes[entry["name"]]
-        if size is None and fs.exists(path):
+        if size is None and storage.exists(path):
             raise CheckpointCorruptError(f"{path} is not a regular file (a link, a folder, a FIFO or a device).")
         if size is None:
             raise CheckpointCorruptError(f"{path} is missing; manifest.json lists it with {entry['size']} bytes.")

@@ -36,7 +36,7 @@ class ManifestCommit(CommitProtocol):
     """See the top of this file.
 
     Args:
-        fs: the storage.
+        storage: the storage.
     """
 
     draft = f"{MANIFEST}.draft"
@@ -58,29 +58,29 @@ class ManifestCommit(CommitProtocol):
         return MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
 
     def begin(self, attempt: Attempt) -> None:
-        self.fs.check_puts(os.path.dirname(attempt.target), f"{TRIAL_PREFIX}{new_token()}")
+        self.storage.check_puts(os.path.dirname(attempt.target), f"{TRIAL_PREFIX}{new_token()}")
         super().begin(attempt)
         # Another attempt may have created the target and not synced it yet.
-        self.fs.sync_folder(os.path.dirname(attempt.target))
+        self.storage.sync_folder(os.path.dirname(attempt.target))
 
     def manifest_fields(self, attempt: Attempt) -> Mapping[str, Any]:
         return {"at": attempt.token}
 
     def commit(self, attempt: Attempt, manifest: bytes, timeout: float) -> None:
-        fs, target = self.fs, attempt.target
+        storage, target = self.storage, attempt.target
         draft = os.path.join(attempt.staging, self.draft)
         try:
-            fs.put_new(os.path.join(target, MANIFEST), manifest, draft)
+            storage.put_new(os.path.join(target, MANIFEST), manifest, draft)
         except OSError as error:
             self._confirm(attempt, manifest, error, timeout)
         try:
-            fs.sync_folder(target)
+            storage.sync_folder(target)
         except OSError:
             # The save is reported as failed, so readers must not find it.
             self._take_back(target)
             raise
         try:
-            fs.unlink(draft)
+            storage.unlink(draft)
         except OSError as error:
             logger.warning("%s is committed, and %s in it could not be deleted (%s)", target, draft, error)
 
@@ -109,7 +109,7 @@ class ManifestCommit(CommitProtocol):
     def _is_readable(self, target: str) -> bool:
         """Whether the manifest can be read, or is known to be missing."""
         try:
-            read_manifest(self.fs, target)
+            read_manifest(self.storage, target)
         except CheckpointUnreadableError:
             return False
         except CheckpointError:
@@ -118,20 +118,20 @@ class ManifestCommit(CommitProtocol):
 
     def _committed_token(self, target: str) -> str | None:
         """The token of the committed attempt, or None. Raises CheckpointError when the manifest cannot be read."""
-        manifest = read_manifest(self.fs, target)
+        manifest = read_manifest(self.storage, target)
         return None if manifest is None else str(manifest.get("attempt"))
 
     def _holds_part(self, target: str, manifest: bytes) -> bool:
         try:
-            content = self.fs.read(os.path.join(target, MANIFEST), MAX_BYTES)
+            content = self.storage.read(os.path.join(target, MANIFEST), MAX_BYTES)
         except OSError:
             return False  # the caller reports that the outcome is unknown
         return len(content) < len(manifest) and manifest.startswith(content)
 
     def _take_back(self, target: str) -> None:
         try:
-            self.fs.unlink(os.path.join(target, MANIFEST))
-            self.fs.sync_folder(target)
+            self.storage.unlink(os.path.join(target, MANIFEST))
+            self.storage.sync_folder(target)
         except OSError as error:
             text = "%s could not be rolled back (%s), so it may be found although its save failed"
             logger.warning(text, target, error)
@@ -140,63 +140,65 @@ class ManifestCommit(CommitProtocol):
         return self._committed_token(attempt.target) == attempt.token
 
     def abandon(self, attempt: Attempt) -> None:
-        fs = self.fs
+        storage = self.storage
         try:
-            if fs.is_folder(attempt.staging):
+            if storage.is_folder(attempt.staging):
                 if self.is_committed(attempt):
                     return  # the failure came after the commit
-                fs.remove_tree(attempt.staging)
-            if fs.is_real_folder(attempt.target):
-                remove_if_empty(fs, attempt.target)
+                storage.remove_tree(attempt.staging)
+            if storage.is_real_folder(attempt.target):
+                remove_if_empty(storage, attempt.target)
         except (CheckpointError, OSError) as error:
             logger.warning("%s could not be removed and stays until the next start: %s", attempt.staging, error)
 
     def _delete(self, path: str) -> None:
-        manifest, data = read_manifest(self.fs, path), path
+        manifest, data = read_manifest(self.storage, path), path
         if manifest is not None:
-            data = data_folder(self.fs, path, manifest)
-            self.fs.unlink(os.path.join(path, MANIFEST))
-            self.fs.sync_folder(path)
-        self.fs.remove_tree(data)
+            data = data_folder(self.storage, path, manifest)
+            self.storage.unlink(os.path.join(path, MANIFEST))
+            self.storage.sync_folder(path)
+        self.storage.remove_tree(data)
         if data != path:
-            remove_if_empty(self.fs, path)  # it may also hold quarantined data or a late attempt
+            remove_if_empty(self.storage, path)  # it may also hold quarantined data or a late attempt
 
     def quarantine(self, path: str) -> str:
         # Mark the data, so that a sweep skips it, then delete the manifest.
         manifest = os.path.join(path, MANIFEST)
         try:
-            content = self.fs.read(manifest, MAX_BYTES)
+            content = self.storage.read(manifest, MAX_BYTES)
         except FileNotFoundError:
             content = b"{}\n"
         folders = self._data_folders(path)
         for folder in folders:
-            self.fs.write_over(os.path.join(folder, QUARANTINED), content)
-        if self.fs.exists(manifest):
-            self.fs.unlink(manifest)
-            self.fs.sync_folder(path)
+            self.storage.write_over(os.path.join(folder, QUARANTINED), content)
+        if self.storage.exists(manifest):
+            self.storage.unlink(manifest)
+            self.storage.sync_folder(path)
         return folders[0]
 
     def _data_folders(self, path: str) -> list[str]:
         """The data folder of a damaged checkpoint; all candidates if the manifest does not name one."""
         with contextlib.suppress(CheckpointError):
-            manifest = read_manifest(self.fs, path)
+            manifest = read_manifest(self.storage, path)
             if manifest is not None:
-                return [data_folder(self.fs, path, manifest)]
-        signs, folders = LifeSigns(self.fs, os.path.dirname(path)), []
-        for token in attempts_in(self.fs, path):
+                return [data_folder(self.storage, path, manifest)]
+        signs, folders = LifeSigns(self.storage, os.path.dirname(path)), []
+        for token in attempts_in(self.storage, path):
             folder = os.path.join(path, token)
-            if not signs.is_alive(folder, token) and not is_quarantined(self.fs, folder):
+            if not signs.is_alive(folder, token) and not is_quarantined(self.storage, folder):
                 folders.append(folder)
         return folders or [path]
 
 
-def attempts_in(fs: Storage, folder: str) -> list[str]:
+def attempts_in(storage: Storage, folder: str) -> list[str]:
     """The tokens of the attempts whose files are inside a checkpoint's folder, committed or not."""
-    if not fs.is_real_folder(folder):
+    if not storage.is_real_folder(folder):
         return []
-    return [name for name in fs.names(folder) if is_token(name) and fs.is_real_folder(os.path.join(folder, name))]
+    return [
+        name for name in storage.names(folder) if is_token(name) and storage.is_real_folder(os.path.join(folder, name))
+    ]
 
 
-def is_quarantined(fs: Storage, folder: str) -> bool:
+def is_quarantined(storage: Storage, folder: str) -> bool:
     """Whether the data in a folder is quarantined, that is, kept for inspection only."""
-    return fs.size(os.path.join(folder, QUARANTINED)) is not None
+    return storage.size(os.path.join(folder, QUARANTINED)) is not None

@@ -26,7 +26,7 @@ class CommitProtocol(ABC):
     """The commit of attempts, and what can be done with checkpoints that were committed in the same way.
 
     Args:
-        fs: the storage.
+        storage: the storage.
 
     Attributes:
         draft: name of the manifest in the folder of an attempt, until the commit.
@@ -36,8 +36,8 @@ class CommitProtocol(ABC):
     draft: ClassVar[str]
     creates_targets: ClassVar[bool]
 
-    def __init__(self, fs: Storage) -> None:
-        self.fs = fs
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
 
     # An attempt
 
@@ -51,10 +51,10 @@ class CommitProtocol(ABC):
 
     def refuse_taken(self, target: str, file: str = "") -> None:
         """Raise CheckpointExistsError when the target holds anything that conflicts with a new attempt."""
-        if not self.fs.exists(target):
+        if not self.storage.exists(target):
             return
-        if self.fs.is_real_folder(target):
-            names = self.fs.names(target)
+        if self.storage.is_real_folder(target):
+            names = self.storage.names(target)
             if not names or self._leaves_room(names):
                 return
         raise CheckpointExistsError(
@@ -71,14 +71,14 @@ class CommitProtocol(ABC):
         parent = os.path.dirname(attempt.staging)
         for tries_left in reversed(range(_TRIES)):
             try:
-                self.fs.make_folder(attempt.staging)
+                self.storage.make_folder(attempt.staging)
                 break
             except FileNotFoundError:
                 # The root of a run is not made again when it vanished.
-                if not tries_left or (attempt.owner and not self.fs.is_folder(os.path.dirname(attempt.target))):
+                if not tries_left or (attempt.owner and not self.storage.is_folder(os.path.dirname(attempt.target))):
                     raise
-                self.fs.make_folders(parent)
-        self.fs.sync_folder(parent)
+                self.storage.make_folders(parent)
+        self.storage.sync_folder(parent)
 
     def manifest_fields(self, attempt: Attempt) -> Mapping[str, Any]:
         """What the manifest says about this way to commit."""
@@ -133,7 +133,7 @@ class CommitProtocol(ABC):
 
     def remove_unfinished(self, path: str) -> None:
         """Delete an unfinished folder of a dead process."""
-        self.fs.remove_tree(path)
+        self.storage.remove_tree(path)
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ class Attempt:
         return {name: value for name, value in vars(self).items() if name != "protocol"}
 
 
-def remove_if_empty(fs: Storage, folder: str) -> None:
+def remove_if_empty(storage: Storage, folder: str) -> None:
     """Delete a folder if it is empty."""
     try:
-        fs.remove_folder(folder)
+        storage.remove_folder(folder)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise

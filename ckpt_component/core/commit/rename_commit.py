@@ -21,15 +21,15 @@ class RenameCommit(CommitProtocol):
     """See the top of this file.
 
     Args:
-        fs: files whose folders can be renamed in one step.
+        storage: files whose folders can be renamed in one step.
     """
 
     draft = MANIFEST
     creates_targets = False
-    fs: FileStorage
+    storage: FileStorage
 
-    def __init__(self, fs: FileStorage) -> None:
-        super().__init__(fs)
+    def __init__(self, storage: FileStorage) -> None:
+        super().__init__(storage)
 
     def staging(self, target: str, token: str) -> str:
         return staging_path(target, token)
@@ -37,58 +37,58 @@ class RenameCommit(CommitProtocol):
     def refuse_taken(self, target: str, file: str = "") -> None:
         if not file:
             super().refuse_taken(target)
-        elif self.fs.is_real_folder(target):
+        elif self.storage.is_real_folder(target):
             raise CheckpointExistsError(f"{target} is a folder, and a file is to be saved there; save to another path.")
 
     def commit(self, attempt: Attempt, manifest: bytes, timeout: float) -> None:
         target = attempt.target
-        if self.fs.is_real_folder(target):
-            remove_if_empty(self.fs, target)  # if it is not empty, the rename fails with the right error
+        if self.storage.is_real_folder(target):
+            remove_if_empty(self.storage, target)  # if it is not empty, the rename fails with the right error
         try:
-            self.fs.rename_new(attempt.staging, target)
+            self.storage.rename_new(attempt.staging, target)
         except FileExistsError as error:
             raise taken(target) from error
         try:
-            self.fs.sync_folder(os.path.dirname(target))
+            self.storage.sync_folder(os.path.dirname(target))
         except OSError:
             # The save is reported as failed, so readers must not find it: remove it again.
             self.discard(target)
             raise
 
     def commit_file(self, attempt: Attempt) -> None:
-        self.fs.replace(os.path.join(attempt.staging, attempt.file), attempt.target)
-        self.fs.sync_folder(os.path.dirname(attempt.target))
+        self.storage.replace(os.path.join(attempt.staging, attempt.file), attempt.target)
+        self.storage.sync_folder(os.path.dirname(attempt.target))
         try:
-            self.fs.remove_tree(attempt.staging)
+            self.storage.remove_tree(attempt.staging)
         except OSError as error:
             logger.warning("%s is saved, and %s could not be deleted (%s)", attempt.target, attempt.staging, error)
 
     def is_committed(self, attempt: Attempt) -> bool:
         # A folder is gone once it is committed.
-        return bool(attempt.file) and self.fs.size(os.path.join(attempt.staging, attempt.file)) is None
+        return bool(attempt.file) and self.storage.size(os.path.join(attempt.staging, attempt.file)) is None
 
     def abandon(self, attempt: Attempt) -> None:
-        if self.fs.is_folder(attempt.staging):
+        if self.storage.is_folder(attempt.staging):
             self.discard(attempt.staging)
 
     def _delete(self, path: str) -> None:
         # Rename it first, so that a reader never sees a partly deleted checkpoint.
         trash = self._moved(path, trash_path(path))
-        if self.fs.size(os.path.join(trash, MANIFEST)) is not None:
-            self.fs.unlink(os.path.join(trash, MANIFEST))
-        self.fs.remove_tree(trash)
+        if self.storage.size(os.path.join(trash, MANIFEST)) is not None:
+            self.storage.unlink(os.path.join(trash, MANIFEST))
+        self.storage.remove_tree(trash)
 
     def quarantine(self, path: str) -> str:
         return self._moved(path, quarantine_path(path))
 
     def _moved(self, path: str, target: str) -> str:
-        self.fs.rename_new(path, target)
-        self.fs.sync_folder(os.path.dirname(path))
+        self.storage.rename_new(path, target)
+        self.storage.sync_folder(os.path.dirname(path))
         return target
 
     def remove_unfinished(self, path: str) -> None:
         if os.path.basename(path).startswith(STAGING_PREFIX):
             # Rename first, so that a process that wakes up late finds either all of it or nothing.
             path, staging = trash_path(path), path
-            self.fs.rename_new(staging, path)
+            self.storage.rename_new(staging, path)
         super().remove_unfinished(path)

@@ -78,20 +78,22 @@ class Scan:
         return self.damaged, self.torn, self.unfinished, self.unusable, self.foreign
 
 
-def scan_steps(fs: Storage, root: str, names: StepNames, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
+def scan_steps(
+    storage: Storage, root: str, names: StepNames, known: Mapping[str, Mapping[str, Any]] | None = None
+) -> Scan:
     """Examine every folder under a root that is named like a step; reads manifests, no data.
 
     Args:
-        fs: the storage.
+        storage: the storage.
         root: folder of the checkpoints.
         names: how steps are named there.
         known: manifests that were read a moment ago, by the name of the folder.
     """
     scan, known = Scan(), known or {}
-    for name in fs.names(root):
+    for name in storage.names(root):
         step = names.step_of(name)
         if step is not None:
-            examine(fs, os.path.join(root, name), step, scan, known.get(name))
+            examine(storage, os.path.join(root, name), step, scan, known.get(name))
     scan.committed.sort()
     return scan
 
@@ -116,13 +118,6 @@ def both(one: Scan, other: Scan) -> Scan:
     )
 
 
-def committed_steps(fs: Storage, root: str, names: StepNames) -> list[int]:
-    """The steps of committed checkpoints, oldest first. Other folders of steps are skipped with a warning."""
-    scan = scan_steps(fs, root, names)
-    warn_of_skipped(scan, set())
-    return scan.committed
-
-
 def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
     """Warn of the folders of steps that are not committed checkpoints.
 
@@ -137,43 +132,43 @@ def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
                 warned.add(why)
 
 
-def examine(fs: Storage, folder: str, step: int, scan: Scan, known: Mapping[str, Any] | None = None) -> None:
+def examine(storage: Storage, folder: str, step: int, scan: Scan, known: Mapping[str, Any] | None = None) -> None:
     """Find out the condition of a step's folder, and add it to a scan.
 
     Args:
-        fs: the storage.
+        storage: the storage.
         folder: path of the folder.
         step: the step.
         scan: which is added to; its committed steps are not sorted.
         known: the manifest, if it was read before and has not changed.
     """
-    if not fs.is_real_folder(folder):
-        if fs.exists(folder):  # else it was deleted concurrently
+    if not storage.is_real_folder(folder):
+        if storage.exists(folder):  # else it was deleted concurrently
             # We never create links: deleting it later could delete its target.
             scan.foreign[step] = f"{folder} is a link or not a folder"
         return
     try:
-        manifest = known or read_manifest(fs, folder)
+        manifest = known or read_manifest(storage, folder)
         if manifest is None:
-            _sort_in_without_manifest(fs, folder, step, scan)
+            _sort_in_without_manifest(storage, folder, step, scan)
             return
         scan.metrics[step], scan.manifests[step] = metrics_of(manifest, folder), manifest
-        check_files(fs, data_folder(fs, folder, manifest), manifest)
+        check_files(storage, data_folder(storage, folder, manifest), manifest)
         scan.committed.append(step)
     except CheckpointUnreadableError as error:
         scan.unusable[step] = str(error)
     except CheckpointCorruptError as error:
-        if fs.is_folder(folder):  # else it was deleted concurrently
+        if storage.is_folder(folder):  # else it was deleted concurrently
             scan.damaged[step] = str(error)
     except (CheckpointError, OSError) as error:
         scan.unusable[step] = f"{folder}: {error}"
 
 
-def _sort_in_without_manifest(fs: Storage, folder: str, step: int, scan: Scan) -> None:
-    names, attempts = fs.names(folder), attempts_in(fs, folder)
-    if not fs.is_folder(folder):
+def _sort_in_without_manifest(storage: Storage, folder: str, step: int, scan: Scan) -> None:
+    names, attempts = storage.names(folder), attempts_in(storage, folder)
+    if not storage.is_folder(folder):
         return  # deleted concurrently
-    unfinished = [token for token in attempts if not is_quarantined(fs, os.path.join(folder, token))]
+    unfinished = [token for token in attempts if not is_quarantined(storage, os.path.join(folder, token))]
     if unfinished:
         scan.unfinished[step] = f"{folder} has no manifest, but unfinished saves in it: {', '.join(unfinished)}"
     elif not attempts and QUARANTINED not in names:
@@ -188,34 +183,34 @@ def _is_torn(names: Sequence[str]) -> bool:
     return ".metadata" not in names and any(_DATA.fullmatch(name) for name in names)
 
 
-def committed_under_other_names(fs: Storage, root: str, names: StepNames) -> tuple[str, list[int]] | None:
+def committed_under_other_names(storage: Storage, root: str, names: StepNames) -> tuple[str, list[int]] | None:
     """Another naming with committed steps under this root: its value for `checkpoint.naming`, and the steps."""
-    entries = fs.names(root)
+    entries = storage.names(root)
     for word, other in NAMINGS.items():
         if other != names and any(other.step_of(name) is not None for name in entries):
-            steps = scan_steps(fs, root, other).committed
+            steps = scan_steps(storage, root, other).committed
             if steps:
                 return word, steps
     return None
 
 
-def foreign_checkpoints(fs: Storage, root: str, scan: Scan, names: StepNames) -> list[str]:
+def foreign_checkpoints(storage: Storage, root: str, scan: Scan, names: StepNames) -> list[str]:
     """Paths of apparent checkpoints, `root` itself or inside it, that this run did not save under its own naming.
 
     Found are those of stock DCP, Megatron, `torch.save` and safetensors, and ours under other names or behind links.
     """
-    own_steps, entries = scan.occupied.keys() | scan.unfinished.keys(), fs.names(root)
+    own_steps, entries = scan.occupied.keys() | scan.unfinished.keys(), storage.names(root)
     if MANIFEST in entries or ".metadata" in entries:
         return [root]
     others = [name for name in entries if not name.startswith(".") and names.step(name) not in own_steps]
-    return [path for path in (os.path.join(root, name) for name in others) if _is_checkpoint(fs, path)]
+    return [path for path in (os.path.join(root, name) for name in others) if _is_checkpoint(storage, path)]
 
 
-def _is_checkpoint(fs: Storage, path: str) -> bool:
-    if not fs.is_folder(path):
+def _is_checkpoint(storage: Storage, path: str) -> bool:
+    if not storage.is_folder(path):
         return path.endswith(_FILES)
     try:
-        names = fs.names(path)
+        names = storage.names(path)
     except OSError as error:
         logger.warning("could not list %s (%s); unknown whether it is a checkpoint", path, error)
         return False
@@ -224,36 +219,36 @@ def _is_checkpoint(fs: Storage, path: str) -> bool:
     return any(_ANY_CHECKPOINT.fullmatch(name) and (named or not is_stray(name, names)) for name in names)
 
 
-def read_pointer(fs: Storage, root: str, names: StepNames) -> int | None:
+def read_pointer(storage: Storage, root: str, names: StepNames) -> int | None:
     """The step in the pointer file; None if there is no pointer file or it holds no step."""
     try:
-        text = fs.read(os.path.join(root, names.pointer), _POINTER_BYTES)
+        text = storage.read(os.path.join(root, names.pointer), _POINTER_BYTES)
     except OSError:
         return None  # missing, or not a pointer file
     return int(text) if re.fullmatch(rb"\d{1,%d}\s*" % STEP_DIGITS, text) else None
 
 
-def pointed_folder(fs: Storage, root: str) -> str | None:
+def pointed_folder(storage: Storage, root: str) -> str | None:
     """The folder of the checkpoint that a pointer file under a root names, in any naming; None without one."""
     for names in NAMINGS.values():
-        step = read_pointer(fs, root, names)
-        if step is not None and fs.is_folder(os.path.join(root, names.folder(step))):
+        step = read_pointer(storage, root, names)
+        if step is not None and storage.is_folder(os.path.join(root, names.folder(step))):
             return os.path.join(root, names.folder(step))
     return None
 
 
-def write_pointer(fs: Storage, root: str, names: StepNames, step: int) -> None:
+def write_pointer(storage: Storage, root: str, names: StepNames, step: int) -> None:
     """Atomically write the newest committed step to the pointer file, for tools that read it."""
-    fs.write_over(os.path.join(root, names.pointer), f"{step}".encode())
+    storage.write_over(os.path.join(root, names.pointer), f"{step}".encode())
 
 
-def repair_pointer(fs: Storage, root: str, names: StepNames, committed: Sequence[int]) -> None:
+def repair_pointer(storage: Storage, root: str, names: StepNames, committed: Sequence[int]) -> None:
     """Update the pointer file to the newest committed step. Failures are logged as a warning."""
-    pointed = read_pointer(fs, root, names)
+    pointed = read_pointer(storage, root, names)
     if not committed or pointed == committed[-1]:
         return
     try:
-        write_pointer(fs, root, names, committed[-1])
+        write_pointer(storage, root, names, committed[-1])
     except OSError as error:
         logger.warning("%s in %s could not be updated: %s", names.pointer, root, error)
     else:

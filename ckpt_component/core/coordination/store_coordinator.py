@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...errors import CheckpointError, CheckpointTimeoutError, RanksError, error_as_plain, error_from_plain
+from ...errors import CheckpointTimeoutError, RanksError, error_as_plain, error_from_plain
 from .calls import Lookout
 from .coordinator import Coordinator
-from .heartbeat import RESTING, FailureDetector, Heartbeat, Place
+from .heartbeat import FailureDetector, Heartbeat, Place
 from .question import AnsweredQuestions, Question, unpack
 from .rank_store import RankStore
 
@@ -179,10 +179,6 @@ class StoreCoordinator(Coordinator):
         if failure is not None:
             question.count("failed", 1)
 
-    def is_counted(self, tag: str, watch: FailureDetector) -> bool:
-        """On the leader: whether `count` would not wait. Pass the same `watch` in every call."""
-        return self._question(tag).is_over(watch, {})
-
     def count(self, tag: str, deadline: float, watch: FailureDetector | None = None) -> list[Any]:
         """The second half of `all_succeed`: wait for the votes of all ranks, or the first failure.
 
@@ -203,48 +199,11 @@ class StoreCoordinator(Coordinator):
         self.run_on_leader(tag, collect, deadline)
         return results
 
-    def look(self, tag: str, number: int, is_over: Callable[[], bool], deadline: float) -> bool:
-        """Whether something is over; looks of the same number return the same on all ranks.
-
-        A rank waits only until the leader has made this look. All ranks call `leave` after the last one.
-
-        Args:
-            tag: names this series of looks.
-            number: number of this look, from 0.
-            is_over: called on the leader; once it has returned True, the leader makes no more looks.
-            deadline: monotonic seconds.
-        """
-        question = self._question(tag)
-        if self.is_leader:
-            over = is_over()
-            question.answer(result=[number, over])
-            return over
-        data = self._await_answer(question, deadline, reached=lambda data: unpack(data)["result"][0] >= number)
-        return bool(unpack(data)["result"] == [number, True])
-
-    def refuse(self, tag: str, failure: CheckpointError) -> None:
-        """On the leader: answer a question with an error, whatever the ranks post. Does not wait."""
-        question = self._question(tag)
-        question.answer(error=error_as_plain(failure))
-        self._answered.add(question)
-
-    def leave(self, tag: str) -> None:
-        """Declare that this rank has no more use for a question; its keys are removed when all ranks have left it."""
-        self._leave(self._question(tag))
-
     def _leave(self, question: Question) -> None:
         if self.is_leader:
             self._answered.add(question)
         else:
             question.count("left", 1)
-
-    def rest(self) -> None:
-        """Like `close`, but the other ranks do not consider this one dead: it may start another coordinator."""
-        self.close()
-        try:
-            self._first.until(time.monotonic()).set(f"beat/{self.rank}", RESTING)
-        except CheckpointError as error:
-            logger.debug("%s", error)
 
     def close(self) -> None:
         """Stop the heartbeat. The keys of the last questions stay, for ranks that have not read them yet."""

@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy
 
 if TYPE_CHECKING:
-    from .contents import Contents, Entry
-    from .index import Index
+    from .index import Contents, Entry, Index
     from .opening import open_index
     from .rank_index import StoredRange
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
-    {
-        ".contents": "Contents Entry",
-        ".index": "Index",
-        ".opening": "open_index",
-        ".rank_index": "StoredRange",
-    },
+    {".index": "Contents Entry Index", ".opening": "open_index", ".rank_index": "StoredRange"},
 )

@@ -16,9 +16,8 @@ from ..state.dtypes import WIDTHS
 from ..state.paths import Path
 from ..storage.safe_open import is_plain_name, read_failure
 from ..storage.storage import Storage
-from .contents import Contents, Entry
 from .folder import MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA
-from .index import Index, Listing
+from .index import Contents, Entry, Index, Listing
 from .rank_index import StoredRange
 from .safe_unpickle import Record, load_inert
 from .torch_file import torch_file_entries
@@ -101,7 +100,7 @@ class Megatron(StockDcp):
         if not self.has_common_file:
             return self.sharded
         common = torch_file_entries(self.storage, self.folder, MEGATRON_COMMON_FILE)
-        entries = {**self.sharded.tensors, **self.sharded.objects, **common}
+        entries = self.sharded.entries() | common
         return Contents.of(entries.values(), self.sharded.containers)
 
 

@@ -1,17 +1,123 @@
-"""What every format has in common: what is at a path, and the index of a checkpoint there."""
+"""What every format has in common: the entries of a checkpoint by flat key, and the index that has them."""
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import repeat
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from ...errors import CheckpointCorruptError
 from ..commit.names import step_in_name
+from ..state.coverage import check_cover
+from ..state.dtypes import WIDTHS
+from ..state.key_map import RenamedKeys, pattern_of
+from ..state.paths import Path, key_of, keys_of
 from ..storage.storage import Storage
-from .contents import Contents, Entry
-from .rank_index import StoredRange
+from .rank_index import RankIndex, StoredRange
+
+#: Where a value is stored: the number of the rank and of the item in `Contents.columns`, or the ranges.
+Place = tuple[int, int] | tuple[StoredRange, ...]
+Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+class Entry(NamedTuple):
+    """A tensor or a Python object in a checkpoint.
+
+    Attributes:
+        key: flat key, such as `model.layers.0.weight`
+        path: the parts of the key
+        dtype: name of the dtype, such as `float32`; empty for an object
+        shape: shape of the whole tensor
+        nbytes: bytes of the whole tensor; of an object, what is stored of it alone
+        place: where it is stored: a `Place`, or what a source of `loading` puts there. Tensors with equal places are
+            tied
+    """
+
+    key: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    place: Any
+
+    @property
+    def kind(self) -> str:
+        """`tensor` or `object`."""
+        return "tensor" if self.dtype else "object"
+
+
+@dataclass
+class Contents:
+    """Tensors and Python objects by flat key.
+
+    Attributes:
+        tensors: the tensors
+        objects: the objects
+        containers: as `FlatState.containers`, to rebuild the nested form
+        columns: what each rank wrote, for the places that are numbers
+    """
+
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    objects: dict[str, Entry] = field(default_factory=dict)
+    containers: list[tuple[Path, str]] = field(default_factory=list)
+    columns: Sequence[RankIndex] = ()
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], containers: list[tuple[Path, str]] | None = None) -> Contents:
+        """The contents with these entries, which have no columns."""
+        contents = cls(containers=containers or [])
+        for entry in entries:
+            (contents.tensors if entry.dtype else contents.objects)[entry.key] = entry
+        return contents
+
+    def entries(self) -> dict[str, Entry]:
+        """Tensors and objects by key."""
+        return self.tensors | self.objects
+
+    def paths(self) -> list[tuple[str, Path]]:
+        """All keys with their paths."""
+        return [(key, entry.path) for key, entry in self.entries().items()]
+
+    def path_of(self, key: str) -> Path:
+        """The path of a key's value."""
+        return (self.tensors.get(key) or self.objects[key]).path
+
+    def below(self, name: str) -> Contents:
+        """What has this key, or is below it; `*` is any text. The keys stay as they are."""
+        fits = pattern_of(name).match
+        return Contents(
+            {key: entry for key, entry in self.tensors.items() if fits(key)},
+            {key: entry for key, entry in self.objects.items() if fits(key)},
+            [(path, kind) for path, kind in self.containers if fits(key_of(path))],
+            self.columns,
+        )
+
+    def renamed(self, names: RenamedKeys) -> Contents:
+        """The contents under new keys, without what is ignored."""
+        contents = Contents(columns=self.columns)
+        for key, old in names.old.items():
+            entry = self.tensors.get(old) or self.objects[old]
+            # By position, because `_replace` is slow.
+            (contents.tensors if entry.dtype else contents.objects)[key] = Entry(key, names.paths[key], *entry[2:])
+        parents = {path[:-1] for path in names.paths.values()}
+        used = {parent[:depth] for parent in parents for depth in range(len(parent) + 1)}
+        for path, kind in self.containers:
+            new, is_ignored = names.new_path(key_of(path), path) if path else (path, False)
+            if not is_ignored and (new in used or kind == "empty"):
+                contents.containers.append((new, kind))
+        return contents
+
+    def ranges_at(self, place: Place) -> tuple[StoredRange, ...]:
+        """The stored parts of a tensor, or what is stored of an object, by the place of its entry."""
+        if place and isinstance(place[0], int):
+            rank, number = place
+            return (self.columns[rank].range_of(number),)
+        return place
 
 
 class Listing(NamedTuple):
@@ -41,6 +147,7 @@ class Index(ABC):
     Args:
         found: what is at the path, which this format recognises
         folder: folder of the files that ranges name; empty: the path
+        names: names of the files, if they are known without the contents
 
     Attributes:
         format: name of the format: `dcp`, `safetensors`, `torch_save` or `files` for our own; of other programs
@@ -57,13 +164,14 @@ class Index(ABC):
     world_size: int | None = None
     manifest: Mapping[str, Any] | None = None
 
-    def __init__(self, found: Listing, folder: str = "") -> None:
+    def __init__(self, found: Listing, folder: str = "", names: Sequence[str] = ()) -> None:
         self.storage = found.storage
         self.path = self.where = found.path
         self.folder = folder or found.path
-        names = found.path.split(os.sep)
+        self.names = names
+        parts = found.path.split(os.sep)
         # The folder around a file may have the step.
-        named = names[-1:] if found.weights != found.path else names[:-3:-1]
+        named = parts[-1:] if found.weights != found.path else parts[:-3:-1]
         self.step = next((step for step in map(step_in_name, named) if step is not None), None)
 
     @classmethod
@@ -79,7 +187,7 @@ class Index(ABC):
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
         """All entries by key, in the order of the format."""
-        return self.contents.tensors | self.contents.objects
+        return self.contents.entries()
 
     def ranges(self) -> Iterable[StoredRange]:
         """The ranges of all entries; the same one may occur more than once."""
@@ -88,7 +196,7 @@ class Index(ABC):
     @cached_property
     def files(self) -> Mapping[str, int]:
         """Bytes of its files, by name."""
-        names = dict.fromkeys(piece.file for piece in self.ranges())
+        names = self.names or dict.fromkeys(piece.file for piece in self.ranges())
         return {name: self.storage.size(os.path.join(self.folder, name)) or 0 for name in names}
 
     @property
@@ -101,3 +209,78 @@ class Index(ABC):
         """Whether all of it has checksums."""
         checksums = [piece.checksum is not None for piece in self.ranges()]
         return bool(checksums) and all(checksums)
+
+
+def rows_of(kind: type[Row], *columns: Iterable[Any]) -> Iterator[Row]:
+    """Make named tuples from columns, one per field; faster than their constructor, which is Python code."""
+    return map(partial(tuple.__new__, kind), zip(*columns, strict=False))
+
+
+def contents_of(where: str, ranks: Sequence[RankIndex]) -> Contents:
+    """Merge what ranks wrote: whole tensors, tensors in parts of several ranks, and objects.
+
+    Args:
+        where: the checkpoint, for messages
+        ranks: the indexes
+
+    Raises:
+        CheckpointCorruptError: the indexes contradict each other, or tensors have holes or overlapping parts.
+    """
+    contents = Contents(columns=ranks)
+    contents.containers = list(dict.fromkeys(container for rank in ranks for container in rank.containers))
+    #: The parts of tensors that have several, by key and offsets. All others, the vast majority, are one item each.
+    parts: dict[str, dict[tuple[int, ...], StoredRange]] = {}
+    for number, rank in enumerate(ranks):
+        _add_tensors(contents, number, parts, where)
+        for path, piece in rank.objects:
+            key = key_of(path)
+            contents.objects[key] = Entry(key, path, "", (), piece.length, (piece,))
+    for key, pieces in parts.items():
+        entry = contents.tensors[key]
+        check_cover(f"'{key}' in {where}", entry.shape, [(piece.offsets, piece.shape) for piece in pieces.values()])
+        contents.tensors[key] = entry._replace(place=tuple(pieces.values()))
+    return contents
+
+
+def _add_tensors(
+    contents: Contents, number: int, parts: dict[str, dict[tuple[int, ...], StoredRange]], where: str
+) -> None:
+    """Add one rank's tensors, possibly a hundred thousand: all at once if each is whole and no other rank has it."""
+    rank, tensors = contents.columns[number], contents.tensors
+    keys, items = keys_of(rank.paths), rank.tensors
+    columns = (map(column.__getitem__, rank.numbers) for column in (items.dtypes, items.shapes, items.nbytes))
+    entries = rows_of(Entry, keys, rank.paths, *columns, zip(repeat(number), rank.numbers, strict=False))
+    if rank.parts is None and len(set(keys)) == len(keys) and tensors.keys().isdisjoint(keys):
+        tensors.update(zip(keys, entries, strict=True))
+        return
+    for entry, part in zip(entries, rank.parts or repeat(None), strict=False):
+        if part is None and entry.key not in tensors:
+            tensors[entry.key] = entry
+            continue
+        piece = rank.range_of(entry.place[1])
+        if part is not None:
+            shape, offsets = part
+            entry = entry._replace(shape=shape, nbytes=math.prod(shape) * WIDTHS[entry.dtype])
+            piece = piece._replace(offsets=offsets)
+        first = tensors.setdefault(entry.key, entry)
+        if (first.dtype, first.shape) != (entry.dtype, entry.shape):
+            raise CheckpointCorruptError(
+                f"'{entry.key}' in {where} is {first.dtype} {first.shape} on one rank and {entry.dtype} {entry.shape} "
+                "on another."
+            )
+        if entry.key not in parts:
+            stored = () if first is entry else contents.ranges_at(first.place)
+            parts[entry.key] = {each.offsets: each for each in stored}
+        # The same part can occur twice: tied on one rank and not on another.
+        parts[entry.key].setdefault(piece.offsets, piece)
+
+
+def joined(parts: dict[str, Contents]) -> Contents:
+    """Contents that are separate states as one, each below its name."""
+    entries, containers = [], []
+    for name, part in parts.items():
+        for entry in part.entries().values():
+            path = (name, *entry.path)
+            entries.append(entry._replace(key=key_of(path), path=path, place=part.ranges_at(entry.place)))
+        containers += [((name, *path), kind) for path, kind in part.containers]
+    return Contents.of(entries, containers)

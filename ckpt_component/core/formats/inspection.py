@@ -11,12 +11,11 @@ from typing import Any
 from ...errors import CheckpointCorruptError, CheckpointError
 from ..commit.manifest import check_files, data_folder, read_manifest
 from ..commit.names import MANIFEST, integrity_name
-from ..state.paths import keys_of
-from ..storage.checksum import find_checksum
+from ..state.paths import key_of
 from ..storage.storage import Storage
 from .opening import open_index
-from .rank_index import RankIndex, read_rank_indexes
-from .verification import Damage, Item, items_of, small_files
+from .rank_index import RankIndex, StoredRange, checksum_of, read_rank_indexes
+from .verification import Damage, small_files
 
 
 @dataclass
@@ -38,8 +37,8 @@ class Inspection:
     storage: Storage
     path: str
     folder: str
-    items: list[Item] = field(default_factory=list)
-    lost: list[Item] = field(default_factory=list)
+    items: list[StoredRange] = field(default_factory=list)
+    lost: list[StoredRange] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     verifiable: bool = True
@@ -49,11 +48,8 @@ class Inspection:
         """The keys whose bytes are in the item at an offset of a file."""
         keys = defaultdict(list)
         for index in self.indexes:  # a damaged checkpoint may have nothing else that says which keys it has
-            files, offsets = index.tensors.files, index.tensors.offsets
-            for key, number in zip(keys_of(index.paths), index.numbers, strict=bool(index.paths)):
-                keys[index.tensors.names[files[number]], offsets[number]].append(key)
-            for key, (_, item) in zip(keys_of([path for path, _ in index.objects]), index.objects, strict=True):
-                keys[item.file, item.offset].append(key)
+            for path, piece in [*zip(index.paths, map(index.range_of, index.numbers), strict=True), *index.objects]:
+                keys[piece.file, piece.offset].append(key_of(path))
         if keys:
             return keys
         try:
@@ -107,7 +103,8 @@ def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> In
             inspection.damages.append(Damage(integrity_name(rank), None, error))
             continue
         inspection.indexes.append(index)
-        for item in items_of(folder, index):
+        checksum_of(folder, index.checksum)  # it can be computed here
+        for item in index.ranges():
             (inspection.items if item.end <= there[item.file] else inspection.lost).append(item)
     return inspection
 
@@ -116,12 +113,8 @@ def _foreign(fs: Storage, path: str) -> Inspection:
     """Opening it checks sizes and structure. Of other programs' formats, only `torch.save` may have checksums."""
     try:
         index = open_index(fs, path)
-        ranges = {*index.ranges()}
+        ranges = {piece._replace(payload=None, offsets=(), shape=(), view=()) for piece in index.ranges()}
     except CheckpointCorruptError as error:
         return Inspection(fs, path, path, damages=[Damage(os.path.basename(path), None, error)])
-    inspection = Inspection(fs, path, index.folder, sizes={**index.files}, verifiable=index.verified)
-    for piece in ranges:
-        if piece.checksum is not None:
-            algorithm = find_checksum(str(piece.checksum_kind))
-            inspection.items.append(Item(piece.file, piece.offset, piece.length, piece.checksum, algorithm))
-    return inspection
+    items = [piece for piece in ranges if piece.checksum is not None]
+    return Inspection(fs, path, index.folder, items, sizes={**index.files}, verifiable=index.verified)

@@ -11,8 +11,7 @@ from ...errors import CheckpointCorruptError, CheckpointLoadError
 from ..commit.manifest import check_files, data_folder
 from ..commit.names import SINGLE_FILES
 from ..state.per_rank import rank_name
-from .contents import Contents, Entry, contents_of, joined
-from .index import Index, Listing
+from .index import Contents, Entry, Index, Listing, contents_of, joined
 from .rank_index import RankIndex, StoredRange, read_rank_indexes
 from .safetensors import safetensors_index
 from .torch_file import torch_file_entries, with_checksums

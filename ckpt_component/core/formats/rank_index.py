@@ -14,11 +14,12 @@ from itertools import chain
 from operator import add, itemgetter, le, mul
 from typing import Any, NamedTuple
 
-from ...errors import CheckpointCorruptError
+from ...errors import CheckpointCorruptError, CheckpointLoadError
 from ..commit.names import integrity_name
 from ..state.coverage import MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
 from ..state.dtypes import WIDTHS
 from ..state.paths import Path
+from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from ..storage.safe_open import read_failure
 from ..storage.storage import Storage
 
@@ -57,6 +58,11 @@ class StoredRange(NamedTuple):
     checksum: int | None = None
     checksum_kind: str | None = None
     view: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + self.length
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,26 @@ def read_rank_indexes(
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} is invalid: {type(error).__name__}: {error}.") from error
     return indexes
+
+
+def checksum_of(folder: str, name: str) -> Checksum:
+    """The algorithm of this name, with which a checkpoint was saved.
+
+    Raises:
+        CheckpointLoadError: It cannot be computed here; the text says what to install.
+    """
+    try:
+        return find_checksum(name)
+    except ChecksumMissingError as error:
+        raise CheckpointLoadError(
+            f"{folder} was saved with the checksum {name}, whose package is not installed here: "
+            f"{install_text(name)}, or load it unverified with checkpoint.verify=off."
+        ) from error
+    except ValueError as error:
+        raise CheckpointLoadError(
+            f"{folder} was saved with the checksum {name!r:.200}, which this release does not know; load it "
+            "with the release that wrote it, or unverified with checkpoint.verify=off."
+        ) from error
 
 
 def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:

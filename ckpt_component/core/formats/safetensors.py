@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
 from ..state.coverage import is_shape
@@ -19,9 +19,8 @@ from ..state.dtypes import SAFETENSORS, WIDTHS
 from ..storage.file_set import FileSet
 from ..storage.safe_open import is_plain_name, place_of, read_failure
 from ..storage.storage import Storage
-from .contents import Contents, contents_of
 from .folder import INDEX
-from .index import Index, Listing
+from .index import Contents, Index, Listing, contents_of
 from .rank_index import NO_CHECKSUM, RankIndex, item_columns
 
 #: Key, dtype, shape and bytes of a tensor.
@@ -70,11 +69,9 @@ class SafetensorsFile(Index):
     weight_map: Mapping[str, str] | None = None
 
     def __init__(self, found: Listing) -> None:
-        path = found.weights
-        folder, name = place_of(*os.path.split(path))
-        super().__init__(found, folder)
-        self.where = path
-        self.names: Sequence[str] = [name]
+        folder, name = place_of(*os.path.split(found.weights))
+        super().__init__(found, folder, [name])
+        self.where = found.weights
 
     @classmethod
     def recognises(cls, found: Listing) -> bool:
@@ -87,11 +84,6 @@ class SafetensorsFile(Index):
         columns = safetensors_index(self.storage, self.where, self.folder, self.names, self.weight_map)
         return contents_of(self.where, [columns])
 
-    @cached_property
-    def files(self) -> Mapping[str, int]:
-        """The files of weights."""
-        return {name: self.storage.size(os.path.join(self.folder, name)) or 0 for name in self.names}
-
 
 class SafetensorsShards(SafetensorsFile):
     """Safetensors files that are a checkpoint together, as Hugging Face writes them."""
@@ -99,8 +91,13 @@ class SafetensorsShards(SafetensorsFile):
     format = "safetensors (index)"
 
     def __init__(self, found: Listing) -> None:
-        folder, self.names, self.weight_map = shards_of(found.storage, found.path, os.path.basename(found.weights))
-        Index.__init__(self, found, folder)
+        weight_map = _weight_map(found.storage, os.path.join(*place_of(*os.path.split(found.weights))))
+        places = {shard: place_of(found.path, shard) for shard in dict.fromkeys(weight_map.values())}
+        folder, *others = dict.fromkeys(place for place, _ in places.values())
+        if others:
+            raise CheckpointCorruptError(f"{found.path} has some of its files in {folder} and some in {others[0]}.")
+        self.weight_map = {key: places[shard][1] for key, shard in weight_map.items()}
+        Index.__init__(self, found, folder, [name for _, name in places.values()])
 
     @classmethod
     def recognises(cls, found: Listing) -> bool:
@@ -157,35 +154,6 @@ def safetensors_index(
     items = item_columns(rows, [0] * len(rows), names, sizes)
     paths = [(key,) for key in numbers]
     return RankIndex(NO_CHECKSUM, items, [], paths, list(numbers.values()), None, [], [])
-
-
-class Shards(NamedTuple):
-    """Safetensors files that are a checkpoint together: their folder, their names, and the file of each key."""
-
-    folder: str
-    names: Sequence[str]
-    weight_map: Mapping[str, str]
-
-
-def shards_of(fs: Storage, folder: str, name: str) -> Shards:
-    """The files that an index of Hugging Face names.
-
-    Args:
-        fs: File system to read the index with.
-        folder: The folder.
-        name: Name of the index in it.
-
-    Raises:
-        CheckpointCorruptError: The index is invalid, or names files in several folders.
-        CheckpointUnreadableError: The index cannot be read.
-    """
-    weight_map = _weight_map(fs, os.path.join(*place_of(folder, name)))
-    places = {shard: place_of(folder, shard) for shard in dict.fromkeys(weight_map.values())}
-    (base, *others) = dict.fromkeys(place for place, _ in places.values())
-    if others:
-        raise CheckpointCorruptError(f"{folder} has some of its files in {base} and some in {others[0]}.")
-    weight_map = {key: places[shard][1] for key, shard in weight_map.items()}
-    return Shards(base, [shard for _, shard in places.values()], weight_map)
 
 
 def _weight_map(fs: Storage, path: str) -> dict[str, str]:

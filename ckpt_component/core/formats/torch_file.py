@@ -17,8 +17,7 @@ from ..state.dtypes import WIDTHS
 from ..state.paths import TAG, Path, key_of
 from ..storage.safe_open import place_of, read_failure
 from ..storage.storage import Storage
-from .contents import Contents, Entry
-from .index import Index, Listing
+from .index import Contents, Entry, Index, Listing
 from .rank_index import StoredRange
 from .safe_unpickle import Record
 from .torch_archive import (
@@ -46,9 +45,9 @@ class TorchFile(Index):
     format = "torch_save (file)"
 
     def __init__(self, found: Listing) -> None:
-        folder, self.name = place_of(*os.path.split(found.weights))
-        super().__init__(found, folder)
-        self.where = os.path.join(folder, self.name)
+        folder, name = place_of(*os.path.split(found.weights))
+        super().__init__(found, folder, [name])
+        self.where = os.path.join(folder, name)
 
     @classmethod
     def recognises(cls, found: Listing) -> bool:
@@ -58,17 +57,12 @@ class TorchFile(Index):
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
         """In the order of the pickle."""
-        return torch_file_entries(self.storage, self.folder, self.name)
+        return torch_file_entries(self.storage, self.folder, *self.names)
 
     @cached_property
     def contents(self) -> Contents:
         """By the pickle."""
         return Contents.of(self.entries.values())
-
-    @cached_property
-    def files(self) -> Mapping[str, int]:
-        """The file."""
-        return {self.name: self.storage.size(self.where) or 0}
 
 
 class _View(NamedTuple):

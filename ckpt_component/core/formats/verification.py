@@ -6,41 +6,29 @@ Small neighbouring items are read together, because an item costs more than its 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...errors import CheckpointCorruptError
 from ..commit.manifest import check_files, data_folder, read_manifest
 from ..progress import Progress, no_progress
-from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
+from ..storage.checksum import Checksum
 from ..storage.file_set import CHUNK_BYTES, GAP_BYTES, FileSet, RangeRead
 from ..storage.safe_open import read_failure
 from ..storage.storage import Storage
-from .rank_index import RankIndex, read_rank_indexes
+from .rank_index import StoredRange, checksum_of, read_rank_indexes
 
-
-class Item(NamedTuple):
-    """A range of a file and its checksum."""
-
-    file: str
-    offset: int
-    length: int
-    checksum: int
-    algorithm: Checksum
-
-    @property
-    def end(self) -> int:
-        """Where it ends in the file."""
-        return self.offset + self.length
+#: By their names.
+_Algorithms = Mapping[str | None, Checksum]
 
 
 class Damage(NamedTuple):
     """An item, or a whole file, that is damaged or cannot be read, and the error that says so."""
 
     file: str
-    item: Item | None
+    item: StoredRange | None
     error: CheckpointCorruptError
 
 
@@ -70,53 +58,19 @@ def verify_files(fs: Storage, folder: str, manifest: Mapping[str, Any], progress
     """Compare the files in a folder with a manifest, which is not in it yet; raises as `verify_checkpoint`."""
     check_files(fs, folder, manifest)
     indexes = read_rank_indexes(fs, folder, manifest)  # verifies the integrity files
-    items = [item for index in indexes for item in items_of(folder, index)]
+    items = [item for index in indexes for item in index.ranges()]
     verify_items(fs, folder, items, _raise, progress=progress)
     for damage in small_files(fs, folder, manifest):
         _raise(damage)
 
 
-def checksum_of(folder: str, name: str) -> Checksum:
-    """The algorithm of this name, with which a checkpoint was saved.
-
-    Raises:
-        CheckpointLoadError: It cannot be computed here; the text says what to install.
-    """
-    try:
-        return find_checksum(name)
-    except ChecksumMissingError as error:
-        raise CheckpointLoadError(
-            f"{folder} was saved with the checksum {name}, whose package is not installed here: "
-            f"{install_text(name)}, or load it unverified with checkpoint.verify=off."
-        ) from error
-    except ValueError as error:
-        raise CheckpointLoadError(
-            f"{folder} was saved with the checksum {name!r:.200}, which this release does not know; load it "
-            "with the release that wrote it, or unverified with checkpoint.verify=off."
-        ) from error
-
-
-def items_of(folder: str, index: RankIndex) -> Iterator[Item]:
-    """The items that a rank wrote.
-
-    Raises:
-        CheckpointLoadError: The checksum of the rank's items cannot be computed here.
-    """
-    algorithm, tensors = checksum_of(folder, index.checksum), index.tensors
-    files = map(tensors.names.__getitem__, tensors.files)
-    for file, offset, length, checksum in zip(files, tensors.offsets, tensors.lengths, tensors.checksums, strict=True):
-        yield Item(file, offset, length, checksum, algorithm)
-    for extra in index.extras:
-        yield Item(extra.file, extra.offset, extra.length, extra.checksum or 0, algorithm)
-
-
 def verify_items(
     fs: Storage,
     folder: str,
-    items: Iterable[Item],
+    items: Collection[StoredRange],
     report: Callable[[Damage], None],
     *,
-    done: Callable[[Item], None] = lambda _: None,
+    done: Callable[[StoredRange], None] = lambda _: None,
     progress: Progress = no_progress,
     shared: bool = True,
 ) -> None:
@@ -125,7 +79,7 @@ def verify_items(
     Args:
         fs: The storage.
         folder: Folder of the files, all of which exist.
-        items: The items; the same one may occur more than once.
+        items: The items, which have checksums; the same one may occur more than once.
         report: Called with what is damaged, from any thread; what it raises ends the verification.
         done: Called with every intact item, from any thread.
         progress: Follows the bytes.
@@ -133,18 +87,20 @@ def verify_items(
 
     Raises:
         CheckpointCorruptError, CheckpointUnreadableError: A file cannot be opened.
+        CheckpointLoadError: A checksum cannot be computed here.
     """
+    algorithms = {kind: checksum_of(folder, str(kind)) for kind in {item.checksum_kind for item in items}}
     with fs.open_files(folder, shared=shared) as files:
 
-        def verify(group: list[Item]) -> None:
+        def verify(group: list[StoredRange]) -> None:
             first, end = group[0], max(map(attrgetter("end"), group))
             sums: list[int | None] = []
 
             def damage() -> str | None:
                 if first.length > CHUNK_BYTES:
-                    sums[:] = [_streamed(files, first)]
+                    sums[:] = [_streamed(files, first, algorithms)]
                 else:
-                    sums[:] = _summed(files, group, end - first.offset)
+                    sums[:] = _summed(files, group, end - first.offset, algorithms)
                 bad = [item for item, value in zip(group, sums, strict=True) if value != item.checksum]
                 return _name(bad[0]) if bad else None
 
@@ -185,13 +141,13 @@ def small_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> Iterat
             yield Damage(entry["name"], None, CheckpointCorruptError(text))
 
 
-def _name(item: Item) -> str:
+def _name(item: StoredRange) -> str:
     return f"The item at bytes {item.offset} to {item.end}"
 
 
-def _groups(items: Iterable[Item]) -> Iterator[list[Item]]:
+def _groups(items: Iterable[StoredRange]) -> Iterator[list[StoredRange]]:
     """Items to read at once: each group fits `CHUNK_BYTES`, unless it is one larger item."""
-    group: list[Item] = []
+    group: list[StoredRange] = []
     for item in sorted(set(items), key=attrgetter("file", "offset", "length")):
         if group:
             first, last = group[0], group[-1]
@@ -204,25 +160,25 @@ def _groups(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield group
 
 
-def _summed(files: FileSet, group: list[Item], length: int) -> list[int | None]:
+def _summed(files: FileSet, group: list[StoredRange], length: int, algorithms: _Algorithms) -> list[int | None]:
     """The checksums of a group of small items; None for those after the end of the file."""
     first = group[0]
     start = files.fill_block(first.file, first.offset, length)
     if start is None:
         if len(group) == 1:
             return [None]
-        return [_summed(files, [item], item.length)[0] for item in group]
+        return [_summed(files, [item], item.length, algorithms)[0] for item in group]
     sums: list[int | None] = []
     for item in group:
         begin = start + item.offset - first.offset
         with files.block.view[begin : begin + item.length] as view:
-            sums.append(item.algorithm.of(view))
+            sums.append(algorithms[item.checksum_kind].of(view))
     return sums
 
 
-def _streamed(files: FileSet, item: Item) -> int | None:
+def _streamed(files: FileSet, item: StoredRange, algorithms: _Algorithms) -> int | None:
     """The checksum of a large item; None if the file is too short."""
-    stream = item.algorithm.stream()
+    stream = algorithms[item.checksum_kind].stream()
     for offset in range(item.offset, item.end, CHUNK_BYTES):
         length = min(CHUNK_BYTES, item.end - offset)
         start = files.fill_block(item.file, offset, length)

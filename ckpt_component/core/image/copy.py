@@ -257,15 +257,21 @@ class Gather:
             libc.memmove(rows[1][piece], rows[0][piece], rows[0][piece + 1])
 
 
-def copy_on_host(slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> None:
+def copy_on_host(
+    slots: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    threads: int,
+    numbers: Iterable[int] | None = None,
+) -> None:
     """Copy `sources` into `slots`, pairwise; synchronous.
 
     Args:
         slots: contiguous CPU tensors, each of the same shape and dtype as its source.
-        sources: CPU tensors of any strides.
+        sources: tensors of any strides; those to copy are CPU tensors.
         threads: how many threads may copy at the same time, including this one.
+        numbers: numbers of the tensors to copy; None: all.
     """
-    CopyTasks(CopyPlan(slots, sources), sources).finish(threads)
+    CopyTasks(CopyPlan(slots, sources, numbers), sources).finish(threads)
 
 
 def _batches(sizes: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -24,6 +24,8 @@ _POLL_SECONDS = 0.5
 #: The longest timeout of a socket, which counts milliseconds in an int.
 _LONGEST_SECONDS = 1e6
 
+#: Bytes, or views of bytes, which arrive as one.
+Blobs = Sequence[bytes | memoryview]
 #: Header, bytes, and file descriptors, which the receiver owns.
 Frame = tuple[dict[str, Any], memoryview, list[int]]
 
@@ -47,18 +49,14 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(
-        self,
-        header: Mapping[str, Any],
-        deadline: float = math.inf,
-        blobs: Sequence[bytes | memoryview] = (),
-        fds: Sequence[int] = (),
+        self, header: Mapping[str, Any], deadline: float = math.inf, blobs: Blobs = (), fds: Sequence[int] = ()
     ) -> None:
         """Send one frame.
 
         Args:
             header: plain values.
             deadline: monotonic seconds.
-            blobs: bytes, or views of bytes, which arrive as one.
+            blobs: what follows the header.
             fds: open file descriptors, of which copies are sent.
 
         Raises:
@@ -68,7 +66,7 @@ class Channel:
         text = json.dumps(header, separators=(",", ":")).encode()
         head = _HEAD.pack(len(text), sum(map(len, blobs)))
         with self._sending:
-            # `receive` waits by itself, so this is no timeout of its.
+            # `receive` waits by itself, and never meets this timeout.
             self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), _LONGEST_SECONDS))
             if fds:
                 socket.send_fds(self._sock, [head], list(fds))
@@ -128,16 +126,18 @@ class Channel:
             if remaining <= 0:
                 raise TimeoutError
 
-    def hang_up(self) -> None:
-        """Tell the other process that nothing more will come; it may still answer. Does not wait. Safe to call twice.
+    def hang_up(self, *, listens: bool = True) -> None:
+        """Tell the other process that nothing more will come. Does not wait. Safe to call twice, and from any thread.
 
         This reaches it although a forked process, such as a worker of a DataLoader, has the connection open too.
+
+        Args:
+            listens: whether answers are still received. If not, a `receive` that waits returns.
         """
         with contextlib.suppress(OSError):  # it has ended
-            self._sock.shutdown(socket.SHUT_WR)
+            self._sock.shutdown(socket.SHUT_WR if listens else socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection for both. Safe to call twice."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._sock.shutdown(socket.SHUT_RDWR)
+        """Hang up, and close the descriptor, which no other thread may be using. Safe to call twice."""
+        self.hang_up(listens=False)
         self._sock.close()

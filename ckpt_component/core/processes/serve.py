@@ -31,15 +31,18 @@ def serve(work: Callable[[dict[str, Any], Channel], None], *, on_orphan: Literal
     """
     for number in SIGNALS_OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
-    fd, pid = map(int, sys.argv[2:])
-    parent = Channel(socket.socket(fileno=fd), lambda: os.getppid() == pid, patience=math.inf)
+    pid = os.getppid()
+    parent = Channel(socket.socket(fileno=int(sys.argv[2])), lambda: os.getppid() == pid, patience=math.inf)
     first = parent.receive()
     if first is None:
         sys.exit(1)
     if on_orphan == "exit":
         signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
         threading.Thread(target=_leave_with, args=(parent,), name="ckpt-parent-watch", daemon=True).start()
-    work(first[0], parent)
+    try:
+        work(first[0], parent)
+    finally:
+        signal.signal(signal.SIGALRM, lambda *_: None)  # the parent closes the connection when it has the answer
 
 
 def _leave_with(parent: Channel) -> None:

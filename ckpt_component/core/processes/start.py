@@ -22,7 +22,7 @@ from .framing import Channel
 from .priority import lower_priority
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
-#: The arguments are the folder of this package, the descriptor of the connection, and the process ID of the parent.
+#: The arguments are the folder of this package and the descriptor of the connection.
 _CODE = "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; from {} import main; main()"
 _SEND_SECONDS = 30.0
 _KILL_SECONDS = 5.0
@@ -59,10 +59,9 @@ class Child(Channel):
         log: Callable[[str], None] | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()
-        arguments = [_PACKAGE_ROOT, str(theirs.fileno()), str(os.getpid())]
         try:
             process = subprocess.Popen(
-                [sys.executable, *flags, "-c", _CODE.format(module), *arguments],
+                [sys.executable, *flags, "-c", _CODE.format(module), _PACKAGE_ROOT, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if log is None else subprocess.PIPE,
@@ -106,16 +105,19 @@ class Child(Channel):
         return self._process.returncode
 
     def end(self, timeout: float) -> int | None:
-        """Close the connection, and kill the process if it does not end in `timeout` seconds. Returns as `wait`."""
+        """Hang up, and kill the process if it does not end in `timeout` seconds. From any thread. Returns as `wait`."""
+        self.hang_up(listens=False)
+        if self.wait(timeout) is None:
+            return self.kill()
         self.close()
-        code = self.wait(timeout)
-        return self.kill() if code is None else code
+        return self._process.returncode
 
     def kill(self) -> int | None:
-        """Kill the process. Returns as `wait`; None: it is in uninterruptible I/O, and left to the kernel."""
-        self.close()
+        """Kill the process, from any thread. Returns as `wait`; None: in uninterruptible I/O, left to the kernel."""
         self._process.kill()
-        return self.wait(_KILL_SECONDS)
+        code = self.wait(_KILL_SECONDS)
+        self.close()
+        return code
 
     def _repeat(self, log: Callable[[str], None]) -> None:
         assert self._process.stdout is not None  # as it is captured

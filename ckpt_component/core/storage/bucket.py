@@ -308,17 +308,6 @@ class ObjectStorage(Storage):
         if not self._checked:
             self.try_folder(path, name)
 
-    # Locks
-
-    def open_folder(self, path: str) -> int:
-        return 0
-
-    def flock(self, fd: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    def close_folder(self, fd: int) -> None:
-        pass
-
     def _key(self, path: str) -> str:
         """The name of the object at a path."""
         if not self.holds(path):

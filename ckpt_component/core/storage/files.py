@@ -304,13 +304,21 @@ class FileStorage(Storage):
         return os.stat(path).st_dev
 
     def open_folder(self, path: str) -> int:
+        """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
         return os.open(path, _FOLDER)
 
     def flock(self, fd: int, how: int) -> None:
+        """Lock an open folder, which shows other processes that its owner is alive; raises ENOLCK without locks."""
         fcntl.flock(fd, how)
 
     def close_folder(self, fd: int) -> None:
+        """Close a folder, and release its lock."""
         os.close(fd)
+
+
+def local_files(storage: Storage) -> FileStorage | None:
+    """The storage itself if it is of files, which it can also rename, copy and lock; else None."""
+    return storage if isinstance(storage, FileStorage) else None
 
 
 def _name_in(path: str, dir_fd: int | None) -> str:

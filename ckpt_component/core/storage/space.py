@@ -12,16 +12,16 @@ from .storage import Storage
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def refuse_without_room(fs: Storage, target: str, needed: int, margin: int) -> None:
+def refuse_without_room(storage: Storage, target: str, needed: int, margin: int) -> None:
     """Raise CheckpointStorageFullError when a checkpoint does not fit into the free space.
 
     Args:
-        fs: the file system.
+        storage: the storage.
         target: path of the planned checkpoint.
         needed: bytes of all ranks' files.
         margin: bytes that must stay free (`min_free_bytes`).
     """
-    free = fs.free_bytes(os.path.dirname(target))
+    free = storage.free_bytes(os.path.dirname(target))
     if free is None or free >= needed + margin:
         return
     reserve = f" and {amount(margin)} are to stay free (checkpoint.min_free_bytes)" if margin else ""
@@ -31,16 +31,16 @@ def refuse_without_room(fs: Storage, target: str, needed: int, margin: int) -> N
     )
 
 
-def full_text(fs: Storage, target: str, needed: int, code: int) -> str:
+def full_text(storage: Storage, target: str, needed: int, code: int) -> str:
     """The end of an error message about a full disk: the numbers, and what to do.
 
     Args:
-        fs: the file system.
+        storage: the storage.
         target: path of the checkpoint that could not be saved.
         needed: bytes that the checkpoint needs.
         code: errno of the write.
     """
-    free = fs.free_bytes(os.path.dirname(target))
+    free = storage.free_bytes(os.path.dirname(target))
     now = "" if free is None else f", and {amount(free)} are free there now"
     return f"It needs {amount(needed)}{now}. {_advice(code)}"
 

@@ -264,20 +264,6 @@ class Storage(ABC):
         """A number for the device that a folder is on."""
         return 0
 
-    # Locks
-
-    @abstractmethod
-    def open_folder(self, path: str) -> int:
-        """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
-
-    @abstractmethod
-    def flock(self, fd: int, how: int) -> None:
-        """Lock an open folder, which shows other processes that its owner is alive; raises ENOLCK without locks."""
-
-    @abstractmethod
-    def close_folder(self, fd: int) -> None:
-        """Close a folder, and release its lock."""
-
 
 def not_here(what: str) -> OSError:
     """The error of an operation that a storage does not have."""

@@ -29,11 +29,11 @@ class Deletes(Protocol):
         """Delete one empty folder; `dir_fd`: the folder that it is in, which is open."""
 
 
-def remove_tree(fs: Deletes, path: str) -> None:
+def remove_tree(storage: Deletes, path: str) -> None:
     """Delete a folder and everything in it; of a link, the link. See `Storage.remove_tree`."""
     parent = os.open(os.path.dirname(path), _FOLDER)
     try:
-        _remove(fs, parent, path)
+        _remove(storage, parent, path)
     finally:
         os.close(parent)
 
@@ -48,19 +48,19 @@ def named(path: str) -> Iterator[None]:
         raise
 
 
-def _remove(fs: Deletes, parent: int, path: str) -> None:
+def _remove(storage: Deletes, parent: int, path: str) -> None:
     name = os.path.basename(path)
     with named(path):
         if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-            fs.unlink(path, dir_fd=parent)
+            storage.unlink(path, dir_fd=parent)
             return
         folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
     try:
         deadline = time.monotonic() + _CLOSE_SECONDS
         while True:
-            _empty(fs, folder, path)
+            _empty(storage, folder, path)
             try:
-                fs.remove_folder(path, dir_fd=parent)
+                storage.remove_folder(path, dir_fd=parent)
                 return
             except OSError:
                 is_open = [name.startswith(_OPEN) for name in os.listdir(folder)]
@@ -71,17 +71,17 @@ def _remove(fs: Deletes, parent: int, path: str) -> None:
         os.close(folder)
 
 
-def _empty(fs: Deletes, folder: int, path: str) -> None:
+def _empty(storage: Deletes, folder: int, path: str) -> None:
     """Delete everything in an open folder."""
     with os.scandir(folder) as entries:
         children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in children:
         child = os.path.join(path, name)
         if is_folder:
-            _remove(fs, folder, child)
+            _remove(storage, folder, child)
             continue
         try:
-            fs.unlink(child, dir_fd=folder)
+            storage.unlink(child, dir_fd=folder)
         except OSError as error:  # a deleted file that NFS keeps until it is closed
             if error.errno != errno.EBUSY or not name.startswith(_OPEN):
                 raise

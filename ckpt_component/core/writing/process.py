@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from ..processes.exit_text import describe_exit
+from ..processes.framing import Blobs
 from ..processes.start import Child
 
 #: Settings of malloc: memory that a save has freed is returned to the system, whichever thread used it.
@@ -51,13 +52,7 @@ class ByteProcess:
         """Whether the process is running."""
         return self._child.alive
 
-    def send(
-        self,
-        header: dict[str, Any],
-        deadline: float,
-        blobs: Sequence[bytes | memoryview] = (),
-        fds: Sequence[int] = (),
-    ) -> None:
+    def send(self, header: Mapping[str, Any], deadline: float, blobs: Blobs = (), fds: Sequence[int] = ()) -> None:
         """Send one frame before `deadline` (monotonic seconds)."""
         try:
             self._child.send(header, deadline, blobs, fds)

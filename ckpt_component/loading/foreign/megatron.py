@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.formats.dcp_metadata import Megatron
 from ...core.formats.folder import MEGATRON_COMMON_FILE, MEGATRON_COMMON_KEY
-from ..source import Access, Source
+from ...core.formats.index import Contents
+from ...core.progress import Progress, no_progress
+from ...errors import CheckpointCorruptError
+from ..source import Access, Request
 from .dcp import StockDcpSource
-from .joined import JoinedSource
 from .torch_file import StateSource, TorchFileSource
 
 #: The end of the key of a ShardedObject: its offsets, and how many there are, in each dimension.
 _SHARD = re.compile(r"/shard_[\d.]+_[\d.]+$")
 
 
-def open_megatron(index: Megatron, access: Access) -> Source:
-    """Open a folder with the sharded values under Megatron's keys, and beside them the common values as a nested dict.
+class MegatronSource(StockDcpSource):
+    """The sharded values under Megatron's keys, and beside them the common values as a nested dict.
 
     Args:
         index: the checkpoint
@@ -29,25 +32,41 @@ def open_megatron(index: Megatron, access: Access) -> Source:
         CheckpointUnreadableError: A file cannot be read.
         CheckpointLoadError: The common values are not a dict.
     """
-    sharded = _ShardedSource(index, access)
-    if MEGATRON_COMMON_KEY in sharded.contents.objects:
-        where = f"'{MEGATRON_COMMON_KEY}' in {index.where}"
-        common: Source = StateSource(_data(MEGATRON_COMMON_KEY, sharded.load(MEGATRON_COMMON_KEY)), where)
-        del sharded.contents.objects[MEGATRON_COMMON_KEY]
-    elif index.has_common_file:
-        unverified = access._replace(verify=False, mapped=False)
-        common = TorchFileSource(index.storage, index.folder, MEGATRON_COMMON_FILE, unverified)
-    else:
-        return sharded
-    return JoinedSource(index.where, [sharded, common])
 
+    def __init__(self, index: Megatron, access: Access) -> None:
+        super().__init__(index, access)
+        self._common = common = self._open_common(index)
+        sharded = index.sharded
+        entries = {key: entry for key, entry in sharded.entries().items() if key != MEGATRON_COMMON_KEY}
+        for key, entry in common.contents.entries().items():
+            if key in entries:
+                raise CheckpointCorruptError(f"'{key}' is stored twice, in {self.where} and in {common.where}.")
+            entries[key] = entry
+        self.contents = Contents.of(entries.values(), sharded.containers + common.contents.containers)
 
-class _ShardedSource(StockDcpSource):
-    """The sharded values."""
+    def _open_common(self, index: Megatron) -> StateSource:
+        if MEGATRON_COMMON_KEY in index.sharded.objects:
+            value = _data(MEGATRON_COMMON_KEY, self.load(MEGATRON_COMMON_KEY))
+            return StateSource(value, f"'{MEGATRON_COMMON_KEY}' in {self.where}")
+        if index.has_common_file:
+            return TorchFileSource(
+                index.storage, os.path.join(index.folder, MEGATRON_COMMON_FILE), Access(verify=False)
+            )
+        return StateSource({}, self.where)
+
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
+        """Read both parts."""
+        groups: tuple[list[Request], list[Request]] = [], []
+        for request in requests:
+            groups[request.key in self._common.contents.tensors].append(request)
+        super().read_tensors(groups[False], progress)
+        self._common.read_tensors(groups[True], progress)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Load the objects."""
-        return {key: _data(key, value) for key, value in super().read_objects(keys).items()}
+        """Load the objects of both parts."""
+        common = [key for key in keys if key in self._common.contents.objects]
+        sharded = super().read_objects([key for key in keys if key not in self._common.contents.objects])
+        return {**{key: _data(key, value) for key, value in sharded.items()}, **self._common.read_objects(common)}
 
 
 def _data(key: str, value: Any) -> Any:

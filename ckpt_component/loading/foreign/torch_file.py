@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...core.formats.contents import Contents, Entry
+from ...core.formats.index import Contents, Entry
 from ...core.formats.torch_archive import check_archive, verify_records
 from ...core.progress import Progress, no_progress
 from ...core.state.flatten import flatten
@@ -90,8 +90,7 @@ class TorchFileSource(StateSource):
 
     Args:
         fs: the storage
-        folder: the folder of the file
-        name: the name of the file
+        path: the file
         access: `mapped`: map the file into memory instead of reading it; objects of a bucket are always read
 
     Raises:
@@ -100,8 +99,9 @@ class TorchFileSource(StateSource):
         CheckpointLoadError: it does not contain a state dict of plain data.
     """
 
-    def __init__(self, fs: Storage, folder: str, name: str, access: Access) -> None:
-        path, mapped = os.path.join(folder, name), access.mapped and not is_url(folder)
+    def __init__(self, fs: Storage, path: str, access: Access) -> None:
+        folder, name = os.path.split(path)
+        mapped = access.mapped and not is_url(path)
         with fs.open_files(folder) as files, files.stream(name) as stream:
             size = files.size(name)
             state = load_stream(stream, size, path, mapped=mapped, verify=access.verify)
