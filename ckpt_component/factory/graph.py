@@ -151,7 +151,7 @@ def build_manager(
             if export is not None and save.enabled and ranks.is_leader:
                 exports = BackgroundExports(export, events.note_now)
             run = RunContext(
-                storages[-1], roots[-1], names, ranks, timeouts, best, events, places=places, preset=preset
+                storages[-1], roots[-1], names, ranks, timeouts, best, events, preset=preset, places=places
             )
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:

@@ -15,7 +15,7 @@ from ..core.formats.own import OwnTorchSave
 from ..core.formats.rank_index import ItemColumns
 from ..core.memory.libc import address_of
 from ..core.progress import Progress, no_progress
-from ..errors import CheckpointCorruptError
+from ..errors import CheckpointCorruptError, CheckpointLoadError
 from .foreign.torch_file import StateSource, load_stream
 from .ranges import RangeSource
 from .source import DTYPES, Access, Request, copy_into
@@ -47,14 +47,17 @@ class TorchSaveSource(RangeSource):
         self.where = os.path.join(index.folder, name)
         self._columns = columns[0].tensors
         ends = [piece for piece in columns[0].extras if piece.file == name]
-        if len(ends) != 1 or {*self._columns.names} > {name}:
+        if len(ends) != 1 or not {name}.issuperset(self._columns.names):
             raise CheckpointCorruptError(f"The index of {self.where} does not say where its pickle is.")
+        if unknown := {*self._columns.dtypes} - DTYPES.keys():
+            raise CheckpointLoadError(f"{self.where} has tensors of {min(unknown)}, which this torch does not have.")
         end = memoryview(bytearray(ends[0].length))
         with self._storage.open_files(self._folder) as files, files.stream(name) as stream:
             self._fill(ends[0], [end], "the pickle", files)
             outline = _Outline(stream, ends[0].offset, end, self._columns)
             self._state = StateSource(load_stream(outline, files.size(name), self.where), self.where)
         self.contents = replace(self._state.contents, columns=columns)
+        self._filled: set[int] = set()
         #: Key -> number of the item that has the tensor. Those that are stored with the pickle are there already.
         self._numbers: dict[str, int] = {}
         for key, tensor in self._state.tensors.items():
@@ -77,15 +80,14 @@ class TorchSaveSource(RangeSource):
                 direct.append((request, (0, number)))
             else:
                 views.append(request)
-        storages = self._storages(request.key for request in views)
-        self._read([*direct, *storages], progress)
+        self._fill_storages([request.key for request in views], direct, progress)
         for request in views:
             copy_into(request.destination, request.part_of(self._state.tensors[request.key]), request.key)
 
     def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
         """The tensors that torch made, whose storages are filled."""
         tensors = {key: self._state.tensors[key] for key in keys}
-        self._read(self._storages(tensors), progress)
+        self._fill_storages(tensors, [], progress)
         return tensors
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
@@ -97,16 +99,18 @@ class TorchSaveSource(RangeSource):
         item = DTYPES.get(self._columns.dtypes[number]), self._columns.shapes[number]
         return (tensor.dtype, tuple(tensor.shape)) == item and tensor.is_contiguous() and not tensor.storage_offset()
 
-    def _storages(self, keys: Iterable[str]) -> list[tuple[Request, Place]]:
-        """Requests that fill the storages of tensors, each once."""
+    def _fill_storages(self, keys: Iterable[str], others: Iterable[tuple[Request, Place]], progress: Progress) -> None:
+        """Fill the storages of tensors that are not filled yet, and read what else is wanted."""
         numbers = {self._numbers[key]: key for key in keys if key in self._numbers}
-        requests: list[tuple[Request, Place]] = []
-        for number, key in numbers.items():
-            storage = self._state.tensors[key].untyped_storage()
+        wanted = [*others]
+        for number in numbers.keys() - self._filled:
+            key = numbers[number]
             flat = torch.empty(0, dtype=DTYPES[self._columns.dtypes[number]])
+            storage = self._state.tensors[key].untyped_storage()
             flat.set_(storage, 0, self._columns.shapes[number])  # type: ignore[call-overload]
-            requests.append((Request.into(key, flat), (0, number)))
-        return requests
+            wanted.append((Request.into(key, flat), (0, number)))
+        self._read(wanted, progress)
+        self._filled |= numbers.keys()
 
 
 class _Outline(io.RawIOBase):

@@ -257,6 +257,15 @@ def test_a_checkpoint_of_another_program_is_read_by_torch(
     assert load_file(out)["w"].equal(torch.arange(12.0).view(3, 4).t())
 
 
+def test_other_views_of_one_storage_are_not_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = torch.arange(12.0).reshape(2, 6)
+    torch.save({"a": whole.t()[:3], "b": whole.t()[3:], "c": whole.t()[:3]}, tmp_path / "views.pt")
+    assert ckpt(capsys, "export", "safetensors", tmp_path / "views.pt", tmp_path / "out.safetensors")[0] == 0
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == {"a", "b"}
+    assert found["a"].equal(whole.t()[:3]) and found["b"].equal(whole.t()[3:])
+
+
 @pytest.mark.parametrize("block", [64, 640])
 def test_parts_of_ranks_are_put_together_in_small_blocks(block: int, tmp_path: Path) -> None:
     """Any box of any dimension, cut again and again, as shards of several parallel dimensions are."""

@@ -18,8 +18,8 @@ recording = False
 
 
 def note(frame: FrameType, event: str, _: object) -> None:
-    """Called at each call of a Python function, on every thread."""
-    if recording and event == "call":
+    """Called at each call of a Python function. Deleting old checkpoints is on no save's way: it has a thread of its own."""
+    if recording and event == "call" and not threading.current_thread().name.startswith("ckpt-purge"):
         _, found, path = frame.f_code.co_filename.rpartition(PACKAGE)
         if found and frame.f_code.co_name[0] != "<":  # neither comprehensions nor lambdas
             visited.add((path, frame.f_code.co_name, frame.f_code.co_firstlineno))
