@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "scripts" / "distance.py"
-SAVE = {"functions": 400, "files": 80, "rooms": 30}
+SAVE = {"functions": 250, "files": 62, "rooms": 18}
 RESTORE = {"functions": 400, "files": 80, "rooms": 30}
 
 
