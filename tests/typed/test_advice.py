@@ -14,7 +14,7 @@ from strides import in_turn
 
 import ckpt_component
 from ckpt_component.config import compose_checkpoint, resolve_config
-from ckpt_component.config.hydra.explain import dotted_keys
+from ckpt_component.config.hydra.explain import REMOVED, dotted_keys
 
 PACKAGE = Path(ckpt_component.__file__).parent
 OVERRIDE = re.compile(r"\+?checkpoint(?:/\w+|(?:\.[a-z_]+)+)=[^\s,;)?'`|]*")
@@ -72,6 +72,7 @@ def test_an_override_that_a_text_names_works(advice: str) -> None:
 
 def test_keys_that_a_text_names_are_keys() -> None:
     known = {key for keys in dotted_keys(CONFIG) for key in [keys, *_above(keys)]}
+    known |= {*REMOVED}
     assert [key for key in KEYS if key not in known and f"checkpoint.{key}" not in known] == []
 
 

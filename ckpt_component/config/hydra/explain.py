@@ -40,7 +40,7 @@ _PLUGINS = {
 #: Keys that have keys below them -> that of them which a value set on them is meant for.
 _TAKES_VALUE = {"checkpoint.keep": "last", "checkpoint.keep.best": "metric"}
 #: Keys of earlier releases -> why they were removed.
-_REMOVED = {"checkpoint.stager.device_buffer_bytes": "because the device buffer never ran on a GPU"}
+REMOVED = {"checkpoint.stager.device_buffer_bytes": "because the device buffer never ran on a GPU"}
 
 
 def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: str | None = None) -> str | None:
@@ -107,8 +107,8 @@ def unknown_key(key: str, keys: Sequence[str], value: str | None = None, groups:
     """
     if key in keys:
         return None
-    if key in _REMOVED:
-        return f"{key} was removed, {_REMOVED[key]}; leave it out."
+    if key in REMOVED:
+        return f"{key} was removed, {REMOVED[key]}; leave it out."
     as_group = key.replace(".", "/")
     group = next((name for name in groups if name == as_group or name.endswith(f"/{as_group}")), None)
     if group and value is not None:
