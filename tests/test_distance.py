@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "scripts" / "distance.py"
-SAVE = {"functions": 250, "files": 62, "rooms": 18}
-RESTORE = {"functions": 400, "files": 80, "rooms": 30}
+SAVE = {"functions": 210, "files": 54, "rooms": 17}
+RESTORE = {"functions": 310, "files": 76, "rooms": 18}
 
 
 def test_the_way_of_a_save_and_of_a_restore(tmp_path: Path) -> None:
