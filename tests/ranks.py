@@ -20,7 +20,8 @@ from typing import Any
 
 from forker import Ended, Forker
 
-_SECONDS = 120.0
+#: Below pytest's own timeout, so that ranks which hang are ended here, with what they printed and where they are.
+_SECONDS = 100.0
 _MODULES = (
     "ranks",
     "pytest",

@@ -374,6 +374,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(at: Any, root: Path,
 @pytest.mark.parametrize("stands_there", ["link", "fifo", "file", "nothing"])
 def test_the_folder_of_the_files_is_a_folder(stands_there: str, root: Path, uploads: str) -> None:
     attempt = committed(ObjectStore(uploads), root, 1)
+    edit_manifest(Path(attempt.target), lambda manifest: manifest.__setitem__("format", "dcp"))
     outside = root / "outside"
     os.rename(attempt.staging, outside)
     if stands_there == "link":
