@@ -19,7 +19,7 @@ from ...errors import CheckpointTimeoutError, RanksError, error_as_plain, error_
 from .calls import Lookout
 from .coordinator import Coordinator
 from .heartbeat import FailureDetector, Heartbeat, Place
-from .question import AnsweredQuestions, Question, unpack
+from .question import AnsweredQuestions, Question, pack, unpack
 from .rank_store import RankStore
 
 logger = logging.getLogger("ckpt_component.coordination")
@@ -175,9 +175,14 @@ class StoreCoordinator(Coordinator):
             failure: what this rank's part raised.
         """
         question = self._question(tag)
-        question.post({"work": result} if failure is None else {"error": error_as_plain(failure)})
-        if failure is not None:
-            question.count("failed", 1)
+        try:
+            question.post({"work": result} if failure is None else {"error": error_as_plain(failure)})
+            if failure is not None:
+                question.count("failed", 1)
+        except RanksError as error:
+            if question.store.is_blocked:
+                question.store.once_answered(partial(_vote_against, tag, error_as_plain(error)))
+            raise
 
     def count(self, tag: str, deadline: float, watch: FailureDetector | None = None) -> list[Any]:
         """The second half of `all_succeed`: wait for the votes of all ranks, or the first failure.
@@ -311,3 +316,11 @@ class StoreCoordinator(Coordinator):
         if answer.get("about", about) != about:
             raise _AnotherCall
         raise error_from_plain(answer["error"])
+
+
+def _vote_against(tag: str, failure: dict[str, Any], store: RankStore) -> None:
+    """Post that this rank has failed, as its vote may have reached the store in part: the leader would wait for it."""
+    question = Question(store, tag)
+    if not store.has(f"{tag}/answer"):
+        store.set(f"{tag}/posts/{store.rank}", pack({"error": failure}))
+        question.count("failed", 1)

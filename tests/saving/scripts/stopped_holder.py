@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +127,34 @@ def in_a_wait(rank: int, world_size: int, folder: Path) -> None:
         torch.distributed.barrier()
         assert manager.save(3, STATE)
     assert 3 in manager.steps()
+
+
+def at_the_vote(rank: int, world_size: int, folder: Path) -> None:
+    """The vote of rank 1 is not answered: rank 0 hears that it failed, and does not wait for it until a deadline."""
+    staged = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: staged.set() if "iter_0000002 staged" in record.getMessage() else None  # type: ignore
+    with manager_of(folder, "checkpoint.timeouts.write=100", "checkpoint.timeouts.stall=90") as manager:
+        assert manager.save(1, STATE)
+        manager.wait()
+        writers = psutil.Process().children() if rank == 1 else []
+        for writer in writers:
+            writer.suspend()
+        logger = logging.getLogger("ckpt_component")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        assert manager.save(2, STATE)
+        assert staged.wait(60)  # so all ranks have begun
+        with stopped(rank, world_size, folder):
+            for writer in writers:
+                writer.resume()
+            if rank:
+                raises_soon(manager.wait)
+        if rank == 0:
+            raises_soon(manager.wait, text="has not answered")
+        torch.distributed.barrier()
+        assert manager.save(3, STATE)
+    assert manager.steps() == [1, 3]
 
 
 def in_a_close(rank: int, world_size: int, folder: Path) -> None:
