@@ -132,6 +132,22 @@ def test_a_question_is_withdrawn_once_the_store_answers(held: Held) -> None:
         rank.close()
 
 
+def test_a_vote_of_which_the_store_took_a_part_counts_as_a_failure(held: Held) -> None:
+    """Else the leader, which misses no rank and too few votes, would wait until its deadline."""
+    leader, voter = (StoreCoordinator(connected(held, rank=rank)) for rank in (0, 1))
+    leader.cast("save", "written")
+    held.answers.clear()
+    with pytest.raises(RanksError, match="has not answered"):
+        voter.cast("save", "written")
+    held.answers.set()
+    try:
+        with pytest.raises(RanksError, match="has not answered"):
+            leader.count("save", time.monotonic() + 20)
+    finally:
+        for ranks in (leader, voter):
+            ranks.close()
+
+
 def test_the_thread_of_a_connection_ends_with_it(held: Held) -> None:
     def threads() -> int:
         return sum(thread.name == "ckpt-store" for thread in threading.enumerate())

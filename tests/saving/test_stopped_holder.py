@@ -20,10 +20,6 @@ def test_the_others_give_up_and_later_saves_are_committed(function: str, world_s
     run_ranks(SCRIPT, function, world_size, tmp_path)
 
 
-def test_a_vote_that_is_not_answered_counts_as_a_failure(tmp_path: Path) -> None:
-    run_ranks(SCRIPT, "at_the_vote", 2, tmp_path)
-
-
 def test_training_waits_no_longer_than_it_may(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "in_a_save_that_may_not_wait", 2, tmp_path)
 

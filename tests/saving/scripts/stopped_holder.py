@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,16 +34,18 @@ def wait_for(found: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def stop_rank_0(rank: int, folder: Path) -> None:
-    """Rank 0 goes to sleep, and the others return when it is stopped."""
+def stop_rank_0(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0 goes to sleep, and the others return when it is stopped, which is when all of them have come here."""
     if rank == 0:
         (folder / "draft").write_text(str(os.getpid()))
         (folder / "draft").rename(folder / "pid")
         wait_for(lambda: (folder / "continue").exists())
         return
+    (folder / f"here-{rank}").touch()
     wait_for((folder / "pid").exists)
     process = psutil.Process(int((folder / "pid").read_text()))
     if rank == 1:
+        wait_for(lambda: len(list(folder.glob("here-*"))) == world_size - 1)
         process.suspend()
     wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
 
@@ -53,7 +53,7 @@ def stop_rank_0(rank: int, folder: Path) -> None:
 @contextlib.contextmanager
 def stopped(rank: int, world_size: int, folder: Path, withdrawn: str | None = None) -> Iterator[None]:
     """Rank 0 is stopped while the others are in here, and continues when they have withdrawn this question."""
-    stop_rank_0(rank, folder)
+    stop_rank_0(rank, world_size, folder)
     yield
     if rank == 0:
         return
@@ -129,34 +129,6 @@ def in_a_wait(rank: int, world_size: int, folder: Path) -> None:
     assert 3 in manager.steps()
 
 
-def at_the_vote(rank: int, world_size: int, folder: Path) -> None:
-    """The vote of rank 1 is not answered: rank 0 hears that it failed, and does not wait for it until a deadline."""
-    staged = threading.Event()
-    handler = logging.Handler()
-    handler.emit = lambda record: staged.set() if "iter_0000002 staged" in record.getMessage() else None  # type: ignore
-    with manager_of(folder, "checkpoint.timeouts.write=100", "checkpoint.timeouts.stall=90") as manager:
-        assert manager.save(1, STATE)
-        manager.wait()
-        writers = psutil.Process().children() if rank == 1 else []
-        for writer in writers:
-            writer.suspend()
-        logger = logging.getLogger("ckpt_component")
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        assert manager.save(2, STATE)
-        assert staged.wait(60)  # so all ranks have begun
-        with stopped(rank, world_size, folder):
-            for writer in writers:
-                writer.resume()
-            if rank:
-                raises_soon(manager.wait)
-        if rank == 0:
-            raises_soon(manager.wait, text="has not answered")
-        torch.distributed.barrier()
-        assert manager.save(3, STATE)
-    assert manager.steps() == [1, 3]
-
-
 def in_a_close(rank: int, world_size: int, folder: Path) -> None:
     """Close waits for no answer."""
     manager = manager_of(folder)
@@ -176,7 +148,7 @@ def at_the_end(rank: int, world_size: int, folder: Path) -> None:
     manager = manager_of(folder)
     assert manager.save(1, STATE)
     manager.wait()
-    stop_rank_0(rank, folder)
+    stop_rank_0(rank, world_size, folder)
     raises_soon(lambda: manager.save(2, STATE))
     raise SystemExit(7)
 
