@@ -74,7 +74,7 @@ class RunWatch:
     Attributes:
         changed: set when there may be more to upload.
         ended: set when the run has ended.
-        newest: the newest step that the run has told of.
+        newest: the newest step that the run has reported.
     """
 
     def __init__(self, policy: UploadPolicy) -> None:

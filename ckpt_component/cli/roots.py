@@ -132,7 +132,7 @@ def destination(argument: str, source: Location, options: Mapping[str, str], com
         commit: `--commit` of the command line
 
     Raises:
-        CheckpointConfigError: `ROOT@WORD` with a word that is no step
+        CheckpointConfigError: `ROOT@WORD` with a word that is not a step
     """
     path, step, fs = absolute(argument), source.step, storage_at(argument, options=options)
     by_rename = None if commit is None else commit == "rename"

@@ -45,7 +45,7 @@ class Transfer:
 
         Raises:
             CheckpointConfigError: the places do not fit, or the format does not allow another step
-            CheckpointExistsError: the target is there, and is no copy of the source
+            CheckpointExistsError: the target is there, and is not a copy of the source
             CheckpointFencedError: a run that may be alive uses one of the roots
         """
         source, target = self.source.path, self.target.path

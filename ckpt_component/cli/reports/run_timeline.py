@@ -70,7 +70,7 @@ def draw_saves(figure: Any, run: Run) -> None:
 
 def _bars(log: RankLog) -> Iterator[tuple[str, str, float, float]]:
     """Row, kind, begin and end of all that a rank did; a save in the queue waits in the row of the writer."""
-    for save in log.saves:  # first, so that what is written meanwhile lies over it
+    for save in log.saves:  # first, so that what is written during a save lies over it
         if "queue" in save.spans:
             begin, end = save.spans["queue"]
             yield f"rank {log.rank} writer", "queue", save.time + begin, save.time + end

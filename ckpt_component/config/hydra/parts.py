@@ -177,7 +177,7 @@ def build_listeners(entries: Sequence[Any]) -> list[CheckpointListener]:
     """Build the listeners of a config.
 
     Raises:
-        CheckpointConfigError: an entry is no listener, or its package is not installed
+        CheckpointConfigError: an entry is not a listener, or its package is not installed
     """
     listeners = []
     for number, entry in enumerate(entries):
