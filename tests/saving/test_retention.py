@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -132,6 +134,29 @@ def test_one_that_is_damaged_meanwhile_is_not_counted_among_the_newest(damage: s
             os.truncate(file, 10)
         manager.save(4, state_of(4))
     assert manager.steps() == [2, 4]
+
+
+def test_one_that_could_not_be_read_for_a_while_is_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    away, read = threading.Event(), FileStorage.read
+
+    def fail_while_away(self: FileStorage, path: str, *args: Any, **kwargs: Any) -> bytes:
+        if away.is_set() and path.endswith("iter_0000001/manifest.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return read(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(FileStorage, "read", fail_while_away)
+    with manager_in(tmp_path) as manager:
+        away.set()
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+            manager.wait()
+        while "iter_0000001/manifest.json cannot be read" not in caplog.text:
+            time.sleep(0.01)
+        away.clear()
+        manager.save(3, state_of(3))
+    assert manager.steps() == [3]
 
 
 def test_a_save_that_finds_no_room_waits_for_the_deletions_after_the_last_one(

@@ -13,7 +13,8 @@ from .scan import Scan, examine
 class KnownSteps:
     """The folders of steps under a root: each is examined when it appears, and again when a deletion depends on it.
 
-    What becomes a checkpoint after it was examined, or whole again, is not noticed: it neither counts nor is deleted.
+    What could not be read is examined at every update. What becomes a checkpoint after it was examined, or whole again,
+    is not noticed: it neither counts nor is deleted.
     Not for several threads at the same time.
 
     Args:
@@ -50,6 +51,8 @@ class KnownSteps:
         """
         for name in self._examined.keys() - set(entries):
             self._forget(self._examined[name])
+        for step in list(self.scan.unusable):
+            self._forget(step)
         unknown = (self._names.step_of(name) for name in entries if name not in self._examined)
         new = {step for step in unknown if step is not None}
         self.look_again(new)
