@@ -39,7 +39,7 @@ class Checkpointer(ABC):
     In a child of `os.fork`, `save`, `load` and `wait` raise CheckpointError, and `close` does nothing.
 
     Attributes:
-        last_load: the report of the last load; None: there was none, or it failed.
+        last_load: the report of the last load; None: there was none, or it failed
     """
 
     def __init__(self, saver: SavePipeline | ForeignSaver, reader: CheckpointReader) -> None:
@@ -64,20 +64,20 @@ class Checkpointer(ABC):
         """Save a state dict as the checkpoint `path`.
 
         Args:
-            state_dict: nested dicts and lists of tensors, plain values, and objects with `state_dict()`.
+            state_dict: nested dicts and lists of tensors, plain values, and objects with `state_dict()`
             path: a new folder. A path that exists is refused.
-            may_wait: False: raise instead of waiting for the memory of an earlier save.
+            may_wait: False: raise instead of waiting for the memory of an earlier save
 
         Returns:
             None if the save is complete on return; else (stage_future, write_future): the first is done when the
             tensors may be changed, the second has the `SaveReport` when the checkpoint is committed.
 
         Raises:
-            CheckpointStageError: a value that cannot be checkpointed, by key.
-            CheckpointExistsError: the path is taken.
-            CheckpointWorldError: the process group is not the one that this was built with.
-            CheckpointBusyError: `may_wait=False`, and the save would have to wait for an earlier one; on all ranks.
-            CheckpointError: an earlier save failed, and its error was not raised yet.
+            CheckpointStageError: a value that cannot be checkpointed, by key
+            CheckpointExistsError: the path is taken
+            CheckpointWorldError: the process group is not the one that this was built with
+            CheckpointBusyError: `may_wait=False`, and the save would have to wait for an earlier one; on all ranks
+            CheckpointError: an earlier save failed, and its error was not raised yet
         """
 
     def load(
@@ -95,32 +95,32 @@ class Checkpointer(ABC):
         """Load a checkpoint: a native one, or one of `torch.save`, DCP, Megatron, Lightning or Hugging Face.
 
         Args:
-            path: its folder (or file), or a folder of checkpoints with a pointer file, for the newest of them.
+            path: its folder (or file), or a folder of checkpoints with a pointer file, for the newest of them
             state_dict: the target, a dict or a module. Its tensors are copied into, its plain values replaced, and its
                 objects with `load_state_dict()` given their state; other keys are not loaded. None: load everything.
-            default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
-            strict: raise if the target has keys that the checkpoint lacks; False: warn once, with the keys.
+            default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target
+            strict: raise if the target has keys that the checkpoint lacks; False: warn once, with the keys
             rename: names in the checkpoint -> in the target, such as `{"transformer.h": "blocks"}`. A name stands for
                 its value and all below it, and `*` for any text: `{"h.*.attn": "blocks.*.attention"}`. An empty name
                 of the target takes the name away. Each key is renamed once, by the longest name that fits.
             prefix: name to put before all keys, after the renames: `model` loads a plain state dict into
-                `{"model": model}`.
-            ignore: names in the checkpoint, or else in the target, that are not loaded: the target keeps its values.
+                `{"model": model}`
+            ignore: names in the checkpoint, or else in the target, that are not loaded: the target keeps its values
             **kwargs: passed to the reader; the native one takes `allow_dtype_cast=True`, `allow_unexpected=False` to
                 refuse a checkpoint with keys that the target lacks, and `resuming=True` to verify also if `verify` is
-                `on_resume`.
+                `on_resume`
 
         Returns:
             The target, or a new dict.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint at the path.
-            CheckpointWorldError: the process group is not the one that this was built with.
+            CheckpointNotFoundError: there is no checkpoint at the path
+            CheckpointWorldError: the process group is not the one that this was built with
             CheckpointLoadError: values have another shape, dtype or kind than the target's, such as a dict for a list;
                 or a name of `rename` or `ignore` fits no key. One error names all that does not fit, and nothing was
                 loaded: MissingKeysError if, with `strict`, keys of the target are missing, else UnexpectedKeysError
                 if, with `allow_unexpected=False`, the checkpoint has keys that the target lacks.
-            CheckpointCorruptError: the bytes on disk differ from those that were written.
+            CheckpointCorruptError: the bytes on disk differ from those that were written
         """
         self._home.check()
         self.ranks.check_world()
@@ -162,7 +162,7 @@ class Checkpointer(ABC):
         """Call a listener for the saves and loads from now on; see `CheckpointListener`.
 
         Raises:
-            CheckpointTypeError: it is none.
+            CheckpointTypeError: it is none
         """
         self.saver.events.add_listener(listener)
 
@@ -173,7 +173,7 @@ class Checkpointer(ABC):
             False if it has no checksums, because another program saved it.
 
         Raises:
-            CheckpointCorruptError: a file is missing or differs from what was written; names the file.
+            CheckpointCorruptError: a file is missing or differs from what was written; names the file
         """
         return bool(self._reader.verify(os.fspath(path)))
 
@@ -181,7 +181,7 @@ class Checkpointer(ABC):
         """Make `optimizer.step()` wait for a snapshot that is still being copied. Only `zero_overhead` needs it.
 
         Args:
-            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
+            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`
         """
         self.saver.guard(optimizer)
 
@@ -193,8 +193,8 @@ class Checkpointer(ABC):
         """Wait until every save that was started is committed, or raise the error of one that failed.
 
         Raises:
-            CheckpointTimeoutError: a save hung; see timeouts.write.
-            CheckpointError: a save failed, and its error was not raised yet.
+            CheckpointTimeoutError: a save hung; see timeouts.write
+            CheckpointError: a save failed, and its error was not raised yet
         """
         self._home.check()
         self.saver.wait()
@@ -225,7 +225,7 @@ class Checkpointer(ABC):
         Does nothing in a forked child: all this belongs to the process that built it.
 
         Raises:
-            CheckpointError: an earlier save failed, and its error was not raised yet.
+            CheckpointError: an earlier save failed, and its error was not raised yet
         """
         if not self._closed and self._home.is_here:
             self._closed = True
@@ -262,8 +262,8 @@ class SyncCheckpointer(Checkpointer):
     """Saves while training waits.
 
     Args:
-        writer: a `SavePipeline`, or anything with `write(state_dict, path)` and `close()`.
-        reader: loads checkpoints.
+        writer: a `SavePipeline`, or anything with `write(state_dict, path)` and `close()`
+        reader: loads checkpoints
     """
 
     def __init__(self, writer: SavePipeline | CheckpointWriter, reader: CheckpointReader) -> None:
@@ -280,10 +280,10 @@ class AsyncCheckpointer(Checkpointer):
 
     Args:
         checkpoint_stager: takes the snapshot: a `Stager`, or anything whose `stage(state_dict)` returns the state to
-            write, or a future of it.
+            write, or a future of it
         checkpoint_process: writes it: a `SavePipeline`, which owns the stager, or a `CheckpointProcess` for stagers
-            that return a state dict.
-        reader: loads checkpoints.
+            that return a state dict
+        reader: loads checkpoints
     """
 
     def __init__(self, checkpoint_stager: Any, checkpoint_process: Any, reader: CheckpointReader) -> None:

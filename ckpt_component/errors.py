@@ -97,8 +97,8 @@ class RanksError(CheckpointSaveError):
     """Ranks failed or are unreachable; the same error on all ranks.
 
     Attributes:
-        failures: the message of each failed rank.
-        causes: the type name of the error on each failed rank; `RanksError` for a dead rank.
+        failures: the message of each failed rank
+        causes: the type name of the error on each failed rank; `RanksError` for a dead rank
     """
 
     def __init__(

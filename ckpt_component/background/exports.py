@@ -32,11 +32,11 @@ class ExportPolicy:
     """What to export, and where.
 
     Attributes:
-        options: How.
-        folder: Absolute path of the folder of the exports, which are named as their checkpoints; empty: `exports`
-            beside them.
-        every_steps: Export each checkpoint whose step is a multiple; None: only the last.
-        timeout: Seconds for one export.
+        options: how
+        folder: absolute path of the folder of the exports, which are named as their checkpoints; empty: `exports`
+            beside them
+        every_steps: export each checkpoint whose step is a multiple; None: only the last
+        timeout: seconds for one export
     """
 
     options: ExportOptions
@@ -56,8 +56,8 @@ class BackgroundExports:
     While an export runs, only the newest request waits.
 
     Args:
-        policy: What to export.
-        note: Records an event, from the thread of the exports.
+        policy: what to export
+        note: records an event, from the thread of the exports
     """
 
     def __init__(self, policy: ExportPolicy, note: Callable[[dict[str, Any]], None]) -> None:
@@ -88,7 +88,7 @@ class BackgroundExports:
         """Export the newest checkpoint and wait for it, or end the export that runs. Bounded by its deadline.
 
         Args:
-            finish: The run has come to its end.
+            finish: the run has come to its end
         """
         if finish and self._newest is not None and self._newest != self._requested:
             self._request(self._newest)
@@ -141,7 +141,7 @@ class BackgroundExports:
         """Run the process, and return its answer.
 
         Raises:
-            CheckpointError: The export failed.
+            CheckpointError: the export failed
         """
         policy, target = self._policy, self._policy.target_of(path)
         job = {"source": path, "target": target, "options": vars(policy.options)}

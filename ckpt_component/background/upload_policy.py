@@ -17,19 +17,19 @@ class UploadPolicy:
     """What to upload, where to, and how fast. The process of the uploads gets it as JSON.
 
     Attributes:
-        source: absolute path of the local folder (`local.dir`).
-        target: path or URL of the permanent folder (`dir`).
-        options: of the storage of the target, which may hold secrets.
-        durable: as for `storage_at`.
-        atomic_rename: as for `storage_at`, of the target.
-        names: how steps are named in both.
-        keep: which checkpoints to keep in the target.
-        best: how checkpoints are compared; None: they are not.
-        run: token of the run, which is in the manifests of its checkpoints, and by which it owns both folders.
-        events: whether uploads are recorded beside the other events of the run.
-        every_steps: upload checkpoints whose step is a multiple, and the last one of the run; None: any.
-        max_bytes_per_second: None: no limit.
-        finish_seconds: how long uploads go on when the run has ended.
+        source: absolute path of the local folder (`local.dir`)
+        target: path or URL of the permanent folder (`dir`)
+        options: of the storage of the target, which may hold secrets
+        durable: as for `storage_at`
+        atomic_rename: as for `storage_at`, of the target
+        names: how steps are named in both
+        keep: which checkpoints to keep in the target
+        best: how checkpoints are compared; None: they are not
+        run: token of the run, which is in the manifests of its checkpoints, and by which it owns both folders
+        events: whether uploads are recorded beside the other events of the run
+        every_steps: upload checkpoints whose step is a multiple, and the last one of the run; None: any
+        max_bytes_per_second: None: no limit
+        finish_seconds: how long uploads go on when the run has ended
     """
 
     source: str
@@ -64,12 +64,12 @@ class UploadPolicy:
         that the target keeps forever and those that it keeps as the best, if they are still in the local folder.
 
         Args:
-            local: scan of the local folder.
-            remote: scan of the target.
-            ended: whether the run has ended, so that its last checkpoint is due.
+            local: scan of the local folder
+            remote: scan of the target
+            ended: whether the run has ended, so that its last checkpoint is due
 
         Raises:
-            CheckpointExistsError: the target has later steps of another run, so that this run's would be the oldest.
+            CheckpointExistsError: the target has later steps of another run, so that this run's would be the oldest
         """
         last = local.committed[-1:] if ended else []
         due = [step for step in local.committed if self.is_due(step) or step in last]

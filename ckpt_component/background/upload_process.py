@@ -69,12 +69,12 @@ class RunWatch:
     """Watches the run that this process belongs to.
 
     Args:
-        policy: what is uploaded.
+        policy: what is uploaded
 
     Attributes:
-        changed: set when there may be more to upload.
-        ended: set when the run has ended.
-        newest: the newest step that the run has reported.
+        changed: set when there may be more to upload
+        ended: set when the run has ended
+        newest: the newest step that the run has reported
     """
 
     def __init__(self, policy: UploadPolicy) -> None:
@@ -123,9 +123,9 @@ class Uploader:
     """Uploads checkpoints, one after the other.
 
     Args:
-        policy: what to upload, and where to.
-        run: the run that makes them.
-        report: sends a message to the run.
+        policy: what to upload, and where to
+        run: the run that makes them
+        report: sends a message to the run
     """
 
     def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
@@ -151,7 +151,7 @@ class Uploader:
         """Upload until the run has ended and nothing is left to do.
 
         Raises:
-            CheckpointFencedError: another run has taken over the target.
+            CheckpointFencedError: another run has taken over the target
         """
         locked, pause = self._lock_source(), _FIRST_PAUSE_SECONDS
         try:

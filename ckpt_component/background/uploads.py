@@ -33,8 +33,8 @@ class LagPolicy:
     """How far the target may fall behind the local folder.
 
     Attributes:
-        max_steps: the most steps; None: there is no limit.
-        raises: whether the next save fails beyond it, or a warning is logged.
+        max_steps: the most steps; None: there is no limit
+        raises: whether the next save fails beyond it, or a warning is logged
     """
 
     max_steps: int | None = None
@@ -45,8 +45,8 @@ class BackgroundUploads:
     """Owns the process of the uploads, on rank 0.
 
     Args:
-        policy: what to upload.
-        lag: how far the target may fall behind.
+        policy: what to upload
+        lag: how far the target may fall behind
     """
 
     def __init__(self, policy: UploadPolicy, lag: LagPolicy) -> None:
@@ -94,8 +94,8 @@ class BackgroundUploads:
         """Before a save: raise if the target is taken by another run, or too far behind and `on_lag` is `error`.
 
         Raises:
-            CheckpointFencedError: another run took over the target.
-            CheckpointSaveError: it is too far behind.
+            CheckpointFencedError: another run took over the target
+            CheckpointSaveError: it is too far behind
         """
         if self._fenced is not None:
             raise CheckpointFencedError(self._fenced)
@@ -116,7 +116,7 @@ class BackgroundUploads:
         """The run has ended: let uploads go on, for at most `finish_seconds`.
 
         Args:
-            finish: wait for them.
+            finish: wait for them
         """
         self._ended = True
         process, thread = self._process, self._thread

@@ -39,10 +39,10 @@ class WriteCaller(ABC):
         """Start the writer process, if it can be started before the first save.
 
         Args:
-            timeout: seconds within which the process must be ready.
+            timeout: seconds within which the process must be ready
 
         Raises:
-            CheckpointTimeoutError, WorkerDiedError: the writer process did not start.
+            CheckpointTimeoutError, WorkerDiedError: the writer process did not start
         """
 
     @abstractmethod
@@ -53,8 +53,8 @@ class WriteCaller(ABC):
             What was written: a `WriteResult`.
 
         Raises:
-            CheckpointSaveError: the write failed; the caller can still run further requests.
-            CheckpointTimeoutError: the deadline passed; the process that hung was killed.
+            CheckpointSaveError: the write failed; the caller can still run further requests
+            CheckpointTimeoutError: the deadline passed; the process that hung was killed
         """
 
     def progress(self) -> int:
@@ -219,11 +219,11 @@ class TemporalCaller(_ProcessCaller):
     """A process per save: nothing runs between saves.
 
     Args:
-        nice: how much the process yields the CPU to training, 0 to 19.
-        io_priority: how it queues for the disk.
+        nice: how much the process yields the CPU to training, 0 to 19
+        io_priority: how it queues for the disk
 
     Raises:
-        CheckpointConfigError: a value out of range.
+        CheckpointConfigError: a value out of range
     """
 
     option: ClassVar[str] = "temporal"
@@ -239,12 +239,12 @@ class PersistentCaller(_ProcessCaller):
     """One process for the whole run, started when the checkpointer is built.
 
     Args:
-        nice: how much the process yields the CPU to training, 0 to 19.
-        io_priority: how it queues for the disk.
-        page_cache: whether it keeps the newest checkpoint in the page cache.
+        nice: how much the process yields the CPU to training, 0 to 19
+        io_priority: how it queues for the disk
+        page_cache: whether it keeps the newest checkpoint in the page cache
 
     Raises:
-        CheckpointConfigError: a value out of range.
+        CheckpointConfigError: a value out of range
     """
 
     option: ClassVar[str] = "persistent"

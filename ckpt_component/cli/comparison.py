@@ -25,9 +25,9 @@ class Norm:
     """The difference of two tensors A and B, in float64.
 
     Attributes:
-        absolute: Euclidean norm of B - A.
-        relative: The same, divided by the norm of A; None: A is zero.
-        largest: The largest absolute difference of two elements.
+        absolute: Euclidean norm of B - A
+        relative: the same, divided by the norm of A; None: A is zero
+        largest: the largest absolute difference of two elements
     """
 
     absolute: float
@@ -40,10 +40,10 @@ class Difference:
     """A key that is not the same in both.
 
     Attributes:
-        key: The key.
-        what: `only in A`, `only in B`, `kind`, `dtype`, `shape` or `values`.
-        before, after: What A and B have, in words; None: nothing, or just other values.
-        norm: Of the values, where it was asked for and there is one.
+        key: the key
+        what: `only in A`, `only in B`, `kind`, `dtype`, `shape` or `values`
+        before, after: what A and B have, in words; None: nothing, or just other values
+        norm: of the values, where it was asked for and there is one
     """
 
     key: str
@@ -58,9 +58,9 @@ class Comparison:
     """The result.
 
     Attributes:
-        differences: In the order of A's keys, then of B's.
-        equal: Number of keys with equal values.
-        by_checksum: How many of the keys of both needed no data to be read.
+        differences: in the order of A's keys, then of B's
+        equal: number of keys with equal values
+        by_checksum: how many of the keys of both needed no data to be read
     """
 
     differences: list[Difference]
@@ -72,14 +72,14 @@ def compare(a: Index, b: Index, first: Sequence[Entry], second: Sequence[Entry],
     """Compare entries of two checkpoints.
 
     Args:
-        a: The first checkpoint.
-        b: The second checkpoint.
-        first: Entries of the first.
-        second: Entries of the second.
-        norm: Compute the norm of the difference where values differ; reads them, with torch.
+        a: the first checkpoint
+        b: the second checkpoint
+        first: entries of the first
+        second: entries of the second
+        norm: compute the norm of the difference where values differ; reads them, with torch
 
     Raises:
-        CheckpointCorruptError: Data had to be read, and is damaged.
+        CheckpointCorruptError: data had to be read, and is damaged
     """
     others = {entry.key: entry for entry in second}
     found: list[Difference] = []

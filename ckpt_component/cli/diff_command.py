@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     """Compare two checkpoints.
 
     Raises:
-        CheckpointError: One of them is missing or damaged, or no key matches.
+        CheckpointError: one of them is missing or damaged, or no key matches
     """
     a, b = (find_checkpoint(each, parsed.options) for each in (parsed.a, parsed.b))
     if parsed.config:

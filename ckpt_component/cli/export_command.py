@@ -60,7 +60,7 @@ def renames(texts: Sequence[str]) -> dict[str, str]:
     """The values of `--rename`.
 
     Raises:
-        CheckpointConfigError: One has no `=`.
+        CheckpointConfigError: one has no `=`
     """
     for text in texts:
         if "=" not in text:
@@ -72,7 +72,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Export.
 
     Raises:
-        CheckpointConfigError: An argument is invalid.
+        CheckpointConfigError: an argument is invalid
     """
     most = MAX_SHARD_BYTES
     if parsed.max_shard_size is not None:

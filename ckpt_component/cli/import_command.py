@@ -40,7 +40,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Import.
 
     Raises:
-        CheckpointError: As a load of the source, and as a save.
+        CheckpointError: as a load of the source, and as a save
     """
     if not 0 <= parsed.step <= MAX_STEP:
         raise CheckpointConfigError(f"--step={parsed.step} must be at least 0.")

@@ -31,11 +31,11 @@ class ImportStager(LiveStager):
     """Saves the contents of a checkpoint, of any format that loads; the state given to `save` does not matter.
 
     Args:
-        path: The checkpoint.
-        rename: As for `KeyMap`.
-        prefix: As for `KeyMap`.
-        ignore: As for `KeyMap`.
-        options: `checkpoint.storage.options`, for a URL.
+        path: the checkpoint
+        rename: as for `KeyMap`
+        prefix: as for `KeyMap`
+        ignore: as for `KeyMap`
+        options: `checkpoint.storage.options`, for a URL
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ImportStager(LiveStager):
         """Open the checkpoint, and inspect what it says it holds.
 
         Raises:
-            CheckpointError: As `Checkpointer.load`.
+            CheckpointError: as `Checkpointer.load`
         """
         self._source = source = MappedSource(self._reader.open(self._path, mapped=True), self._key_map)
         source.check_ignored([])

@@ -18,13 +18,13 @@ class Line:
     """A line of the tree.
 
     Attributes:
-        depth: How deep it is indented.
-        name: Its part of the key; of folded siblings all numbers, such as `0-11`.
-        alike: How many siblings it stands for.
-        dtype: Dtype of the tensor, or of all tensors below; `mixed`; empty for objects.
-        entry: The entry, of folded siblings the first; None: it is a prefix with entries below.
-        tensors, objects: How many there are, in all siblings.
-        nbytes: Bytes of all siblings.
+        depth: how deep it is indented
+        name: its part of the key; of folded siblings all numbers, such as `0-11`
+        alike: how many siblings it stands for
+        dtype: dtype of the tensor, or of all tensors below; `mixed`; empty for objects
+        entry: the entry, of folded siblings the first; None: it is a prefix with entries below
+        tensors, objects: how many there are, in all siblings
+        nbytes: bytes of all siblings
     """
 
     depth: int
@@ -53,8 +53,8 @@ def lines_of(entries: Iterable[Entry], depth: int | None = None) -> Iterator[Lin
     """The lines of the tree of some entries.
 
     Args:
-        entries: The entries.
-        depth: Show this many levels; None: all.
+        entries: the entries
+        depth: show this many levels; None: all
     """
     root = _Node()
     for entry in entries:

@@ -18,7 +18,7 @@ def value_text(data: bytes, where: str) -> str:
     """A stored object in words: a plain value itself; of anything else, that it is an object.
 
     Raises:
-        CheckpointCorruptError: it is no object of a checkpoint.
+        CheckpointCorruptError: it is no object of a checkpoint
     """
     value = load_state(_pickle(data, where), lambda reference: None)
     return "object" if isinstance(value, Record) else _TEXT.repr(value)

@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Show a checkpoint.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or no key matches.
+        CheckpointError: there is no such checkpoint, it is damaged, or no key matches
     """
     checkpoint = find_checkpoint(parsed.checkpoint, parsed.options)
     path = checkpoint.path

@@ -27,9 +27,9 @@ class VerifiedItems:
     They count only as long as no file of the checkpoint has changed.
 
     Args:
-        fs: the storage of the checkpoint.
-        inspection: the checkpoint, whose items have not been read yet.
-        resume: start with what the file says; else with nothing.
+        fs: the storage of the checkpoint
+        inspection: the checkpoint, whose items have not been read yet
+        resume: start with what the file says; else with nothing
     """
 
     def __init__(self, fs: Storage, inspection: Inspection, *, resume: bool) -> None:

@@ -47,8 +47,8 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
     """Verify.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or no key matches.
-        CheckpointError: it cannot be verified here.
+        CheckpointNotFoundError: there is no checkpoint, or no key matches
+        CheckpointError: it cannot be verified here
     """
     checkpoint, results = find_checkpoint(parsed.checkpoint, parsed.options), list[dict[str, Any]]()
     paths = [checkpoint.path]

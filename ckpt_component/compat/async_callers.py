@@ -49,12 +49,12 @@ class AsyncCaller(ABC):
         ranks get the error when they ask for its result.
 
         Args:
-            async_req: the request; without `async_fn` there is nothing to run.
+            async_req: the request; without `async_fn` there is nothing to run
 
         Raises:
-            CheckpointStageError: with one rank, a part of the request cannot be sent to another process.
-            StartMethodError: with one rank, fork in a process that uses CUDA.
-            RanksError: the store of the ranks cannot be reached.
+            CheckpointStageError: with one rank, a part of the request cannot be sent to another process
+            StartMethodError: with one rank, fork in a process that uses CUDA
+            RanksError: the store of the ranks cannot be reached
         """
 
     @abstractmethod
@@ -64,8 +64,8 @@ class AsyncCaller(ABC):
         All ranks get rank 0's answer to the n-th call of this, without a collective.
 
         Args:
-            blocking: wait until it is done, at most until its deadline.
-            no_dist: look only at this rank.
+            blocking: wait until it is done, at most until its deadline
+            no_dist: look only at this rank
 
         Returns:
             True when it is done, or nothing is scheduled.
@@ -74,14 +74,14 @@ class AsyncCaller(ABC):
             CheckpointSaveError: the call failed; raised once. The next call is then the current one. With several
                 ranks it is the same RanksError on all of them as soon as one has failed, caused by the rank's own
                 error where the call failed.
-            CheckpointTimeoutError: timed out waiting for the call or for rank 0's decision.
+            CheckpointTimeoutError: timed out waiting for the call or for rank 0's decision
         """
 
     def sync_all_async_calls(self, is_alive: int) -> bool:
         """Whether no rank has a running call. Call this on all ranks; waits for them.
 
         Args:
-            is_alive: nonzero if this rank's current call is not done.
+            is_alive: nonzero if this rank's current call is not done
         """
         session = self.peers.session()
         alive = int(bool(is_alive))
@@ -104,16 +104,16 @@ class ProcessCaller(AsyncCaller):
     """An `AsyncCaller` whose calls run in supervised processes.
 
     Args:
-        start_method: `spawn`, `forkserver` or `fork`.
-        start_timeout: seconds for a process to start.
-        write_timeout: seconds for one request.
-        close_timeout: seconds for a process to exit.
-        nice: CPU priority of the processes, 0 to 19; 19 is the lowest.
-        io_priority: I/O priority of the processes.
-        import_main: whether processes import the main script; requests with functions defined there need it.
+        start_method: `spawn`, `forkserver` or `fork`
+        start_timeout: seconds for a process to start
+        write_timeout: seconds for one request
+        close_timeout: seconds for a process to exit
+        nice: CPU priority of the processes, 0 to 19; 19 is the lowest
+        io_priority: I/O priority of the processes
+        import_main: whether processes import the main script; requests with functions defined there need it
 
     Raises:
-        StartMethodError: `start_method` cannot be used.
+        StartMethodError: `start_method` cannot be used
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class ProcessCaller(AsyncCaller):
         """Give a call to a process.
 
         Raises:
-            CheckpointStageError: a value cannot be pickled; the message names it and what to do.
-            CheckpointSaveError: the system could not start a process.
+            CheckpointStageError: a value cannot be pickled; the message names it and what to do
+            CheckpointSaveError: the system could not start a process
         """
 
     @abstractmethod
@@ -238,10 +238,10 @@ class TemporalAsyncCaller(ProcessCaller):
         start_method: `spawn` and `forkserver` import the modules of `async_fn` anew, which takes seconds if they
             import torch. `fork` starts in milliseconds and pickles nothing, but the next update of the weights copies
             memory page by page and is slow, shared memory stays shared, and it is refused if CUDA is in use.
-        options: as for `ProcessCaller`.
+        options: as for `ProcessCaller`
 
     Raises:
-        StartMethodError: `start_method` cannot be used.
+        StartMethodError: `start_method` cannot be used
     """
 
     def _begin(self, what: str, call: Call) -> tuple[Future[Any], WorkerClient]:
@@ -272,11 +272,11 @@ class PersistentAsyncCaller(ProcessCaller):
     begun, so that two requests never write at the same time.
 
     Args:
-        start_method: `spawn` or `forkserver`; `fork` is refused where CUDA is in use.
-        options: as for `ProcessCaller`; `write_timeout` counts once a request is sent to the process.
+        start_method: `spawn` or `forkserver`; `fork` is refused where CUDA is in use
+        options: as for `ProcessCaller`; `write_timeout` counts once a request is sent to the process
 
     Raises:
-        StartMethodError: `start_method` cannot be used.
+        StartMethodError: `start_method` cannot be used
     """
 
     _worker: WorkerClient | None = None
@@ -295,7 +295,7 @@ class PersistentAsyncCaller(ProcessCaller):
         """Start the process now, so that the first request does not wait for it. Returns immediately.
 
         Raises:
-            CheckpointSaveError: the system refused another process.
+            CheckpointSaveError: the system refused another process
         """
         self._open_worker().start()
 
@@ -309,9 +309,9 @@ class PersistentAsyncCaller(ProcessCaller):
         """The loop of the process: it receives requests from the trainer and answers each with its number.
 
         Args:
-            rank: rank of the trainer.
-            sock: connection to the trainer for requests, results and errors; the reference has three queues.
-            log_level: level of this package's loggers in the process.
+            rank: rank of the trainer
+            sock: connection to the trainer for requests, results and errors; the reference has three queues
+            log_level: level of this package's loggers in the process
         """
         logger.debug("persistent checkpoint process of rank %d", rank)
         serve_calls(sock, log_level)

@@ -53,19 +53,19 @@ class AsyncCallsQueue:
     the script must do that.
 
     Args:
-        persistent: one process for all requests, instead of one for each.
-        start_method: how processes are started; see the callers.
-        start_timeout: seconds for a process to start.
-        write_timeout: seconds for one request.
-        close_timeout: seconds for a process to exit when it is asked to.
-        cpu_priority: CPU priority of the processes, 0 to 19; 19 is the lowest.
-        io_priority: I/O priority of the processes; see `warmup_persistent_caller`.
-        cpu_shm_mode: as in NVRx; has no effect, because tensors are always copied to shared host memory.
-        import_main: whether processes import the main script; requests with functions defined there need it.
+        persistent: one process for all requests, instead of one for each
+        start_method: how processes are started; see the callers
+        start_timeout: seconds for a process to start
+        write_timeout: seconds for one request
+        close_timeout: seconds for a process to exit when it is asked to
+        cpu_priority: CPU priority of the processes, 0 to 19; 19 is the lowest
+        io_priority: I/O priority of the processes; see `warmup_persistent_caller`
+        cpu_shm_mode: as in NVRx; has no effect, because tensors are always copied to shared host memory
+        import_main: whether processes import the main script; requests with functions defined there need it
 
     Raises:
-        StartMethodError: `start_method` cannot be used.
-        CheckpointConfigError: a priority is out of range.
+        StartMethodError: `start_method` cannot be used
+        CheckpointConfigError: a priority is out of range
     """
 
     def __init__(
@@ -122,19 +122,19 @@ class AsyncCallsQueue:
         """Start a worker process now, for the next persistent queue that schedules a request and has none.
 
         Args:
-            rank: as in the reference; not used.
-            mp_mode: start method; `spawn` is used for `fork`, which would copy the trainer.
-            cpu_priority: CPU priority of the process, 0 to 19; 19 is the lowest.
-            io_priority: class of `ionice`: 3 is idle, 2 the lowest best-effort level, any other is normal.
-            cpu_shm_mode: as in NVRx; has no effect.
-            otel_bootstrap: as in NVRx; has no effect, because the process reports no spans.
-            start_timeout: see the constructor; the same for the next three.
-            write_timeout: see above.
-            close_timeout: see above.
-            import_main: see above.
+            rank: as in the reference; not used
+            mp_mode: start method; `spawn` is used for `fork`, which would copy the trainer
+            cpu_priority: CPU priority of the process, 0 to 19; 19 is the lowest
+            io_priority: class of `ionice`: 3 is idle, 2 the lowest best-effort level, any other is normal
+            cpu_shm_mode: as in NVRx; has no effect
+            otel_bootstrap: as in NVRx; has no effect, because the process reports no spans
+            start_timeout: see the constructor; the same for the next three
+            write_timeout: see above
+            close_timeout: see above
+            import_main: see above
 
         Raises:
-            CheckpointSaveError: the system refused to start another process.
+            CheckpointSaveError: the system refused to start another process
         """
         if _warm_caller() is not None:
             return
@@ -165,7 +165,7 @@ class AsyncCallsQueue:
             CheckpointStageError: with one rank, a part of it cannot be sent to another process; nothing is scheduled.
                 With several ranks, no rank waits here for the others: the request gets its number on all ranks, and
                 `maybe_finalize_async_calls` raises the error on all of them.
-            RanksError: the store of the ranks cannot be reached.
+            RanksError: the store of the ranks cannot be reached
         """
         self._home.check()
         idx = self.call_idx + 1
@@ -186,8 +186,8 @@ class AsyncCallsQueue:
         only if there is something to finalize, until all have done so.
 
         Args:
-            blocking: wait for all of them, each at most until its deadline.
-            no_dist: look only at this rank.
+            blocking: wait for all of them, each at most until its deadline
+            no_dist: look only at this rank
 
         Returns:
             Numbers of the requests finalized since the last return.
@@ -196,7 +196,7 @@ class AsyncCallsQueue:
             CheckpointSaveError: a request or a finalize function failed. It is raised once, and that request is over;
                 call again for later ones. With several ranks it is the same RanksError on all of them, caused by the
                 rank's own error where it failed.
-            CheckpointTimeoutError: rank 0 did not decide in time.
+            CheckpointTimeoutError: rank 0 did not decide in time
         """
         self._home.check()
         while self.async_calls:
@@ -224,7 +224,7 @@ class AsyncCallsQueue:
         Bounded, safe to call twice, and the queue can be used again. Does nothing in a forked child.
 
         Args:
-            abort: kill the processes now and discard their requests; no finalize function is called.
+            abort: kill the processes now and discard their requests; no finalize function is called
 
         Raises:
             CheckpointSaveError: a request failed. The first such error is raised at the end; others are logged.

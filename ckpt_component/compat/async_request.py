@@ -28,14 +28,14 @@ class AsyncRequest(_Fields):
     """A call to run in the background, and functions to call on the trainer when it is done on all ranks.
 
     Args:
-        async_fn: function to run; None: run only the finalize functions.
-        async_fn_args: its positional arguments.
-        finalize_fns: called without arguments, in order, after `async_fn` is done on all ranks.
-        async_fn_kwargs: its keyword arguments.
+        async_fn: function to run; None: run only the finalize functions
+        async_fn_args: its positional arguments
+        finalize_fns: called without arguments, in order, after `async_fn` is done on all ranks
+        async_fn_kwargs: its keyword arguments
         preload_fn: called without arguments before `async_fn`, usually to copy tensors to the host; its result
-            replaces positional argument 1 of `async_fn`.
-        is_frozen: whether finalize functions may no longer be added.
-        call_idx: orders requests; set by the queue.
+            replaces positional argument 1 of `async_fn`
+        is_frozen: whether finalize functions may no longer be added
+        call_idx: orders requests; set by the queue
     """
 
     __slots__ = ()
@@ -72,7 +72,7 @@ class AsyncRequest(_Fields):
         """Convert a similar request, such as that of megatron-core or NVRx.
 
         Raises:
-            CheckpointStageError: it is not an async request.
+            CheckpointStageError: it is not an async request
         """
         if isinstance(request, cls):
             return request
@@ -86,7 +86,7 @@ class AsyncRequest(_Fields):
         """Add a function to call after the existing ones.
 
         Raises:
-            RuntimeError: the request is frozen, as the copies of scheduled requests are.
+            RuntimeError: the request is frozen, as the copies of scheduled requests are
         """
         if self.is_frozen:
             raise RuntimeError("This AsyncRequest is frozen: add finalize functions before it is scheduled.")
@@ -103,7 +103,7 @@ class AsyncRequest(_Fields):
         Raises:
             RanksError: with several ranks, the request failed on one of them; the same error on all ranks, with this
                 rank's own as its cause. Unless a finalize function failed, no rank has called one.
-            CheckpointTimeoutError: a rank was not done within half an hour of the others.
+            CheckpointTimeoutError: a rank was not done within half an hour of the others
         """
         session = Peers().session()
         if session is None:
@@ -120,8 +120,8 @@ class AsyncRequest(_Fields):
         """Call `preload_fn` and return `async_fn` with its arguments; None if there is nothing to run.
 
         Raises:
-            CheckpointStageError: `preload_fn` has no argument to replace.
-            CheckpointSaveError: `preload_fn` failed.
+            CheckpointStageError: `preload_fn` has no argument to replace
+            CheckpointSaveError: `preload_fn` failed
         """
         if self.async_fn is None:
             return None

@@ -34,16 +34,16 @@ class FilesImage:
     """Host memory that contains everything except the payloads.
 
     Args:
-        form: dtypes and shapes of each file's tensors.
+        form: dtypes and shapes of each file's tensors
 
     Attributes:
-        form: as passed.
-        host_image: the memory, which another process can open.
-        slots: where the payloads go.
-        files: start and end of each file in the memory, and the locations of its tensors in the file.
+        form: as passed
+        host_image: the memory, which another process can open
+        slots: where the payloads go
+        files: start and end of each file in the memory, and the locations of its tensors in the file
 
     Raises:
-        CheckpointError: not enough host memory.
+        CheckpointError: not enough host memory
     """
 
     def __init__(self, form: Form) -> None:
@@ -68,7 +68,7 @@ class ImageLease:
     """Keeps the image of a save while another process may still have to open it. A pickled copy keeps nothing.
 
     Args:
-        free: images that a series of saves reuses, so that only the first save lays one out; None: make a new one.
+        free: images that a series of saves reuses, so that only the first save lays one out; None: make a new one
     """
 
     def __init__(self, free: list[FilesImage] | None = None) -> None:
@@ -98,8 +98,8 @@ def preload_tensors(
     """Copy everything to write, including CPU tensors, so that training may change the originals after the return.
 
     Args:
-        write_buckets: result of `prepare_write_data`.
-        non_blocking: run copies from a device concurrently; they are complete on return.
+        write_buckets: result of `prepare_write_data`
+        non_blocking: run copies from a device concurrently; they are complete on return
         lease: keeps the copy until the writing process has opened it. Without one, the caller must keep the result
             that long.
 
@@ -107,7 +107,7 @@ def preload_tensors(
         The buckets to write. They are pickled as references to the copy, without its bytes.
 
     Raises:
-        CheckpointError: not enough host memory.
+        CheckpointError: not enough host memory
     """
     form = [[(tensor.dtype, tensor.shape) for _, tensor in tensor_data] for _, _, (_, tensor_data) in write_buckets]
     image = (lease or ImageLease()).take(form)

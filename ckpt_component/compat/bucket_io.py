@@ -37,12 +37,12 @@ def write_preloaded_data_multiproc(
     As in the reference, an error is a result: `retrieve_write_results` returns it on the trainer.
 
     Args:
-        transform_list: as in the reference; must be empty.
-        rank: number of the rank.
-        write_buckets: result of `preload_tensors`, or its argument, which is then preloaded here.
+        transform_list: as in the reference; must be empty
+        rank: number of the rank
+        write_buckets: result of `preload_tensors`, or its argument, which is then preloaded here
         global_results_queue: a `ResultMailbox` or any queue; receives {number of the bucket: locations of its items},
-            or the first error.
-        ops: file operations; None: those of the file system, with syncs.
+            or the first error
+        ops: file operations; None: those of the file system, with syncs
     """
     what = f"Rank {rank} could not write its part of the checkpoint"
     places = _try_to_write(transform_list, write_buckets, ops or file_storage(process="writer"), what)
@@ -60,12 +60,12 @@ def write_preloaded_data(
     """Write one bucket in the calling thread.
 
     Args:
-        transform_list: as in the reference; must be empty.
-        local_proc_idx: number of the bucket.
-        write_bucket: one of the buckets that `preload_tensors` returned.
-        results_queue: receives (number of the bucket, locations of its items or the error).
-        count_queue: a joinable queue with one token, which is taken when the bucket is done; or None.
-        use_fsync: whether to fsync the file.
+        transform_list: as in the reference; must be empty
+        local_proc_idx: number of the bucket
+        write_bucket: one of the buckets that `preload_tensors` returned
+        results_queue: receives (number of the bucket, locations of its items or the error)
+        count_queue: a joinable queue with one token, which is taken when the bucket is done; or None
+        use_fsync: whether to fsync the file
     """
     ops = file_storage(durable=use_fsync, process="writer")
     places = _try_to_write(transform_list, [write_bucket], ops, f"Bucket {local_proc_idx} could not be written")

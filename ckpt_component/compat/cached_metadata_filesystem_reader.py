@@ -22,8 +22,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
     file on each use.
 
     Args:
-        path: folder of the checkpoint.
-        cache_metadata: False: read the file each time.
+        path: folder of the checkpoint
+        cache_metadata: False: read the file each time
     """
 
     def __init__(self, path: str | os.PathLike[str], cache_metadata: bool = True) -> None:
@@ -34,7 +34,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """Return the metadata of the checkpoint. The object is shared; do not modify it.
 
         Raises:
-            FileNotFoundError: there is no checkpoint in the folder.
+            FileNotFoundError: there is no checkpoint in the folder
         """
         if not self._cache_metadata:
             return super().read_metadata(*args, **kwargs)
@@ -47,7 +47,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """Empty the cache.
 
         Args:
-            path: as in the reference; the cache is emptied for all folders.
+            path: as in the reference; the cache is emptied for all folders
         """
         _metadata_of.cache_clear()
 

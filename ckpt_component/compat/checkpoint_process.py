@@ -35,8 +35,8 @@ class CheckpointProcessConfig:
     """Deadlines of a `CheckpointProcess`, in seconds.
 
     Attributes:
-        subprocess_init_timeout_secs: for the process to start and to build its writer.
-        subprocess_shutdown_timeout_secs: for `close()`, including pending writes.
+        subprocess_init_timeout_secs: for the process to start and to build its writer
+        subprocess_shutdown_timeout_secs: for `close()`, including pending writes
         subprocess_write_timeout_secs: for one write. A process that takes longer is replaced.
     """
 
@@ -85,13 +85,13 @@ class CheckpointProcess:
     running. Use as a context manager, or call `close()`.
 
     Args:
-        rank_info: passed to the writer as argument `rank_info`, unless `checkpoint_writer_init_args` has one.
+        rank_info: passed to the writer as argument `rank_info`, unless `checkpoint_writer_init_args` has one
         config: deadlines: a `CheckpointProcessConfig`, or torch's, which has no `subprocess_write_timeout_secs`; its
-            default then holds.
-        subprocess_init_fn: called first in the process.
-        subprocess_init_args: its arguments.
-        checkpoint_writer_init_fn: called next in the process; returns the writer.
-        checkpoint_writer_init_args: its keyword arguments.
+            default then holds
+        subprocess_init_fn: called first in the process
+        subprocess_init_args: its arguments
+        checkpoint_writer_init_fn: called next in the process; returns the writer
+        checkpoint_writer_init_args: its keyword arguments
 
     Attributes:
         process_creation_future: done when the first process has started; has the error if it could not start, such
@@ -142,16 +142,16 @@ class CheckpointProcess:
             state_dict: what to write, copied by value before this returns; or a future of it, copied by value when
                 it is done. Stage CUDA tensors to the host first. A tensor in shared memory (`share_memory_()`) is
                 not copied: the writer uses the same memory and sees later changes.
-            path: passed to the writer.
-            kwargs: passed to the writer.
+            path: passed to the writer
+            kwargs: passed to the writer
 
         Returns:
             A future, done when the write is. It fails with the error of this write: CheckpointSaveError with the
             traceback of the process, WorkerDiedError, CheckpointTimeoutError, or the error of the `state_dict` future.
 
         Raises:
-            CheckpointStageError: a value cannot be pickled; the message names it.
-            CheckpointSaveError: this object is closed.
+            CheckpointStageError: a value cannot be pickled; the message names it
+            CheckpointSaveError: this object is closed
         """
         shared: list[Any] = []  # must live as long as the request
 

@@ -61,18 +61,18 @@ class FileSystemWriterAsync(FileSystemWriter):
             parallel writers per rank; `single_file_per_rank` must be True.
         separation_hint: keys with this prefix are written to separate files, whose names start with it too. Needs a
             `thread_count` of at least 2.
-        use_msc: as in the reference; refused, because object storage is not supported.
-        fs_ops: file operations; None: those of the file system, with syncs if `sync_files`.
+        use_msc: as in the reference; refused, because object storage is not supported
+        fs_ops: file operations; None: those of the file system, with syncs if `sync_files`
         image_memory: host memory reused by the writers of a series of saves; None: new memory. Planning with a
             `CheckpointMetadataCache` passes it.
         is_multiproc_io: as in NVRx; has no effect here, and a warning says so once. The same for the next two.
-        use_cached_data_structure: see above.
-        use_cpu_shm_for_gpu_tensors: see above.
-        **kwargs: as `*args`.
+        use_cached_data_structure: see above
+        use_cpu_shm_for_gpu_tensors: see above
+        **kwargs: as `*args`
 
     Raises:
-        NotImplementedError: `single_file_per_rank=False`, a `serialization_format` other than torch's, or transforms.
-        CheckpointConfigError: `separation_hint` with one thread, or not valid in a file name.
+        NotImplementedError: `single_file_per_rank=False`, a `serialization_format` other than torch's, or transforms
+        CheckpointConfigError: `separation_hint` with one thread, or not valid in a file name
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Assign the items of the plan to files. Byte items are encoded now, tensors are copied by `preload_tensors`.
 
         Args:
-            plan: the finished plan of this rank.
-            planner: provides bytes and tensors of its items.
+            plan: the finished plan of this rank
+            planner: provides bytes and tensors of its items
 
         Raises:
-            CheckpointStageError: a tensor cannot be stored; the message names its key.
+            CheckpointStageError: a tensor cannot be stored; the message names its key
         """
         self.write_buckets = []
         self._lease = ImageLease(self.image_memory)
@@ -208,11 +208,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Commit the checkpoint by writing `.metadata` atomically. Call this only on the coordinator.
 
         Args:
-            metadata: global metadata; not changed.
-            results: write results by rank.
+            metadata: global metadata; not changed
+            results: write results by rank
 
         Raises:
-            OSError: it could not be written; no checkpoint is visible then.
+            OSError: it could not be written; no checkpoint is visible then
         """
         storage = {result.index: result.storage_data for part in results for result in part}
         complete = dataclasses.replace(metadata, storage_data=storage, storage_meta=self.storage_meta())

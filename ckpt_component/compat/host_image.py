@@ -40,12 +40,12 @@ def open_of(pid: int, fd: int, number: int) -> SharedFile:
     """Open a memory file through `/proc` of a process that holds it.
 
     Args:
-        pid: process ID of the holder.
-        fd: its descriptor of the file.
-        number: inode number of the file.
+        pid: process ID of the holder
+        fd: its descriptor of the file
+        number: inode number of the file
 
     Raises:
-        CheckpointSaveError: the process has died or closed the file.
+        CheckpointSaveError: the process has died or closed the file
     """
     try:
         file = SharedFile(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
@@ -64,9 +64,9 @@ class HostImage:
     """The bytes of a rank's files in one block.
 
     Args:
-        file: the memfd with the bytes.
-        nbytes: its size; must not be 0.
-        memory: its mapping, if it is mapped already.
+        file: the memfd with the bytes
+        nbytes: its size; must not be 0
+        memory: its mapping, if it is mapped already
     """
 
     def __init__(self, file: SharedFile, nbytes: int, memory: memoryview | None = None) -> None:
@@ -85,13 +85,13 @@ class ImageBucket(NamedTuple):
     """A file to write.
 
     Attributes:
-        path: its path.
-        storage_key: its name in `.metadata`.
-        image: the rank's image, with the bytes of all its files.
-        start: where this file starts in the image.
-        end: where it ends there.
-        tail: bytes to append.
-        places: locations of the items, in the order of the bucket.
+        path: its path
+        storage_key: its name in `.metadata`
+        image: the rank's image, with the bytes of all its files
+        start: where this file starts in the image
+        end: where it ends there
+        tail: bytes to append
+        places: locations of the items, in the order of the bucket
     """
 
     path: str
@@ -122,7 +122,7 @@ class ResultMailbox:
         """Return the result.
 
         Raises:
-            queue.Empty: there is no result yet.
+            queue.Empty: there is no result yet
         """
         head = os.pread(self._file.fd, _LENGTH.size, 0)
         if not any(head):

@@ -37,15 +37,15 @@ class ScheduledCall:
     """One request in flight.
 
     Attributes:
-        what: name of the request in error messages.
-        timeout: seconds for the request.
-        result: its outcome on this rank.
-        worker: runs the request; None if there was nothing to run, or it failed before it was sent.
-        session: session with the other ranks; None if there are none.
-        number: number of the call, the same on all ranks.
-        looks: how often all ranks were asked about it without waiting.
-        is_asked_about: whether all ranks were asked about it at all.
-        vote: lock of the thread that posts this rank's outcome, which is posted once.
+        what: name of the request in error messages
+        timeout: seconds for the request
+        result: its outcome on this rank
+        worker: runs the request; None if there was nothing to run, or it failed before it was sent
+        session: session with the other ranks; None if there are none
+        number: number of the call, the same on all ranks
+        looks: how often all ranks were asked about it without waiting
+        is_asked_about: whether all ranks were asked about it at all
+        vote: lock of the thread that posts this rank's outcome, which is posted once
     """
 
     what: str
@@ -80,7 +80,7 @@ class PeerSession:
     Used by one thread; only the outcome of a call is sent by the thread that completes it.
 
     Args:
-        store: its own connection, with the key prefix that all queues of the job share.
+        store: its own connection, with the key prefix that all queues of the job share
     """
 
     def __init__(self, store: RankStore) -> None:
@@ -96,7 +96,7 @@ class PeerSession:
         """Begin a call, on all ranks, without waiting for them.
 
         Raises:
-            RanksError: the store cannot be reached.
+            RanksError: the store cannot be reached
         """
         self._coordinate()
         call.number = self._calls
@@ -108,13 +108,13 @@ class PeerSession:
         All ranks get the same answer to the n-th look at a call.
 
         Args:
-            call: the call; it is over unless the answer is False.
-            blocking: wait until it is done.
+            call: the call; it is over unless the answer is False
+            blocking: wait until it is done
 
         Raises:
             RanksError: it failed on a rank; the same error on all ranks, with this rank's own error as its cause. Or
                 rank 0 has died, or the store cannot be reached.
-            CheckpointTimeoutError: rank 0 did not decide in time.
+            CheckpointTimeoutError: rank 0 did not decide in time
         """
         coordinator = self._join()
         tag, deadline = self._tag(call), self._deadline(call.timeout)
@@ -159,14 +159,14 @@ class PeerSession:
         """Run a step on all ranks and wait for them. Call this on all ranks.
 
         Args:
-            name: a unique name.
-            work: the step.
-            what: name of the step in error messages.
-            timeout: seconds to wait for the other ranks.
+            name: a unique name
+            work: the step
+            what: name of the step in error messages
+            timeout: seconds to wait for the other ranks
 
         Raises:
-            RanksError: it failed on a rank; the same error on all ranks, with this rank's own error as its cause.
-            CheckpointTimeoutError: rank 0 did not decide in time.
+            RanksError: it failed on a rank; the same error on all ranks, with this rank's own error as its cause
+            CheckpointTimeoutError: rank 0 did not decide in time
         """
         coordinator = self._join()
         tag = f"{self._prefix}/{name}"
@@ -187,8 +187,8 @@ class PeerSession:
         """The sum over all ranks. Call this on all ranks; waits for them.
 
         Raises:
-            CheckpointTimeoutError: not all ranks took part in time.
-            RanksError: a rank has died, or the store cannot be reached.
+            CheckpointTimeoutError: not all ranks took part in time
+            RanksError: a rank has died, or the store cannot be reached
         """
         coordinator = self._join()
         self._sums += 1

@@ -30,15 +30,15 @@ def pickle_by_value(
     """Pickle a value.
 
     Args:
-        value: anything that plain `pickle` supports; tensors are sent by value.
-        what: name of the value in the error message.
-        parts: the members of `value` by their names for the user.
-        fix: a sentence on what to do about a value that cannot be pickled.
+        value: anything that plain `pickle` supports; tensors are sent by value
+        what: name of the value in the error message
+        parts: the members of `value` by their names for the user
+        fix: a sentence on what to do about a value that cannot be pickled
         shared: if passed, tensors in shared memory are sent by reference, and objects that must live until they have
             been used are appended to it. None: they are sent by value.
 
     Raises:
-        CheckpointStageError: a value cannot be pickled; the message names it.
+        CheckpointStageError: a value cannot be pickled; the message names it
     """
     try:
         stream = io.BytesIO()
@@ -60,8 +60,8 @@ class _SharingPickler(pickle.Pickler):
     """Pickles torch storages in shared memory by reference, and everything else as `pickle.Pickler`.
 
     Args:
-        keep_alive: objects that must live until the other process is done with the pickle are appended to it.
-        args: as for `pickle.Pickler`, also `kwargs`.
+        keep_alive: objects that must live until the other process is done with the pickle are appended to it
+        args: as for `pickle.Pickler`, also `kwargs`
     """
 
     def __init__(self, keep_alive: list[Any], *args: Any, **kwargs: Any) -> None:

@@ -53,9 +53,9 @@ class ProcessException(CheckpointError):
     """A supervised process failed.
 
     Args:
-        msg: what happened.
-        error_index: index of the process.
-        error_pid: its process ID.
+        msg: what happened
+        error_index: index of the process
+        error_pid: its process ID
     """
 
     def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
@@ -79,11 +79,11 @@ class ProcessExitedException(ProcessException):
     """The process was killed by a signal or exited with a nonzero code.
 
     Args:
-        msg: what happened.
-        error_index: index of the process.
-        error_pid: its process ID.
-        exit_code: negative for a signal.
-        signal_name: such as `SIGKILL`, or None.
+        msg: what happened
+        error_index: index of the process
+        error_pid: its process ID
+        exit_code: negative for a signal
+        signal_name: such as `SIGKILL`, or None
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ProcessContext:
     """Processes that were started together.
 
     Args:
-        processes: started and not yet joined.
+        processes: started and not yet joined
         error_files: path of each process's traceback. They are in one private folder, created by the first process
             that fails, and removed when all are joined or this object is collected.
     """
@@ -121,7 +121,7 @@ class ProcessContext:
         """Wait until a process ends, and check how it ended.
 
         Args:
-            timeout: seconds to wait; None: as long as the processes run.
+            timeout: seconds to wait; None: as long as the processes run
             grace_period: after a failure, seconds for the other processes to end by themselves, and again between
                 SIGTERM and SIGKILL. None: SIGTERM at once, and 30 s between the two.
 
@@ -237,20 +237,20 @@ def start_processes(
     died, also by `kill -9`, is interrupted as by Ctrl-C and exits a second later.
 
     Args:
-        fn: the function; with spawn and forkserver at the top level of a module.
-        args: further arguments, the same for all; pickled with spawn and forkserver.
-        nprocs: number of processes.
-        join: wait until all have ended, without a limit; otherwise return immediately.
-        daemon: end the children when this process exits; they may then have no children of their own.
-        start_method: `spawn`, `forkserver` or `fork`; None: the default of `multiprocessing` on this system.
+        fn: the function; with spawn and forkserver at the top level of a module
+        args: further arguments, the same for all; pickled with spawn and forkserver
+        nprocs: number of processes
+        join: wait until all have ended, without a limit; otherwise return immediately
+        daemon: end the children when this process exits; they may then have no children of their own
+        start_method: `spawn`, `forkserver` or `fork`; None: the default of `multiprocessing` on this system
 
     Returns:
         None with `join`, the started processes otherwise.
 
     Raises:
-        ProcessRaisedException, ProcessExitedException: with `join`, a process failed.
-        StartMethodError: there is no such start method, or this process must not start processes.
-        OSError: the system could not start a process; those already started are ended.
+        ProcessRaisedException, ProcessExitedException: with `join`, a process failed
+        StartMethodError: there is no such start method, or this process must not start processes
+        OSError: the system could not start a process; those already started are ended
     """
     if start_method is None:
         start_method = multiprocessing.get_context().get_start_method()

@@ -32,9 +32,9 @@ class SaveRanks(_DistWrapper):
     """The ranks of one save, which communicate by torch's collectives and through the store.
 
     Args:
-        process_group: group of the ranks; None: all ranks.
-        cache: values reused between saves; None: nothing is reused.
-        timeout: seconds that ranks wait for each other at each step.
+        process_group: group of the ranks; None: all ranks
+        cache: values reused between saves; None: nothing is reused
+        timeout: seconds that ranks wait for each other at each step
     """
 
     def __init__(self, process_group: Any, cache: CheckpointMetadataCache | None, timeout: float) -> None:
@@ -55,10 +55,10 @@ class SaveRanks(_DistWrapper):
         """Let the coordinator decide from the values of all ranks.
 
         Args:
-            step: name of the step.
-            value: this rank's value, if it did not fail.
-            failure: this rank's error.
-            decide: called on the coordinator with all values, unless a rank failed.
+            step: name of the step
+            value: this rank's value, if it did not fail
+            failure: this rank's error
+            decide: called on the coordinator with all values, unless a rank failed
 
         Raises:
             RanksError: a rank or `decide` failed; raised on all ranks. A single rank raises its own error.
@@ -116,23 +116,23 @@ def save_state_dict_async_plan(
     bytes per rank.
 
     Args:
-        state_dict: what to save.
-        storage_writer: a new one.
-        process_group: group of the ranks; None: all ranks.
-        coordinator_rank: must be 0.
-        planner: None: torch's DefaultSavePlanner.
+        state_dict: what to save
+        storage_writer: a new one
+        process_group: group of the ranks; None: all ranks
+        coordinator_rank: must be 0
+        planner: None: torch's DefaultSavePlanner
         enable_cache: for NVRx, which keeps plans in a global. Here only `metadata_cache` keeps them; without one, a
             warning is logged once.
         metadata_cache: keeps plans between saves. None: each save is planned anew.
-        timeout: seconds that ranks wait for each other at each step.
+        timeout: seconds that ranks wait for each other at each step
 
     Returns:
         The arguments of `save_state_dict_async_finalize`: the writer, the metadata (None except on the coordinator),
         and the ranks.
 
     Raises:
-        RanksError: it failed on a rank; the same error on all ranks.
-        CheckpointTimeoutError: a rank did not take part in time.
+        RanksError: it failed on a rank; the same error on all ranks
+        CheckpointTimeoutError: a rank did not take part in time
     """
     if coordinator_rank != 0:
         raise CheckpointConfigError(f"coordinator_rank={coordinator_rank}: rank 0 of the group coordinates here.")
@@ -190,14 +190,14 @@ def save_state_dict_async_finalize(
     """Collect the results of all ranks and commit the checkpoint. Call this on all ranks, when all have written.
 
     Args:
-        storage_writer: result of the plan, as the others.
-        global_metadata: the metadata, on the coordinator.
-        dist_wrapper: the ranks.
+        storage_writer: result of the plan, as the others
+        global_metadata: the metadata, on the coordinator
+        dist_wrapper: the ranks
 
     Raises:
         RanksError: a rank could not write, or the coordinator could not finish; the same error on all ranks. No
             checkpoint is visible then.
-        CheckpointTimeoutError: a rank did not take part in time.
+        CheckpointTimeoutError: a rank did not take part in time
     """
     ranks = dist_wrapper if isinstance(dist_wrapper, SaveRanks) else SaveRanks(dist_wrapper.group, None, 600.0)
     cache = ranks.cache

@@ -39,15 +39,15 @@ class WorkerClient:
     Args:
         loop: the function that the process runs; see `CallProcess`. It is restarted if it died and there are
             further requests.
-        args: its further arguments.
-        close_timeout: seconds for the process to exit when it is asked to.
-        farewell: a pickled request that is sent last.
-        on_start: called with the pid of each process that is started.
-        options: of each `CallProcess`.
+        args: its further arguments
+        close_timeout: seconds for the process to exit when it is asked to
+        farewell: a pickled request that is sent last
+        on_start: called with the pid of each process that is started
+        options: of each `CallProcess`
 
     Attributes:
-        process: the running process, or None.
-        context: context of the last process that was started, or None.
+        process: the running process, or None
+        context: context of the last process that was started, or None
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class WorkerClient:
         """Queue a request.
 
         Args:
-            payload: the pickled request, or a future of it; later requests wait for it.
-            timeout: seconds for the request once it is sent to the process.
-            what: name of the request in error messages.
-            result_of: converts the answer to the result.
+            payload: the pickled request, or a future of it; later requests wait for it
+            timeout: seconds for the request once it is sent to the process
+            what: name of the request in error messages
+            result_of: converts the answer to the result
 
         Returns:
             A future of the result. It fails with CheckpointSaveError if the request raised, WorkerDiedError if the
             process died, CheckpointTimeoutError if it did not answer in time, or the error of starting a process.
 
         Raises:
-            CheckpointSaveError: the client is closed, or belongs to another process.
+            CheckpointSaveError: the client is closed, or belongs to another process
         """
         with self._lock:
             self._check_open()

@@ -34,7 +34,7 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
     """Answer requests until the parent closes the connection.
 
     Args:
-        sock: connection to the parent.
+        sock: connection to the parent
         make_handler: called once, before the process reports that it is ready. It returns the handler, which is
             called with each unpickled request and whose result is pickled as the answer.
     """
@@ -90,10 +90,10 @@ def enter(
     """First function of the process, for `start_processes`.
 
     Args:
-        index: 0.
-        sock: this process's end of the connection.
-        parents_end: in a forked process, the inherited copy of the parent's end, which would hide the parent's death.
-        work: a loop and its arguments after the socket, pickled unless they are inherited.
+        index: 0
+        sock: this process's end of the connection
+        parents_end: in a forked process, the inherited copy of the parent's end, which would hide the parent's death
+        work: a loop and its arguments after the socket, pickled unless they are inherited
     """
     if parents_end is not None:
         parents_end.close()

@@ -39,7 +39,7 @@ def check_start_method(start_method: str) -> None:
     """Check that a start method exists, and refuse fork in a process that uses CUDA.
 
     Raises:
-        StartMethodError: the method cannot be used; the message names one that can.
+        StartMethodError: the method cannot be used; the message names one that can
     """
     check_start_method_exists(start_method)
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # this module does not import torch
@@ -53,21 +53,21 @@ class CallProcess:
     """A process that runs a loop of `worker_main`. Used by one thread at a time, except for `hang_up`.
 
     Args:
-        loop: called in the process as `loop(socket, *args)`.
-        args: further arguments; pickled by value now, or inherited by a forked process.
-        start_method: `spawn`, `forkserver` or `fork`.
-        start_timeout: seconds for the process to become ready.
-        name: name of the process in error messages.
-        import_main: whether a spawned process imports the main script; functions defined there need it.
+        loop: called in the process as `loop(socket, *args)`
+        args: further arguments; pickled by value now, or inherited by a forked process
+        start_method: `spawn`, `forkserver` or `fork`
+        start_timeout: seconds for the process to become ready
+        name: name of the process in error messages
+        import_main: whether a spawned process imports the main script; functions defined there need it
 
     Attributes:
-        context: the started process, as `start_processes` returns it.
-        ready: whether the process has reported that it is ready.
+        context: the started process, as `start_processes` returns it
+        ready: whether the process has reported that it is ready
 
     Raises:
-        StartMethodError: fork in a process that uses CUDA, or an unknown start method.
-        CheckpointStageError: `loop` or `args` cannot be pickled.
-        CheckpointSaveError: the system could not start a process.
+        StartMethodError: fork in a process that uses CUDA, or an unknown start method
+        CheckpointStageError: `loop` or `args` cannot be pickled
+        CheckpointSaveError: the system could not start a process
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class CallProcess:
         """Wait until the process is ready.
 
         Raises:
-            CheckpointTimeoutError: it was not ready within the start timeout.
-            CheckpointSaveError: its start raised an error.
-            WorkerDiedError: it ended before it was ready.
+            CheckpointTimeoutError: it was not ready within the start timeout
+            CheckpointSaveError: its start raised an error
+            WorkerDiedError: it ended before it was ready
         """
         if self.ready:
             return
@@ -140,14 +140,14 @@ class CallProcess:
         """Send one request and wait for its answer.
 
         Args:
-            payload: the pickled request.
-            timeout: seconds for sending and answering.
-            what: name of the request in error messages, such as `request 3`.
+            payload: the pickled request
+            timeout: seconds for sending and answering
+            what: name of the request in error messages, such as `request 3`
 
         Raises:
-            CheckpointSaveError: the request raised an error; the process keeps running.
-            WorkerDiedError: the process ended.
-            CheckpointTimeoutError: no answer in time; stop the process.
+            CheckpointSaveError: the request raised an error; the process keeps running
+            WorkerDiedError: the process ended
+            CheckpointTimeoutError: no answer in time; stop the process
         """
         deadline = time.monotonic() + timeout
         late = (
@@ -161,8 +161,8 @@ class CallProcess:
         """Ask the process to exit, and stop it after `timeout` seconds.
 
         Args:
-            timeout: seconds for the process to exit.
-            farewell: a last pickled request, or nothing.
+            timeout: seconds for the process to exit
+            farewell: a last pickled request, or nothing
         """
         deadline = time.monotonic() + timeout
         try:
@@ -192,7 +192,7 @@ class CallProcess:
         """The error that describes how the process ended.
 
         Args:
-            doing: what it was doing, as the end of a sentence.
+            doing: what it was doing, as the end of a sentence
         """
         self._process.join(_EXIT_SECONDS)
         code = self._process.exitcode

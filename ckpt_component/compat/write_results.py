@@ -16,6 +16,6 @@ def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
     cannot be mixed up. This queue needs no process and stays empty.
 
     Args:
-        mp_mode: as in the reference: start method of its manager process.
+        mp_mode: as in the reference: start method of its manager process
     """
     return queue.Queue()

@@ -12,8 +12,8 @@ def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str]
     """Create `__all__`, `__getattr__` and `__dir__` for a package.
 
     Args:
-        package: Its `__name__`.
-        homes: Module, relative to the package -> the names it provides, separated by spaces.
+        package: its `__name__`
+        homes: module, relative to the package -> the names it provides, separated by spaces
     """
     home_of = {name: module for module, names in homes.items() for name in names.split()}
 

@@ -128,9 +128,9 @@ class Range:
     """The range of numbers that a key accepts. It always contains None; the type of the key says whether that is valid.
 
     Attributes:
-        low: the minimum.
-        high: the maximum.
-        above: whether `low` itself is excluded.
+        low: the minimum
+        high: the maximum
+        above: whether `low` itself is excluded
     """
 
     low: float
@@ -169,8 +169,8 @@ class ResolvedTimeouts:
     """`timeouts.*` and `max_stall_s` in seconds, with a number for every key that is null in the config.
 
     Attributes:
-        max_stall: maximum time that a save may block training; None: limited only by the timeouts of the phases.
-        again: maximum time for all retries of a save, including the pauses between them.
+        max_stall: maximum time that a save may block training; None: limited only by the timeouts of the phases
+        again: maximum time for all retries of a save, including the pauses between them
     """
 
     worker_start: float = 30.0

@@ -26,8 +26,8 @@ class Progress(Protocol):
         """Begin to follow a piece of work, which ends with the `with` block.
 
         Args:
-            what: The work in a few words: `reading iter_0000200`.
-            total: Its size in bytes.
+            what: the work in a few words: `reading iter_0000200`
+            total: its size in bytes
 
         Returns:
             A context manager. It returns a function that takes the bytes done since its last call, from any thread.
@@ -48,8 +48,8 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     The level ERROR of the logger `ckpt_component.core.progress`, or of one above it, hides the bar.
 
     Args:
-        what: As for `Progress`.
-        total: As for `Progress`.
+        what: as for `Progress`
+        total: as for `Progress`
     """
     kind = _bar_class() if _on_terminal() and logger.isEnabledFor(logging.WARNING) else None
     if kind is None:

@@ -52,7 +52,7 @@ def member(key: str, value: E | str, words: type[E]) -> E:
     """The member of an enum, also by its name, as composed configs have it.
 
     Raises:
-        CheckpointConfigError: there is no such member.
+        CheckpointConfigError: there is no such member
     """
     if isinstance(value, words):
         return value

@@ -30,11 +30,11 @@ def checked_events(root: str | os.PathLike[str], fs: Storage | None = None) -> I
     At the end, one warning says how many were skipped.
 
     Args:
-        root: the folder of the checkpoints.
-        fs: its storage; None: that of the path, without options.
+        root: the folder of the checkpoints
+        fs: its storage; None: that of the path, without options
 
     Raises:
-        OSError: an event file cannot be read.
+        OSError: an event file cannot be read
     """
     skipped = 0
     for event in read_values(root, fs):

@@ -31,9 +31,9 @@ class EventFile:
     """The events of one rank of a run. A restart of the run appends to the same file.
 
     Args:
-        root: the folder of the checkpoints.
-        rank: this rank.
-        fs: file system operations; the default is not the one of saves, whose operations the fault tests count.
+        root: the folder of the checkpoints
+        rank: this rank
+        fs: file system operations; the default is not the one of saves, whose operations the fault tests count
     """
 
     def __init__(self, root: str, rank: int, fs: Storage | None = None) -> None:
@@ -75,11 +75,11 @@ def read_events(root: str | os.PathLike[str], fs: Storage | None = None) -> Iter
     Lines that are no events, such as one that a killed process left half written, are skipped.
 
     Args:
-        root: the folder of the checkpoints; one without events yields nothing.
-        fs: its storage; None: that of the path, without options.
+        root: the folder of the checkpoints; one without events yields nothing
+        fs: its storage; None: that of the path, without options
 
     Raises:
-        OSError: an event file cannot be read.
+        OSError: an event file cannot be read
     """
     for value in read_values(root, fs):
         if isinstance(value, dict) and isinstance(value.get("event"), str):
@@ -90,11 +90,11 @@ def read_values(root: str | os.PathLike[str], fs: Storage | None = None) -> Iter
     """The lines of the event files as JSON values, whatever they are; None for one that is nested too deeply.
 
     Args:
-        root: as for `read_events`.
-        fs: as for `read_events`.
+        root: as for `read_events`
+        fs: as for `read_events`
 
     Raises:
-        OSError: an event file cannot be read.
+        OSError: an event file cannot be read
     """
     fs, folder = fs or storage_at(root), os.path.join(absolute(root), FOLDER)
     for name in fs.names(folder):

@@ -18,8 +18,8 @@ class EventThread:
     """Runs tasks one after the other, on a daemon thread that starts with the first. Safe to use from any thread.
 
     Args:
-        name: of the thread.
-        what: whose tasks these are, for a warning.
+        name: of the thread
+        what: whose tasks these are, for a warning
     """
 
     def __init__(self, name: str, what: str) -> None:
@@ -55,7 +55,7 @@ class EventThread:
         """Wait until the tasks so far have run, or until a deadline; after that, not again for the same tasks.
 
         Args:
-            deadline: when to stop waiting (`time.monotonic`).
+            deadline: when to stop waiting (`time.monotonic`)
         """
         with self._changed:
             last = self._accepted

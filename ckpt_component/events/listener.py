@@ -17,7 +17,7 @@ class CheckpointListener:
     return when the listeners have been called, or after `timeouts.close`; then they do not wait again.
 
     Attributes:
-        every_rank: False: only the listener of rank 0 is called.
+        every_rank: False: only the listener of rank 0 is called
     """
 
     every_rank: ClassVar[bool] = True

@@ -19,11 +19,11 @@ class ListenerThread:
     """Calls one listener, and warns when it fails, and while it hangs.
 
     Args:
-        listener: the listener.
-        slow_seconds: after how many seconds in one call it is reported to hang.
+        listener: the listener
+        slow_seconds: after how many seconds in one call it is reported to hang
 
     Attributes:
-        thread: the thread, to wait for it and to end it.
+        thread: the thread, to wait for it and to end it
     """
 
     def __init__(self, listener: CheckpointListener, slow_seconds: float) -> None:

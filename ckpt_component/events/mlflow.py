@@ -10,10 +10,10 @@ class MlflowListener(Tracker):
     """Logs `checkpoint/stall_s` and others, by step, on rank 0.
 
     Args:
-        run_id: the run; None: the one that is active in this thread when the listener is made.
+        run_id: the run; None: the one that is active in this thread when the listener is made
 
     Raises:
-        CheckpointConfigError: mlflow is not installed.
+        CheckpointConfigError: mlflow is not installed
     """
 
     def __init__(self, run_id: str | None = None) -> None:

@@ -16,10 +16,10 @@ class OpenTelemetryListener(CheckpointListener):
     Their parent is the span that was current when the listener was made, if there was one.
 
     Args:
-        tracer_provider: where the spans go; None: the provider of the process.
+        tracer_provider: where the spans go; None: the provider of the process
 
     Raises:
-        CheckpointConfigError: opentelemetry-api is not installed.
+        CheckpointConfigError: opentelemetry-api is not installed
     """
 
     def __init__(self, tracer_provider: Any = None) -> None:

@@ -27,15 +27,15 @@ class EventRecorder:
     """The events of one rank of a run.
 
     Args:
-        file: where they are recorded; None: nowhere.
-        listeners: called for them too; closed by the recorder.
-        rank: this rank.
-        world_size: number of ranks.
-        run: token of the run, the same on all ranks; None: a new one.
-        about: what else the record of the run says, such as versions.
+        file: where they are recorded; None: nowhere
+        listeners: called for them too; closed by the recorder
+        rank: this rank
+        world_size: number of ranks
+        run: token of the run, the same on all ranks; None: a new one
+        about: what else the record of the run says, such as versions
         waits: whether nothing is recorded before the first save, because the run may only restore, from a folder that
             is not its own. Then that save records what came before it.
-        slow_seconds: how long a listener may take for one event before a warning names it.
+        slow_seconds: how long a listener may take for one event before a warning names it
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EventRecorder:
         """Call a listener for all further events; see `CheckpointListener`.
 
         Raises:
-            CheckpointTypeError: it is none.
+            CheckpointTypeError: it is none
         """
         if not isinstance(listener, CheckpointListener):
             raise CheckpointTypeError(f"{listener!r} is no listener; its class must derive from CheckpointListener.")

@@ -15,25 +15,25 @@ class SaveReport:
     """The outcome of one save. Times are seconds since the call of `save`.
 
     Attributes:
-        path: the checkpoint's path.
+        path: the checkpoint's path
         outcome: `committed`, `failed`, or `skipped` (by `overlap: skip`, or by `max_stall_s` with `on_error: warn`).
             While the save is running, listeners are given it as `staged` and `written`.
-        step: the training step, if a manager made the save.
-        error: the error text of a failed or skipped save.
-        bytes: written by this rank, in all files.
-        files: number of files, including the manifest.
-        items: number of tensors and objects stored; tied tensors count once.
-        stall_s: how long the call blocked training.
-        staged_s: when training could change the tensors again.
-        written_s: when this rank's files were durable.
-        committed_s: when the checkpoint was visible, on all ranks.
-        write_s: how long the write itself took.
-        attempts: number of attempts, with `on_error: retry`.
-        time: when `save` was called, seconds since 1970.
+        step: the training step, if a manager made the save
+        error: the error text of a failed or skipped save
+        bytes: written by this rank, in all files
+        files: number of files, including the manifest
+        items: number of tensors and objects stored; tied tensors count once
+        stall_s: how long the call blocked training
+        staged_s: when training could change the tensors again
+        written_s: when this rank's files were durable
+        committed_s: when the checkpoint was visible, on all ranks
+        write_s: how long the write itself took
+        attempts: number of attempts, with `on_error: retry`
+        time: when `save` was called, seconds since 1970
         spans: by phase (`plan`, `memory`, `stage`, `queue`, `write`, `sync`, `vote`, `commit`), when it began and
             ended; of several attempts, the last one's. A phase that did not take place is missing.
-        lost_s: the stall, plus an estimate of how much longer than others the steps took that ran beside the save.
-        host_memory_bytes: host memory that this rank holds for snapshots.
+        lost_s: the stall, plus an estimate of how much longer than others the steps took that ran beside the save
+        host_memory_bytes: host memory that this rank holds for snapshots
     """
 
     path: str
@@ -75,15 +75,15 @@ class LoadReport:
     """The outcome of one load, by `CheckpointManager.restore` or `Checkpointer.load`.
 
     Attributes:
-        path: the checkpoint's path.
-        outcome: `loaded` or `failed`.
-        step: the step that was restored; of a load path by path, the step in the checkpoint's name, or None.
-        error: the error text of a failed load.
-        bytes: size of the checkpoint's files, whether this rank read all of them or not.
-        verified: whether what was read was compared with the checkpoint's checksums.
-        time: when the load began, seconds since 1970.
-        spans: by phase (`open`, `match`, `read`), when it began and ended, in seconds since `time`.
-        seconds: how long the load took.
+        path: the checkpoint's path
+        outcome: `loaded` or `failed`
+        step: the step that was restored; of a load path by path, the step in the checkpoint's name, or None
+        error: the error text of a failed load
+        bytes: size of the checkpoint's files, whether this rank read all of them or not
+        verified: whether what was read was compared with the checkpoint's checksums
+        time: when the load began, seconds since 1970
+        spans: by phase (`open`, `match`, `read`), when it began and ended, in seconds since `time`
+        seconds: how long the load took
     """
 
     path: str

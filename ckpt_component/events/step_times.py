@@ -56,9 +56,9 @@ class StepTimes:
         Only complete steps count. Without at least three that ran beside no save, the result is the stall.
 
         Args:
-            began: when `save` was called, seconds since 1970.
-            stall: how long the call took.
-            ended: when the save ended, seconds since 1970.
+            began: when `save` was called, seconds since 1970
+            stall: how long the call took
+            ended: when the save ended, seconds since 1970
         """
         with self._taking:
             self._saves.append((began, ended))

@@ -17,11 +17,11 @@ class TensorBoardListener(Tracker):
     """Logs `checkpoint/stall_s` and others, by step, on rank 0.
 
     Args:
-        log_dir: folder of the log; None: `events` in the checkpoints' folder; for a bucket, in the working folder.
-        writer: a `SummaryWriter` to use, which stays the caller's, instead of one for `log_dir`.
+        log_dir: folder of the log; None: `events` in the checkpoints' folder; for a bucket, in the working folder
+        writer: a `SummaryWriter` to use, which stays the caller's, instead of one for `log_dir`
 
     Raises:
-        CheckpointConfigError: tensorboard is not installed.
+        CheckpointConfigError: tensorboard is not installed
     """
 
     def __init__(self, log_dir: str | None = None, writer: Any = None) -> None:

@@ -15,7 +15,7 @@ def imported(module: str, package: str) -> Any:
     """Import the package of a listener.
 
     Raises:
-        CheckpointConfigError: it is not installed.
+        CheckpointConfigError: it is not installed
     """
     try:
         return importlib.import_module(module)
@@ -39,10 +39,10 @@ class Tracker(CheckpointListener):
         """Log numbers by name.
 
         Args:
-            figures: the numbers; names begin with `checkpoint/`.
-            step: the training step; for saves path by path, how many there were.
-            time: of the event, seconds since 1970.
-            path: the checkpoint.
+            figures: the numbers; names begin with `checkpoint/`
+            step: the training step; for saves path by path, how many there were
+            time: of the event, seconds since 1970
+            path: the checkpoint
         """
 
     def on_committed(self, report: SaveReport) -> None:

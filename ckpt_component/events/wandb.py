@@ -14,10 +14,10 @@ class WandbListener(Tracker):
     The metrics become part of the script's next `run.log`, so that the run's own step does not advance.
 
     Args:
-        run: the run; None: the one of `wandb.init()`.
+        run: the run; None: the one of `wandb.init()`
 
     Raises:
-        CheckpointConfigError: wandb is not installed.
+        CheckpointConfigError: wandb is not installed
     """
 
     def __init__(self, run: Any = None) -> None:

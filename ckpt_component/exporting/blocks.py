@@ -34,8 +34,8 @@ class TensorBlocks:
         block_bytes: the most bytes of a block
 
     Raises:
-        CheckpointCorruptError: A file is missing.
-        CheckpointLoadError: A checksum cannot be computed here.
+        CheckpointCorruptError: a file is missing
+        CheckpointLoadError: a checksum cannot be computed here
     """
 
     def __init__(self, index: Index, entries: Sequence[Entry], block_bytes: int = BLOCK_BYTES) -> None:
@@ -56,7 +56,7 @@ class TensorBlocks:
         """The bytes of a tensor, in blocks of whole elements. A block is valid until the next one.
 
         Raises:
-            CheckpointCorruptError: The stored bytes are damaged; this may come after the last block.
+            CheckpointCorruptError: the stored bytes are damaged; this may come after the last block
         """
         if not math.prod(entry.shape):
             return
@@ -143,10 +143,10 @@ class _Part:
     In the tensor, the part is runs of consecutive bytes, in the order in which they are stored.
 
     Args:
-        stream: The payload of the part.
-        piece: Its place in the tensor.
-        shape: The shape of the tensor.
-        width: Bytes of one element.
+        stream: the payload of the part
+        piece: its place in the tensor
+        shape: the shape of the tensor
+        width: bytes of one element
     """
 
     def __init__(self, stream: _Stream, piece: StoredRange, shape: Sequence[int], width: int) -> None:

@@ -22,11 +22,11 @@ def check_dtype(name: str, dtype: str | None) -> None:
     """Refuse what is not a dtype to convert to.
 
     Args:
-        name: Name of the setting, for the error message.
-        dtype: The value; None is valid.
+        name: name of the setting, for the error message
+        dtype: the value; None is valid
 
     Raises:
-        CheckpointConfigError: It is not.
+        CheckpointConfigError: it is not
     """
     if dtype is None:
         return

@@ -42,14 +42,14 @@ class ExportOptions:
     """How to export.
 
     Attributes:
-        format: `hf`: a folder of safetensors files that `from_pretrained` reads; `safetensors` or `torch`: one file.
-        prefix: Only what is below this name, which is taken away; None: for `hf` the model, if the state has one.
-        rename: As for `KeyMap`, after the prefix was taken away.
-        ignore: As for `KeyMap`, after the prefix was taken away.
-        dtype: Convert floating-point tensors to this dtype; None: as they are.
-        max_shard_bytes: The most bytes of tensors in a file of `hf`.
-        config_from: A folder whose config and tokenizer files are copied into the folder of `hf`; empty: none.
-        replace: Replace an export that exists.
+        format: `hf`: a folder of safetensors files that `from_pretrained` reads; `safetensors` or `torch`: one file
+        prefix: only what is below this name, which is taken away; None: for `hf` the model, if the state has one
+        rename: as for `KeyMap`, after the prefix was taken away
+        ignore: as for `KeyMap`, after the prefix was taken away
+        dtype: convert floating-point tensors to this dtype; None: as they are
+        max_shard_bytes: the most bytes of tensors in a file of `hf`
+        config_from: a folder whose config and tokenizer files are copied into the folder of `hf`; empty: none
+        replace: replace an export that exists
     """
 
     format: str
@@ -75,13 +75,13 @@ class Exported(NamedTuple):
     """A finished export.
 
     Attributes:
-        path: Where it is.
-        files: Names of its files; of a single file, its own.
-        tensors: Number of tensors that are stored.
-        nbytes: Bytes of them.
-        seconds: How long it took.
-        tied: Names that are not in the files of `hf` and `safetensors`, with the names of what they are tied to.
-        left_out: Keys of objects that the format cannot hold.
+        path: where it is
+        files: names of its files; of a single file, its own
+        tensors: number of tensors that are stored
+        nbytes: bytes of them
+        seconds: how long it took
+        tied: names that are not in the files of `hf` and `safetensors`, with the names of what they are tied to
+        left_out: keys of objects that the format cannot hold
     """
 
     path: str
@@ -104,20 +104,20 @@ def export_checkpoint(
     """Export a checkpoint. The target appears whole or not at all; checksums are verified on the way.
 
     Args:
-        source: Path of the checkpoint.
-        target: Path of the export.
-        options: How.
-        fs: The file system of the export.
-        progress: Follows the bytes of the tensors.
-        storage: The storage of the checkpoint; None: that of its path, without options.
+        source: path of the checkpoint
+        target: path of the export
+        options: how
+        fs: the file system of the export
+        progress: follows the bytes of the tensors
+        storage: the storage of the checkpoint; None: that of its path, without options
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint.
-        CheckpointExistsError: The target exists.
-        CheckpointLoadError: A name fits no key.
-        CheckpointStageError: The format does not have a dtype or a name.
-        CheckpointCorruptError: The checkpoint is damaged.
-        CheckpointSaveError: The files cannot be written.
+        CheckpointNotFoundError: there is no checkpoint
+        CheckpointExistsError: the target exists
+        CheckpointLoadError: a name fits no key
+        CheckpointStageError: the format does not have a dtype or a name
+        CheckpointCorruptError: the checkpoint is damaged
+        CheckpointSaveError: the files cannot be written
     """
     started = time.perf_counter()
     target = os.path.abspath(target)
@@ -166,7 +166,7 @@ def _refuse_target(fs: FileStorage, target: str, options: ExportOptions) -> None
     """Refuse a target that exists, unless it is an export of the same form that may be replaced.
 
     Raises:
-        CheckpointExistsError: It exists.
+        CheckpointExistsError: it exists
     """
     if not os.path.lexists(target):
         return

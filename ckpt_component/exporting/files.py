@@ -18,9 +18,9 @@ class File(NamedTuple):
     """One file of an export.
 
     Attributes:
-        name: Its name.
-        places: The tensors with the positions of their bytes, in the order in which they are written.
-        constants: The bytes around them, by position.
+        name: its name
+        places: the tensors with the positions of their bytes, in the order in which they are written
+        constants: the bytes around them, by position
     """
 
     name: str
@@ -38,7 +38,7 @@ def safetensors_file(name: str, tensors: Sequence[Tensor]) -> File:
     """One safetensors file. Of tied tensors it has the first, as transformers and safetensors want it.
 
     Raises:
-        CheckpointStageError: As `header_of`.
+        CheckpointStageError: as `header_of`
     """
     aliases = {key: tensor.name for tensor in tensors for key, _ in tensor.tied}
     rows = [(tensor.name, tensor.dtype, tensor.entry.shape, tensor.nbytes) for tensor in tensors]

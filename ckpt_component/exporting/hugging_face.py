@@ -22,7 +22,7 @@ def small_files(fs: Storage, folder: str, dtype: str | None) -> dict[str, bytes]
     """The config and tokenizer files of a Hugging Face folder; the config with the dtype of the export.
 
     Raises:
-        CheckpointLoadError: There is no config.json.
+        CheckpointLoadError: there is no config.json
     """
     names = list(filter(_COPIED.fullmatch, fs.names(folder)))
     if CONFIG not in names:

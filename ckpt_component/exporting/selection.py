@@ -20,11 +20,11 @@ class Tensor(NamedTuple):
     """A tensor of an export.
 
     Attributes:
-        name: Its key in the export.
-        path: Its path, if the export is nested.
-        entry: The tensor in the checkpoint.
-        dtype: Its dtype in the export.
-        tied: Keys and paths of the tensors that are stored with it.
+        name: its key in the export
+        path: its path, if the export is nested
+        entry: the tensor in the checkpoint
+        dtype: its dtype in the export
+        tied: keys and paths of the tensors that are stored with it
     """
 
     name: str
@@ -51,13 +51,13 @@ def select(index: Index, prefix: str, key_map: KeyMap, to_dtype: str | None) -> 
     """Which values of a checkpoint are exported, and under which names.
 
     Args:
-        index: The checkpoint.
-        prefix: Only what is below this name, which is taken away.
-        key_map: What follows, with the names after that.
-        to_dtype: As for `cast_dtype`.
+        index: the checkpoint
+        prefix: only what is below this name, which is taken away
+        key_map: what follows, with the names after that
+        to_dtype: as for `cast_dtype`
 
     Raises:
-        CheckpointLoadError: A name fits no key, or two tensors would get one name.
+        CheckpointLoadError: a name fits no key, or two tensors would get one name
     """
     where, prefix = index.path, prefix.removesuffix(".")
     below = index.contents.below(prefix)

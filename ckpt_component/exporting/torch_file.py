@@ -23,9 +23,9 @@ def torch_file(name: str, index: Index, selected: Selected) -> tuple[File, list[
     """Lay out one file. Tied tensors share a storage, also after loading.
 
     Args:
-        name: Its name.
-        index: The checkpoint, whose objects are loaded.
-        selected: What the file has.
+        name: its name
+        index: the checkpoint, whose objects are loaded
+        selected: what the file has
 
     Returns:
         The file, and the keys of the objects that safe loading does not create, which are left out.
@@ -59,8 +59,8 @@ class _Outline(io.BytesIO):
     """Takes a file of `torch.save` with `skip_data`, which seeks over the data of each storage.
 
     Attributes:
-        constants: What was written, by position.
-        gaps: Where the data of the storages begin.
+        constants: what was written, by position
+        gaps: where the data of the storages begin
     """
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ def commit_of(folder: str, seconds: float = 2.0) -> str | None:
     """The commit that is checked out in a folder or one above it; None if there is none.
 
     Args:
-        folder: where to begin.
-        seconds: how long to wait for storage that does not answer; one log line then, or if a file cannot be read.
+        folder: where to begin
+        seconds: how long to wait for storage that does not answer; one log line then, or if a file cannot be read
     """
     commits: list[str | None] = []
 

@@ -67,16 +67,16 @@ def build_checkpointer(
 
     Args:
         config: the `checkpoint` node of a Hydra config, a dict of the same form, or a preset's name
-            (`async_persistent`).
-        overrides: as on a command line: `checkpoint.writer.workers=4`, `checkpoint/stager=pinned`.
-        alone: this rank saves and loads whole states for itself, even if `torch.distributed` has more ranks.
-        ranks: the ranks that save together, which the checkpointer closes; None: those of `torch.distributed`.
+            (`async_persistent`)
+        overrides: as on a command line: `checkpoint.writer.workers=4`, `checkpoint/stager=pinned`
+        alone: this rank saves and loads whole states for itself, even if `torch.distributed` has more ranks
+        ranks: the ranks that save together, which the checkpointer closes; None: those of `torch.distributed`
 
     Returns:
         A `SyncCheckpointer` if the caller is `inline`, else an `AsyncCheckpointer`.
 
     Raises:
-        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built.
+        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built
     """
     settings = resolve_config(config, overrides)
     if not settings.enabled:
@@ -100,15 +100,15 @@ def build_manager(
     """Build the manager for a training loop, with its checkpointer.
 
     Args:
-        config: as for `build_checkpointer`.
-        overrides: as for `build_checkpointer`.
+        config: as for `build_checkpointer`
+        overrides: as for `build_checkpointer`
         dir: the checkpoint folder, instead of `checkpoint.dir`. In a job of a Hydra multirun, a relative folder from
             either is relative to the job's output folder.
 
     Raises:
         CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
             saves in the folder; nothing was built. Or a rank cannot write to the folder; raised on all ranks.
-        CheckpointInUseError: another run on this host still saves in the folder, and `takeover` is false; on all ranks.
+        CheckpointInUseError: another run on this host still saves in the folder, and `takeover` is false; on all ranks
     """
     preset = config if isinstance(config, str) else chosen_preset()
     if isinstance(config, str):
@@ -186,7 +186,7 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
     Everything is checked as in `build_manager`, so a keyword that is not a key is refused.
 
     Args:
-        **settings: the keys below `checkpoint`; `stager`, `caller` and `writer` are configs, which are not built yet.
+        **settings: the keys below `checkpoint`; `stager`, `caller` and `writer` are configs, which are not built yet
 
     Raises:
         CheckpointConfigError: as `build_manager`. Hydra raises it as the cause of an `InstantiationException`.

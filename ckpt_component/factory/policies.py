@@ -47,7 +47,7 @@ def best_policy(settings: Checkpoint) -> BestPolicy | None:
     """Return how checkpoints are compared; None: they are not.
 
     Raises:
-        CheckpointConfigError: `resume=best` without a metric.
+        CheckpointConfigError: `resume=best` without a metric
     """
     keep = settings.keep.best
     if keep.metric is None:
@@ -64,7 +64,7 @@ def export_policy(settings: Checkpoint) -> ExportPolicy | None:
     """Return what to export, checked, or None.
 
     Raises:
-        CheckpointConfigError: A value of `checkpoint.export` is wrong.
+        CheckpointConfigError: a value of `checkpoint.export` is wrong
     """
     export = settings.export
     if export.format is ExportFormat.none or not settings.enabled:

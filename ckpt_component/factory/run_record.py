@@ -25,8 +25,8 @@ def recorded_config(config: Any, overrides: Sequence[str]) -> tuple[dict[str, An
     """The config of a manager and of the app around it, unresolved, and resolved where that may and can be.
 
     Args:
-        config: what the manager was built from: a node of an app's config, a config of its own, or a dict.
-        overrides: applied to it.
+        config: what the manager was built from: a node of an app's config, a config of its own, or a dict
+        overrides: applied to it
 
     Returns:
         Two nested dicts. In a Hydra job they hold the config of the whole job; else that of which `config` is a part,

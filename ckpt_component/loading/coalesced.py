@@ -76,14 +76,14 @@ class CoalescedReads:
     """Reads that fill tensors whole from small items of one rank.
 
     Args:
-        items: The rank's items.
-        numbers: Numbers of the items to read, each at most `SMALL_BYTES` long.
-        requests: One for each item, with an address; the destination has the payload's size.
-        checksum: The items' checksum algorithm; None: they are not verified.
-        files: The files that contain the items.
+        items: the rank's items
+        numbers: numbers of the items to read, each at most `SMALL_BYTES` long
+        requests: one for each item, with an address; the destination has the payload's size
+        checksum: the items' checksum algorithm; None: they are not verified
+        files: the files that contain the items
 
     Attributes:
-        ranges: The ranges that cover all items. They must be read while this object is alive.
+        ranges: the ranges that cover all items. They must be read while this object is alive.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class CoalescedReads:
         """Read a range and fill its tensors.
 
         Raises:
-            CheckpointCorruptError: the bytes do not match their checksums; no tensor of the range is changed.
-            CheckpointUnreadableError: the read failed.
+            CheckpointCorruptError: the bytes do not match their checksums; no tensor of the range is changed
+            CheckpointUnreadableError: the read failed
         """
         name, offset, length, filled, first, last, expected = span
         block, start = self._files.block, 0
@@ -196,12 +196,12 @@ def combined_crcs(
     """The CRC of each range, whose items are separated by nothing but zeros.
 
     Args:
-        polynomial: The CRC's polynomial, without its highest power.
-        crcs: The CRCs of all items, int64.
-        begin: Where each item begins, in bytes, int64; a range is shorter than 2^31.
-        end: Where it ends.
-        first: The first item of each range, which begins with it.
-        last: The last item of each range, which ends with it.
+        polynomial: the CRC's polynomial, without its highest power
+        crcs: the CRCs of all items, int64
+        begin: where each item begins, in bytes, int64; a range is shorter than 2^31
+        end: where it ends
+        first: the first item of each range, which begins with it
+        last: the last item of each range, which ends with it
     """
     # A register starts with all bits set and is inverted at the end; zeros multiply it and add nothing. So an item adds
     # its inverted CRC, and removes what its own initial register has become at the end of the range.

@@ -22,14 +22,14 @@ class Forms:
     own form. Each object checks its own state.
 
     Args:
-        state_dict: The target.
-        stateful: Its stateful objects with their paths, in traversal order.
-        owners: The rank whose value each `PerRank` takes, by path.
-        source: The checkpoint.
+        state_dict: the target
+        stateful: its stateful objects with their paths, in traversal order
+        owners: the rank whose value each `PerRank` takes, by path
+        source: the checkpoint
 
     Attributes:
-        objects: Objects to restore, by path. An outer object restores those inside its own state.
-        lists: Keys of lists in the checkpoint.
+        objects: objects to restore, by path. An outer object restores those inside its own state.
+        lists: keys of lists in the checkpoint
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Forms:
         """Refuse a different form at a path of the target, as far as the index shows it; see `compare`.
 
         Raises:
-            Misfit: The forms differ; names the key.
+            Misfit: the forms differ; names the key
         """
         key = key_of(path)
         there = None
@@ -94,7 +94,7 @@ class Forms:
         """The path of the checkpoint's object that may contain a path of the target, or None.
 
         Raises:
-            Misfit: The checkpoint has a tensor there.
+            Misfit: the checkpoint has a tensor there
         """
         contents, around = self._source.contents, self.object_around(path)
         keys = _keys_along(path)
@@ -109,15 +109,15 @@ class Forms:
         """Compare the target at a path with an object that was read.
 
         Args:
-            path: Path in the target.
-            above: Path of the object.
-            value: The object.
+            path: path in the target
+            above: path of the object
+            value: the object
 
         Returns:
             Whether the object has a value for the path, and that value.
 
         Raises:
-            Misfit: The forms differ at the path or between the object and it.
+            Misfit: the forms differ at the path or between the object and it
         """
         around = self.object_around(path)
         for depth in range(len(above), len(path) + 1):

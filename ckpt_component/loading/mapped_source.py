@@ -16,11 +16,11 @@ class MappedSource(Source):
     """A checkpoint with other keys. Only the keys differ: messages about its files name those that are stored.
 
     Args:
-        source: The checkpoint.
-        key_map: Its new keys.
+        source: the checkpoint
+        key_map: its new keys
 
     Raises:
-        CheckpointLoadError: A rename fits no key, takes a whole key away, or gives two values one key.
+        CheckpointLoadError: a rename fits no key, takes a whole key away, or gives two values one key
     """
 
     def __init__(self, source: Source, key_map: KeyMap) -> None:
@@ -42,7 +42,7 @@ class MappedSource(Source):
         """Refuse a name in `ignore` that fits no key of the checkpoint and none of these, which a target has.
 
         Raises:
-            CheckpointLoadError: There is such a name.
+            CheckpointLoadError: there is such a name
         """
         for key in keys if self._unused else ():
             for name in self._key_map.ignoring(key):

@@ -17,9 +17,9 @@ class Misfit(Exception):
     """A value of the target that the checkpoint cannot fill.
 
     Args:
-        key: Its key.
-        fact: A clause that names the key and says what differs.
-        advice: What to do about it, or empty.
+        key: its key
+        fact: a clause that names the key and says what differs
+        advice: what to do about it, or empty
     """
 
     def __init__(self, key: str, fact: str, advice: str = "") -> None:
@@ -33,7 +33,7 @@ class Mismatches:
     """All differences between a target and a checkpoint.
 
     Args:
-        where: The checkpoint's path.
+        where: the checkpoint's path
     """
 
     def __init__(self, where: str) -> None:
@@ -50,15 +50,15 @@ class Mismatches:
         """Raise one error for everything that does not fit, if there is anything.
 
         Args:
-            missing: Keys of the target that the checkpoint lacks.
-            unexpected: Keys of the checkpoint that the target lacks.
-            strict: Whether missing keys are an error.
-            allow_unexpected: Whether unexpected keys are no error.
+            missing: keys of the target that the checkpoint lacks
+            unexpected: keys of the checkpoint that the target lacks
+            strict: whether missing keys are an error
+            allow_unexpected: whether unexpected keys are no error
 
         Raises:
-            MissingKeysError: Keys are missing, and `strict`.
-            UnexpectedKeysError: No keys are missing, but some are unexpected and not allowed.
-            CheckpointLoadError: Only values differ.
+            MissingKeysError: keys are missing, and `strict`
+            UnexpectedKeysError: no keys are missing, but some are unexpected and not allowed
+            CheckpointLoadError: only values differ
         """
         misfits = [misfit for misfit in self._misfits.values() if not self._is_inside(misfit.key)]
         lacking = [key for key in missing if strict and not self._is_inside(key)]

@@ -27,15 +27,15 @@ def state_of_object(
     list that the checkpoint has, or would collide with a new value.
 
     Args:
-        path: Path of the object.
-        flat: The target.
-        forms: Its forms.
-        new: New values by path.
-        missing: Keys of the target that the checkpoint lacks.
-        stored_containers: The containers of the checkpoint.
+        path: path of the object
+        flat: the target
+        forms: its forms
+        new: new values by path
+        missing: keys of the target that the checkpoint lacks
+        stored_containers: the containers of the checkpoint
 
     Raises:
-        TypeError: The values do not form a state.
+        TypeError: the values do not form a state
     """
     depth = len(path)
     own_lists = {place for place, kind in flat.containers if kind == "list"}
@@ -71,13 +71,13 @@ def load_state(stateful: Stateful, make_state: Callable[[], StateDict], what: st
     """Load its state into an object.
 
     Args:
-        stateful: The object.
-        make_state: Returns its state.
-        what: What the object is, for the message.
-        where: The checkpoint.
+        stateful: the object
+        make_state: returns its state
+        what: what the object is, for the message
+        where: the checkpoint
 
     Raises:
-        CheckpointLoadError: The values form no state, or the object does not take it.
+        CheckpointLoadError: the values form no state, or the object does not take it
     """
     try:
         state = make_state()

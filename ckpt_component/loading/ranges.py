@@ -33,7 +33,7 @@ class RangeSource(Source):
         access: how it is read
 
     Raises:
-        CheckpointLoadError: a checksum cannot be computed here.
+        CheckpointLoadError: a checksum cannot be computed here
     """
 
     def __init__(self, index: Index, contents: Contents, access: Access) -> None:
@@ -106,8 +106,8 @@ class RangeSource(Source):
         """Fill consecutive buffers with a range, and verify it.
 
         Raises:
-            CheckpointCorruptError: the bytes do not match their checksum.
-            CheckpointUnreadableError: the read failed.
+            CheckpointCorruptError: the bytes do not match their checksum
+            CheckpointUnreadableError: the read failed
         """
         checksum = self._checksums.get(piece.checksum_kind)
 

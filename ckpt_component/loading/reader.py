@@ -128,7 +128,7 @@ class Reader:
             The target or the new dict, and the keys of the target that the checkpoint lacks.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
         """
         wanted, clock = LoadOptions(**options), time.perf_counter
         marks = [("open", clock())]
@@ -181,7 +181,7 @@ class Reader:
             manifest: that of the checkpoint, if it was read already
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
         """
         storage = self._storage_of(path)
         try:
@@ -213,7 +213,7 @@ def open_source(index: Index, access: Access, rank: int = 0, world_size: int = 1
         world_size: number of ranks
 
     Raises:
-        CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
+        CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
     """
     if isinstance(index, OwnIndex):
         if index.per_rank and index.world_size not in (1, world_size):

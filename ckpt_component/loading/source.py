@@ -73,7 +73,7 @@ def copy_into(destination: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Copy a value into a tensor of the target, or a part of one.
 
     Raises:
-        CheckpointLoadError: torch refuses the copy, such as into a tensor created under `inference_mode`.
+        CheckpointLoadError: torch refuses the copy, such as into a tensor created under `inference_mode`
     """
     try:
         destination.copy_(value)
@@ -101,7 +101,7 @@ class Source(ABC):
             progress: follows the bytes
 
         Raises:
-            CheckpointCorruptError: the stored bytes are damaged.
+            CheckpointCorruptError: the stored bytes are damaged
         """
 
     @abstractmethod
@@ -112,8 +112,8 @@ class Source(ABC):
         """The tensors of these keys in new memory. Those that are stored once stay tied.
 
         Raises:
-            CheckpointCorruptError: the stored bytes are damaged.
-            CheckpointLoadError: this torch does not have a dtype.
+            CheckpointCorruptError: the stored bytes are damaged
+            CheckpointLoadError: this torch does not have a dtype
         """
         stored: dict[Any, torch.Tensor] = {}
         requests, tensors = [], {}
@@ -131,7 +131,7 @@ class Source(ABC):
         """The dtype of a tensor.
 
         Raises:
-            CheckpointLoadError: this torch does not have it.
+            CheckpointLoadError: this torch does not have it
         """
         if entry.dtype not in DTYPES:
             raise CheckpointLoadError(

@@ -30,15 +30,15 @@ class Target:
     - An object with `load_state_dict` receives its whole subtree; tensors that it already has are filled in place.
 
     Attributes:
-        mismatches: Values that have a different shape, dtype or kind in the checkpoint.
-        unexpected: Keys of the checkpoint that have no place in the target.
-        shortens_lists: Whether some of these are elements of lists that are shorter in the target.
-        requests: Tensors to fill in place.
-        new_tensors: Keys of tensors to load into new memory, without duplicates.
-        objects: Keys of objects to load, without duplicates.
+        mismatches: values that have a different shape, dtype or kind in the checkpoint
+        unexpected: keys of the checkpoint that have no place in the target
+        shortens_lists: whether some of these are elements of lists that are shorter in the target
+        requests: tensors to fill in place
+        new_tensors: keys of tensors to load into new memory, without duplicates
+        objects: keys of objects to load, without duplicates
 
     Raises:
-        CheckpointLoadError: A `PerRank` value was saved by another number of ranks.
+        CheckpointLoadError: a `PerRank` value was saved by another number of ranks
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Target:
         """Compare the target with the objects of the checkpoint, which contain some of its values.
 
         Args:
-            objects: The values of `objects`, by key.
+            objects: the values of `objects`, by key
 
         Returns:
             All keys of the target that the checkpoint lacks, but not tensors that share their memory with one that it
@@ -273,7 +273,7 @@ class Target:
         """Collect the new values from what was read.
 
         Args:
-            loaded: The values of `new_tensors` and `objects`, by key.
+            loaded: the values of `new_tensors` and `objects`, by key
         """
         self._loaded = loaded
         for path, keys in self._replaced.items():
@@ -283,7 +283,7 @@ class Target:
         """Store the new values in the target and load the objects' states.
 
         Raises:
-            CheckpointLoadError: A tensor or an object does not take its value.
+            CheckpointLoadError: a tensor or an object does not take its value
         """
         for request in self._converted:
             copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)

@@ -36,9 +36,9 @@ class TorchSaveSource(RangeSource):
         access: how it is read
 
     Raises:
-        CheckpointCorruptError: the file is damaged, or does not fit its index.
-        CheckpointUnreadableError: it cannot be read.
-        CheckpointLoadError: it does not contain a state dict of plain data, or a checksum cannot be computed here.
+        CheckpointCorruptError: the file is damaged, or does not fit its index
+        CheckpointUnreadableError: it cannot be read
+        CheckpointLoadError: it does not contain a state dict of plain data, or a checksum cannot be computed here
     """
 
     def __init__(self, index: OwnTorchSave, rank: int, access: Access) -> None:

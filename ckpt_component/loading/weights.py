@@ -50,31 +50,31 @@ def load_weights(
     all of them call it, and each loads its part of sharded tensors.
 
     Args:
-        model: the module, or a dict of tensors, whose tensors are copied into.
+        model: the module, or a dict of tensors, whose tensors are copied into
         path: a checkpoint, a folder or a file; or a folder of checkpoints, for the newest, and `FOLDER@300` and
-            `FOLDER@best` for others.
+            `FOLDER@best` for others
         key: where the checkpoint has the weights: the key of the model in the saved state; with dots for a nested one.
             Empty: it is a bare state dict, as files of Hugging Face are.
-        strict: raise if the checkpoint lacks keys of the model; False: these values stay as they are, with a warning.
+        strict: raise if the checkpoint lacks keys of the model; False: these values stay as they are, with a warning
         allow_unexpected: leave weights under `key` that the model lacks; False: raise. None: as `strict` says, so that
             `strict=False` takes what fits.
         rename: as for `Checkpointer.load` of `{key: model}`: whole names in the checkpoint -> in that target, such as
-            `{"model.module": "model"}`.
-        ignore: as for `Checkpointer.load` of `{key: model}`: names that are not loaded, such as `["model.head"]`.
-        allow_dtype_cast: let tensors take values of another dtype.
-        alone: this rank loads for itself, even if `torch.distributed` has more ranks.
-        storage_options: `checkpoint.storage.options`, for a checkpoint in a bucket.
+            `{"model.module": "model"}`
+        ignore: as for `Checkpointer.load` of `{key: model}`: names that are not loaded, such as `["model.head"]`
+        allow_dtype_cast: let tensors take values of another dtype
+        alone: this rank loads for itself, even if `torch.distributed` has more ranks
+        storage_options: `checkpoint.storage.options`, for a checkpoint in a bucket
 
     Returns:
         The step of the checkpoint, from its name; None if that has none.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointNotFoundError: there is no such checkpoint
         CheckpointLoadError: the checkpoint has nothing under `key`, or values have another shape or dtype; nothing was
             loaded. MissingKeysError and UnexpectedKeysError: keys differ.
         CheckpointCorruptError: the bytes on disk differ from those that were written. No older checkpoint is tried.
-        CheckpointTypeError: `model` is neither a module nor a dict.
-        RanksError, CheckpointTimeoutError: other ranks did not call this, so they cannot agree on the newest.
+        CheckpointTypeError: `model` is neither a module nor a dict
+        RanksError, CheckpointTimeoutError: other ranks did not call this, so they cannot agree on the newest
     """
     if not isinstance(model, (torch.nn.Module, dict)):
         raise CheckpointTypeError(
@@ -137,12 +137,12 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str]) -> Source:
     """The weights in a checkpoint.
 
     Args:
-        source: The checkpoint.
-        key: Where it has them.
-        wanted: The names of the model's values.
+        source: the checkpoint
+        key: where it has them
+        wanted: the names of the model's values
 
     Raises:
-        CheckpointLoadError: It has nothing there; says what it has.
+        CheckpointLoadError: it has nothing there; says what it has
     """
     part = copy.copy(source)
     part.contents = source.contents.below(key)

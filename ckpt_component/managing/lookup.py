@@ -30,8 +30,8 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
     """Return the checkpoints to try, best first, as (step, path); none: the run starts from scratch.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint as `resume` asks for, or only one that may be meant.
-        CheckpointCorruptError: the checkpoint that it asks for, or every one, is damaged.
+        CheckpointNotFoundError: there is no checkpoint as `resume` asks for, or only one that may be meant
+        CheckpointCorruptError: the checkpoint that it asks for, or every one, is damaged
     """
     root, choice = run.root, policy.choice
     if policy.path is not None:
@@ -82,7 +82,7 @@ def _best_step(run: RunContext, scan: Scan) -> int:
     """The step of the best checkpoint; one that is damaged counts too, so that no worse one takes its place unnoticed.
 
     Raises:
-        CheckpointNotFoundError: no checkpoint has the metric.
+        CheckpointNotFoundError: no checkpoint has the metric
     """
     if run.best is None:
         raise CheckpointNotFoundError(
@@ -107,12 +107,12 @@ def _refuse_others(run: RunContext, scan: Scan, other: tuple[str, list[int]] | N
     A checkpoint without a step in its name, such as a pretrained model, only causes a warning.
 
     Args:
-        run: the run.
-        scan: scan of its folder.
-        other: the other naming and its steps in the folder, if there are any.
+        run: the run
+        scan: scan of its folder
+        other: the other naming and its steps in the folder, if there are any
 
     Raises:
-        CheckpointNotFoundError: there are such checkpoints; the text says what to type.
+        CheckpointNotFoundError: there are such checkpoints; the text says what to type
     """
     fs, root, names = run.fs, run.root, run.names
     if other is not None:
@@ -160,7 +160,7 @@ def _step_and_path(fs: Storage, path: str) -> tuple[int, str]:
     The step is the one in its name; 0, with a warning, if it has none.
 
     Raises:
-        CheckpointNotFoundError: the path does not exist, or is a folder of our checkpoints.
+        CheckpointNotFoundError: the path does not exist, or is a folder of our checkpoints
     """
     if not fs.exists(path):
         raise CheckpointNotFoundError(

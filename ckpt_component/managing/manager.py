@@ -35,16 +35,16 @@ class CheckpointManager(StoppableLoop):
     Args:
         checkpointer: saves and loads; owned and closed by the manager. None: nothing is saved or restored
             (`checkpoint=off`).
-        run: the folder of the checkpoints, the ranks, and deadlines.
-        save: when to save.
-        restorer: loads the checkpoint that the run begins with; None without a checkpointer.
+        run: the folder of the checkpoints, the ranks, and deadlines
+        save: when to save
+        restorer: loads the checkpoint that the run begins with; None without a checkpointer
         exports: exports committed checkpoints; called by the hooks of the run, and ended by the manager. None: nothing
             is exported by this rank.
-        uploads: uploads committed checkpoints, in the same way; started when the run has begun.
+        uploads: uploads committed checkpoints, in the same way; started when the run has begun
 
     Attributes:
-        reports: one `SaveReport` per ended or skipped save, in order.
-        idle: set by `close`: the restored step, if no step came after it, so that nothing was trained.
+        reports: one `SaveReport` per ended or skipped save, in order
+        idle: set by `close`: the restored step, if no step came after it, so that nothing was trained
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CheckpointManager(StoppableLoop):
         """Make `optimizer.step()` wait for a snapshot that is still being copied. Only `zero_overhead` needs it.
 
         Args:
-            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
+            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`
         """
         if self._checkpointer is not None:
             self._checkpointer.guard(optimizer)
@@ -144,25 +144,25 @@ class CheckpointManager(StoppableLoop):
         allocates memory for saves (`prewarm`), if the policy makes any.
 
         Args:
-            state: as for `save`; its objects are given their state.
-            strict: raise if the state has keys that the checkpoint lacks; False: warn once, with the keys.
-            allow_dtype_cast: let the state's tensors take values of another dtype.
+            state: as for `save`; its objects are given their state
+            strict: raise if the state has keys that the checkpoint lacks; False: warn once, with the keys
+            allow_dtype_cast: let the state's tensors take values of another dtype
             rename: other keys for a checkpoint that `resume` names by step or path, as for `Checkpointer.load`. This
                 and the next two override `checkpoint.load`, and are not used for the run's own newest checkpoint.
-            prefix: as for `Checkpointer.load`.
-            ignore: as for `Checkpointer.load`.
+            prefix: as for `Checkpointer.load`
+            ignore: as for `Checkpointer.load`
 
         Returns:
             The step that was loaded, or None if the run starts from scratch. 0 for a checkpoint whose path has no step.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint as `resume` asks for, or only under other names.
-            CheckpointWorldError: the process group is not the one that the manager was built with.
-            CheckpointExistsError: checkpoints follow the one that `resume` names, and saves would collide with them.
-            CheckpointStageError: the state has a value that cannot be saved, by key.
-            CheckpointCorruptError: every checkpoint that may be used is damaged.
-            CheckpointLoadError: the checkpoint does not fit the state.
-            CheckpointTimeoutError: a save of this manager hung; see timeouts.write.
+            CheckpointNotFoundError: there is no checkpoint as `resume` asks for, or only under other names
+            CheckpointWorldError: the process group is not the one that the manager was built with
+            CheckpointExistsError: checkpoints follow the one that `resume` names, and saves would collide with them
+            CheckpointStageError: the state has a value that cannot be saved, by key
+            CheckpointCorruptError: every checkpoint that may be used is damaged
+            CheckpointLoadError: the checkpoint does not fit the state
+            CheckpointTimeoutError: a save of this manager hung; see timeouts.write
         """
         self._home.check()
         if self._checkpointer is None:
@@ -204,11 +204,11 @@ class CheckpointManager(StoppableLoop):
         Cleans up after dead runs, verifies the checkpoint, and retires those that follow it if `rewind` is set.
 
         Args:
-            step: the step of the checkpoint; 0: from scratch.
+            step: the step of the checkpoint; 0: from scratch
 
         Raises:
-            CheckpointCorruptError: it is damaged; set aside if there is an older one, from which to resume instead.
-            CheckpointExistsError: checkpoints follow, and saves would collide with them.
+            CheckpointCorruptError: it is damaged; set aside if there is an older one, from which to resume instead
+            CheckpointExistsError: checkpoints follow, and saves would collide with them
         """
         self._home.check()
         if self._checkpointer is None:
@@ -222,7 +222,7 @@ class CheckpointManager(StoppableLoop):
         """Call a listener for the saves and restores from now on; see `CheckpointListener`.
 
         Raises:
-            CheckpointTypeError: it is none.
+            CheckpointTypeError: it is none
         """
         if self._checkpointer is not None:
             self._checkpointer.add_listener(listener)
@@ -231,13 +231,13 @@ class CheckpointManager(StoppableLoop):
         """Save if the policy says so. Call this after every step. Returns whether a save was started.
 
         Args:
-            step: the step just done.
+            step: the step just done
             state: nested dicts of tensors, plain values, and objects with `state_dict()`. The manager keeps a
                 reference to it, for the save at the end.
-            metrics: as for `save`; used if this step is saved.
+            metrics: as for `save`; used if this step is saved
 
         Raises:
-            CheckpointWorldError: the process group is not the one that the manager was built with.
+            CheckpointWorldError: the process group is not the one that the manager was built with
             CheckpointError: the save failed, or an earlier one did and its error was not raised yet. With several ranks
                 it is raised at the next save, on all of them.
         """
@@ -250,18 +250,18 @@ class CheckpointManager(StoppableLoop):
         `on_error` is `warn`; the last two cases are in `reports`.
 
         Args:
-            step: the step just done.
-            state: as for `maybe_save`.
+            step: the step just done
+            state: as for `maybe_save`
             metrics: numbers by name, such as `{"val_loss": 0.5}`, which the checkpoint keeps for `keep.best`. Of
                 several ranks, what rank 0 passes counts.
 
         Raises:
-            CheckpointBusyError: `overlap: error`, and an earlier save is still running.
-            CheckpointExistsError: an older run saved this step, or later ones.
+            CheckpointBusyError: `overlap: error`, and an earlier save is still running
+            CheckpointExistsError: an older run saved this step, or later ones
             CheckpointStepError: the step is not a valid step, or before the one that this run restored from `dir` or
-                saved last; whatever `on_error` says.
-            CheckpointTypeError: the metrics are not numbers by name.
-            CheckpointError: this save or an earlier one failed.
+                saved last; whatever `on_error` says
+            CheckpointTypeError: the metrics are not numbers by name
+            CheckpointError: this save or an earlier one failed
         """
         return self._save(ReachedStep(step, state, metrics), only_if_due=False)
 
@@ -348,7 +348,7 @@ class CheckpointManager(StoppableLoop):
         """Wait until every save that was started is committed, or raise the error of one that failed.
 
         Raises:
-            CheckpointTimeoutError: a save hung; see timeouts.write.
+            CheckpointTimeoutError: a save hung; see timeouts.write
         """
         self._home.check()
         if self._checkpointer is not None:
@@ -358,7 +358,7 @@ class CheckpointManager(StoppableLoop):
         """Finish the saves in flight and free all resources; starts no save. Bounded; safe to call twice.
 
         Raises:
-            CheckpointError: an earlier save failed, and its error was not raised yet.
+            CheckpointError: an earlier save failed, and its error was not raised yet
         """
         if self._closed or not self._home.is_here:
             return

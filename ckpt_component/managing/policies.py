@@ -20,10 +20,10 @@ class SavePolicy:
     """Save every `every_steps` steps, or every `every_seconds` seconds, and at the end.
 
     Attributes:
-        every_steps: save if the step is a multiple; None: not used.
-        every_seconds: save if the last save was that long ago; None: not used.
-        at_end: save the last step if the `with` block ends without an exception.
-        overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`.
+        every_steps: save if the step is a multiple; None: not used
+        every_seconds: save if the last save was that long ago; None: not used
+        at_end: save the last step if the `with` block ends without an exception
+        overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`
     """
 
     every_steps: int | None = 100
@@ -52,12 +52,12 @@ class SaveClock:
     """Decides after each step whether to save.
 
     Args:
-        policy: when to save.
-        ranks: the ranks, which save together.
-        timeout: seconds to wait for rank 0.
+        policy: when to save
+        ranks: the ranks, which save together
+        timeout: seconds to wait for rank 0
 
     Attributes:
-        last_save: when the last save began (`time.monotonic`), or else the run.
+        last_save: when the last save began (`time.monotonic`), or else the run
     """
 
     def __init__(self, policy: SavePolicy, ranks: Coordinator, timeout: float) -> None:
@@ -76,8 +76,8 @@ class SaveClock:
         """Whether to save at this step; the same on all ranks.
 
         Raises:
-            CheckpointTimeoutError: rank 0 did not answer in time.
-            RanksError: rank 0 did not call this for the step.
+            CheckpointTimeoutError: rank 0 did not answer in time
+            RanksError: rank 0 did not call this for the step
         """
         policy, since = self._policy, self.last_save
         if self._ranks.world_size == 1 or policy.every_seconds is None:
@@ -92,9 +92,9 @@ class ResumePolicy:
     """Where a run begins.
 
     Attributes:
-        choice: `auto` (newest, or from scratch), `must` (newest), `never`, `best` (by `keep.best`), a step, or a path.
-        rewind: retire the steps that follow the chosen checkpoint.
-        load_options: `rename`, `prefix` and `ignore` of `Checkpointer.load`, for a choice that `is_exact`.
+        choice: `auto` (newest, or from scratch), `must` (newest), `never`, `best` (by `keep.best`), a step, or a path
+        rewind: retire the steps that follow the chosen checkpoint
+        load_options: `rename`, `prefix` and `ignore` of `Checkpointer.load`, for a choice that `is_exact`
     """
 
     choice: str | int = "auto"
@@ -131,7 +131,7 @@ def checked_step(step: object) -> int:
     """Check a step, and return it as a plain int.
 
     Raises:
-        CheckpointStepError: it is not a valid step.
+        CheckpointStepError: it is not a valid step
     """
     try:
         number = None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
@@ -153,12 +153,12 @@ def refuse_earlier(step: int, newest: int | None, how: str) -> None:
     newest step has failed, which ranks learn at different times.
 
     Args:
-        step: the step to save.
-        newest: the newest step of the run that was saved, or restored from its own folder; None: there is none.
-        how: whether it was `restored` or `saved last`.
+        step: the step to save
+        newest: the newest step of the run that was saved, or restored from its own folder; None: there is none
+        how: whether it was `restored` or `saved last`
 
     Raises:
-        CheckpointStepError: the step is before that one.
+        CheckpointStepError: the step is before that one
     """
     if newest is None or step >= newest:
         return

@@ -22,9 +22,9 @@ class Purge:
     """The deletions of a run, one purge at a time. What fails is only logged: the next purge tries it again.
 
     Args:
-        run: the run, whose folder it is.
-        keep: which checkpoints to keep.
-        in_use: each returns the paths of checkpoints that must not be deleted now.
+        run: the run, whose folder it is
+        keep: which checkpoints to keep
+        in_use: each returns the paths of checkpoints that must not be deleted now
     """
 
     def __init__(

@@ -31,10 +31,10 @@ class Found(NamedTuple):
     """What the leading rank found, as JSON values for all ranks.
 
     Attributes:
-        candidates: the steps to try with their paths, best first.
-        committed: the committed steps of each folder of the run.
-        suspects: damaged steps, to quarantine, with their paths.
-        occupied: all steps that a save would collide with.
+        candidates: the steps to try with their paths, best first
+        committed: the committed steps of each folder of the run
+        suspects: damaged steps, to quarantine, with their paths
+        occupied: all steps that a save would collide with
     """
 
     candidates: Sequence[tuple[int, str]]
@@ -47,13 +47,13 @@ class Restorer:
     """Finds and loads the checkpoint that a run begins with.
 
     Args:
-        checkpointer: loads the checkpoint.
-        folder: the run's folder, which refuses or retires the steps that follow.
-        saves: whether the save policy makes any saves.
+        checkpointer: loads the checkpoint
+        folder: the run's folder, which refuses or retires the steps that follow
+        saves: whether the save policy makes any saves
 
     Attributes:
-        path: the checkpoint that was loaded, or the one that was tried last; None: there was none.
-        is_here: whether the one that was loaded last is in a folder of this run.
+        path: the checkpoint that was loaded, or the one that was tried last; None: there was none
+        is_here: whether the one that was loaded last is in a folder of this run
     """
 
     def __init__(self, checkpointer: Checkpointer, folder: RunFolder, saves: bool) -> None:
@@ -74,10 +74,10 @@ class Restorer:
         until then they may be all there is. Steps that follow are retired as late.
 
         Args:
-            state: filled in place.
-            strict: raise if the checkpoint lacks keys of the state.
-            allow_dtype_cast: let the state's tensors take values of another dtype.
-            options: `rename`, `prefix` and `ignore`, instead of those of the policy, if there are any.
+            state: filled in place
+            strict: raise if the checkpoint lacks keys of the state
+            allow_dtype_cast: let the state's tensors take values of another dtype
+            options: `rename`, `prefix` and `ignore`, instead of those of the policy, if there are any
         """
         ranks, timeouts = self._run.ranks, self._run.timeouts
         deadline = time.monotonic() + timeouts.stage + timeouts.close
@@ -123,7 +123,7 @@ class Restorer:
         """Begin after a step that the program has loaded by itself; see `CheckpointManager.begin_at`.
 
         Args:
-            step: the step; 0: from scratch.
+            step: the step; 0: from scratch
 
         Returns:
             Whether the folder has a committed checkpoint of this step.
@@ -204,10 +204,10 @@ class Restorer:
         """On the leading rank: clean up and scan the folder.
 
         Args:
-            manifests: takes those of committed checkpoints, by path.
+            manifests: takes those of committed checkpoints, by path
 
         Raises:
-            CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed.
+            CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed
         """
         run = self._run
         local, remote = run.scan(known=self._clean_up()), run.scan_remote()
@@ -241,7 +241,7 @@ class Restorer:
         """Refuse to begin if the permanent folder cannot be listed and the local one has nothing to begin with.
 
         Raises:
-            CheckpointUnreadableError: it is so.
+            CheckpointUnreadableError: it is so
         """
         choice, remote = self._policy.choice, self._run.remote
         here = choice in local.committed if isinstance(choice, int) else bool(local.committed)
@@ -323,10 +323,10 @@ def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> 
     """Wait for checkpoints that the writer processes of dead runs are finishing in a folder.
 
     Args:
-        fs: the storage.
-        root: the folder.
-        names: how steps are named there.
-        limit: seconds to wait at most.
+        fs: the storage
+        root: the folder
+        names: how steps are named there
+        limit: seconds to wait at most
 
     Returns:
         What is unfinished there now.

@@ -32,17 +32,17 @@ class RunContext:
     """One run and its folder of checkpoints.
 
     Attributes:
-        fs: file system operations.
-        root: absolute path of the folder.
-        names: how steps are named on disk.
-        ranks: coordinator of the ranks.
-        timeouts: deadlines.
-        best: how checkpoints are compared; None: they are not (`keep.best.metric` is null).
-        events: records what happens in the folder.
-        warned: warnings that were logged already, and are not repeated.
-        places: makes the storages of checkpoints elsewhere.
-        remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None.
-        preset: name of the preset that the run was configured with, for texts; None: unknown.
+        fs: file system operations
+        root: absolute path of the folder
+        names: how steps are named on disk
+        ranks: coordinator of the ranks
+        timeouts: deadlines
+        best: how checkpoints are compared; None: they are not (`keep.best.metric` is null)
+        events: records what happens in the folder
+        warned: warnings that were logged already, and are not repeated
+        places: makes the storages of checkpoints elsewhere
+        remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None
+        preset: name of the preset that the run was configured with, for texts; None: unknown
     """
 
     fs: Storage
@@ -90,8 +90,8 @@ class RunContext:
         """What the folder holds.
 
         Args:
-            warns: warn, once each, of what is not a committed checkpoint.
-            known: as for `scan_steps`.
+            warns: warn, once each, of what is not a committed checkpoint
+            known: as for `scan_steps`
         """
         scan = scan_steps(self.fs, self.root, self.names, known)
         if warns:

@@ -40,21 +40,21 @@ class RunFolder:
     """The hooks of a run for its saves (`RunHooks`), and how a restore handles the steps that follow.
 
     Args:
-        run: the run.
-        resume: where the run begins, and whether it may retire the steps that follow.
-        keep: which checkpoints to keep.
-        files: small files that rank 0 adds to every checkpoint, by name.
-        in_use: each returns the paths of checkpoints that must not be deleted now.
-        before_save: called before each save; an exception stops the save.
-        on_commit: called for each new checkpoint, on the save thread; must not wait.
-        takeover: whether a run that is still running may lose the folder to this one.
+        run: the run
+        resume: where the run begins, and whether it may retire the steps that follow
+        keep: which checkpoints to keep
+        files: small files that rank 0 adds to every checkpoint, by name
+        in_use: each returns the paths of checkpoints that must not be deleted now
+        before_save: called before each save; an exception stops the save
+        on_commit: called for each new checkpoint, on the save thread; must not wait
+        takeover: whether a run that is still running may lose the folder to this one
 
     Attributes:
-        ownership: fencing token of the folder; the first save acquires it.
-        purge: deletes what `keep` no longer keeps.
-        settled: whether a restore has handled the steps that follow, so that the first save need not.
+        ownership: fencing token of the folder; the first save acquires it
+        purge: deletes what `keep` no longer keeps
+        settled: whether a restore has handled the steps that follow, so that the first save need not
         manifest_fields: where every checkpoint comes from: `run`, the token of the run, and `resumed_from`, the
-            checkpoint that it began with, by its name if it is in this folder; None: from scratch.
+            checkpoint that it began with, by its name if it is in this folder; None: from scratch
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class RunFolder:
         """Before a save: refuse or retire the steps that follow, unless a restore did, and check that the path is free.
 
         Raises:
-            CheckpointExistsError: a checkpoint is in the way; the text names the run that saved it, if it may be alive.
-            CheckpointSaveError: the folder cannot be listed, a step could not be retired, or `before_save` raised it.
+            CheckpointExistsError: a checkpoint is in the way; the text names the run that saved it, if it may be alive
+            CheckpointSaveError: the folder cannot be listed, a step could not be retired, or `before_save` raised it
         """
         for check in self._before_save:
             check()
@@ -151,11 +151,11 @@ class RunFolder:
         """Before a restore: refuse to begin with a step that `resume` names if others follow it, and would stay there.
 
         Args:
-            step: the step; None: from scratch.
-            occupied: all steps that a save would collide with.
+            step: the step; None: from scratch
+            occupied: all steps that a save would collide with
 
         Raises:
-            CheckpointExistsError: steps follow; the text says what to do.
+            CheckpointExistsError: steps follow; the text says what to do
         """
         if self.resume.searches or self.resume.rewind:
             return  # those that follow are damaged, or are retired once the step was loaded
@@ -197,12 +197,12 @@ class RunFolder:
         """Continue after a step that the program has loaded by itself: retire the steps that follow, or refuse.
 
         Args:
-            step: the step; 0: from scratch.
-            occupied: all steps whose names are taken.
+            step: the step; 0: from scratch
+            occupied: all steps whose names are taken
 
         Raises:
-            CheckpointExistsError: steps follow; the text says what to do.
-            CheckpointSaveError: they cannot be retired.
+            CheckpointExistsError: steps follow; the text says what to do
+            CheckpointSaveError: they cannot be retired
         """
         later = _following(step, occupied)
         begins = f"continues after step {step}" if step else "starts from scratch"
@@ -246,8 +246,8 @@ class RunFolder:
             The steps, ascending.
 
         Raises:
-            CheckpointExistsError: the job was restarted, so it may have saved them itself.
-            CheckpointSaveError: the run that saved there is still running, or a checkpoint could not be renamed.
+            CheckpointExistsError: the job was restarted, so it may have saved them itself
+            CheckpointSaveError: the run that saved there is still running, or a checkpoint could not be renamed
         """
         folders = (self,) if self.remote is None else (self.remote, self)
         return sorted({step for folder in folders for step in folder._retire(sorted(steps))})

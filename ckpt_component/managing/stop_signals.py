@@ -37,14 +37,14 @@ class StopSignals:
     they have caught. The leading rank decides for all of them after how many steps they do so again.
 
     Args:
-        ranks: coordinator of the ranks, which stop together.
-        timeout: seconds to wait for the other ranks.
-        signals: which signals to catch.
-        requeue_exit_code: exit code after a warning.
-        owns_ranks: whether `close` closes the coordinator too.
+        ranks: coordinator of the ranks, which stop together
+        timeout: seconds to wait for the other ranks
+        signals: which signals to catch
+        requeue_exit_code: exit code after a warning
+        owns_ranks: whether `close` closes the coordinator too
 
     Attributes:
-        caught: the signal that this rank caught, or None; of several, a warning counts more than the end.
+        caught: the signal that this rank caught, or None; of several, a warning counts more than the end
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class StopSignals:
         """Return the signal by which all ranks stop now, or None. All ranks must call this after the same steps.
 
         Raises:
-            CheckpointTimeoutError: a rank did not call in time.
-            RanksError: a rank is dead, or has continued without the call.
+            CheckpointTimeoutError: a rank did not call in time
+            RanksError: a rank is dead, or has continued without the call
         """
         if self._ranks.world_size == 1:
             self._agreed = self.caught
@@ -135,12 +135,12 @@ class StoppableLoop:
     """What a manager offers to a loop that signals may end.
 
     Args:
-        home: the process of the loop.
-        ranks: coordinator of the ranks, which stop together; or returns one, for the signals alone.
-        timeout: seconds to wait for the other ranks.
+        home: the process of the loop
+        ranks: coordinator of the ranks, which stop together; or returns one, for the signals alone
+        timeout: seconds to wait for the other ranks
 
     Attributes:
-        stopped_by: the signal by which `should_stop` ends the loop, or None.
+        stopped_by: the signal by which `should_stop` ends the loop, or None
     """
 
     def __init__(self, home: HomeProcess, ranks: Coordinator | Callable[[], Coordinator], timeout: float) -> None:
@@ -157,8 +157,8 @@ class StoppableLoop:
         Call this on every rank, in the main thread. A SIGINT after another signal ends the process at once.
 
         Args:
-            *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
-            requeue_exit_code: see `exit_if_stopped`.
+            *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2
+            requeue_exit_code: see `exit_if_stopped`
         """
         self._home.check()
         numbers = checked_signals(signals, requeue_exit_code)
@@ -175,9 +175,9 @@ class StoppableLoop:
         `save.at_end` says, within `timeouts`. It takes about a second and a step to react to a signal.
 
         Raises:
-            CheckpointError: `stop_on_signal` was not called.
-            CheckpointTimeoutError: a rank did not call in time.
-            RanksError: a rank is dead, or has continued without the call.
+            CheckpointError: `stop_on_signal` was not called
+            CheckpointTimeoutError: a rank did not call in time
+            RanksError: a rank is dead, or has continued without the call
         """
         self._home.check()
         if self._signals is None:
@@ -192,8 +192,8 @@ class StoppableLoop:
         `requeue_exit_code`. A handler that the signal had before is called first; that of submitit requeues the job.
 
         Raises:
-            SystemExit: a signal ended the loop.
-            CheckpointError: the manager is not closed yet, so the last step is not saved.
+            SystemExit: a signal ended the loop
+            CheckpointError: the manager is not closed yet, so the last step is not saved
         """
         if not self._home.is_here:
             return
@@ -212,8 +212,8 @@ def checked_signals(signals: Sequence[Any], requeue_exit_code: Any) -> Sequence[
     """The signals to catch: those given, or else `STOPPING`.
 
     Raises:
-        CheckpointTypeError: something that is not a signal, or one that cannot be caught.
-        CheckpointConfigError: the exit code means success, or is not one.
+        CheckpointTypeError: something that is not a signal, or one that cannot be caught
+        CheckpointConfigError: the exit code means success, or is not one
     """
     if not isinstance(requeue_exit_code, int) or not 1 <= requeue_exit_code <= 255:
         raise CheckpointConfigError(

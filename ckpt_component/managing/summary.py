@@ -24,8 +24,8 @@ def contents_text(run: RunContext, reports: Sequence[SaveReport]) -> str:
     Never raises. A bucket is not asked, because that may take seconds; of one, the text has what this run saved.
 
     Args:
-        run: the run.
-        reports: those of its saves.
+        run: the run
+        reports: those of its saves
     """
     where, places = shown_path(run.root), [run, *filter(None, [run.remote])]
     local = [place for place in places if not is_url(place.root)]

@@ -21,9 +21,9 @@ class WriteAccess:
     """Checks the folder of a run before the first step.
 
     Args:
-        run: the run.
-        ownership: its claim to the folder, which learns whether the folder exists.
-        takeover: whether a run that is still running may lose the folder to this one.
+        run: the run
+        ownership: its claim to the folder, which learns whether the folder exists
+        takeover: whether a run that is still running may lose the folder to this one
     """
 
     def __init__(self, run: RunContext, ownership: FencingToken, *, takeover: bool) -> None:
@@ -39,9 +39,9 @@ class WriteAccess:
         All ranks call this, before the first step.
 
         Raises:
-            CheckpointConfigError: a rank cannot write there; the same on all ranks.
-            CheckpointInUseError: another run that saves there is running on this host; on all ranks.
-            CheckpointTimeoutError: a rank did not take part.
+            CheckpointConfigError: a rank cannot write there; the same on all ranks
+            CheckpointInUseError: another run that saves there is running on this host; on all ranks
+            CheckpointTimeoutError: a rank did not take part
         """
         run, failure = self._run, None
         deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible

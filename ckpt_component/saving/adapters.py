@@ -48,13 +48,13 @@ class ForeignSaver:
     """Saves with a third-party writer, and optionally a stager.
 
     Args:
-        stager: anything whose `stage(state_dict)` returns the state to write, or a future of it; None: no staging.
-        writer: anything with `write(state, path)`, which returns when it is done or returns a future.
-        limit: seconds to wait for the previous save.
+        stager: anything whose `stage(state_dict)` returns the state to write, or a future of it; None: no staging
+        writer: anything with `write(state, path)`, which returns when it is done or returns a future
+        limit: seconds to wait for the previous save
 
     Attributes:
-        ranks: this rank only.
-        events: records loads; nothing of these saves.
+        ranks: this rank only
+        events: records loads; nothing of these saves
     """
 
     last_report = None

@@ -42,13 +42,13 @@ class SaveProposal(TypedDict, total=False):
     """What one rank proposes for the next save, as JSON values.
 
     Attributes:
-        path: absolute path of the checkpoint.
-        changed: the layout of its state must be planned again.
-        error: why the rank cannot take part.
-        cause: the error's type.
-        failed: earlier saves whose error was not raised yet: numbers and error texts.
-        busy: the rank would have to wait for an earlier save, and must not (`overlap`).
-        stalled: what the rank has waited for as long as training may wait.
+        path: absolute path of the checkpoint
+        changed: the layout of its state must be planned again
+        error: why the rank cannot take part
+        cause: the error's type
+        failed: earlier saves whose error was not raised yet: numbers and error texts
+        busy: the rank would have to wait for an earlier save, and must not (`overlap`)
+        stalled: what the rank has waited for as long as training may wait
     """
 
     path: str
@@ -64,10 +64,10 @@ class SaveAdmission:
     """Numbers the saves of a checkpointer, and makes the ranks agree on each.
 
     Args:
-        planner: inspects the state.
-        stager: knows whether an earlier save still holds its memory.
-        saves: the earlier saves.
-        context: the ranks, how long a save may block training, and the run, which may stop a save.
+        planner: inspects the state
+        stager: knows whether an earlier save still holds its memory
+        saves: the earlier saves
+        context: the ranks, how long a save may block training, and the run, which may stop a save
     """
 
     def __init__(self, planner: SavePlanner, stager: Stager, saves: InFlightSaves, context: SaveContext) -> None:
@@ -83,20 +83,20 @@ class SaveAdmission:
         """Agree on the next save.
 
         Args:
-            request: what is asked for.
-            state_dict: the state to save.
+            request: what is asked for
+            state_dict: the state to save
 
         Returns:
             What all ranks agree on; or, if the save neither takes place nor fails, the error to raise instead: that of
             an earlier save, or CheckpointBusyError.
 
         Raises:
-            CheckpointStageError: a value that cannot be checkpointed, by key.
-            CheckpointTypeError: the metrics are not numbers by name.
-            CheckpointExistsError: the path is taken.
-            RanksError: a rank cannot take part, or has continued without this save; with one rank, its own error.
-            CheckpointStallError: a rank waited too long for what it needs.
-            CheckpointTimeoutError: a rank did not call in time.
+            CheckpointStageError: a value that cannot be checkpointed, by key
+            CheckpointTypeError: the metrics are not numbers by name
+            CheckpointExistsError: the path is taken
+            RanksError: a rank cannot take part, or has continued without this save; with one rank, its own error
+            CheckpointStallError: a rank waited too long for what it needs
+            CheckpointTimeoutError: a rank did not call in time
         """
         # The call waits no longer than this; a save that is not agreed on by then takes place on no rank.
         deadline = time.monotonic() + self._waiting

@@ -44,10 +44,10 @@ class SaveAttempts:
     """Makes attempts, one after the other.
 
     Args:
-        caller: who runs the write request.
-        writer: the format.
-        planner: warns of what differs by rank.
-        context: what is the same for all saves.
+        caller: who runs the write request
+        writer: the format
+        planner: warns of what differs by rank
+        context: what is the same for all saves
     """
 
     def __init__(self, caller: WriteCaller, writer: Writer, planner: SavePlanner, context: SaveContext) -> None:
@@ -75,12 +75,12 @@ class SaveAttempts:
         """Write and commit; returns when the checkpoint is committed, on all ranks.
 
         Args:
-            staged: what this rank writes.
-            attempt: the attempt; the first one or a later one.
-            number: which it is, from 1.
+            staged: what this rank writes
+            attempt: the attempt; the first one or a later one
+            number: which it is, from 1
 
         Raises:
-            CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks.
+            CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks
         """
         request, ranks, tag, own = staged.admitted.request, self._ranks, attempt.token, list[Written]()
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write

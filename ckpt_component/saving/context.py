@@ -34,8 +34,8 @@ class RunHooks(Protocol):
     """Hooks of a run for each of its saves, called on rank 0 only.
 
     Attributes:
-        files: small files that rank 0 adds to every checkpoint, by name.
-        manifest_fields: plain values for every manifest.
+        files: small files that rank 0 adds to every checkpoint, by name
+        manifest_fields: plain values for every manifest
     """
 
     files: Mapping[str, bytes]
@@ -77,8 +77,8 @@ class NoRun:
     """The saves belong to no run: the caller chooses the paths, which must be free.
 
     Args:
-        storage_of: returns the storage of a path.
-        single_file: `Writer.single_file`.
+        storage_of: returns the storage of a path
+        single_file: `Writer.single_file`
     """
 
     def __init__(self, storage_of: Callable[[str], Storage], single_file: str = "") -> None:
@@ -110,13 +110,13 @@ class SaveContext:
     """What is the same for every save of a checkpointer.
 
     Attributes:
-        ranks: coordinator of the ranks; owned by the pipeline.
-        storage_of: returns the storage of a path.
-        timeouts: deadlines.
-        run: how the run takes part.
-        policy: what to do about saves that fail.
-        events: records saves, and calls listeners; owned too.
-        progress: follows the bytes of saves that are waited for.
+        ranks: coordinator of the ranks; owned by the pipeline
+        storage_of: returns the storage of a path
+        timeouts: deadlines
+        run: how the run takes part
+        policy: what to do about saves that fail
+        events: records saves, and calls listeners; owned too
+        progress: follows the bytes of saves that are waited for
     """
 
     ranks: Coordinator

@@ -18,7 +18,7 @@ class Foresight:
     its first step, which may come late where gradients are accumulated. All ranks look at the same steps.
 
     Args:
-        stager: makes the memory.
+        stager: makes the memory
     """
 
     def __init__(self, stager: Stager) -> None:

@@ -26,7 +26,7 @@ class SaveFuture(Future[_Result]):
     """A future that knows whether its error was delivered, so that no error is lost and none is raised twice.
 
     Attributes:
-        delivered: the error was raised or retrieved, or was logged and need not be raised.
+        delivered: the error was raised or retrieved, or was logged and need not be raised
     """
 
     def __init__(self) -> None:
@@ -62,16 +62,16 @@ class SaveHandle(SaveFuture[SaveReport]):
     """What the caller of `save` holds: done when the save has ended.
 
     Args:
-        request: what was asked for.
-        number: number of the save in its checkpointer, the same on all ranks.
-        begun: False if nothing was copied, because the save could not begin.
-        file_bytes: approximate size of what this rank writes.
-        written: returns how much of that is written by now.
+        request: what was asked for
+        number: number of the save in its checkpointer, the same on all ranks
+        begun: False if nothing was copied, because the save could not begin
+        file_bytes: approximate size of what this rank writes
+        written: returns how much of that is written by now
 
     Attributes:
-        path: absolute path of the checkpoint.
-        step: the training step, if a manager saves.
-        report: set when the save ends.
+        path: absolute path of the checkpoint
+        step: the training step, if a manager saves
+        report: set when the save ends
     """
 
     report: SaveReport
@@ -97,9 +97,9 @@ class SaveHandle(SaveFuture[SaveReport]):
         """End the save.
 
         Args:
-            report: what became of it.
-            error: why it failed; None: it is committed.
-            delivered: the error was logged, and need not be raised.
+            report: what became of it
+            error: why it failed; None: it is committed
+            delivered: the error was logged, and need not be raised
         """
         self.report = report
         if error is None:
@@ -113,7 +113,7 @@ class InFlightSaves(list[SaveHandle]):
     """Running saves, and failed ones whose error was not raised yet, in order; `drop_ended` drops the others.
 
     Args:
-        progress: follows the bytes of saves that are waited for.
+        progress: follows the bytes of saves that are waited for
     """
 
     def __init__(self, progress: Progress = no_progress) -> None:
@@ -162,10 +162,10 @@ class InFlightSaves(list[SaveHandle]):
         """Wait until all saves have ended, successfully or not.
 
         Args:
-            limit: seconds for each.
+            limit: seconds for each
 
         Raises:
-            CheckpointTimeoutError: a save is still running.
+            CheckpointTimeoutError: a save is still running
         """
         running = [save for save in self if not save.done()]
         deadline = time.monotonic() + limit * len(running)
@@ -179,8 +179,8 @@ class InFlightSaves(list[SaveHandle]):
         """Wait until a save has ended, and report its progress.
 
         Args:
-            save: the save.
-            deadline: when to stop waiting (`time.monotonic`).
+            save: the save
+            deadline: when to stop waiting (`time.monotonic`)
 
         Returns:
             False if it is still running.

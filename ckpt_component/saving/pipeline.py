@@ -43,21 +43,21 @@ class SavePipeline:
     """Stages, writes and commits state dicts, one after the other.
 
     Args:
-        stager: takes the snapshots; owned by the pipeline from now on.
-        caller: who runs the write requests; owned too.
-        writer: the format.
-        context: what is the same for all saves.
+        stager: takes the snapshots; owned by the pipeline from now on
+        caller: who runs the write requests; owned too
+        writer: the format
+        context: what is the same for all saves
 
     Attributes:
-        stager: see above.
-        caller: see above.
-        ranks: of the context.
-        policy: of the context.
-        events: of the context.
-        saves: running saves, and failed ones whose error was not raised yet.
-        reports: reports of ended saves, in order.
-        last_report: see `Checkpointer.last_report`.
-        foresight: prepares the first save.
+        stager: see above
+        caller: see above
+        ranks: of the context
+        policy: of the context
+        events: of the context
+        saves: running saves, and failed ones whose error was not raised yet
+        reports: reports of ended saves, in order
+        last_report: see `Checkpointer.last_report`
+        foresight: prepares the first save
     """
 
     def __init__(self, stager: Stager, caller: WriteCaller, writer: Writer, context: SaveContext) -> None:
@@ -106,20 +106,20 @@ class SavePipeline:
         """Take a snapshot now, and write and commit it in the background; with an inline caller before it returns.
 
         Args:
-            state_dict: what to save.
-            path: absolute path of the new checkpoint.
-            may_wait: False: raise, on all ranks, instead of waiting for the memory of an earlier save.
-            step: the training step for the report, if a manager saves.
-            metrics: numbers by name for the manifest; those of rank 0 are stored.
+            state_dict: what to save
+            path: absolute path of the new checkpoint
+            may_wait: False: raise, on all ranks, instead of waiting for the memory of an earlier save
+            step: the training step for the report, if a manager saves
+            metrics: numbers by name for the manifest; those of rank 0 are stored
 
         Returns:
             Two futures, as `AsyncCheckpointer.save`; the second has the `SaveReport`. With `ErrorPolicy.warn` a save
             that could not begin returns two failed futures instead of raising.
 
         Raises:
-            CheckpointBusyError: a rank would have to wait; the save was not begun.
-            CheckpointWorldError: the process group is not the one that this was built with.
-            CheckpointError: the save could not begin, on all ranks; or the error of an earlier save.
+            CheckpointBusyError: a rank would have to wait; the save was not begun
+            CheckpointWorldError: the process group is not the one that this was built with
+            CheckpointError: the save could not begin, on all ranks; or the error of an earlier save
         """
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
@@ -256,8 +256,8 @@ class SavePipeline:
         Does nothing in a forked child, whose exit calls this too.
 
         Raises:
-            CheckpointTimeoutError: a save hung; its deadline is timeouts.write.
-            CheckpointError: the first error that was not raised yet.
+            CheckpointTimeoutError: a save hung; its deadline is timeouts.write
+            CheckpointError: the first error that was not raised yet
         """
         if not self._home.is_here:
             return

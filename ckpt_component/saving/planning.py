@@ -30,8 +30,8 @@ class Comparison:
     """Values shared by several ranks, compared when the ranks begin to write.
 
     Attributes:
-        replicas: knows the keys of the values.
-        message: digests, for rank 0.
+        replicas: knows the keys of the values
+        message: digests, for rank 0
     """
 
     replicas: Replicas
@@ -42,9 +42,9 @@ class SavePlanner:
     """Inspects states, and agrees with the other ranks on their plans.
 
     Args:
-        stager: inspects a state, and keeps the plan of its structure.
-        writer: the format, which says whether replicated values are stored once.
-        context: the ranks and the deadlines.
+        stager: inspects a state, and keeps the plan of its structure
+        writer: the format, which says whether replicated values are stored once
+        context: the ranks and the deadlines
     """
 
     def __init__(self, stager: Stager, writer: Writer, context: SaveContext) -> None:
@@ -68,7 +68,7 @@ class SavePlanner:
         """If the plan is new, agree with the other ranks which of them stores what.
 
         Args:
-            plan: that all ranks agree to make, or not to make.
+            plan: that all ranks agree to make, or not to make
 
         Returns:
             The plan, with the part of this rank.
@@ -88,7 +88,7 @@ class SavePlanner:
         """Plan on all ranks together, and allocate memory, so that the first save is as fast as others.
 
         Raises:
-            CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all.
+            CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all
         """
         ranks = self._ranks
         ranks.check_world()
@@ -109,8 +109,8 @@ class SavePlanner:
         Values are compared if the plan is new, and in saves 2, 4, 8 and so on, because they may diverge later.
 
         Args:
-            plan: from `share`.
-            number: number of the save, the same on all ranks.
+            plan: from `share`
+            number: number of the save, the same on all ranks
         """
         if self._replicas is None or not (plan.changed or number & (number - 1) == 0):
             return None
@@ -128,8 +128,8 @@ class SavePlanner:
         """Warn of shared values that differ by rank: once each, on the first rank that has the value.
 
         Args:
-            comparison: that of this rank.
-            different: what `differing` has found on the leading rank.
+            comparison: that of this rank
+            different: what `differing` has found on the leading rank
         """
         groups = {group for group, rank in different if rank == self._ranks.rank}
         if comparison is None or not groups:
@@ -154,11 +154,11 @@ class RankIndexes:
     All ranks replan together, so the leading rank gets all indexes or none.
 
     Args:
-        writer: makes the index files.
-        files: files of the run, which belong into every checkpoint too.
+        writer: makes the index files
+        files: files of the run, which belong into every checkpoint too
 
     Attributes:
-        sidecars: the files that the commit adds, by name; empty but on the leading rank.
+        sidecars: the files that the commit adds, by name; empty but on the leading rank
     """
 
     def __init__(self, writer: Writer, files: Mapping[str, bytes]) -> None:

@@ -22,13 +22,13 @@ class SaveRequest:
     """What the caller of `save` asks for.
 
     Attributes:
-        path: absolute path of the new checkpoint.
-        storage: of that path.
-        step: the training step, if a manager saves.
-        metrics: numbers by name, such as a validation loss, as the caller passed them.
-        may_wait: whether the save may wait for the memory of an earlier one.
-        started: when the call began.
-        time: the same, seconds since 1970.
+        path: absolute path of the new checkpoint
+        storage: of that path
+        step: the training step, if a manager saves
+        metrics: numbers by name, such as a validation loss, as the caller passed them
+        may_wait: whether the save may wait for the memory of an earlier one
+        started: when the call began
+        time: the same, seconds since 1970
     """
 
     path: str
@@ -45,11 +45,11 @@ class Admitted:
     """All ranks have agreed that a save takes place.
 
     Attributes:
-        request: what was asked for.
-        plan: the inspected state.
-        number: number of the save in its checkpointer, the same on all ranks.
-        token: of the first attempt; the same on all ranks.
-        manifest_fields: plain values for the manifest, beside those of all saves; on rank 0 they are written.
+        request: what was asked for
+        plan: the inspected state
+        number: number of the save in its checkpointer, the same on all ranks
+        token: of the first attempt; the same on all ranks
+        manifest_fields: plain values for the manifest, beside those of all saves; on rank 0 they are written
     """
 
     request: SaveRequest
@@ -64,13 +64,13 @@ class Staged:
     """This rank's snapshot of an admitted save was taken, or could not be.
 
     Attributes:
-        admitted: the save.
-        attempt: the first attempt.
-        snapshot: what this rank writes; None if it could not be taken.
-        error: why this rank has no snapshot.
-        comparison: what to compare with other ranks, if they do so in this save.
-        host_bytes: host memory that this rank holds for snapshots.
-        stall_s: how long the call has blocked training so far.
+        admitted: the save
+        attempt: the first attempt
+        snapshot: what this rank writes; None if it could not be taken
+        error: why this rank has no snapshot
+        comparison: what to compare with other ranks, if they do so in this save
+        host_bytes: host memory that this rank holds for snapshots
+        stall_s: how long the call has blocked training so far
     """
 
     admitted: Admitted
@@ -87,8 +87,8 @@ class Written:
     """This rank's files of one attempt are written.
 
     Attributes:
-        result: a `WriteResult`.
-        number: of the attempt, from 1.
+        result: a `WriteResult`
+        number: of the attempt, from 1
     """
 
     result: Mapping[str, Any]
@@ -100,10 +100,10 @@ class Committed:
     """The checkpoint is visible, on all ranks.
 
     Attributes:
-        written: this rank's part.
-        files: number of the checkpoint's files.
-        voted: when all ranks had written their files.
-        ended: when the checkpoint was visible.
+        written: this rank's part
+        files: number of the checkpoint's files
+        voted: when all ranks had written their files
+        ended: when the checkpoint was visible
     """
 
     written: Written
@@ -123,12 +123,12 @@ def report_of(
     """The report of a save.
 
     Args:
-        request: what was asked for.
-        outcome: see `SaveReport`.
-        staged: what its phases have returned, as far as it has come.
-        written: see `staged`.
-        committed: see `staged`.
-        **more: other values of the report, or other than theirs.
+        request: what was asked for
+        outcome: see `SaveReport`
+        staged: what its phases have returned, as far as it has come
+        written: see `staged`
+        committed: see `staged`
+        **more: other values of the report, or other than theirs
     """
     values, marks = dict[str, Any](), dict[str, tuple[float, float]]()
     ended = request.started

@@ -39,12 +39,12 @@ class ErrorPolicy:
     """What to do about saves that fail.
 
     Attributes:
-        warn: log a failure and let training continue, instead of raising it at the next call.
-        attempts: most attempts at one save.
-        backoff_seconds: the pause before the second attempt; each further pause is twice as long.
-        max_backoff_seconds: the longest pause.
-        give_up_after: after this many failed saves in a row the error is raised in any case; None: no limit.
-        min_free_bytes: free space that a save must leave; None: free space is not checked beforehand.
+        warn: log a failure and let training continue, instead of raising it at the next call
+        attempts: most attempts at one save
+        backoff_seconds: the pause before the second attempt; each further pause is twice as long
+        max_backoff_seconds: the longest pause
+        give_up_after: after this many failed saves in a row the error is raised in any case; None: no limit
+        min_free_bytes: free space that a save must leave; None: free space is not checked beforehand
     """
 
     warn: bool = False
@@ -84,8 +84,8 @@ class FailedAttempts:
     """All attempts at a save have failed.
 
     Attributes:
-        number: how many there were.
-        error: why the last one failed.
+        number: how many there were
+        error: why the last one failed
     """
 
     number: int
@@ -96,9 +96,9 @@ class RetryLoop:
     """Decides after a failed attempt whether to make another one, and pauses before it.
 
     Args:
-        ranks: coordinator of the ranks.
-        policy: number of attempts, and pauses between them.
-        timeout: seconds to wait for the leading rank's decision.
+        ranks: coordinator of the ranks
+        policy: number of attempts, and pauses between them
+        timeout: seconds to wait for the leading rank's decision
     """
 
     def __init__(self, ranks: Coordinator, policy: ErrorPolicy, timeout: float) -> None:
@@ -115,8 +115,8 @@ class RetryLoop:
         """Make attempts at a save until one succeeds, or there must be no other.
 
         Args:
-            first: the first attempt.
-            make: makes an attempt, given its number from 1.
+            first: the first attempt
+            make: makes an attempt, given its number from 1
 
         Returns:
             What `make` returned, or why the last attempt failed; nothing is raised.
@@ -158,10 +158,10 @@ class ConsecutiveFailures:
     """Counts failed saves in a row. Safe to use from several threads.
 
     Args:
-        limit: `ErrorPolicy.give_up_after`.
+        limit: `ErrorPolicy.give_up_after`
 
     Attributes:
-        count: number of failures since the last committed save.
+        count: number of failures since the last committed save
     """
 
     def __init__(self, limit: int | None) -> None:

@@ -17,13 +17,13 @@ class BackgroundCopy:
     """A copy in the background, and what it needs to detect tensors that change during it.
 
     Args:
-        flat: the state.
-        watched: numbers of the tensors that must not change before the copy has ended.
-        tasks: the copy; no tensor may have changed since it was created.
+        flat: the state
+        watched: numbers of the tensors that must not change before the copy has ended
+        tasks: the copy; no tensor may have changed since it was created
 
     Attributes:
-        done: done when every tensor may be changed, whether or not the copy succeeded.
-        discarded: why the snapshot is discarded, once it is.
+        done: done when every tensor may be changed, whether or not the copy succeeded
+        discarded: why the snapshot is discarded, once it is
     """
 
     def __init__(self, flat: FlatState, watched: Sequence[int], tasks: CopyTasks) -> None:
@@ -52,7 +52,7 @@ class BackgroundCopy:
         """Copy the rest with this thread, and let training continue.
 
         Args:
-            settle: called before training continues, with the error that makes the snapshot unusable, or None.
+            settle: called before training continues, with the error that makes the snapshot unusable, or None
         """
         try:
             settle(self._finish())

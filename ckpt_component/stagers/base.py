@@ -39,11 +39,11 @@ class StatePlan:
     """An inspected state dict, and whether its layout must be planned.
 
     Attributes:
-        flat: its tensors and objects.
-        structure: their structure.
-        changed: the layout must be planned again, because of this rank or another one.
-        wait_until: deadline for waits in `take`, monotonic seconds (`max_stall_s`).
-        share: if `changed`, which part of the state this rank is to store; None: all of it.
+        flat: its tensors and objects
+        structure: their structure
+        changed: the layout must be planned again, because of this rank or another one
+        wait_until: deadline for waits in `take`, monotonic seconds (`max_stall_s`)
+        share: if `changed`, which part of the state this rank is to store; None: all of it
     """
 
     flat: FlatState
@@ -58,15 +58,15 @@ class Snapshot:
     """A state dict at one moment, laid out for writing. Owned by the save, which calls `release` when it ends.
 
     Attributes:
-        layout: where each item is in the image.
-        encoded: the constant tables, and the encoded objects of this save.
-        source: the bytes of the image; complete once `staged` is done.
-        arena: the leased memory, or None.
-        give_back: ends the lease; called with the arena and `staged`.
+        layout: where each item is in the image
+        encoded: the constant tables, and the encoded objects of this save
+        source: the bytes of the image; complete once `staged` is done
+        arena: the leased memory, or None
+        give_back: ends the lease; called with the arena and `staged`
         staged: done when the image is complete, and training may change every tensor. Has the error if staging failed.
-        staged_at: when `staged` was done (`time.perf_counter`).
-        began_at: when the copy began; by default when this object is made.
-        planned_at: when the plan was made, and the wait for memory began; 0: no such wait.
+        staged_at: when `staged` was done (`time.perf_counter`)
+        began_at: when the copy began; by default when this object is made
+        planned_at: when the plan was made, and the wait for memory began; 0: no such wait
     """
 
     layout: Layout
@@ -112,11 +112,11 @@ class Stager(ABC):
         """Set the other parts of the graph that a stager uses.
 
         Args:
-            writer: lays out the image.
-            ranks: coordinator of the ranks: which of them this is.
-            shared: whether another process writes, so that the memory must be visible to it.
-            timeout: seconds that a snapshot may wait for free memory, and for other ranks.
-            max_stall: seconds that a save may block training; None: no limit.
+            writer: lays out the image
+            ranks: coordinator of the ranks: which of them this is
+            shared: whether another process writes, so that the memory must be visible to it
+            timeout: seconds that a snapshot may wait for free memory, and for other ranks
+            max_stall: seconds that a save may block training; None: no limit
         """
         self._writer = writer
         self._ranks = ranks
@@ -131,7 +131,7 @@ class Stager(ABC):
         """Flatten a state dict, and check whether it still has the planned structure.
 
         Raises:
-            CheckpointStageError: a value that cannot be checkpointed, by key.
+            CheckpointStageError: a value that cannot be checkpointed, by key
         """
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
@@ -151,8 +151,8 @@ class Stager(ABC):
         All ranks call this together: if the structure has changed on one, all plan again.
 
         Raises:
-            CheckpointStageError: a value that cannot be checkpointed, by key.
-            CheckpointTimeoutError: no memory became free in time.
+            CheckpointStageError: a value that cannot be checkpointed, by key
+            CheckpointTimeoutError: no memory became free in time
         """
 
     @property
@@ -173,10 +173,10 @@ class Stager(ABC):
         """Keep an optimizer from changing weights that are still being copied. Most stagers do nothing.
 
         Args:
-            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
+            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`
 
         Raises:
-            CheckpointTypeError: `optimizer` is none of these.
+            CheckpointTypeError: `optimizer` is none of these
         """
         optimizers_in(optimizer)  # all stagers refuse the same arguments
 
@@ -194,8 +194,8 @@ class Stager(ABC):
         memory need not be made does nothing.
 
         Raises:
-            CheckpointStageError: a value that cannot be checkpointed, by key.
-            CheckpointError: there is not enough memory.
+            CheckpointStageError: a value that cannot be checkpointed, by key
+            CheckpointError: there is not enough memory
         """
 
     def close(self) -> None:

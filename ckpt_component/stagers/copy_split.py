@@ -20,13 +20,13 @@ class CopySplit:
     """How states of one structure are split for one arena.
 
     Args:
-        fill: the arena, and a state.
-        optimizers: the guarded optimizers, which wait at the fence.
+        fill: the arena, and a state
+        optimizers: the guarded optimizers, which wait at the fence
 
     Attributes:
-        now: the copies made at once.
-        later: the copies made in the background, until the fence.
-        watched: numbers of the tensors that must not change before the fence.
+        now: the copies made at once
+        later: the copies made in the background, until the fence
+        watched: numbers of the tensors that must not change before the fence
     """
 
     def __init__(self, fill: ArenaFill, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -19,7 +19,7 @@ def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
     A wrapper that derives from torch's class may have no hooks, so the wrapped optimizer is preferred.
 
     Raises:
-        CheckpointTypeError: the value, or one of its items, has no optimizer; the text says what to pass.
+        CheckpointTypeError: the value, or one of its items, has no optimizer; the text says what to pass
     """
     return list({id(optimizer): optimizer for optimizer in _inside(given, [])}.values())
 

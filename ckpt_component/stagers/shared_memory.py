@@ -33,14 +33,14 @@ class ArenaFill:
     """An arena, and what is copied into it.
 
     Args:
-        arena: the leased arena.
-        layout: of the image.
-        flat: the state.
+        arena: the leased arena
+        layout: of the image
+        flat: the state
 
     Attributes:
-        slots: slots of the arena, one for every item of the layout.
-        sources: what is copied into each slot.
-        addresses: memory address of each source, int64.
+        slots: slots of the arena, one for every item of the layout
+        sources: what is copied into each slot
+        addresses: memory address of each source, int64
     """
 
     def __init__(self, arena: Arena, layout: Layout, flat: FlatState) -> None:
@@ -54,10 +54,10 @@ class SharedMemoryStager(Stager):
     """Copies into arenas, each leased to one save; `take` returns when the copy is done.
 
     Args:
-        arenas: how many saves may be in flight, each with its own copy of the state in host memory.
+        arenas: how many saves may be in flight, each with its own copy of the state in host memory
 
     Raises:
-        CheckpointConfigError: `arenas` is not from 1 to 16.
+        CheckpointConfigError: `arenas` is not from 1 to 16
     """
 
     option: ClassVar[str] = "shared_memory"

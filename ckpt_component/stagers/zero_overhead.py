@@ -31,10 +31,10 @@ class ZeroOverheadStager(PinnedStager):
     """Overlaps the copy with training.
 
     Args:
-        arenas: how many saves may be in flight, each with its own copy of the state in host memory.
+        arenas: how many saves may be in flight, each with its own copy of the state in host memory
 
     Raises:
-        CheckpointConfigError: `arenas` is not from 1 to 16.
+        CheckpointConfigError: `arenas` is not from 1 to 16
     """
 
     option: ClassVar[str] = "zero_overhead"
@@ -64,7 +64,7 @@ class ZeroOverheadStager(PinnedStager):
         discarded so that training waits no longer than `max_stall_s`.
 
         Raises:
-            CheckpointTimeoutError: the copy did not end within `timeout` seconds (default: timeouts.stage).
+            CheckpointTimeoutError: the copy did not end within `timeout` seconds (default: timeouts.stage)
         """
         limit, may_discard = self._timeout if timeout is None else timeout, False
         if timeout is None and self._max_stall is not None:

@@ -43,7 +43,7 @@ class FormatPlan(ABC):
         """Encode the objects of one save (`FlatState.objects`, in order) immediately, as a snapshot.
 
         Raises:
-            CheckpointStageError: safe loading would refuse an object; names its key.
+            CheckpointStageError: safe loading would refuse an object; names its key
         """
 
 
@@ -52,18 +52,18 @@ class Writer(ABC):
     """A checkpoint format.
 
     Args:
-        workers: number of parallel writers per rank.
-        block_bytes: number of bytes per write call.
-        checksum: checksum algorithm of the items; `auto`: the fastest one that is installed.
-        io: buffered or direct I/O, or whichever is faster in a trial.
-        max_bytes_per_second: limit for all parallel writers of a rank together; None: no limit.
+        workers: number of parallel writers per rank
+        block_bytes: number of bytes per write call
+        checksum: checksum algorithm of the items; `auto`: the fastest one that is installed
+        io: buffered or direct I/O, or whichever is faster in a trial
+        max_bytes_per_second: limit for all parallel writers of a rank together; None: no limit
 
     Attributes:
-        options: how the bytes are written.
-        algorithm: name of the checksum algorithm, as recorded in the files.
+        options: how the bytes are written
+        algorithm: name of the checksum algorithm, as recorded in the files
 
     Raises:
-        CheckpointConfigError: a value is out of range, or the package of the checksum is not installed.
+        CheckpointConfigError: a value is out of range, or the package of the checksum is not installed
     """
 
     #: Name of the format, as recorded in the manifest.
@@ -143,9 +143,9 @@ def make_table(writer: Writer, layout: Layout, lanes: Sequence[Sequence[Lane]], 
     """Make the write table of a layout.
 
     Args:
-        writer: the format.
-        layout: layout of the image.
-        lanes: the lanes of each parallel writer.
+        writer: the format
+        layout: layout of the image
+        lanes: the lanes of each parallel writer
         keys: False for a format that has its own index of keys. With keys, the objects must be the items of the object
             blobs, in the same order.
     """
@@ -218,10 +218,10 @@ def groups_of_files(
     """Distribute items over files by size; returns (prefix of the file's name, numbers of its items), none empty.
 
     Args:
-        sizes: sizes of the items in bytes.
-        files: maximum number of files; at least 2 with a hint.
-        hint: name prefix of the files with the separate items.
-        separate: numbers of the items that get separate files.
+        sizes: sizes of the items in bytes
+        files: maximum number of files; at least 2 with a hint
+        hint: name prefix of the files with the separate items
+        separate: numbers of the items that get separate files
     """
     first = [number for number in range(len(sizes)) if number not in separate]
     last = [number for number in range(len(sizes)) if number in separate]

@@ -67,7 +67,7 @@ class DcpWriter(Writer):
         """`.metadata`, the only index that stock DCP reads.
 
         Raises:
-            CheckpointStageError: the parts stored by the ranks do not form a complete tensor; names its key.
+            CheckpointStageError: the parts stored by the ranks do not form a complete tensor; names its key
         """
         return {".metadata": metadata_of(rank_indexes)}
 
@@ -76,10 +76,10 @@ def check_separation_hint(hint: str | None, files: int, name: str, files_name: s
     """Raise CheckpointConfigError if a hint is not a valid prefix of file names, or there are too few files for it.
 
     Args:
-        hint: the hint to check; None is valid.
-        files: number of files per rank.
-        name: name of the hint's setting, for the error message.
-        files_name: name of the setting for the number of files.
+        hint: the hint to check; None is valid
+        files: number of files per rank
+        name: name of the hint's setting, for the error message
+        files_name: name of the setting for the number of files
     """
     if hint is None:
         return
@@ -95,10 +95,10 @@ class _DcpPlan(FormatPlan):
     """Files of tensors, and one file of objects.
 
     Args:
-        writer: the format.
-        structure: the structure to lay out.
-        files: name of each file and numbers of its stored tensors.
-        object_file: name of the file of objects.
+        writer: the format
+        structure: the structure to lay out
+        files: name of each file and numbers of its stored tensors
+        object_file: name of the file of objects
     """
 
     def __init__(
@@ -165,9 +165,9 @@ def layout_of_archives(
     """Lay out files of `torch.save` archives, one per tensor.
 
     Args:
-        structure: what the layout is for.
-        stored: the tensors.
-        files: name of each file and numbers of its tensors.
+        structure: what the layout is for
+        stored: the tensors
+        files: name of each file and numbers of its tensors
     """
     images: list[ImageFile] = []
     items: list[Item] = []

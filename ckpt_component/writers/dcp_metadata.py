@@ -46,10 +46,10 @@ def metadata_of(rank_indexes: Sequence[Mapping[str, Any]]) -> bytes:
     Args:
         rank_indexes: for every rank: `tensors` as (path, dtype, shape of the whole, offsets, shape of the part, file,
             offset, length), `objects` as (path, file, offset, length), the paths of `lists`, and `elsewhere`, the paths
-            of tensors of which only other ranks hold parts.
+            of tensors of which only other ranks hold parts
 
     Raises:
-        CheckpointStageError: the parts stored by all ranks do not form a complete tensor; names its key.
+        CheckpointStageError: the parts stored by all ranks do not form a complete tensor; names its key
     """
     # Leave out storage_meta: torch puts a pathlib path there, which other Python versions cannot unpickle.
     with collector_paused():

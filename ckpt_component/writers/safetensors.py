@@ -37,9 +37,9 @@ class SafetensorsPlan(FormatPlan):
     """One safetensors file.
 
     Args:
-        writer: the format.
-        structure: the structure to lay out.
-        name: name of the file.
+        writer: the format
+        structure: the structure to lay out
+        name: name of the file
     """
 
     def __init__(self, writer: Writer, structure: Structure, name: str) -> None:

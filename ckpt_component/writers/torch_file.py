@@ -46,7 +46,7 @@ def file_state(value: Any) -> dict[str, Any]:
         value: what `torch.save` accepts. The storages of its tensors are not copied.
 
     Raises:
-        CheckpointStageError: the value cannot be pickled.
+        CheckpointStageError: the value cannot be pickled
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)

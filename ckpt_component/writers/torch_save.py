@@ -93,11 +93,11 @@ class TorchSavePlan(FormatPlan):
     """One file of `torch.save`.
 
     Args:
-        writer: the format.
-        structure: the structure to lay out.
-        name: name of the file.
+        writer: the format
+        structure: the structure to lay out
+        name: name of the file
         unchanged: pickle objects as they are, for programs that load the file with plain `torch.load`; else encode
-            them, so that `weights_only` can load numpy values too.
+            them, so that `weights_only` can load numpy values too
     """
 
     def __init__(self, writer: Writer, structure: Structure, name: str, *, unchanged: bool = False) -> None:

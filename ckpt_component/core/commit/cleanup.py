@@ -50,7 +50,7 @@ def quarantine(storage: Storage, path: str) -> str:
     can save that step again.
 
     Raises:
-        OSError: the checkpoint could not be moved and stays where it is.
+        OSError: the checkpoint could not be moved and stays where it is
     """
     return protocol_on_disk(storage, path).quarantine(path)
 
@@ -81,13 +81,13 @@ class Unfinished:
     """What is unfinished under a root, listed once: attempts, half-deleted folders and small files.
 
     Args:
-        storage: the storage.
-        root: folder of the checkpoints.
-        steps: how steps are named there.
+        storage: the storage
+        root: folder of the checkpoints
+        steps: how steps are named there
         only: name in the root; list only attempts to make it or to replace it. Empty: everything.
 
     Attributes:
-        manifests: of the checkpoints whose attempts were looked at, by the name of their folder.
+        manifests: of the checkpoints whose attempts were looked at, by the name of their folder
     """
 
     def __init__(self, storage: Storage, root: str, steps: StepNames, only: str = "") -> None:
@@ -178,7 +178,7 @@ class Unfinished:
         so is everything with another prefix or from another host.
 
         Args:
-            fenced: names from `left_by_owners` that can no longer be committed, deleted whichever host made them.
+            fenced: names from `left_by_owners` that can no longer be committed, deleted whichever host made them
         """
         deleted = [name for name in self.debris(fenced) if _removed(self._storage, os.path.join(self._root, name))]
         self._remove_empty_steps({os.path.dirname(name) for name in deleted})

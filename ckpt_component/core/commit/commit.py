@@ -42,9 +42,9 @@ def refuse_existing(storage: Storage, path: str, file: str = "") -> None:
     """Raise CheckpointExistsError when `path` holds anything that conflicts with a new attempt.
 
     Args:
-        storage: the storage.
-        path: path of the checkpoint.
-        file: see `Attempt`; a file there does not conflict with a checkpoint of a single file, which replaces it.
+        storage: the storage
+        path: path of the checkpoint
+        file: see `Attempt`; a file there does not conflict with a checkpoint of a single file, which replaces it
     """
     protocol_of(storage).refuse_taken(path, file)
 
@@ -70,21 +70,21 @@ def publish(
     """Commit an attempt. When this returns, the checkpoint is complete and durable.
 
     Args:
-        attempt: the attempt passed to `begin`.
-        ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer.
-        sidecars: small files that only the coordinator writes, such as `.metadata`.
-        manifest_fields: additional plain values for the manifest, such as the format.
+        attempt: the attempt passed to `begin`
+        ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer
+        sidecars: small files that only the coordinator writes, such as `.metadata`
+        manifest_fields: additional plain values for the manifest, such as the format
         visibility_timeout: seconds to wait for files of other ranks to become visible here, and for a manifest whose
-            creation was not confirmed.
+            creation was not confirmed
 
     Returns:
         The number of files in the checkpoint.
 
     Raises:
-        CheckpointExistsError: the target name was taken concurrently; the target stays untouched.
-        CheckpointFencedError: another run took over the folder.
+        CheckpointExistsError: the target name was taken concurrently; the target stays untouched
+        CheckpointFencedError: another run took over the folder
         CheckpointSaveError: a file has the wrong size, the folder of the run vanished, or it is unknown whether the
-            manifest was created; in that case the next start decides by what is on disk.
+            manifest was created; in that case the next start decides by what is on disk
         OSError: from the file system. Nothing is visible then, unless rolling back the last step failed too, which is
             logged as a warning.
     """

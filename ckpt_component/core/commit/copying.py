@@ -42,9 +42,9 @@ class Continued:
     After an OSError its files stay.
 
     Attributes:
-        token: identifies it; that of the attempt that made the source.
-        ownership: the run's claim to the root of the target, acquired before the copy and checked before its commit.
-        pace: called with the number of bytes before they are copied, to bound the rate.
+        token: identifies it; that of the attempt that made the source
+        ownership: the run's claim to the root of the target, acquired before the copy and checked before its commit
+        pace: called with the number of bytes before they are copied, to bound the rate
     """
 
     token: str
@@ -65,22 +65,22 @@ def copy_checkpoint(
     """Copy a checkpoint. When this returns, the copy is complete and durable; after an error there is none.
 
     Args:
-        source: the storage of the checkpoint.
-        path: its folder.
-        manifest: its manifest.
-        storage: the storage of the copy.
-        target: path of the copy.
+        source: the storage of the checkpoint
+        path: its folder
+        manifest: its manifest
+        storage: the storage of the copy
+        target: path of the copy
         before_commit: called last before the copy becomes visible, with the folder of its files and the names of those
-            that an earlier attempt had copied; an exception stops it.
-        progress: follows the bytes.
-        continued: for a copy that may be cut off often; None: it is made in one go.
+            that an earlier attempt had copied; an exception stops it
+        progress: follows the bytes
+        continued: for a copy that may be cut off often; None: it is made in one go
 
     Raises:
-        CheckpointCorruptError: the source is damaged.
-        CheckpointExistsError: the target exists.
-        CheckpointFencedError: another run took over the root of the target.
-        CheckpointStorageFullError: there is not enough space.
-        OSError: from the storage.
+        CheckpointCorruptError: the source is damaged
+        CheckpointExistsError: the target exists
+        CheckpointFencedError: another run took over the root of the target
+        CheckpointStorageFullError: there is not enough space
+        OSError: from the storage
     """
     folder, files = data_folder(source, path, manifest), manifest["files"]
     check_files(source, folder, manifest)
@@ -125,7 +125,7 @@ def _kept_files(storage: Storage, attempt: Attempt, lock: AttemptLock, files: Se
     """The files that an earlier attempt has copied, judged by their size; the others that it left are deleted.
 
     Raises:
-        BlockingIOError: it is still running.
+        BlockingIOError: it is still running
     """
     if lock.held_by_others():
         raise BlockingIOError(errno.EAGAIN, "another process is copying to it", attempt.staging)

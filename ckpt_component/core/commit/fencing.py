@@ -31,14 +31,14 @@ class Owner:
     """The run that owns a root.
 
     Attributes:
-        generation: counts the runs that have owned the root.
-        token: identifies this run.
-        host: host of the run's leading rank.
-        pid: process ID of the leading rank.
-        since: when the run took the root, seconds since 1970.
-        space: as in `ProcessName`.
-        started: as in `ProcessName`.
-        released: whether the run has ended, though its process may be alive.
+        generation: counts the runs that have owned the root
+        token: identifies this run
+        host: host of the run's leading rank
+        pid: process ID of the leading rank
+        since: when the run took the root, seconds since 1970
+        space: as in `ProcessName`
+        started: as in `ProcessName`
+        released: whether the run has ended, though its process may be alive
     """
 
     generation: int
@@ -74,13 +74,13 @@ class FencingToken:
     """One run's claim to a root.
 
     Args:
-        storage: the storage.
-        root: folder of the run's checkpoints.
-        steps: how steps are named there.
-        token: that of the run, which another process of it has; empty: a new one.
+        storage: the storage
+        root: folder of the run's checkpoints
+        steps: how steps are named there
+        token: that of the run, which another process of it has; empty: a new one
 
     Attributes:
-        root_exists: whether the run has made or found the root, so that the first save does not make it once more.
+        root_exists: whether the run has made or found the root, so that the first save does not make it once more
     """
 
     def __init__(self, storage: Storage, root: str, steps: StepNames = MEGATRON, token: str = "") -> None:
@@ -103,9 +103,9 @@ class FencingToken:
         committed any more.
 
         Raises:
-            CheckpointFencedError: another run took over the root concurrently.
-            CheckpointSaveError: the root vanished under the run.
-            OSError: the owner file could not be written.
+            CheckpointFencedError: another run took over the root concurrently
+            CheckpointSaveError: the root vanished under the run
+            OSError: the owner file could not be written
         """
         owner = read_owner(self._storage, self._root)
         if self._claim is None:
@@ -164,7 +164,7 @@ class FencingToken:
         Called on rank 0 only.
 
         Raises:
-            CheckpointSaveError: as `acquire`.
+            CheckpointSaveError: as `acquire`
         """
         if self._claim is None:
             return
@@ -202,9 +202,9 @@ def check_owner(storage: Storage, root: str, token: str) -> None:
     """Raise an error unless the run with this token, which has taken the root, owns it.
 
     Raises:
-        CheckpointFencedError: another run took over the root.
-        CheckpointSaveError: the owner file is missing, so this is not the folder that the run has taken.
-        OSError: it cannot be read.
+        CheckpointFencedError: another run took over the root
+        CheckpointSaveError: the owner file is missing, so this is not the folder that the run has taken
+        OSError: it cannot be read
     """
     _refuse_other(storage, root, read_owner(storage, root), token)
 

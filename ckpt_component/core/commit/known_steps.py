@@ -18,13 +18,13 @@ class KnownSteps:
     Not for several threads at the same time.
 
     Args:
-        storage: the storage.
-        root: folder of the checkpoints.
-        names: how steps are named there.
-        scan: what a scan of it has just found, owned by this object from now on; None: nothing is known.
+        storage: the storage
+        root: folder of the checkpoints
+        names: how steps are named there
+        scan: what a scan of it has just found, owned by this object from now on; None: nothing is known
 
     Attributes:
-        scan: what is known.
+        scan: what is known
     """
 
     def __init__(self, storage: Storage, root: str, names: StepNames, scan: Scan | None = None) -> None:
@@ -41,13 +41,13 @@ class KnownSteps:
         """Examine the folders of steps that are new, and forget those that are gone.
 
         Args:
-            entries: the names in the root.
+            entries: the names in the root
 
         Returns:
             The steps that were examined.
 
         Raises:
-            OSError: a folder cannot be examined now; the next update tries it again.
+            OSError: a folder cannot be examined now; the next update tries it again
         """
         for name in self._examined.keys() - set(entries):
             self._forget(self._examined[name])
@@ -62,7 +62,7 @@ class KnownSteps:
         """Examine folders of steps; a manifest is decoded only if it is not known, or was modified.
 
         Raises:
-            OSError: as `update`.
+            OSError: as `update`
         """
         for step in steps:
             name = self._names.folder(step)

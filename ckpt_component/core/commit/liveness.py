@@ -41,11 +41,11 @@ class AttemptLock:
     """Marks an attempt as in use by this process, until `close` or the end of the process.
 
     Args:
-        storage: the storage.
-        attempt: an attempt that has begun.
+        storage: the storage
+        attempt: an attempt that has begun
 
     Raises:
-        OSError: the folder could be neither locked nor marked.
+        OSError: the folder could be neither locked nor marked
     """
 
     def __init__(self, storage: Storage, attempt: Attempt) -> None:
@@ -113,8 +113,8 @@ class LifeSigns:
     """A snapshot of a folder of checkpoints, to find out which attempts in it are alive.
 
     Attributes:
-        root: the folder.
-        names: the entries of the folder.
+        root: the folder
+        names: the entries of the folder
     """
 
     def __init__(self, storage: Storage, root: str) -> None:
@@ -126,9 +126,9 @@ class LifeSigns:
         """Whether a process is working, or may be working, on the folder of an attempt.
 
         Args:
-            path: path of the folder.
-            token: token of the attempt.
-            here: whether its processes run on this host, so that a missing lock means that they are dead.
+            path: path of the folder
+            token: token of the attempt
+            here: whether its processes run on this host, so that a missing lock means that they are dead
         """
         locked = is_locked(self._storage, path)
         if locked:

@@ -37,8 +37,8 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
     A matching checksum does not make the values valid, so every number and name that is used later is checked.
 
     Raises:
-        CheckpointCorruptError: the manifest is damaged or has invalid values.
-        CheckpointLoadError: another release wrote it, in a version that this one does not support.
+        CheckpointCorruptError: the manifest is damaged or has invalid values
+        CheckpointLoadError: another release wrote it, in a version that this one does not support
     """
     try:
         outer = json.loads(data)
@@ -87,9 +87,9 @@ def read_manifest(storage: Storage, folder: str) -> dict[str, Any] | None:
     """Read and verify the manifest of a checkpoint folder; None if there is none (a foreign checkpoint).
 
     Raises:
-        CheckpointCorruptError: the manifest is damaged.
-        CheckpointUnreadableError: the manifest exists but cannot be read.
-        CheckpointLoadError: another release wrote it.
+        CheckpointCorruptError: the manifest is damaged
+        CheckpointUnreadableError: the manifest exists but cannot be read
+        CheckpointLoadError: another release wrote it
     """
     path = os.path.join(folder, MANIFEST)
     try:
@@ -105,8 +105,8 @@ def data_folder(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> s
     """The folder of a checkpoint's files: its own, or the subfolder that its manifest names, which may not be a link.
 
     Raises:
-        CheckpointCorruptError: there is no such folder.
-        CheckpointUnreadableError: the folder cannot be examined.
+        CheckpointCorruptError: there is no such folder
+        CheckpointUnreadableError: the folder cannot be examined
     """
     if "at" not in manifest:
         return folder

@@ -36,7 +36,7 @@ class ManifestCommit(CommitProtocol):
     """See the top of this file.
 
     Args:
-        storage: the storage.
+        storage: the storage
     """
 
     draft = f"{MANIFEST}.draft"

@@ -17,10 +17,10 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
 
     Args:
         metrics: numbers by name; a number is anything that `float` converts and that is not text, such as a tensor
-            of one element.
+            of one element
 
     Raises:
-        CheckpointTypeError: they are not numbers by name; the text says which is none.
+        CheckpointTypeError: they are not numbers by name; the text says which is none
     """
     if not isinstance(metrics, Mapping):
         raise CheckpointTypeError(
@@ -50,11 +50,11 @@ def metrics_of(manifest: Mapping[str, Any], path: str) -> dict[str, float]:
     """The metrics in a manifest; none in that of an older release.
 
     Args:
-        manifest: content of the manifest.
-        path: the checkpoint, for the error.
+        manifest: content of the manifest
+        path: the checkpoint, for the error
 
     Raises:
-        CheckpointCorruptError: they are not numbers by name.
+        CheckpointCorruptError: they are not numbers by name
     """
     stored = manifest.get("metrics", {})
     if not isinstance(stored, dict):

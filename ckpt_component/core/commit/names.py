@@ -147,7 +147,7 @@ def is_stray(name: str, names: Sequence[str]) -> bool:
     """Whether a file that ends as weights do is probably something else: a `.bin` whose folder has nothing of a model.
 
     Args:
-        name: Of the file.
-        names: Of all files in its folder.
+        name: of the file
+        names: of all files in its folder
     """
     return name.endswith(_ANY_BINARY) and "model" not in name and "config.json" not in names

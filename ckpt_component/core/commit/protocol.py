@@ -26,11 +26,11 @@ class CommitProtocol(ABC):
     """The commit of attempts, and what can be done with checkpoints that were committed in the same way.
 
     Args:
-        storage: the storage.
+        storage: the storage
 
     Attributes:
-        draft: name of the manifest in the folder of an attempt, until the commit.
-        creates_targets: whether attempts create the folder of their target, so that failed ones may leave it empty.
+        draft: name of the manifest in the folder of an attempt, until the commit
+        creates_targets: whether attempts create the folder of their target, so that failed ones may leave it empty
     """
 
     draft: ClassVar[str]
@@ -89,13 +89,13 @@ class CommitProtocol(ABC):
         """The last step: make an attempt, whose files and draft are durable, the checkpoint; durable at return.
 
         Args:
-            attempt: the attempt.
-            manifest: content of its draft.
-            timeout: seconds to keep reading back a step that was not confirmed.
+            attempt: the attempt
+            manifest: content of its draft
+            timeout: seconds to keep reading back a step that was not confirmed
 
         Raises:
-            CheckpointExistsError: the target was taken concurrently, and stays untouched.
-            CheckpointSaveError: it is unknown whether the step was done.
+            CheckpointExistsError: the target was taken concurrently, and stays untouched
+            CheckpointSaveError: it is unknown whether the step was done
             OSError: from the storage. Nothing is visible then, unless undoing the step failed too, which is a warning.
         """
 
@@ -141,12 +141,12 @@ class Attempt:
     """One attempt to save the checkpoint `target`; `CommitProtocol.attempt` makes it.
 
     Attributes:
-        protocol: how it is committed.
-        target: absolute path of the checkpoint.
-        token: identifies this attempt.
-        staging: the folder that collects the files; its path ends with the token.
-        owner: token of the run that must own the parent folder at the commit; empty: any run may commit there.
-        file: name of the file in the staging folder that becomes the target; empty: the whole folder does.
+        protocol: how it is committed
+        target: absolute path of the checkpoint
+        token: identifies this attempt
+        staging: the folder that collects the files; its path ends with the token
+        owner: token of the run that must own the parent folder at the commit; empty: any run may commit there
+        file: name of the file in the staging folder that becomes the target; empty: the whole folder does
     """
 
     protocol: CommitProtocol = field(compare=False, repr=False)

@@ -21,7 +21,7 @@ class RenameCommit(CommitProtocol):
     """See the top of this file.
 
     Args:
-        storage: files whose folders can be renamed in one step.
+        storage: files whose folders can be renamed in one step
     """
 
     draft = MANIFEST

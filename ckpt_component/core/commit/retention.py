@@ -14,8 +14,8 @@ class RetentionPolicy:
     """Keep the newest checkpoints, and some permanently.
 
     Attributes:
-        last: how many of the newest to keep; None: all.
-        every_steps: checkpoints whose step is a multiple are never deleted; None: not used.
+        last: how many of the newest to keep; None: all
+        every_steps: checkpoints whose step is a multiple are never deleted; None: not used
     """
 
     last: int | None = 3
@@ -29,8 +29,8 @@ class RetentionPolicy:
         """Which of the committed steps to delete; never the newest.
 
         Args:
-            committed: all of them.
-            best: steps that are kept as well.
+            committed: all of them
+            best: steps that are kept as well
         """
         if self.last is None:
             return []
@@ -43,9 +43,9 @@ class BestPolicy:
     """How checkpoints are compared. Only what is on disk counts, so a new run finds the best ones of the last run.
 
     Attributes:
-        metric: name of the metric.
-        largest: whether the largest value is the best, or the smallest.
-        last: how many of the best to keep.
+        metric: name of the metric
+        largest: whether the largest value is the best, or the smallest
+        last: how many of the best to keep
     """
 
     metric: str
@@ -56,7 +56,7 @@ class BestPolicy:
         """The steps that have the metric, the best first; NaN counts as none, and of equal values the first is better.
 
         Args:
-            metrics: step -> metrics of its checkpoint.
+            metrics: step -> metrics of its checkpoint
         """
         values = {step: named[self.metric] for step, named in metrics.items() if self.metric in named}
         sign = -1 if self.largest else 1

@@ -35,11 +35,11 @@ class StoredConfig:
         config: the composed config as it was written, with its interpolations: in a Hydra app the config of the whole
             job, else what the manager was built from, below `checkpoint`. Secrets are `<hidden>`.
         resolved: the same with values in place of interpolations; what must not or cannot be resolved is as in
-            `config`, such as `${oc.env:HOME}`.
-        versions: of `ckpt_component`, `torch` and `python`.
-        commit: git commit that was checked out in the working folder; None: none, or it could not be read.
+            `config`, such as `${oc.env:HOME}`
+        versions: of `ckpt_component`, `torch` and `python`
+        commit: git commit that was checked out in the working folder; None: none, or it could not be read
         script: file name of the program, such as `train.py`, or the module of `python -m`; None: a notebook, or an
-            older release of this package.
+            older release of this package
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -58,12 +58,12 @@ def stored_config(path: str | os.PathLike[str], fs: Storage | None = None) -> St
     """Read which config, versions and git commit a checkpoint was saved with.
 
     Args:
-        path: the folder of a checkpoint that a manager saved.
-        fs: its storage; None: that of the path, without options.
+        path: the folder of a checkpoint that a manager saved
+        fs: its storage; None: that of the path, without options
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint, or it has no record of its run.
-        CheckpointCorruptError: the record or the manifest is damaged.
+        CheckpointNotFoundError: there is no such checkpoint, or it has no record of its run
+        CheckpointCorruptError: the record or the manifest is damaged
     """
     fs, folder, manifest = _opened(path, fs)
     entry = next((entry for entry in manifest["files"] if entry["name"] == RUN_RECORD), None)
@@ -115,11 +115,11 @@ def stored_metrics(path: str | os.PathLike[str]) -> dict[str, float]:
     """Read the metrics that a checkpoint was saved with; none if `save` was given none.
 
     Args:
-        path: the folder of a checkpoint.
+        path: the folder of a checkpoint
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint.
-        CheckpointCorruptError: the manifest is damaged.
+        CheckpointNotFoundError: there is no such checkpoint
+        CheckpointCorruptError: the manifest is damaged
     """
     _, folder, manifest = _opened(path, None)
     return metrics_of(manifest, folder)

@@ -33,17 +33,17 @@ class Scan:
 
     Attributes:
         committed: steps of committed checkpoints, oldest first: the folder has its final name, its manifest verifies,
-            and every file has its size.
-        damaged: step -> why its checkpoint, which has a manifest, is incomplete or corrupt.
+            and every file has its size
+        damaged: step -> why its checkpoint, which has a manifest, is incomplete or corrupt
         torn: step -> why a folder with our files is not a checkpoint: it has no manifest, because it was never
-            committed or lost it later.
+            committed or lost it later
         unfinished: step -> description of a folder without a manifest that holds attempts, which may still be alive
-            or may yet be committed.
+            or may yet be committed
         unusable: step -> why its condition is unknown or why it cannot be used here: it cannot be read, or another
-            release wrote it.
-        foreign: step -> why it is left alone.
-        metrics: step -> metrics of a checkpoint, committed or damaged, whose manifest could be read.
-        manifests: step -> that manifest.
+            release wrote it
+        foreign: step -> why it is left alone
+        metrics: step -> metrics of a checkpoint, committed or damaged, whose manifest could be read
+        manifests: step -> that manifest
     """
 
     committed: list[int] = field(default_factory=list)
@@ -84,10 +84,10 @@ def scan_steps(
     """Examine every folder under a root that is named like a step; reads manifests, no data.
 
     Args:
-        storage: the storage.
-        root: folder of the checkpoints.
-        names: how steps are named there.
-        known: manifests that were read a moment ago, by the name of the folder.
+        storage: the storage
+        root: folder of the checkpoints
+        names: how steps are named there
+        known: manifests that were read a moment ago, by the name of the folder
     """
     scan, known = Scan(), known or {}
     for name in storage.names(root):
@@ -122,8 +122,8 @@ def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
     """Warn of the folders of steps that are not committed checkpoints.
 
     Args:
-        scan: the scan that skipped them.
-        warned: warnings logged before, which are not repeated; new ones are added.
+        scan: the scan that skipped them
+        warned: warnings logged before, which are not repeated; new ones are added
     """
     for group in (scan.damaged, scan.torn, scan.unusable, scan.foreign):
         for why in group.values():
@@ -136,11 +136,11 @@ def examine(storage: Storage, folder: str, step: int, scan: Scan, known: Mapping
     """Find out the condition of a step's folder, and add it to a scan.
 
     Args:
-        storage: the storage.
-        folder: path of the folder.
-        step: the step.
-        scan: which is added to; its committed steps are not sorted.
-        known: the manifest, if it was read before and has not changed.
+        storage: the storage
+        folder: path of the folder
+        step: the step
+        scan: which is added to; its committed steps are not sorted
+        known: the manifest, if it was read before and has not changed
     """
     if not storage.is_real_folder(folder):
         if storage.exists(folder):  # else it was deleted concurrently

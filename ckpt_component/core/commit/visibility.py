@@ -15,12 +15,12 @@ def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float) -> N
     """Poll until `is_visible` returns True.
 
     Args:
-        is_visible: whether another rank's file is visible here.
-        what: what to name in the error message.
-        seconds: `timeouts.visible`.
+        is_visible: whether another rank's file is visible here
+        what: what to name in the error message
+        seconds: `timeouts.visible`
 
     Raises:
-        CheckpointTimeoutError: it did not become visible in time.
+        CheckpointTimeoutError: it did not become visible in time
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while not is_visible():

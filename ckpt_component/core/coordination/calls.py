@@ -24,8 +24,8 @@ class StepQuestions:
     """Questions that only rank 0 answers, one per call of a method that takes a step.
 
     Args:
-        ranks: the ranks that must call.
-        name: the method's name.
+        ranks: the ranks that must call
+        name: the method's name
     """
 
     def __init__(self, ranks: Coordinator, name: str) -> None:
@@ -43,7 +43,7 @@ class StepQuestions:
         """Like `Coordinator.run_on_leader`, for this step. Skips answers for steps that only rank 0 called for.
 
         Raises:
-            RanksError: rank 0 did not call for this step.
+            RanksError: rank 0 did not call for this step
         """
         while True:
             if self._ahead is None:
@@ -65,11 +65,11 @@ class Lookout:
     """Checks, for a rank that waits in a call, where the ranks are that have not called.
 
     Args:
-        store: connection of the waiting rank.
-        name: the method that was called.
-        place: where this rank is.
-        missing: returns the ranks that have not called.
-        waits_for: returns those of them that this rank waits for.
+        store: connection of the waiting rank
+        name: the method that was called
+        place: where this rank is
+        missing: returns the ranks that have not called
+        waits_for: returns those of them that this rank waits for
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Lookout:
         """Check, at most once a second; warn once, after ten seconds.
 
         Raises:
-            RanksError: a rank has continued and will not make the call.
+            RanksError: a rank has continued and will not make the call
         """
         now = time.monotonic()
         if now < self._next:

@@ -56,9 +56,9 @@ class StoreConnection:
     """One connection, with a thread that makes its calls one after the other.
 
     Args:
-        store: a `torch.distributed` store.
-        timeout: seconds after which a call that was not answered fails.
-        opens: open another connection to the same store with the first call; else `store` is used itself.
+        store: a `torch.distributed` store
+        timeout: seconds after which a call that was not answered fails
+        opens: open another connection to the same store with the first call; else `store` is used itself
     """
 
     def __init__(self, store: Any, timeout: float, *, opens: bool) -> None:
@@ -86,13 +86,13 @@ class StoreConnection:
         """Call `function` with the store on the connection's thread, and return what it returns.
 
         Args:
-            function: makes a request; if its answer is late, it is discarded.
-            deadline: monotonic seconds; the call fails earlier if nothing is answered for `timeout`.
+            function: makes a request; if its answer is late, it is discarded
+            deadline: monotonic seconds; the call fails earlier if nothing is answered for `timeout`
 
         Raises:
-            CheckpointTimeoutError: the store did not answer by the deadline.
-            RanksError: the store did not answer for `timeout`.
-            RuntimeError: of the store.
+            CheckpointTimeoutError: the store did not answer by the deadline
+            RanksError: the store did not answer for `timeout`
+            RuntimeError: of the store
         """
         now = time.monotonic()
         timeout = min(self._timeout, _LEAST_SECONDS) if self.is_blocked else self._timeout
@@ -177,11 +177,11 @@ def another_connection(dist: ModuleType, store: Any) -> Any:
     """Open a new connection to the same store; stores of torch 2.7 have no `clone`.
 
     Args:
-        dist: `torch.distributed`.
-        store: one of its stores, in use elsewhere.
+        dist: `torch.distributed`
+        store: one of its stores, in use elsewhere
 
     Raises:
-        RanksError: this torch cannot open a second connection to a store of this kind.
+        RanksError: this torch cannot open a second connection to a store of this kind
     """
     if hasattr(store, "clone"):
         return store.clone()

@@ -30,11 +30,11 @@ class Coordinator(ABC):
     Every rank must call the same methods with the same tags in the same order. Values are plain JSON; tags are unique.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
+        rank: this rank
+        world_size: number of ranks
 
     Attributes:
-        meetings: number of questions that `meet` has asked, by name; equal on all ranks that have called.
+        meetings: number of questions that `meet` has asked, by name; equal on all ranks that have called
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -56,7 +56,7 @@ class Coordinator(ABC):
         No process group is fine too: after `destroy_process_group()` the ranks keep their connections to the store.
 
         Raises:
-            CheckpointWorldError: a process group was initialized after this was built.
+            CheckpointWorldError: a process group was initialized after this was built
         """
         dist = distributed()
         if dist is None or dist.get_world_size() == self.world_size == 1:
@@ -84,18 +84,18 @@ class Coordinator(ABC):
         """Send a value to the leader and return the leader's decision.
 
         Args:
-            tag: names the question.
-            value: this rank's value.
-            decide: called on the leader with all values, by rank.
-            deadline: monotonic seconds.
+            tag: names the question
+            value: this rank's value
+            decide: called on the leader with all values, by rank
+            deadline: monotonic seconds
 
         Returns:
             What `decide` returned, on all ranks.
 
         Raises:
-            CheckpointError: what `decide` raised, on all ranks.
-            CheckpointTimeoutError: a rank did not send its value in time, or the leader did not decide.
-            RanksError: a rank is dead.
+            CheckpointError: what `decide` raised, on all ranks
+            CheckpointTimeoutError: a rank did not send its value in time, or the leader did not decide
+            RanksError: a rank is dead
         """
 
     @abstractmethod
@@ -107,11 +107,11 @@ class Coordinator(ABC):
         The questions of a name are numbered. A question that a rank withdrew, because it was alone, keeps its number.
 
         Args:
-            name: the method that was called.
-            value: this rank's value.
-            decide: called on the leader with all values, by rank.
-            deadline: monotonic seconds.
-            about: distinguishes the call from others of the method; None: by where the rank is in its run.
+            name: the method that was called
+            value: this rank's value
+            decide: called on the leader with all values, by rank
+            deadline: monotonic seconds
+            about: distinguishes the call from others of the method; None: by where the rank is in its run
 
         Raises:
             RanksError: a rank has continued without making the call. For other errors see `decide`.
@@ -124,10 +124,10 @@ class Coordinator(ABC):
         Sending all parts to all ranks would be quadratic in their number.
 
         Args:
-            tag: names the question.
-            value: this rank's value.
-            decide: called on the leader with all values, by rank; returns the parts, by rank.
-            deadline: monotonic seconds.
+            tag: names the question
+            value: this rank's value
+            decide: called on the leader with all values, by rank; returns the parts, by rank
+            deadline: monotonic seconds
         """
 
     @abstractmethod
@@ -135,10 +135,10 @@ class Coordinator(ABC):
         """Run an action on the leader; all ranks get what it returned or raised.
 
         Args:
-            tag: names the question.
-            action: called on the leader alone.
-            deadline: monotonic seconds.
-            name: the method whose call begins with this question; see `meet`.
+            tag: names the question
+            action: called on the leader alone
+            deadline: monotonic seconds
+            name: the method whose call begins with this question; see `meet`
         """
 
     @abstractmethod
@@ -146,17 +146,17 @@ class Coordinator(ABC):
         """Do this rank's part, then wait until every rank's part has succeeded.
 
         Args:
-            tag: names the question.
-            work: this rank's part.
-            progress: returns the bytes written so far, to tell a slow rank from a hung one.
-            deadline: monotonic seconds.
+            tag: names the question
+            work: this rank's part
+            progress: returns the bytes written so far, to tell a slow rank from a hung one
+            deadline: monotonic seconds
 
         Returns:
             On the leader, what `work` returned, by rank. On the others an empty list: sending the results to all ranks
             would be quadratic in their number.
 
         Raises:
-            RanksError: a rank's part failed, or a rank is dead; the same error on all ranks, which names those ranks.
+            RanksError: a rank's part failed, or a rank is dead; the same error on all ranks, which names those ranks
         """
 
     def close(self) -> None:

@@ -27,9 +27,9 @@ class Place(NamedTuple):
     """Where a rank is in its run.
 
     Attributes:
-        turn: how often the rank has gone back to an earlier step.
-        step: the last training step that it reported; None: none yet.
-        closed: whether its manager is closed.
+        turn: how often the rank has gone back to an earlier step
+        step: the last training step that it reported; None: none yet
+        closed: whether its manager is closed
     """
 
     turn: int = 0
@@ -60,12 +60,12 @@ class Heartbeat:
     failed for so long that the other ranks consider this one dead.
 
     Args:
-        store: a connection for the thread only.
-        timeout: heartbeat timeout of the other ranks; with a short one heartbeats are more frequent.
+        store: a connection for the thread only
+        timeout: heartbeat timeout of the other ranks; with a short one heartbeats are more frequent
 
     Attributes:
-        place: where the rank is; sent with the heartbeat.
-        progress: returns the bytes that the save in progress has written, sent too; None: no save is in progress.
+        place: where the rank is; sent with the heartbeat
+        progress: returns the bytes that the save in progress has written, sent too; None: no save is in progress
     """
 
     def __init__(self, store: RankStore, timeout: float) -> None:
@@ -99,7 +99,7 @@ class Heartbeat:
         """Raise an error if this rank has sent no heartbeat for as long as the others wait for one.
 
         Raises:
-            RanksError: with the cause.
+            RanksError: with the cause
         """
         failure, silent = self._failure, time.monotonic() - self._sent_at
         if failure is not None and silent >= self._timeout:
@@ -144,9 +144,9 @@ class FailureDetector:
     """Watches the heartbeats of other ranks. A rank that has sent none is not considered dead: it may be starting.
 
     Args:
-        store: the watcher's connection.
-        timeout: seconds without a heartbeat after which a rank is dead.
-        stall_timeout: seconds without a written byte after which a rank is hung; None: not checked.
+        store: the watcher's connection
+        timeout: seconds without a heartbeat after which a rank is dead
+        stall_timeout: seconds without a written byte after which a rank is hung; None: not checked
     """
 
     def __init__(self, store: RankStore, timeout: float, stall_timeout: float | None) -> None:

@@ -27,10 +27,10 @@ class PolledCoordinator(StoreCoordinator):
         A rank waits only until the leader has made this look. All ranks call `leave` after the last one.
 
         Args:
-            tag: names this series of looks.
-            number: number of this look, from 0.
-            is_over: called on the leader; once it has returned True, the leader makes no more looks.
-            deadline: monotonic seconds.
+            tag: names this series of looks
+            number: number of this look, from 0
+            is_over: called on the leader; once it has returned True, the leader makes no more looks
+            deadline: monotonic seconds
         """
         question = self._question(tag)
         if self.is_leader:

@@ -22,8 +22,8 @@ class Question:
     """A question, kept in the keys `<tag>/...` of the shared store.
 
     Args:
-        store: this thread's connection.
-        tag: names the question.
+        store: this thread's connection
+        tag: names the question
     """
 
     def __init__(self, store: RankStore, tag: str) -> None:
@@ -93,7 +93,7 @@ class Question:
         """On the leader: wait for all ranks, and return what each rank's work returned, by rank.
 
         Raises:
-            RanksError: a rank failed, died or hangs, or did not finish in time.
+            RanksError: a rank failed, died or hangs, or did not finish in time
         """
         lost: dict[int, str] = {}
         try:

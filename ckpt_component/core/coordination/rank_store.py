@@ -27,11 +27,11 @@ class RankStore:
     """Keys and values shared by all ranks. One object per thread: a connection serves one call at a time.
 
     Args:
-        store: a `torch.distributed` store, used by this object only; or a connection.
-        rank: this rank.
-        world_size: number of ranks.
-        prefix: prefix of all keys; the same on all ranks, and used for one purpose only.
-        deadline: monotonic seconds for all calls; see `until`.
+        store: a `torch.distributed` store, used by this object only; or a connection
+        rank: this rank
+        world_size: number of ranks
+        prefix: prefix of all keys; the same on all ranks, and used for one purpose only
+        deadline: monotonic seconds for all calls; see `until`
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, prefix: str, deadline: float = math.inf) -> None:
@@ -49,11 +49,11 @@ class RankStore:
         All ranks must call this in the same order for the same purpose: the n-th calls of all ranks share their keys.
 
         Args:
-            purpose: distinguishes the keys from others of the job.
-            timeout: seconds after which a call fails that the store does not answer.
+            purpose: distinguishes the keys from others of the job
+            timeout: seconds after which a call fails that the store does not answer
 
         Raises:
-            RanksError: the store is unreachable or does not answer.
+            RanksError: the store is unreachable or does not answer
         """
         store = cls.shared(purpose, timeout)
         return None if store is None else store.own()
@@ -72,10 +72,10 @@ class RankStore:
         """Like `shared`, for the ranks of a process group.
 
         Args:
-            rank: this rank in the group.
-            world_size: number of its ranks.
-            purpose: distinguishes the keys from others of the job, and those of the group from those of other groups.
-            timeout: seconds after which a call fails that the store does not answer.
+            rank: this rank in the group
+            world_size: number of its ranks
+            purpose: distinguishes the keys from others of the job, and those of the group from those of other groups
+            timeout: seconds after which a call fails that the store does not answer
         """
         store = sys.modules["torch.distributed"].distributed_c10d._get_default_store()
         # An elastic agent's store outlives a restart of its workers, so keys include the restart count.
@@ -109,8 +109,8 @@ class RankStore:
         """Set a value.
 
         Raises:
-            RanksError: the store is unreachable or has not answered for the timeout; as do all methods here.
-            CheckpointTimeoutError: it did not answer until the deadline; as do all methods here.
+            RanksError: the store is unreachable or has not answered for the timeout; as do all methods here
+            CheckpointTimeoutError: it did not answer until the deadline; as do all methods here
         """
         self._call(lambda store: store.set(self._prefix + key, value))
 
@@ -142,12 +142,12 @@ class RankStore:
         """Wait until `ready()` returns True.
 
         Args:
-            ready: polled; must be quick.
-            deadline: monotonic seconds.
-            what: describes what is missing, for the error.
+            ready: polled; must be quick
+            deadline: monotonic seconds
+            what: describes what is missing, for the error
 
         Raises:
-            CheckpointTimeoutError: it returned False until the deadline; the text says what was missing.
+            CheckpointTimeoutError: it returned False until the deadline; the text says what was missing
         """
         pause = max(_FIRST_POLL, _FIRST_POLL_PER_RANK * self.world_size)
         while not ready():

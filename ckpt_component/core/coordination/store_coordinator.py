@@ -37,8 +37,8 @@ class StoreCoordinator(Coordinator):
 
     Args:
         store: this rank's connection; owned by the coordinator from now on. Other threads get clones of it.
-        heartbeat_timeout: seconds without a heartbeat after which a rank is considered dead.
-        stall_timeout: seconds without a written byte after which a live rank is considered hung.
+        heartbeat_timeout: seconds without a heartbeat after which a rank is considered dead
+        stall_timeout: seconds without a written byte after which a live rank is considered hung
     """
 
     def __init__(self, store: RankStore, heartbeat_timeout: float = 30.0, stall_timeout: float = 300.0) -> None:
@@ -170,9 +170,9 @@ class StoreCoordinator(Coordinator):
         """The first half of `all_succeed`: post the outcome of this rank's part. Does not wait.
 
         Args:
-            tag: names the question.
-            result: what this rank's part returned.
-            failure: what this rank's part raised.
+            tag: names the question
+            result: what this rank's part returned
+            failure: what this rank's part raised
         """
         question = self._question(tag)
         try:
@@ -188,12 +188,12 @@ class StoreCoordinator(Coordinator):
         """The second half of `all_succeed`: wait for the votes of all ranks, or the first failure.
 
         Args:
-            tag: names the question.
-            deadline: monotonic seconds.
-            watch: detects dead ranks; None: a new one for this question.
+            tag: names the question
+            deadline: monotonic seconds
+            watch: detects dead ranks; None: a new one for this question
 
         Raises:
-            RanksError: as `all_succeed`.
+            RanksError: as `all_succeed`
         """
         results: list[Any] = []
 

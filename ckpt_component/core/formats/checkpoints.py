@@ -34,11 +34,11 @@ class Checkpoint:
     """A checkpoint that an argument names.
 
     Attributes:
-        fs: Its storage.
-        path: Absolute path of the folder or file, or its URL.
-        step: Its step; None: its name has none.
-        root: The folder that it was picked from; None: the argument is its path.
-        whole_root: Whether the argument is that folder, and picks nothing there.
+        fs: its storage
+        path: absolute path of the folder or file, or its URL
+        step: its step; None: its name has none
+        root: the folder that it was picked from; None: the argument is its path
+        whole_root: whether the argument is that folder, and picks nothing there
     """
 
     fs: Storage
@@ -52,11 +52,11 @@ class Root:
     """A folder of checkpoints.
 
     Args:
-        fs: Its storage.
-        path: Absolute path, or URL.
+        fs: its storage
+        path: absolute path, or URL
 
     Attributes:
-        scans: What is there under each naming that has steps there.
+        scans: what is there under each naming that has steps there
     """
 
     def __init__(self, fs: Storage, path: str) -> None:
@@ -143,8 +143,8 @@ class Root:
         """The checkpoint of a step, the newest, or the best.
 
         Raises:
-            CheckpointNotFoundError: There is none.
-            CheckpointConfigError: The word is something else.
+            CheckpointNotFoundError: there is none
+            CheckpointConfigError: the word is something else
         """
         step: int | None
         if word.isdecimal() and word.isascii():
@@ -180,12 +180,12 @@ def find_root(argument: str, options: Mapping[str, str] | None = None) -> Root:
     """The folder of checkpoints that an argument names.
 
     Args:
-        argument: Its path, or its URL.
-        options: `-o` of the command line, for a URL.
+        argument: its path, or its URL
+        options: `-o` of the command line, for a URL
 
     Raises:
-        CheckpointNotFoundError: There is no such folder, or it is a checkpoint itself.
-        OSError: The storage cannot be read.
+        CheckpointNotFoundError: there is no such folder, or it is a checkpoint itself
+        OSError: the storage cannot be read
     """
     path, fs = absolute(argument), storage_at(argument, options=options)
     if not fs.is_folder(path):
@@ -206,13 +206,13 @@ def find_checkpoint(argument: str, options: Mapping[str, str] | None = None) -> 
     """The checkpoint that an argument names.
 
     Args:
-        argument: As on the command line.
-        options: `-o` of the command line, for a URL.
+        argument: as on the command line
+        options: `-o` of the command line, for a URL
 
     Raises:
-        CheckpointNotFoundError: There is no such checkpoint; the text says what is there.
-        CheckpointConfigError: What follows the `@` is neither a step, nor `newest`, nor `best`.
-        OSError: The storage cannot be read.
+        CheckpointNotFoundError: there is no such checkpoint; the text says what is there
+        CheckpointConfigError: what follows the `@` is neither a step, nor `newest`, nor `best`
+        OSError: the storage cannot be read
     """
     path, fs = absolute(argument), storage_at(argument, options=options)
     step = step_in_name(os.path.basename(path))
@@ -238,12 +238,12 @@ def matching_keys(keys: Sequence[str], pattern: str | None, where: str) -> list[
     """The keys that match a pattern of a shell, or are below it.
 
     Args:
-        keys: All keys.
-        pattern: Such as `model.*`, or a prefix such as `model.layers`; None: all keys match.
-        where: What has the keys, for the error text.
+        keys: all keys
+        pattern: such as `model.*`, or a prefix such as `model.layers`; None: all keys match
+        where: what has the keys, for the error text
 
     Raises:
-        CheckpointNotFoundError: None matches; the text suggests another pattern.
+        CheckpointNotFoundError: None matches; the text suggests another pattern
     """
     if pattern is None:
         return [*keys]
@@ -274,7 +274,7 @@ def is_checkpoint(fs: Storage, path: str) -> bool:
     """Whether a path is one checkpoint of a supported format, a folder or a file.
 
     Raises:
-        CheckpointUnreadableError: The folder cannot be listed.
+        CheckpointUnreadableError: the folder cannot be listed
     """
     if not fs.is_folder(path):
         return path.endswith(SINGLE_FILES)

@@ -115,10 +115,10 @@ def read_metadata(fs: Storage, folder: str) -> Contents:
         The contents, with a range for each stored chunk, which is an archive.
 
     Raises:
-        CheckpointCorruptError: It is damaged, refers to other classes than those of DCP, or is invalid: a file name
-            outside the folder, a location beyond the end of a file, chunks that overlap or leave a hole.
-        CheckpointLoadError: A form of storage is not supported.
-        CheckpointUnreadableError: It cannot be read.
+        CheckpointCorruptError: it is damaged, refers to other classes than those of DCP, or is invalid: a file name
+            outside the folder, a location beyond the end of a file, chunks that overlap or leave a hole
+        CheckpointLoadError: a form of storage is not supported
+        CheckpointUnreadableError: it cannot be read
     """
     where = os.path.join(folder, METADATA)
     try:

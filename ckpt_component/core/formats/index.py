@@ -230,7 +230,7 @@ def contents_of(where: str, ranks: Sequence[RankIndex]) -> Contents:
         ranks: the indexes
 
     Raises:
-        CheckpointCorruptError: the indexes contradict each other, or tensors have holes or overlapping parts.
+        CheckpointCorruptError: the indexes contradict each other, or tensors have holes or overlapping parts
     """
     contents = Contents(columns=ranks)
     contents.containers = list(dict.fromkeys(chain.from_iterable(map(attrgetter("containers"), ranks))))

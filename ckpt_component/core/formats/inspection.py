@@ -23,15 +23,15 @@ class Inspection:
     """A checkpoint before its data is read.
 
     Attributes:
-        storage: its storage.
-        path: the checkpoint.
-        folder: the folder of its files.
-        items: items with a checksum that can be read.
-        lost: items that a file is too short for, or is missing.
-        damages: what is wrong already: files that are missing or of another size, small files, indexes.
-        sizes: bytes of its files, by name.
-        verifiable: whether all data has checksums.
-        indexes: what each rank wrote, if the checkpoint is ours and the index is intact.
+        storage: its storage
+        path: the checkpoint
+        folder: the folder of its files
+        items: items with a checksum that can be read
+        lost: items that a file is too short for, or is missing
+        damages: what is wrong already: files that are missing or of another size, small files, indexes
+        sizes: bytes of its files, by name
+        verifiable: whether all data has checksums
+        indexes: what each rank wrote, if the checkpoint is ours and the index is intact
     """
 
     storage: Storage
@@ -66,13 +66,13 @@ def inspect(fs: Storage, path: str) -> Inspection:
     """Find out what there is to verify. Damage is collected, not raised.
 
     Args:
-        fs: the file system.
-        path: the checkpoint, a folder or a file.
+        fs: the file system
+        path: the checkpoint, a folder or a file
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        CheckpointLoadError: another release wrote it, or a checksum cannot be computed here.
-        CheckpointUnreadableError: the folder cannot be read.
+        CheckpointNotFoundError: there is no checkpoint
+        CheckpointLoadError: another release wrote it, or a checksum cannot be computed here
+        CheckpointUnreadableError: the folder cannot be read
     """
     try:
         manifest = read_manifest(fs, path) if fs.is_folder(path) else None

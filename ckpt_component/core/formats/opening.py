@@ -41,10 +41,10 @@ def open_index(storage: Storage, path: str | os.PathLike[str], manifest: Mapping
         manifest: its manifest, if that was read already
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint at this path.
-        CheckpointCorruptError: a file that the manifest lists is missing or has another size.
-        CheckpointUnreadableError: the folder or the manifest cannot be read.
-        CheckpointLoadError: the format is not supported.
+        CheckpointNotFoundError: there is no checkpoint at this path
+        CheckpointCorruptError: a file that the manifest lists is missing or has another size
+        CheckpointUnreadableError: the folder or the manifest cannot be read
+        CheckpointLoadError: the format is not supported
     """
     found = _look(storage, absolute(path), manifest)
     for kind in FORMATS:

@@ -107,7 +107,7 @@ class OwnTorchSave(_OfRanks):
         """The name of a rank's file.
 
         Raises:
-            CheckpointCorruptError: there is none.
+            CheckpointCorruptError: there is none
         """
         name = f"checkpoint_{rank}.pt"
         if name not in self.files:
@@ -128,7 +128,7 @@ class OwnFiles(OwnIndex):
         """Nothing.
 
         Raises:
-            CheckpointLoadError: always; names the files that can be loaded one by one.
+            CheckpointLoadError: always; names the files that can be loaded one by one
         """
         names = [name for name in self.files if name.endswith(SINGLE_FILES)]
         raise CheckpointLoadError(

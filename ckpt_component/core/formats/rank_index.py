@@ -70,14 +70,14 @@ class ItemColumns:
     """The tensor items of one rank, a column for each property.
 
     Attributes:
-        names: File names, by number.
-        files: Numbers of the files.
-        offsets: Offsets of the items in their files.
-        lengths: Lengths of the items.
-        payloads: Offsets of the tensors' bytes in the files.
-        nbytes: Lengths of the tensors' bytes.
-        checksums: Checksums of the items, unsigned, up to 64 bits.
-        dtypes, shapes: Dtypes, by name, and shapes of the tensors.
+        names: file names, by number
+        files: numbers of the files
+        offsets: offsets of the items in their files
+        lengths: lengths of the items
+        payloads: offsets of the tensors' bytes in the files
+        nbytes: lengths of the tensors' bytes
+        checksums: checksums of the items, unsigned, up to 64 bits
+        dtypes, shapes: dtypes, by name, and shapes of the tensors
     """
 
     names: Sequence[str]
@@ -137,14 +137,14 @@ def read_rank_indexes(
     """Read the indexes of ranks, each verified against the manifest.
 
     Args:
-        fs: The file system.
-        folder: The folder of the checkpoint's files.
-        manifest: The manifest, from `read_manifest`.
-        ranks: The ranks to read; None: all ranks of the manifest.
+        fs: the file system
+        folder: the folder of the checkpoint's files
+        manifest: the manifest, from `read_manifest`
+        ranks: the ranks to read; None: all ranks of the manifest
 
     Raises:
-        CheckpointCorruptError: An index is missing, damaged, or invalid.
-        CheckpointUnreadableError: An index cannot be read.
+        CheckpointCorruptError: an index is missing, damaged, or invalid
+        CheckpointUnreadableError: an index cannot be read
     """
     entries = {entry["name"]: entry for entry in manifest["files"]}
     indexes = []
@@ -172,7 +172,7 @@ def checksum_of(folder: str, name: str) -> Checksum:
     """The algorithm of this name, with which a checkpoint was saved.
 
     Raises:
-        CheckpointLoadError: It cannot be computed here; the text says what to install.
+        CheckpointLoadError: it cannot be computed here; the text says what to install
     """
     try:
         return find_checksum(name)
@@ -257,13 +257,13 @@ def item_columns(
     """Validate rows of an untrusted file and convert them to columns.
 
     Args:
-        rows: File number, offset, length, offset of the payload, dtype and shape of each item.
-        checksums: One int per row.
-        names: File names, by number.
-        sizes: Sizes of the files.
+        rows: file number, offset, length, offset of the payload, dtype and shape of each item
+        checksums: one int per row
+        names: file names, by number
+        sizes: sizes of the files
 
     Raises:
-        ValueError, TypeError, KeyError: A row is invalid.
+        ValueError, TypeError, KeyError: a row is invalid
     """
     if not rows:
         return ItemColumns(names, (), (), (), (), (), checksums, (), ())

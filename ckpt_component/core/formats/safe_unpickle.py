@@ -77,14 +77,14 @@ def load_inert(
     """Load a pickle, with records in place of objects.
 
     Args:
-        data: The pickle.
-        records: (module, name) of the allowed classes; each is replaced by a subclass of `Record` made for this load.
-        values: Function that resolves any other (module, name) to an immutable value, or to a class made for this load;
-            None refuses the name.
-        outside: Function that resolves persistent ids, references to objects outside the pickle; None refuses them.
+        data: the pickle
+        records: (module, name) of the allowed classes; each is replaced by a subclass of `Record` made for this load
+        values: function that resolves any other (module, name) to an immutable value, or to a class made for this load;
+            None refuses the name
+        outside: function that resolves persistent ids, references to objects outside the pickle; None refuses them
 
     Raises:
-        Exception: Nearly any kind, if the pickle is damaged or uses something that is not allowed.
+        Exception: nearly any kind, if the pickle is damaged or uses something that is not allowed
     """
     _scan(data)
     classes = {pair: record_class(pair[1]) for pair in records}
@@ -123,7 +123,7 @@ def _scan(data: bytes) -> None:
     """Walk over the opcodes without running them.
 
     Raises:
-        pickle.UnpicklingError: There is an opcode that plain data does not need, or a size beyond the data.
+        pickle.UnpicklingError: there is an opcode that plain data does not need, or a size beyond the data
     """
     position, end, steps = 0, len(data), 0
     sizes = _ARGUMENT_BYTES

@@ -33,12 +33,12 @@ def header_of(rows: Sequence[Row], aliases: Mapping[str, str]) -> tuple[bytes, l
     """The header, padded so that the payloads after it start on a 64-byte boundary, and the order in which they follow.
 
     Args:
-        rows: The tensors. The file has the widest dtypes first, so that every payload is
+        rows: the tensors. The file has the widest dtypes first, so that every payload is
             aligned without gaps.
-        aliases: Other names of tensors, for the metadata, as `safetensors.torch.save_model` has them.
+        aliases: other names of tensors, for the metadata, as `safetensors.torch.save_model` has them
 
     Raises:
-        CheckpointStageError: The format does not have a dtype or a name.
+        CheckpointStageError: the format does not have a dtype or a name
     """
     for key, dtype, *_ in rows:
         if dtype not in SAFETENSORS:
@@ -111,17 +111,17 @@ def safetensors_index(
     """The index of what safetensors files hold, from their headers, without checksums.
 
     Args:
-        fs: The storage.
-        where: The checkpoint's path, for messages.
-        folder: The folder of the files.
-        names: Their names.
-        weight_map: The file of each key, as the index of a sharded checkpoint has it; None: not compared.
+        fs: the storage
+        where: the checkpoint's path, for messages
+        folder: the folder of the files
+        names: their names
+        weight_map: the file of each key, as the index of a sharded checkpoint has it; None: not compared
 
     Raises:
-        CheckpointCorruptError: A file is not a regular file, or its header is invalid: a duplicate key, or offsets that
+        CheckpointCorruptError: a file is not a regular file, or its header is invalid: a duplicate key, or offsets that
             overlap, leave gaps, or do not fit shape and dtype or the file. Or the files contradict `weight_map`.
-        CheckpointUnreadableError: A file cannot be read.
-        CheckpointLoadError: A dtype is not supported.
+        CheckpointUnreadableError: a file cannot be read
+        CheckpointLoadError: a dtype is not supported
     """
     rows: list[tuple[Any, ...]] = []
     sizes: list[int] = []
@@ -160,8 +160,8 @@ def _weight_map(fs: Storage, path: str) -> dict[str, str]:
     """The index of a sharded Hugging Face checkpoint: the name of the file of each key.
 
     Raises:
-        CheckpointCorruptError: It is not a valid index, or names something other than a file beside it.
-        CheckpointUnreadableError: It cannot be read.
+        CheckpointCorruptError: it is not a valid index, or names something other than a file beside it
+        CheckpointUnreadableError: it cannot be read
     """
     try:
         data = fs.read(path, _MAX_HEADER)

@@ -54,12 +54,12 @@ def check_archive(stream: IO[bytes], size: int, where: str) -> None:
     """Refuse an archive with invalid members, see `members_of`, or with a pickle that claims more than is stored.
 
     Args:
-        stream: The archive, at any position.
-        size: Size of the archive in bytes.
-        where: Name of the archive for error texts.
+        stream: the archive, at any position
+        size: size of the archive in bytes
+        where: name of the archive for error texts
 
     Raises:
-        CheckpointCorruptError: It is not a zip archive as `torch.save` writes it.
+        CheckpointCorruptError: it is not a zip archive as `torch.save` writes it
     """
     members = members_of(stream, size, where)
     for name in members:
@@ -76,12 +76,12 @@ def members_of(stream: IO[bytes], size: int, where: str) -> dict[str, zipfile.Zi
     """The members of an archive by name; none is compressed, encrypted, duplicated, or of contradictory sizes.
 
     Args:
-        stream: The archive, at any position.
-        size: Size of the archive in bytes.
-        where: Name of the archive for error texts.
+        stream: the archive, at any position
+        size: size of the archive in bytes
+        where: name of the archive for error texts
 
     Raises:
-        CheckpointCorruptError: It is not a zip archive as `torch.save` writes it.
+        CheckpointCorruptError: it is not a zip archive as `torch.save` writes it
     """
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -116,14 +116,14 @@ def verify_records(stream: IO[bytes], where: str) -> bool:
     """Compare every record with its CRC-32 in the directory, if the archive says that it has them.
 
     Args:
-        stream: The archive, at any position; checked by `check_archive`.
-        where: Name of the archive for error texts.
+        stream: the archive, at any position; checked by `check_archive`
+        where: name of the archive for error texts
 
     Returns:
         Whether it has them. torch may omit them.
 
     Raises:
-        CheckpointCorruptError: A record is damaged.
+        CheckpointCorruptError: a record is damaged
     """
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
@@ -186,11 +186,11 @@ def load_state(pickled: bytes, storage: Callable[[Sequence[Any]], Any]) -> Any:
     """Load the pickle of an archive, with `Record`s in place of tensors and all other objects.
 
     Args:
-        pickled: The pickle.
-        storage: Called with each reference to a storage; what it returns takes its place.
+        pickled: the pickle
+        storage: called with each reference to a storage; what it returns takes its place
 
     Raises:
-        Exception: Nearly any kind, if the pickle is damaged.
+        Exception: nearly any kind, if the pickle is damaged
     """
     classes: dict[str, type[Record]] = {}
     return load_inert(pickled, (), lambda module, name: classes.setdefault(name, record_class(name)), outside=storage)
@@ -200,7 +200,7 @@ def storage_of(reference: Any) -> tuple[str, str, int]:
     """Dtype, name and number of elements of a storage, from a reference to it in a pickle.
 
     Raises:
-        ValueError: It is not a reference as `torch.save` writes it.
+        ValueError: it is not a reference as `torch.save` writes it
     """
     what, kind, key, _, count = reference  # the fourth is the device
     dtype = STORAGE_DTYPES.get(getattr(kind, "kind", ""))

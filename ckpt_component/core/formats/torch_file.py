@@ -92,9 +92,9 @@ def torch_file_entries(fs: Storage, folder: str, name: str) -> dict[str, Entry]:
         name: the name of the file
 
     Raises:
-        CheckpointCorruptError: It is not a regular file, is damaged, or claims more data than it has.
-        CheckpointUnreadableError: It cannot be read.
-        CheckpointLoadError: It was saved by torch before 1.6, or does not contain a state dict.
+        CheckpointCorruptError: it is not a regular file, is damaged, or claims more data than it has
+        CheckpointUnreadableError: it cannot be read
+        CheckpointLoadError: it was saved by torch before 1.6, or does not contain a state dict
     """
     path = os.path.join(folder, name)
     try:

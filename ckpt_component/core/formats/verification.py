@@ -36,16 +36,16 @@ def verify_checkpoint(fs: Storage, path: str, progress: Progress = no_progress) 
     """Read every file of a checkpoint of ours, of any format, and compare its checksums.
 
     Args:
-        fs: The file system.
-        path: Folder of the checkpoint.
-        progress: Follows the bytes.
+        fs: the file system
+        path: folder of the checkpoint
+        progress: follows the bytes
 
     Returns:
         False if it has no checksums, because another program saved it.
 
     Raises:
-        CheckpointCorruptError: A file is missing, cannot be read, or differs from what was written; names the file.
-        CheckpointLoadError: A checksum cannot be computed here.
+        CheckpointCorruptError: a file is missing, cannot be read, or differs from what was written; names the file
+        CheckpointLoadError: a checksum cannot be computed here
     """
     manifest = read_manifest(fs, path)
     if manifest is None:
@@ -77,17 +77,17 @@ def verify_items(
     """Read items and compare their checksums, in several threads.
 
     Args:
-        fs: The storage.
-        folder: Folder of the files, all of which exist.
-        items: The items, which have checksums; the same one may occur more than once.
-        report: Called with what is damaged, from any thread; what it raises ends the verification.
-        done: Called with every intact item, from any thread.
-        progress: Follows the bytes.
-        shared: As for `Storage.open_files`.
+        fs: the storage
+        folder: folder of the files, all of which exist
+        items: the items, which have checksums; the same one may occur more than once
+        report: called with what is damaged, from any thread; what it raises ends the verification
+        done: called with every intact item, from any thread
+        progress: follows the bytes
+        shared: as for `Storage.open_files`
 
     Raises:
-        CheckpointCorruptError, CheckpointUnreadableError: A file cannot be opened.
-        CheckpointLoadError: A checksum cannot be computed here.
+        CheckpointCorruptError, CheckpointUnreadableError: a file cannot be opened
+        CheckpointLoadError: a checksum cannot be computed here
     """
     algorithms = {kind: checksum_of(folder, str(kind)) for kind in {item.checksum_kind for item in items}}
     with fs.open_files(folder, shared=shared) as files:

@@ -35,14 +35,14 @@ class Slots(Sequence[torch.Tensor]):
     kilobyte.
 
     Args:
-        slab: the arena's bytes.
-        layout: layout of the image in the arena.
+        slab: the arena's bytes
+        layout: layout of the image in the arena
 
     Attributes:
-        layout: as given.
-        addresses: addresses of the payloads, int64.
-        sizes: sizes of the payloads in bytes, int64.
-        plans: a cache of copy plans for the stager, by its own keys.
+        layout: as given
+        addresses: addresses of the payloads, int64
+        sizes: sizes of the payloads in bytes, int64
+        plans: a cache of copy plans for the stager, by its own keys
     """
 
     def __init__(self, slab: torch.Tensor, layout: Layout) -> None:
@@ -74,16 +74,16 @@ class Arena:
     """One block of host memory holding a rank's image.
 
     Args:
-        nbytes: size in bytes; rounded up to whole pages.
-        shared: whether another process must be able to map it.
-        allocated: False: `allocate` must be called before it is used.
+        nbytes: size in bytes; rounded up to whole pages
+        shared: whether another process must be able to map it
+        allocated: False: `allocate` must be called before it is used
 
     Attributes:
-        memory: the block as bytes; empty once the arena is closed.
-        slab: the block as a tensor.
+        memory: the block as bytes; empty once the arena is closed
+        slab: the block as a tensor
 
     Raises:
-        CheckpointError: there is not enough memory.
+        CheckpointError: there is not enough memory
     """
 
     lasting = True
@@ -121,10 +121,10 @@ class Arena:
         """Allocate the missing pages of a shared arena. Threads may call this together; all return at the end.
 
         Args:
-            threads: how many threads may clear pages.
+            threads: how many threads may clear pages
 
         Raises:
-            CheckpointError: there is not enough memory.
+            CheckpointError: there is not enough memory
         """
         pages = self._pages
         if pages is None:
@@ -197,7 +197,7 @@ class Arena:
         """The descriptor of the memory, for another process or owner to duplicate; the arena keeps it.
 
         Raises:
-            CheckpointError: the arena is closed or not shared.
+            CheckpointError: the arena is closed or not shared
         """
         if self.fd is None:
             raise CheckpointError("This checkpoint arena is closed, or was not made to be shared with other processes.")

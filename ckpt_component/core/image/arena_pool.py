@@ -16,8 +16,8 @@ class ArenaPool:
     """Up to `count` arenas, each leased to one save at a time.
 
     Args:
-        count: how many saves may be in flight.
-        shared: see `Arena`.
+        count: how many saves may be in flight
+        shared: see `Arena`
     """
 
     def __init__(self, count: int, *, shared: bool) -> None:
@@ -56,11 +56,11 @@ class ArenaPool:
         Called by the thread that leases.
 
         Args:
-            nbytes: size of each.
-            prepare: see `EarlyArenas`.
+            nbytes: size of each
+            prepare: see `EarlyArenas`
 
         Raises:
-            CheckpointError: there is not enough memory.
+            CheckpointError: there is not enough memory
         """
         early = self._early
         if not self.awaits_first_lease or (early is not None and early.fit(nbytes)):
@@ -86,7 +86,7 @@ class ArenaPool:
         """Lease an arena of at least `nbytes` for exclusive use until `give_back`; one that is being made is finished.
 
         Raises:
-            CheckpointTimeoutError: all arenas stayed busy for `timeout` seconds.
+            CheckpointTimeoutError: all arenas stayed busy for `timeout` seconds
         """
         until = time.monotonic() + timeout
         with self._changed:

@@ -43,8 +43,8 @@ def sources_of(layout: Layout, flat: FlatState) -> tuple[list[torch.Tensor], tor
     """The tensors to copy for the items of a layout, and their addresses. Use them under `no_grad`.
 
     Args:
-        layout: layout of the items.
-        flat: a state of the layout's structure.
+        layout: layout of the items
+        flat: a state of the layout's structure
     """
     sources = list(map(flat.tensors.__getitem__, layout.tensor_of))
     pointers = flat.pointers or array("Q", [0])
@@ -60,17 +60,17 @@ class CopyPlan:
     """How to copy the tensors of one structure into their slots.
 
     Args:
-        slots: contiguous CPU tensors, each of the same shape and dtype as its source.
+        slots: contiguous CPU tensors, each of the same shape and dtype as its source
         sources: tensors of any strides. Later copies may use other tensors of the same shapes, dtypes, strides and
             devices, and with the same ones conjugate or negative views.
-        numbers: numbers of the tensors to copy; None: all.
+        numbers: numbers of the tensors to copy; None: all
 
     Attributes:
-        numbers: numbers of the tensors to copy.
-        device: a CUDA device of some of the sources, or None.
+        numbers: numbers of the tensors to copy
+        device: a CUDA device of some of the sources, or None
 
     Raises:
-        RuntimeError: a source does not fit its slot.
+        RuntimeError: a source does not fit its slot
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class CopyTasks:
     the copies are done.
 
     Args:
-        plan: plan of the tensors' structure.
-        sources: the tensors to copy, by number; may contain others.
-        addresses: the address of each source (int64), if it cannot change before the copy; None: look it up then.
+        plan: plan of the tensors' structure
+        sources: the tensors to copy, by number; may contain others
+        addresses: the address of each source (int64), if it cannot change before the copy; None: look it up then
     """
 
     def __init__(self, plan: CopyPlan, sources: Sequence[torch.Tensor], addresses: torch.Tensor | None = None) -> None:
@@ -150,8 +150,8 @@ class CopyTasks:
         """Run tasks until none is left; other threads may still be running theirs. Errors are raised by `finish`.
 
         Args:
-            until: start no task after this time (monotonic seconds).
-            threads: how many threads may work, including the calling one and those already working.
+            until: start no task after this time (monotonic seconds)
+            threads: how many threads may work, including the calling one and those already working
         """
         helpers = min(threads - self._running, len(self._todo)) - 1
         with (
@@ -184,7 +184,7 @@ class CopyTasks:
         """Run the remaining tasks. When this returns or raises, no thread is copying any more.
 
         Raises:
-            RuntimeError: a tensor could not be copied.
+            RuntimeError: a tensor could not be copied
         """
         try:
             self.drain(math.inf, threads)
@@ -236,10 +236,10 @@ class Gather:
         """Copy each piece to its target.
 
         Args:
-            origins: address of a table of the pieces: rows of address and length, 64 bits each.
-            targets: address of a table of the targets, with the same number of rows and the same lengths.
-            pieces: number of pieces; at most `IOV_MAX`.
-            nbytes: total size of all pieces.
+            origins: address of a table of the pieces: rows of address and length, 64 bits each
+            targets: address of a table of the targets, with the same number of rows and the same lengths
+            pieces: number of pieces; at most `IOV_MAX`
+            nbytes: total size of all pieces
         """
         if self._available:
             # This call is meant for the memory of other processes; on its own memory a process needs no permission.
@@ -266,10 +266,10 @@ def copy_on_host(
     """Copy `sources` into `slots`, pairwise; synchronous.
 
     Args:
-        slots: contiguous CPU tensors, each of the same shape and dtype as its source.
-        sources: tensors of any strides; those to copy are CPU tensors.
-        threads: how many threads may copy at the same time, including this one.
-        numbers: numbers of the tensors to copy; None: all.
+        slots: contiguous CPU tensors, each of the same shape and dtype as its source
+        sources: tensors of any strides; those to copy are CPU tensors
+        threads: how many threads may copy at the same time, including this one
+        numbers: numbers of the tensors to copy; None: all
     """
     CopyTasks(CopyPlan(slots, sources, numbers), sources).finish(threads)
 

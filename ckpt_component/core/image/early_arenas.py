@@ -28,12 +28,12 @@ class EarlyArenas:
     space, for which a training step waits that maps memory. On a busy machine that cost two to four times as much.
 
     Args:
-        nbytes: size of each.
+        nbytes: size of each
         count: how many; fewer are made if they would not leave as much memory again. The first is made in any case.
-        prepare: called by the thread with each finished arena, such as to page-lock it.
+        prepare: called by the thread with each finished arena, such as to page-lock it
 
     Raises:
-        CheckpointError: there is not enough memory.
+        CheckpointError: there is not enough memory
     """
 
     def __init__(self, nbytes: int, count: int, prepare: Callable[[Arena], None]) -> None:

@@ -17,12 +17,12 @@ class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is s
     """The location of one stored tensor.
 
     Attributes:
-        stored: index in `Layout.stored`.
-        file: index in `Layout.files`.
-        offset: start of the item in its file.
-        payload: start of the tensor's bytes in the file; the prefix is between `offset` and this.
-        nbytes: size of the payload.
-        length: size of the item, which the CRC covers: prefix, payload and suffix.
+        stored: index in `Layout.stored`
+        file: index in `Layout.files`
+        offset: start of the item in its file
+        payload: start of the tensor's bytes in the file; the prefix is between `offset` and this
+        nbytes: size of the payload
+        length: size of the item, which the CRC covers: prefix, payload and suffix
     """
 
     stored: int
@@ -47,15 +47,15 @@ class Layout:
     """The layout of one rank's image.
 
     Attributes:
-        structure: the structure that it was made for.
-        stored: the tensors to store: those of the structure, unless the format joins overlapping ones.
-        files: the files whose bytes come from the arena.
-        items: the stored tensors, ordered by file and offset.
-        arena_bytes: required size of the arena.
-        constants: (position in the arena, bytes) that belong to no item, such as a file's header.
+        structure: the structure that it was made for
+        stored: the tensors to store: those of the structure, unless the format joins overlapping ones
+        files: the files whose bytes come from the arena
+        items: the stored tensors, ordered by file and offset
+        arena_bytes: required size of the arena
+        constants: (position in the arena, bytes) that belong to no item, such as a file's header
         around: returns prefix and suffix of an item. None: items are payloads only.
-        forget: called when the fixed bytes are in an arena: frees what `around` keeps for it.
-        relations: relations of the tensors that the format joins, which a state must satisfy to fit this layout.
+        forget: called when the fixed bytes are in an arena: frees what `around` keeps for it
+        relations: relations of the tensors that the format joins, which a state must satisfy to fit this layout
     """
 
     structure: Structure

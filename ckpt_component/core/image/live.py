@@ -24,11 +24,11 @@ class LiveSource:
     change until everything is written.
 
     Args:
-        layout: layout of the image.
-        flat: a state of the layout's structure.
+        layout: layout of the image
+        flat: a state of the layout's structure
 
     Attributes:
-        nbytes: size of the image.
+        nbytes: size of the image
     """
 
     lasting = False
@@ -106,12 +106,12 @@ class _Block:
     """A range of an image that is assembled in memory.
 
     Args:
-        start: start of the range; bytes outside of the range are ignored.
-        end: end of the range.
-        memory: page-aligned memory for the range.
+        start: start of the range; bytes outside of the range are ignored
+        end: end of the range
+        memory: page-aligned memory for the range
 
     Attributes:
-        view: the bytes of the range; valid after `finish`.
+        view: the bytes of the range; valid after `finish`
     """
 
     def __init__(self, start: int, end: int, memory: mmap.mmap) -> None:

@@ -22,7 +22,7 @@ def available_bytes() -> int:
     """Memory available on this host, or in the control groups (v2) of this process, whichever is less.
 
     Raises:
-        OSError, ValueError, LookupError: the kernel does not say.
+        OSError, ValueError, LookupError: the kernel does not say
     """
     fields = dict(line.split(":", 1) for line in _read(_MEMINFO).splitlines())
     return min([int(fields["MemAvailable"].split()[0]) << 10, *_under_limits()])

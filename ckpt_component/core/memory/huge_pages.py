@@ -52,15 +52,15 @@ def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> memoryview:
     """Map a memfd at an address aligned to huge pages, which the system would not guarantee.
 
     Args:
-        fd: descriptor of the memfd; it may be closed afterwards.
-        nbytes: number of bytes to map; at least 1.
-        writable: whether the mapping is writable.
+        fd: descriptor of the memfd; it may be closed afterwards
+        nbytes: number of bytes to map; at least 1
+        writable: whether the mapping is writable
 
     Returns:
         The memory. It is unmapped with the last view of it.
 
     Raises:
-        OSError: the memfd cannot be mapped.
+        OSError: the memfd cannot be mapped
     """
     reserved = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | libc.MAP_NORESERVE)
     address = address_of(memoryview(reserved))
@@ -77,8 +77,8 @@ def make_huge(address: int, nbytes: int) -> int:
     """Convert memory from `map_shared` to huge pages, allocating missing pages.
 
     Args:
-        address: a multiple of `HUGE_PAGE`.
-        nbytes: number of bytes; a rest that does not fill a huge page is not converted.
+        address: a multiple of `HUGE_PAGE`
+        nbytes: number of bytes; a rest that does not fill a huge page is not converted
 
     Returns:
         0, or an error number: EINVAL before Linux 6.1 or where huge pages are disabled; ENOMEM, EBUSY or EAGAIN when
@@ -100,14 +100,14 @@ class SharedPages:
     faults. Slices are small: a thread of this process that maps or unmaps memory waits for the one that is allocated.
 
     Args:
-        nbytes: size; at least 1.
+        nbytes: size; at least 1
 
     Attributes:
-        fd: descriptor of the memfd, which the caller closes.
-        memory: the memory, unmapped with the last view of it.
+        fd: descriptor of the memfd, which the caller closes
+        memory: the memory, unmapped with the last view of it
 
     Raises:
-        OSError: there is no free descriptor, or no address space.
+        OSError: there is no free descriptor, or no address space
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -130,13 +130,13 @@ class SharedPages:
         """Allocate what is missing, huge pages if possible. When this returns or raises, no thread is at work.
 
         Args:
-            threads: how many threads may clear pages, with those that are in this method already.
+            threads: how many threads may clear pages, with those that are in this method already
 
         Returns:
             0, or the error number for which some of it is not in huge pages.
 
         Raises:
-            OSError: there is not enough memory.
+            OSError: there is not enough memory
         """
         helpers = min(threads, _MAX_THREADS, len(self._todo)) - 1
         with ThreadPoolExecutor(max(helpers, 1), thread_name_prefix="ckpt-pages") as pool:

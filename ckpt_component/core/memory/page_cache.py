@@ -17,14 +17,14 @@ def share_in_memory(ranges: Sequence[tuple[int, int, int]]) -> float | None:
     """Estimate the share of file ranges that is in the page cache, from 0 to 1, by sampling pages.
 
     Args:
-        ranges: (descriptor, offset, length) of each range.
+        ranges: (descriptor, offset, length) of each range
 
     Returns:
         The share; None if there are no bytes, or for files that this process neither owns nor may write, for which
         Linux does not give the real answer.
 
     Raises:
-        OSError: a file cannot be queried.
+        OSError: a file cannot be queried
     """
     offsets: dict[int, list[int]] = {}
     step = max(sum(length for _, _, length in ranges) / _SAMPLES, 1)
@@ -49,7 +49,7 @@ def are_cached(fd: int, offsets: Sequence[int]) -> list[bool]:
     """Whether the bytes at these offsets of a file are in the page cache.
 
     Raises:
-        OSError: the file cannot be queried.
+        OSError: the file cannot be queried
     """
     size = max(offsets) + 1
     # Nothing is read through this mapping, so a failing disk cannot kill the process with SIGBUS.

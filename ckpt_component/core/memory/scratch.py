@@ -24,10 +24,10 @@ class ScratchBlock:
     """A page-aligned block of `BLOCK_BYTES` bytes, accessible as `view`.
 
     Args:
-        huge: back it with one huge page, which takes longer to allocate but lets direct I/O use fewer requests.
+        huge: back it with one huge page, which takes longer to allocate but lets direct I/O use fewer requests
 
     Raises:
-        CheckpointError: there is not enough memory or no free file descriptor.
+        CheckpointError: there is not enough memory or no free file descriptor
     """
 
     def __init__(self, *, huge: bool) -> None:
@@ -55,13 +55,13 @@ class ScratchBlock:
         """Copy the bytes from `position` on to many pieces of memory with one system call.
 
         Args:
-            table: address of a table of the pieces: rows of address and length, 64 bits each.
-            pieces: number of pieces; at most `libc.IOV_MAX`.
-            nbytes: total size of all pieces.
-            position: position in the block.
+            table: address of a table of the pieces: rows of address and length, 64 bits each
+            pieces: number of pieces; at most `libc.IOV_MAX`
+            nbytes: total size of all pieces
+            position: position in the block
 
         Raises:
-            OSError: the system call failed.
+            OSError: the system call failed
         """
         while (copied := libc.preadv(self._descriptor, table, pieces, position)) != nbytes:
             code = libc.get_errno() if copied < 0 else errno.EIO

@@ -24,8 +24,8 @@ def describe_exit(exitcode: int | None, pid: int | None = None) -> str:
     """Describe how a process exited, as the second half of a sentence.
 
     Args:
-        exitcode: as `multiprocessing` and `subprocess` report it: negative for a signal, None while it runs.
-        pid: process id, given where the kernel's log may have more.
+        exitcode: as `multiprocessing` and `subprocess` report it: negative for a signal, None while it runs
+        pid: process id, given where the kernel's log may have more
 
     Returns:
         For example `exited with code 3`, or `was killed by SIGKILL (probably the out-of-memory killer)`.

@@ -34,10 +34,10 @@ class Channel:
     """A connection by frames to another process. One thread may receive while others send.
 
     Args:
-        sock: connected to it; owned.
+        sock: connected to it; owned
         is_alive: whether the other process runs. Shows a death that the socket hides, because another process, forked
             while the connection was open, keeps its end.
-        patience: seconds that each part of a frame may take once it has begun to arrive, even beyond a deadline.
+        patience: seconds that each part of a frame may take once it has begun to arrive, even beyond a deadline
     """
 
     def __init__(self, sock: socket.socket, is_alive: Callable[[], bool], patience: float = 1.0) -> None:
@@ -54,14 +54,14 @@ class Channel:
         """Send one frame.
 
         Args:
-            header: plain values.
-            deadline: monotonic seconds.
-            blobs: what follows the header.
-            fds: open file descriptors, of which copies are sent.
+            header: plain values
+            deadline: monotonic seconds
+            blobs: what follows the header
+            fds: open file descriptors, of which copies are sent
 
         Raises:
-            TimeoutError: the other process did not take it in time; the connection is then of no more use.
-            OSError: the other process has closed the connection.
+            TimeoutError: the other process did not take it in time; the connection is then of no more use
+            OSError: the other process has closed the connection
         """
         text = json.dumps(header, separators=(",", ":")).encode()
         head = _HEAD.pack(len(text), sum(map(len, blobs)))
@@ -79,10 +79,10 @@ class Channel:
         """Wait for the next frame; None if the other process has hung up or died.
 
         Args:
-            deadline: when it must have arrived, monotonic seconds; see `patience`.
+            deadline: when it must have arrived, monotonic seconds; see `patience`
 
         Raises:
-            TimeoutError: it has not.
+            TimeoutError: it has not
         """
         try:
             if not self._has_input(deadline):

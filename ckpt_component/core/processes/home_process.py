@@ -11,7 +11,7 @@ class HomeProcess:
     """The process that built an object. In a forked child, the copy of the object must leave alone what it owns.
 
     Args:
-        what: what the object is, for an error: `manager`.
+        what: what the object is, for an error: `manager`
     """
 
     def __init__(self, what: str) -> None:
@@ -27,7 +27,7 @@ class HomeProcess:
         """Check that this process is the one.
 
         Raises:
-            CheckpointError: it is another.
+            CheckpointError: it is another
         """
         if not self.is_here:
             raise CheckpointError(f"This {self._what} belongs to process {self._pid}; build one after the fork.")

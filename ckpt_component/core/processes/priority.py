@@ -13,9 +13,9 @@ def lower_priority(pid: int, nice: int, io_priority: IoPriority) -> None:
     """Lower the priority of a writer process. If that fails, a warning is logged and the process keeps its priority.
 
     Args:
-        pid: pid of the process.
-        nice: nice value, 0 to 19; not applied if the process has a higher one.
-        io_priority: I/O priority.
+        pid: pid of the process
+        nice: nice value, 0 to 19; not applied if the process has a higher one
+        io_priority: I/O priority
     """
     import psutil  # late: the worker processes import this module too, and do not need psutil
 

@@ -20,10 +20,10 @@ class ProcessName:
     """One process, as a file names it.
 
     Attributes:
-        host: name of its host.
-        pid: its process ID.
-        space: identifies the processes that it sees: of one boot of one host, in one container; empty: unknown.
-        started: when it started, in clock ticks since that boot; 0: unknown.
+        host: name of its host
+        pid: its process ID
+        space: identifies the processes that it sees: of one boot of one host, in one container; empty: unknown
+        started: when it started, in clock ticks since that boot; 0: unknown
     """
 
     host: str

@@ -25,7 +25,7 @@ def serve(work: Callable[[dict[str, Any], Channel], None], *, on_orphan: Literal
 
     Args:
         work: called with the job and the connection to the parent, which ends when the parent hangs up or dies, even
-            if a process that it forked lives on.
+            if a process that it forked lives on
         on_orphan: what happens then. `exit`: SystemExit is raised in `work`, which does not receive. `finish`: `work`
             goes on, and learns of it when it receives.
     """

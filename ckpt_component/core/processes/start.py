@@ -33,19 +33,19 @@ class Child(Channel):
     """A process that runs the function `main` of a module, which calls `serve`; and the connection to it.
 
     Args:
-        module: its full name.
-        job: what to do, as plain values; sent to the process, so it may hold secrets.
-        flags: of the interpreter.
-        environment: variables to set there.
-        own_session: signals to the process group of this process do not reach it.
+        module: its full name
+        job: what to do, as plain values; sent to the process, so it may hold secrets
+        flags: of the interpreter
+        environment: variables to set there
+        own_session: signals to the process group of this process do not reach it
         log: called in a thread with each line that it prints, so that a log to which this process is piped ends with
             this process. None: only its stderr goes where this process's goes.
 
     Attributes:
-        pid: its process ID.
+        pid: its process ID
 
     Raises:
-        OSError: the system could not start it, or it did not take the job.
+        OSError: the system could not start it, or it did not take the job
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def check_cover(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> None:
     """Refuse chunks that do not make up a whole tensor; see `cover_fault`.
 
     Raises:
-        CheckpointCorruptError: They do not; the text says where.
+        CheckpointCorruptError: they do not; the text says where
     """
     fault = cover_fault(what, whole, boxes)
     if fault is not None:
@@ -43,9 +43,9 @@ def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | 
     """Why chunks do not cover a tensor exactly (out of bounds, overlap, or hole); None if they do.
 
     Args:
-        what: names the tensor at the start of the message.
-        whole: shape of the tensor.
-        boxes: (offsets, sizes) of the chunks; exact ints, none negative.
+        what: names the tensor at the start of the message
+        whole: shape of the tensor
+        boxes: (offsets, sizes) of the chunks; exact ints, none negative
     """
     total = 0
     for offsets, sizes in boxes:

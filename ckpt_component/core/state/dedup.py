@@ -117,8 +117,8 @@ class Selection:
     """The part of a state that this rank stores.
 
     Args:
-        structure: structure of everything that the rank has.
-        share: this rank's share from `share_out`.
+        structure: structure of everything that the rank has
+        share: this rank's share from `share_out`
     """
 
     def __init__(self, structure: Structure, share: Share) -> None:

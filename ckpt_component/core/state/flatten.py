@@ -55,14 +55,14 @@ class FlatState:
     Attributes:
         tensors: the tensors, in traversal order; not copied. Of a DTensor or ShardedTensor, the local parts of this
             rank, which all have the same path.
-        tensor_paths: path of each tensor.
-        objects: everything else.
-        object_paths: path of each object.
-        containers: (path, kind) of containers that a plain dict would not restore: `list`, `odict`, `empty`.
-        stateful: (path, object) of the values whose `state_dict()` was called.
-        shards: for every tensor, which part of a whole tensor it is; None: it is the whole.
-        placed: the DTensors and ShardedTensors whose local parts are in `tensors`, by number of the part.
-        elsewhere: those of which this rank holds no part, by path; they are not in `tensors`.
+        tensor_paths: path of each tensor
+        objects: everything else
+        object_paths: path of each object
+        containers: (path, kind) of containers that a plain dict would not restore: `list`, `odict`, `empty`
+        stateful: (path, object) of the values whose `state_dict()` was called
+        shards: for every tensor, which part of a whole tensor it is; None: it is the whole
+        placed: the DTensors and ShardedTensors whose local parts are in `tensors`, by number of the part
+        elsewhere: those of which this rank holds no part, by path; they are not in `tensors`
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -80,7 +80,7 @@ class FlatState:
         """The data pointer of each tensor.
 
         Raises:
-            RuntimeError: a tensor has no data pointer, such as a sparse one.
+            RuntimeError: a tensor has no data pointer, such as a sparse one
         """
         return array("Q", map(torch.Tensor.data_ptr, self.tensors))
 
@@ -111,14 +111,14 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | No
     """Flatten a state dict; objects with `state_dict()` are replaced by their state at any depth.
 
     Args:
-        state_dict: the state dict to save, or to load into.
+        state_dict: the state dict to save, or to load into
         rank: the rank whose name is the key of `PerRank` values; or a function that returns it for each of them, None
-            to leave the value out.
-        world_size: how many ranks save together; None if this is not for a save.
+            to leave the value out
+        world_size: how many ranks save together; None if this is not for a save
 
     Raises:
         CheckpointStageError: the state is not a dict or contains itself, a dict key is neither str, int, float, bool
-            nor None, an object could not restore its state, or ranks that do not save hold parts of a tensor.
+            nor None, an object could not restore its state, or ranks that do not save hold parts of a tensor
     """
     kind = kind_of(state_dict)
     if kind != "dict":
@@ -253,8 +253,8 @@ def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]
     """Build the nested state dict of flat values; the inverse of `flatten`.
 
     Args:
-        values: the values by path.
-        containers: see `FlatState.containers`.
+        values: the values by path
+        containers: see `FlatState.containers`
     """
     kinds = dict(containers)
     opened: dict[Path, Any] = {}

@@ -16,8 +16,8 @@ def column_of(values: Iterable[int]) -> torch.Tensor:
     """Make an int64 column; faster than `torch.tensor`.
 
     Raises:
-        OverflowError: a value does not fit into int64.
-        TypeError: a value is not an integer.
+        OverflowError: a value does not fit into int64
+        TypeError: a value is not an integer
     """
     numbers = array("q", values)
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)

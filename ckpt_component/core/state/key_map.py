@@ -22,14 +22,14 @@ class KeyMap:
     as possible.
 
     Args:
-        rename: Names in the checkpoint with their names in the target, with as many `*`; an empty name of the target
+        rename: names in the checkpoint with their names in the target, with as many `*`; an empty name of the target
             takes a name away. A key is renamed once, by the longest name that fits.
-        prefix: A name that is put before all keys, after the renames.
-        ignore: Names in the checkpoint or else in the target whose values are not loaded.
+        prefix: a name that is put before all keys, after the renames
+        ignore: names in the checkpoint or else in the target whose values are not loaded
 
     Raises:
-        CheckpointTypeError: An argument has the wrong type.
-        CheckpointLoadError: The numbers of `*` differ.
+        CheckpointTypeError: an argument has the wrong type
+        CheckpointLoadError: the numbers of `*` differ
     """
 
     def __init__(self, rename: Mapping[str, str] | None = None, prefix: str = "", ignore: Sequence[str] = ()) -> None:
@@ -90,18 +90,18 @@ class RenamedKeys:
     """The keys of a checkpoint under a key map.
 
     Args:
-        paths: Its keys with their paths.
-        key_map: The key map.
-        where: The checkpoint, for messages.
+        paths: its keys with their paths
+        key_map: the key map
+        where: the checkpoint, for messages
 
     Attributes:
-        old: New key -> the key in the checkpoint.
-        paths: New key -> new path.
-        ignored: New keys of the values that `ignore` leaves out.
-        unused: The names of the key map that fit no key, each with its argument.
+        old: new key -> the key in the checkpoint
+        paths: new key -> new path
+        ignored: new keys of the values that `ignore` leaves out
+        unused: the names of the key map that fit no key, each with its argument
 
     Raises:
-        CheckpointLoadError: A rename takes a whole key away, or gives two values one key.
+        CheckpointLoadError: a rename takes a whole key away, or gives two values one key
     """
 
     def __init__(self, paths: Sequence[tuple[str, Path]], key_map: KeyMap, where: str) -> None:
@@ -143,10 +143,10 @@ class RenamedKeys:
         """Refuse names that fit no key.
 
         Args:
-            argument: Only those of this argument; None: all.
+            argument: only those of this argument; None: all
 
         Raises:
-            CheckpointLoadError: There are some; suggests what may be meant.
+            CheckpointLoadError: there are some; suggests what may be meant
         """
         names = [name for name, its in self.unused.items() if argument in (None, its)]
         if names:
@@ -158,10 +158,10 @@ def unknown_names(argument: str, names: Sequence[str], keys: Sequence[tuple[str,
     """The message about names that fit no key.
 
     Args:
-        argument: Where the names are from: `rename`.
-        names: The names.
-        keys: The keys of the checkpoint, with their paths.
-        where: The checkpoint.
+        argument: where the names are from: `rename`
+        names: the names
+        keys: the keys of the checkpoint, with their paths
+        where: the checkpoint
     """
     known = dict.fromkeys(islice((name for _, path in keys for name in names_above(key_of(path))), _MOST_NAMES))
     close = next(filter(None, (closest(name, known) for name in names)), None)

@@ -41,12 +41,12 @@ def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
     """Copy a value into a form that loads with `weights_only`; shares nothing mutable with the original.
 
     Args:
-        value: a value of the state dict.
-        key: its flat key, for error messages.
-        parents: ids of the containers around it.
+        value: a value of the state dict
+        key: its flat key, for error messages
+        parents: ids of the containers around it
 
     Raises:
-        CheckpointStageError: the value contains a type that safe loading would refuse.
+        CheckpointStageError: the value contains a type that safe loading would refuse
     """
     kind = type(value)
     if kind in _ATOMS:

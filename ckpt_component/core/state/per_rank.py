@@ -20,10 +20,10 @@ class PerRank:
         value: a plain value, a tensor, nested containers, or an object with `state_dict()` and `load_state_dict()`. A
             load updates it in place, or replaces it if it is a plain value.
         when_resized: what a load does if the checkpoint was saved with another number of ranks: `keep` keeps the
-            current value, `first` loads that of rank 0, `error` raises.
+            current value, `first` loads that of rank 0, `error` raises
 
     Raises:
-        CheckpointConfigError: `when_resized` is none of these three.
+        CheckpointConfigError: `when_resized` is none of these three
     """
 
     value: Any

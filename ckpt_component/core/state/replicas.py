@@ -54,9 +54,9 @@ class Replicas:
     """The values of this rank that other ranks have too. Each such value has a group number, the same on all ranks.
 
     Args:
-        structure: structure of everything that the rank has.
-        share: from `share_out`; the groups of objects come first.
-        world_size: number of ranks.
+        structure: structure of everything that the rank has
+        share: from `share_out`; the groups of objects come first
+        world_size: number of ranks
     """
 
     def __init__(self, structure: Structure, share: Mapping[str, list[Any]], world_size: int) -> None:
@@ -73,8 +73,8 @@ class Replicas:
         """The digests of the values of one check, for `differing`.
 
         Args:
-            flat: a state of this structure.
-            look: number of the check.
+            flat: a state of this structure
+            look: number of the check
         """
         first = look % self._looks * self._at_once
         groups = range(first, first + self._at_once)
@@ -97,7 +97,7 @@ def differing(messages: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """The groups whose digests differ, each with the first rank that has it: [group, rank].
 
     Args:
-        messages: from `Replicas.message`, by rank; an empty one for a rank that has nothing to compare.
+        messages: from `Replicas.message`, by rank; an empty one for a rank that has nothing to compare
     """
     first_senders: dict[tuple[str, str], int] = {}  # most ranks have the same message
     for rank, message in enumerate(messages):

@@ -17,8 +17,8 @@ class Shard:
     """The position of a local tensor in the whole one.
 
     Attributes:
-        shape: shape of the whole tensor.
-        offsets: offsets of the local part's first element, one per dimension.
+        shape: shape of the whole tensor
+        offsets: offsets of the local part's first element, one per dimension
     """
 
     shape: torch.Size
@@ -47,7 +47,7 @@ def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | No
     """The local tensor of this rank, and which part of the whole it is (None: the whole).
 
     Raises:
-        CheckpointStageError: a DTensor with partial sums, which has no final value yet.
+        CheckpointStageError: a DTensor with partial sums, which has no final value yet
     """
     if mesh_of(tensor) is None:
         return tensor, None

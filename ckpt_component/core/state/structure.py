@@ -44,7 +44,7 @@ class Stored(NamedTuple):  # there may be a hundred thousand, and a dataclass ta
     """A tensor to store: the first of those that share the same memory.
 
     Attributes:
-        tensor: its number in `FlatState.tensors`.
+        tensor: its number in `FlatState.tensors`
         window: None, or (start, count): store `count` elements of the tensor's storage instead, from `start` elements
             after the tensor's first one (negative: before). Used for tensors that overlap in part.
     """
@@ -64,18 +64,18 @@ class Structure:
     """What must be equal between two saves to reuse the layout.
 
     Attributes:
-        tensor_paths: path of each tensor, as in `FlatState`.
-        object_paths: path of each object.
-        containers: (path, kind), as in `FlatState`.
-        shards: for each tensor, which part of a whole tensor it is, or None.
-        elsewhere: paths of the tensors of which only other ranks hold parts.
-        pointers: data pointer of each tensor.
-        stored: the tensors to store; tied tensors once.
-        stored_of: for each tensor, the number of its entry in `stored`.
-        ties: relations of the tensors that share the same memory.
+        tensor_paths: path of each tensor, as in `FlatState`
+        object_paths: path of each object
+        containers: (path, kind), as in `FlatState`
+        shards: for each tensor, which part of a whole tensor it is, or None
+        elsewhere: paths of the tensors of which only other ranks hold parts
+        pointers: data pointer of each tensor
+        stored: the tensors to store; tied tensors once
+        stored_of: for each tensor, the number of its entry in `stored`
+        ties: relations of the tensors that share the same memory
 
     Raises:
-        CheckpointStageError: a tensor that cannot be checkpointed, or two paths with the same flat key.
+        CheckpointStageError: a tensor that cannot be checkpointed, or two paths with the same flat key
     """
 
     def __init__(self, flat: FlatState) -> None:
@@ -164,8 +164,8 @@ class Structure:
         """The data pointer of each tensor of a state, if it has this structure, whose layout can then be reused.
 
         Args:
-            flat: the state.
-            relations: relations that the layout requires in addition to `ties`.
+            flat: the state
+            relations: relations that the layout requires in addition to `ties`
 
         Returns:
             The pointers, taken while the tensors were in the CPU caches; None: it has another structure.
@@ -222,7 +222,7 @@ class _Columns(NamedTuple):
         """Collect the properties of some tensors.
 
         Raises:
-            RuntimeError: a tensor has no shape.
+            RuntimeError: a tensor has no shape
         """
         dtypes = list(map(attrgetter("dtype"), tensors))
         on_host = list(map(attrgetter("is_cpu"), tensors))  # cheaper than creating `torch.device` objects

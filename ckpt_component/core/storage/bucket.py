@@ -48,11 +48,11 @@ class _Upload:
     """A file that is being written.
 
     Attributes:
-        path: its path.
-        writer: takes its bytes, in order.
-        grows: whether its size was not known when it was created.
-        position: how many bytes it has taken.
-        whole: whether the store has the file.
+        path: its path
+        writer: takes its bytes, in order
+        grows: whether its size was not known when it was created
+        position: how many bytes it has taken
+        whole: whether the store has the file
     """
 
     path: str
@@ -66,16 +66,16 @@ class ObjectStorage(Storage):
     """The objects of one bucket.
 
     Args:
-        path: a path in the bucket, which begins with the scheme and the bucket.
+        path: a path in the bucket, which begins with the scheme and the bucket
         options: obstore's settings of the store (`endpoint`, `region`, `access_key_id`, `allow_http`, `timeout`, ...);
             those that are missing come from the environment. And `max_retries` of a request.
-        home: the folder that obstore is imported from, for a process without site-packages.
+        home: the folder that obstore is imported from, for a process without site-packages
 
     Attributes:
-        root: scheme and bucket.
+        root: scheme and bucket
 
     Raises:
-        CheckpointConfigError: the scheme is none of `SCHEMES`, obstore is not installed, or an option is wrong.
+        CheckpointConfigError: the scheme is none of `SCHEMES`, obstore is not installed, or an option is wrong
     """
 
     def __init__(self, path: str, *, options: Mapping[str, Any] | None = None, home: str | None = None) -> None:

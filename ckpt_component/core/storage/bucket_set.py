@@ -52,8 +52,8 @@ class ObjectSet(FileSet):
     """The objects below a folder.
 
     Args:
-        storage: what they are read with.
-        folder: Folder of the checkpoint.
+        storage: what they are read with
+        folder: folder of the checkpoint
     """
 
     _batch_bytes = _PIECE_BYTES
@@ -169,9 +169,9 @@ class _ReadAhead:
     Every batch is read by one thread, in order. A piece that is needed again after it was dropped is fetched again.
 
     Args:
-        pieces: Those of each batch, in the order of the reads, without overlaps.
-        fetch: Fetches a range of an object.
-        pool: Runs `fetch`.
+        pieces: those of each batch, in the order of the reads, without overlaps
+        fetch: fetches a range of an object
+        pool: runs `fetch`
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class _ReadAhead:
         """The bytes of an object from an offset to the end of a piece; None if no piece has them.
 
         Raises:
-            OSError: they cannot be fetched.
+            OSError: they cannot be fetched
         """
         number = bisect_right(self._places, (name, offset)) - 1
         piece = self._pieces[number] if number >= 0 else None

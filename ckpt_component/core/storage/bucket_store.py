@@ -100,7 +100,7 @@ def open_store(obstore: Any, root: str, options: Mapping[str, Any]) -> Any:
     """The store of a bucket; what `options` do not set comes from the environment.
 
     Raises:
-        CheckpointConfigError: an option, or what the environment says, is wrong.
+        CheckpointConfigError: an option, or what the environment says, is wrong
     """
     scheme, _, bucket = root.partition("://")
     kind, environment = SCHEMES[scheme]
@@ -149,12 +149,12 @@ def patiently(call: Callable[[], _Result], path: str, seconds: float | None = No
     """Call a function that makes a request, and again after a pause if it fails as requests may.
 
     Args:
-        call: the function.
-        path: what it is about, for the log.
-        seconds: how long it is called again, counted from its first call; None: a minute.
+        call: the function
+        path: what it is about, for the log
+        seconds: how long it is called again, counted from its first call; None: a minute
 
     Raises:
-        OSError: it failed for too long, or in a way that no repetition changes.
+        OSError: it failed for too long, or in a way that no repetition changes
     """
     deadline, pause = time.monotonic() + (_PATIENCE if seconds is None else seconds), _PAUSE
     while True:

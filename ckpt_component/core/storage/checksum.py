@@ -53,10 +53,10 @@ class Checksum:
     """One checksum algorithm. Thread-safe, except that each stream belongs to one thread.
 
     Attributes:
-        name: as recorded in integrity files.
-        package: the package that computes it.
-        of: computes the checksum of one buffer.
-        stream: starts a checksum that is computed piece by piece.
+        name: as recorded in integrity files
+        package: the package that computes it
+        of: computes the checksum of one buffer
+        stream: starts a checksum that is computed piece by piece
     """
 
     name: str
@@ -73,12 +73,12 @@ def find_checksum(name: str | None, folder: str | None = None) -> Checksum:
     """Return an algorithm by name, from the fastest installed package that has it.
 
     Args:
-        name: one of `ALGORITHMS`; None: the fastest of all.
-        folder: an additional folder to import from, as returned by `home_of` in another process.
+        name: one of `ALGORITHMS`; None: the fastest of all
+        folder: an additional folder to import from, as returned by `home_of` in another process
 
     Raises:
-        ChecksumMissingError: its package is not installed.
-        ValueError: there is no such algorithm.
+        ChecksumMissingError: its package is not installed
+        ValueError: there is no such algorithm
     """
     if name is not None and name not in ALGORITHMS:
         raise ValueError(f"{name!r} is not a checksum algorithm; use one of {', '.join(ALGORITHMS)}.")
@@ -110,7 +110,7 @@ def home_of(name: str) -> str | None:
     """The folder from which the package of an algorithm is imported; None for the standard library.
 
     Raises:
-        ChecksumMissingError: it is not installed.
+        ChecksumMissingError: it is not installed
     """
     package = find_checksum(name).package
     return None if package == "zlib" else os.path.dirname(next(iter(sys.modules[package].__path__)))

@@ -29,8 +29,8 @@ class DirectReader:
     """Direct reads of files in one folder. Thread-safe.
 
     Args:
-        folder: The folder of the files.
-        descriptors: Descriptors of the files, open for reading. The caller closes them.
+        folder: the folder of the files
+        descriptors: descriptors of the files, open for reading. The caller closes them.
     """
 
     def __init__(self, folder: str, descriptors: Iterable[int]) -> None:
@@ -47,10 +47,10 @@ class DirectReader:
         """Read a range of a file into a block. Whole pages are read, so the range begins at `offset % PAGE` there.
 
         Args:
-            fd: Descriptor of the file.
-            block: A page-aligned buffer, at least two pages longer than the range.
-            offset: Start of the range in the file.
-            length: Length of the range.
+            fd: descriptor of the file
+            block: a page-aligned buffer, at least two pages longer than the range
+            offset: start of the range in the file
+            length: length of the range
 
         Returns:
             How many bytes of the range were read, fewer at the end of the file; None: read it through the page cache

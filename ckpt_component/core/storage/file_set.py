@@ -48,7 +48,7 @@ class FileSet(ABC):
     Accepts only plain names of regular files: it never reads outside the folder, follows a link, or waits for a FIFO.
 
     Args:
-        folder: Folder of the checkpoint.
+        folder: folder of the checkpoint
     """
 
     #: Most bytes of a batch, the unit that threads take and that is read ahead.
@@ -66,8 +66,8 @@ class FileSet(ABC):
         """The size of a file in bytes, which is opened.
 
         Raises:
-            CheckpointCorruptError: The name points outside the folder, or there is no such regular file.
-            CheckpointUnreadableError: The file cannot be opened.
+            CheckpointCorruptError: the name points outside the folder, or there is no such regular file
+            CheckpointUnreadableError: the file cannot be opened
         """
 
     @abstractmethod
@@ -75,7 +75,7 @@ class FileSet(ABC):
         """A stream of a file, at its beginning, for formats that are read in no order. The caller closes it.
 
         Raises:
-            CheckpointCorruptError, CheckpointUnreadableError: As for `size`. What the stream raises is an OSError.
+            CheckpointCorruptError, CheckpointUnreadableError: as for `size`. What the stream raises is an OSError.
         """
 
     @property
@@ -95,22 +95,22 @@ class FileSet(ABC):
         """Fill a buffer with a file's bytes from `offset`; False if the file is too short.
 
         Raises:
-            CheckpointUnreadableError: the read fails.
+            CheckpointUnreadableError: the read fails
         """
 
     def fill_block(self, name: str, offset: int, length: int) -> int | None:
         """Read a range of a file into the thread's block.
 
         Args:
-            name: Name of the file.
-            offset: Start of the range in the file.
-            length: Length of the range, at most `MAX_BYTES`.
+            name: name of the file
+            offset: start of the range in the file
+            length: length of the range, at most `MAX_BYTES`
 
         Returns:
             Where in the block the range begins, which depends on direct I/O; None if the file is too short.
 
         Raises:
-            CheckpointUnreadableError: the read fails.
+            CheckpointUnreadableError: the read fails
         """
         with self.block.view[:length] as begin:
             return 0 if self.fill(name, begin, offset) else None
@@ -124,7 +124,7 @@ class FileSet(ABC):
             The checksum, 0 without an algorithm; None if the file is too short.
 
         Raises:
-            CheckpointUnreadableError: the read fails.
+            CheckpointUnreadableError: the read fails
         """
         stream = None if checksum is None else checksum.stream()
         for buffer in buffers:
@@ -143,10 +143,10 @@ class FileSet(ABC):
         A network or a memory may damage one answer although the stored bytes are whole.
 
         Args:
-            name: Name of the file.
-            offset: Start of the range in the file.
-            length: Length of the range.
-            damage: Reads the range; returns what of it does not match its checksum, None if all does.
+            name: name of the file
+            offset: start of the range in the file
+            length: length of the range
+            damage: reads the range; returns what of it does not match its checksum, None if all does
 
         Returns:
             What is damaged in both answers; None if one is right, with a warning if it is the second.
@@ -182,13 +182,13 @@ class FileSet(ABC):
         """Read many ranges in file order, in several threads where that is faster.
 
         Args:
-            reads: The ranges.
-            progress: Follows the bytes.
-            inside: Makes the context that each thread reads in, such as `torch.no_grad`.
+            reads: the ranges
+            progress: follows the bytes
+            inside: makes the context that each thread reads in, such as `torch.no_grad`
 
         Raises:
-            Exception: The first one raised by a `RangeRead.read`, after all threads have ended.
-            CheckpointCorruptError, CheckpointUnreadableError: A file cannot be opened; nothing is read.
+            Exception: the first one raised by a `RangeRead.read`, after all threads have ended
+            CheckpointCorruptError, CheckpointUnreadableError: a file cannot be opened; nothing is read
         """
         ordered = sorted(reads, key=attrgetter("file", "offset", "length"))
         for name in dict.fromkeys(map(attrgetter("file"), ordered)):

@@ -87,7 +87,7 @@ class FileStorage(Storage):
         """Copy a range of the open file `source` to the same offset of `fd`; blocks are shared where the kernel can.
 
         Raises:
-            OSError: also if the source is too short.
+            OSError: also if the source is too short
         """
         end, by_kernel = offset + length, True
         while offset < end:
@@ -329,12 +329,12 @@ def _rename_by(flag: int, source: str, target: str) -> bool:
     """Rename in one step by renameat2(2); False where the file system or the C library does not have it or the flag.
 
     Args:
-        flag: `_NOREPLACE`: fail if the target exists; `_EXCHANGE`: exchange the two names.
-        source: a path.
-        target: the other path.
+        flag: `_NOREPLACE`: fail if the target exists; `_EXCHANGE`: exchange the two names
+        source: a path
+        target: the other path
 
     Raises:
-        OSError: the rename failed.
+        OSError: the rename failed
     """
     from ..memory.libc import get_errno, renameat2  # 5 ms, and only a commit needs it
 

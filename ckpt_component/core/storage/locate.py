@@ -38,11 +38,11 @@ def expanded(path: str | os.PathLike[str], name: str) -> str:
     """Expand `~` and environment variables in a path.
 
     Args:
-        path: as the user wrote it.
-        name: its key or option, for errors.
+        path: as the user wrote it
+        name: its key or option, for errors
 
     Raises:
-        CheckpointConfigError: a variable is not set, or a user has no home folder.
+        CheckpointConfigError: a variable is not set, or a user has no home folder
     """
     text = os.fspath(path)
 
@@ -76,16 +76,16 @@ def storage_at(
     """The storage of a path.
 
     Args:
-        path: a folder or file, or a URL; other paths of the same file system or bucket may be used with the result.
-        durable: see `Storage`.
-        atomic_rename: see `Storage`; buckets never have it.
-        options: `checkpoint.storage.options`, for a URL.
-        home: the folder that the package for a URL is imported from, in a process without site-packages.
-        process: name of this process, which `process=` of a failpoint matches.
+        path: a folder or file, or a URL; other paths of the same file system or bucket may be used with the result
+        durable: see `Storage`
+        atomic_rename: see `Storage`; buckets never have it
+        options: `checkpoint.storage.options`, for a URL
+        home: the folder that the package for a URL is imported from, in a process without site-packages
+        process: name of this process, which `process=` of a failpoint matches
 
     Raises:
-        CheckpointConfigError: the scheme is not supported, the package for it is not installed, or an option is wrong.
-        FailpointError: the environment variables are set but invalid.
+        CheckpointConfigError: the scheme is not supported, the package for it is not installed, or an option is wrong
+        FailpointError: the environment variables are set but invalid
     """
     if is_url(path):
         from .bucket import ObjectStorage  # 5 ms that runs without buckets need not wait

@@ -25,8 +25,8 @@ class OpenFiles(FileSet):
     """The files of a folder.
 
     Args:
-        folder: Folder of the checkpoint.
-        shared: Whether other processes on this host read the same files at the same time, so that the page cache
+        folder: folder of the checkpoint
+        shared: whether other processes on this host read the same files at the same time, so that the page cache
             serves them all. If not, uncached data is read with direct I/O.
     """
 

@@ -21,7 +21,7 @@ def kind_of(path: str) -> str:
     """The kernel's name of the file system, such as `ext4` or `tmpfs`; "" if unknown.
 
     Raises:
-        OSError: `path` does not exist.
+        OSError: `path` does not exist
     """
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -60,8 +60,8 @@ def open_regular(path: str) -> int:
         A descriptor, owned by the caller.
 
     Raises:
-        NotRegularError: the path is a link, a FIFO, a device, a socket or a folder.
-        OSError: the file cannot be opened.
+        NotRegularError: the path is a link, a FIFO, a device, a socket or a folder
+        OSError: the file cannot be opened
     """
     # Without O_NONBLOCK, opening a FIFO waits for a writer. Regular files ignore it.
     try:
@@ -89,13 +89,13 @@ def read_regular(path: str, limit: int, *, cached: bool = True) -> bytes:
     """Read a small file, as it is on the server although another client of NFS replaced it.
 
     Args:
-        path: the file.
-        limit: most bytes that it may have.
-        cached: it may come from the page cache.
+        path: the file
+        limit: most bytes that it may have
+        cached: it may come from the page cache
 
     Raises:
-        NotRegularError: as `open_regular`.
-        OSError: the file cannot be read, or is larger.
+        NotRegularError: as `open_regular`
+        OSError: the file cannot be read, or is larger
     """
     folder = os.path.dirname(path) or "."
     for reads_left in reversed(range(_READS)):
@@ -127,7 +127,7 @@ def open_past_cache(fd: int) -> int:
         A descriptor, owned by the caller.
 
     Raises:
-        OSError: the file system has no direct I/O, or /proc is missing.
+        OSError: the file system has no direct I/O, or /proc is missing
     """
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 

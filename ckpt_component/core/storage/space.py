@@ -16,10 +16,10 @@ def refuse_without_room(storage: Storage, target: str, needed: int, margin: int)
     """Raise CheckpointStorageFullError when a checkpoint does not fit into the free space.
 
     Args:
-        storage: the storage.
-        target: path of the planned checkpoint.
-        needed: bytes of all ranks' files.
-        margin: bytes that must stay free (`min_free_bytes`).
+        storage: the storage
+        target: path of the planned checkpoint
+        needed: bytes of all ranks' files
+        margin: bytes that must stay free (`min_free_bytes`)
     """
     free = storage.free_bytes(os.path.dirname(target))
     if free is None or free >= needed + margin:
@@ -35,10 +35,10 @@ def full_text(storage: Storage, target: str, needed: int, code: int) -> str:
     """The end of an error message about a full disk: the numbers, and what to do.
 
     Args:
-        storage: the storage.
-        target: path of the checkpoint that could not be saved.
-        needed: bytes that the checkpoint needs.
-        code: errno of the write.
+        storage: the storage
+        target: path of the checkpoint that could not be saved
+        needed: bytes that the checkpoint needs
+        code: errno of the write
     """
     free = storage.free_bytes(os.path.dirname(target))
     now = "" if free is None else f", and {amount(free)} are free there now"

@@ -33,8 +33,8 @@ class Storage(ABC):
     Args:
         durable: `True`: `sync` and `sync_folder` return when the bytes survive a power cut. `False`: they survive only
             the end of the process.
-        atomic_rename: whether a folder can be renamed in one step; only files have it, see `FileStorage`.
-        options: `checkpoint.storage.options`, which a bucket was opened with; may hold secrets, so it is never logged.
+        atomic_rename: whether a folder can be renamed in one step; only files have it, see `FileStorage`
+        options: `checkpoint.storage.options`, which a bucket was opened with; may hold secrets, so it is never logged
         warns: whether to warn, once, if there are no locks. A writer process leaves that to its trainer.
     """
 
@@ -147,8 +147,8 @@ class Storage(ABC):
         """Open the files of one checkpoint folder for reads of ranges, in parallel; the caller closes the result.
 
         Args:
-            folder: folder of the files.
-            shared: whether other processes on this host read the same files at the same time.
+            folder: folder of the files
+            shared: whether other processes on this host read the same files at the same time
         """
         raise not_here("reads of ranges")
 
@@ -202,9 +202,9 @@ class Storage(ABC):
         After any other error the file may exist nevertheless; read it back to find out.
 
         Args:
-            path: path of the file.
-            data: content of the file.
-            draft: a synced file with the same content.
+            path: path of the file
+            data: content of the file
+            draft: a synced file with the same content
         """
 
     @abstractmethod
@@ -248,8 +248,8 @@ class Storage(ABC):
         """Before the first attempt below a folder: raise if `put_new` would replace a file there.
 
         Args:
-            path: the folder.
-            name: of a file to try it with, which no other process uses.
+            path: the folder
+            name: of a file to try it with, which no other process uses
         """
 
     def free_bytes(self, path: str) -> int | None:

@@ -22,8 +22,8 @@ def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
     """Return `direct` or `buffered`; or `auto`, which writes buffered, if there is no trial to make.
 
     Args:
-        request: the request to choose for.
-        in_memory: whether the folder's files are kept only in memory.
+        request: the request to choose for
+        in_memory: whether the folder's files are kept only in memory
     """
     if request.options.io != "auto":
         return request.options.io
@@ -49,15 +49,15 @@ def try_modes(fs: Storage, folder: str, block: memoryview) -> tuple[float, float
     """Write `TRIED_BYTES` a few times into `folder` in both modes, until they are durable.
 
     Args:
-        fs: file system operations.
-        folder: a folder on the disk to test; the trial file is deleted.
-        block: `BLOCK_BYTES` bytes, page-aligned in memory.
+        fs: file system operations
+        folder: a folder on the disk to test; the trial file is deleted
+        block: `BLOCK_BYTES` bytes, page-aligned in memory
 
     Returns:
         The least seconds buffered and direct; None if the file system has no direct I/O.
 
     Raises:
-        OSError: a buffered write failed, so the save would fail too.
+        OSError: a buffered write failed, so the save would fail too
     """
     path = os.path.join(folder, f".io-trial.{new_token()}")  # ranks try at the same time
     buffered, direct = [], []

@@ -31,11 +31,11 @@ class UndecidedSave:
     """A save that is written but neither committed nor given up.
 
     Attributes:
-        request: this rank's.
-        result: what this rank wrote.
-        sidecars: files that the commit adds; compressed, because they are used only if the trainer dies.
-        lock: this process's lock on the staging folder.
-        until: the save's deadline, monotonic seconds.
+        request: this rank's
+        result: what this rank wrote
+        sidecars: files that the commit adds; compressed, because they are used only if the trainer dies
+        lock: this process's lock on the staging folder
+        until: the save's deadline, monotonic seconds
     """
 
     request: WriteRequest

@@ -21,11 +21,11 @@ class ByteProcess:
     """One running writer process.
 
     Args:
-        start_timeout: seconds within which the process must report that it is ready.
+        start_timeout: seconds within which the process must report that it is ready
 
     Raises:
-        CheckpointTimeoutError: the process did not report in time.
-        WorkerDiedError: the process exited before it reported.
+        CheckpointTimeoutError: the process did not report in time
+        WorkerDiedError: the process exited before it reported
     """
 
     def __init__(self, start_timeout: float) -> None:

@@ -26,7 +26,7 @@ class Throttle:
     """Limits the combined write rate of all lanes.
 
     Args:
-        bytes_per_second: None: no limit.
+        bytes_per_second: None: no limit
     """
 
     def __init__(self, bytes_per_second: float | None) -> None:
@@ -47,12 +47,12 @@ class LaneWriter:
     """Writes the lanes of one request.
 
     Args:
-        request: which bytes go where, and how.
-        descriptors: open files of the table, by number.
-        checksum: algorithm of the items' checksums.
-        sums: checksums by item number; filled in.
-        direct: whether the descriptors bypass the page cache.
-        in_memory: whether the files are kept only in memory, so that a write is just a copy.
+        request: which bytes go where, and how
+        descriptors: open files of the table, by number
+        checksum: algorithm of the items' checksums
+        sums: checksums by item number; filled in
+        direct: whether the descriptors bypass the page cache
+        in_memory: whether the files are kept only in memory, so that a write is just a copy
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LaneWriter:
         """Write all lanes: the groups in parallel, the lanes of a group in order.
 
         Raises:
-            OSError: the first failure; the other writers stop at their next block.
+            OSError: the first failure; the other writers stop at their next block
         """
         groups: Sequence[Sequence[Lane]] = [lanes for lanes in self._table.lanes if lanes]
         if self._fs.streams:

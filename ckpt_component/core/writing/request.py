@@ -19,7 +19,7 @@ class ByteSource(Protocol):
     """Where the bytes of an image come from: an arena, or the live tensors.
 
     Attributes:
-        lasting: whether the pieces are in memory that does not change until the save has ended.
+        lasting: whether the pieces are in memory that does not change until the save has ended
     """
 
     lasting: bool
@@ -35,9 +35,9 @@ class ByteSource(Protocol):
         The pieces stay valid during the next call by the same thread, and no longer, unless they are `lasting`.
 
         Args:
-            start: a page boundary, if `whole`.
-            end: may be past the end of the image, within its last page.
-            whole: return one piece, page-aligned in memory.
+            start: a page boundary, if `whole`
+            end: may be past the end of the image, within its last page
+            whole: return one piece, page-aligned in memory
         """
         ...
 
@@ -47,11 +47,11 @@ class Lane:
     """A range for one parallel writer: bytes [start, end) of a file, and the items in it.
 
     Attributes:
-        file: its number in the table.
-        start: offset of the first byte.
-        end: offset after the last byte.
-        first: number of the first item among all items.
-        places: offsets and lengths of the items, packed by `places_of`.
+        file: its number in the table
+        start: offset of the first byte
+        end: offset after the last byte
+        first: number of the first item among all items
+        places: offsets and lengths of the items, packed by `places_of`
     """
 
     file: int
@@ -65,7 +65,7 @@ def places_of(items: Iterable[tuple[int, int]]) -> memoryview:
     """Pack the ascending offsets and the lengths of items in a file; tuples would take ten times the memory.
 
     Args:
-        items: (offset, length) of each.
+        items: (offset, length) of each
 
     Returns:
         64-bit integers: offset, length, offset, length, and so on.
@@ -87,12 +87,12 @@ class WriteTable:
     """The constant part of a rank's requests, sent to the writer process once per structure.
 
     Attributes:
-        number: unique to the table.
-        files: the files whose bytes come from the image.
-        lanes: what each parallel writer writes, in order.
-        item_count: number of items in all lanes.
-        description: JSON text that describes items and keys for readers; copied unchanged into the integrity file.
-        checksum: algorithm of the items' checksums.
+        number: unique to the table
+        files: the files whose bytes come from the image
+        lanes: what each parallel writer writes, in order
+        item_count: number of items in all lanes
+        description: JSON text that describes items and keys for readers; copied unchanged into the integrity file
+        checksum: algorithm of the items' checksums
     """
 
     number: int
@@ -162,8 +162,8 @@ class EncodedSave:
     """Everything that one save writes except the arena's bytes.
 
     Attributes:
-        table: the constant part; a new one only when it had to change.
-        object_blobs: the encoded objects of this save.
+        table: the constant part; a new one only when it had to change
+        object_blobs: the encoded objects of this save
         rank_index: returns, as JSON values for `Writer.index`, where each item of this rank is stored. Called once per
             table; the index is not kept, because it takes more memory than the table.
     """
@@ -197,9 +197,9 @@ class WriteOptions:
     """How a writer writes.
 
     Attributes:
-        block_bytes: bytes per write call.
-        io: `buffered`, `direct` (bypassing the page cache), or `auto`: whichever is faster in this folder.
-        max_bytes_per_second: for all parallel writers of a rank together; None: no limit.
+        block_bytes: bytes per write call
+        io: `buffered`, `direct` (bypassing the page cache), or `auto`: whichever is faster in this folder
+        max_bytes_per_second: for all parallel writers of a rank together; None: no limit
     """
 
     block_bytes: int = 8 << 20
@@ -211,13 +211,13 @@ class WriteResult(TypedDict):
     """What one rank wrote, as JSON values.
 
     Attributes:
-        rank: this rank.
-        files: names and sizes, and the CRC of the integrity file.
-        bytes: total size of the files.
-        seconds: how long the write took.
-        began: when it began (`time.perf_counter`, which all processes of a host share).
-        synced_from: when the data was in the files and their sync began.
-        io: mode of the write, for the next request in this folder; `auto` if no trial was made.
+        rank: this rank
+        files: names and sizes, and the CRC of the integrity file
+        bytes: total size of the files
+        seconds: how long the write took
+        began: when it began (`time.perf_counter`, which all processes of a host share)
+        synced_from: when the data was in the files and their sync began
+        io: mode of the write, for the next request in this folder; `auto` if no trial was made
     """
 
     rank: int
@@ -234,18 +234,18 @@ class WriteRequest:
     """Write one complete snapshot into the staging folder of an attempt.
 
     Attributes:
-        fs: file system operations; another process makes its own with the same properties.
-        attempt: target and staging folder.
-        rank: this rank.
-        world_size: number of ranks.
-        table: the constant part, the same for all saves of a structure.
-        object_blobs: the encoded objects of this save.
-        source: the image's bytes; an `Arena` if another process writes.
-        options: how to write.
-        manifest_fields: plain values for the manifest.
-        timeouts: how long the writer process waits for other ranks after the trainers have died.
+        fs: file system operations; another process makes its own with the same properties
+        attempt: target and staging folder
+        rank: this rank
+        world_size: number of ranks
+        table: the constant part, the same for all saves of a structure
+        object_blobs: the encoded objects of this save
+        source: the image's bytes; an `Arena` if another process writes
+        options: how to write
+        manifest_fields: plain values for the manifest
+        timeouts: how long the writer process waits for other ranks after the trainers have died
         sidecars: files that the commit adds, such as `.metadata`; only on rank 0, whose writer process commits if
-            the trainers die.
+            the trainers die
     """
 
     fs: Storage

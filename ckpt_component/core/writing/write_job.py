@@ -30,13 +30,13 @@ def run_write_job(
     """Write a rank's files into the staging folder, each fsynced, and the integrity file last.
 
     Args:
-        request: what to write, and where; the staging folder must exist.
-        checksum_home: where the checksum's package is installed, for a process without site-packages.
-        keeps_cached: leave in the page cache what buffered writes put there.
+        request: what to write, and where; the staging folder must exist
+        checksum_home: where the checksum's package is installed, for a process without site-packages
+        keeps_cached: leave in the page cache what buffered writes put there
 
     Raises:
-        OSError: the first failure of any parallel writer, after all of them have stopped.
-        ChecksumMissingError: the package of the table's checksum is not installed.
+        OSError: the first failure of any parallel writer, after all of them have stopped
+        ChecksumMissingError: the package of the table's checksum is not installed
     """
     fs, folder, table, blobs = request.fs, request.attempt.staging, request.table, request.object_blobs
     started = time.perf_counter()

@@ -30,12 +30,12 @@ def load_safely(source: str | IO[bytes], *, mmap: bool = False) -> Any:
     """Load a checked archive with `weights_only`; objects of classes that it refuses become inert `Record`s.
 
     Args:
-        source: A path, or a stream at its beginning.
-        mmap: Map the archive, given by its path, into memory.
+        source: a path, or a stream at its beginning
+        mmap: map the archive, given by its path, into memory
 
     Raises:
-        pickle.UnpicklingError: It calls a function of the operating system, or has something else that is no data.
-        Exception: Nearly any other kind, on damaged bytes.
+        pickle.UnpicklingError: it calls a function of the operating system, or has something else that is no data
+        Exception: nearly any other kind, on damaged bytes
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
@@ -75,7 +75,7 @@ def load_archive(data: bytearray | memoryview, where: str) -> Any:
     """Load an archive in memory.
 
     Raises:
-        CheckpointCorruptError: It is damaged, or contains objects that safe loading refuses.
+        CheckpointCorruptError: it is damaged, or contains objects that safe loading refuses
     """
     stream = io.BytesIO(data)
     check_archive(stream, len(data), where)
@@ -90,11 +90,11 @@ def load_objects(archives: dict[str, memoryview]) -> list[Any]:
     """Load and decode the Python objects in archives, in their order.
 
     Args:
-        archives: The archives, by their name for error texts. Emptied on the way, to hold only one of them twice.
+        archives: the archives, by their name for error texts. Emptied on the way, to hold only one of them twice.
 
     Raises:
-        CheckpointCorruptError: An archive is damaged, or contains objects that safe loading refuses.
-        CheckpointLoadError: See `decode_all`.
+        CheckpointCorruptError: an archive is damaged, or contains objects that safe loading refuses
+        CheckpointLoadError: see `decode_all`
     """
     return decode_all({where: load_archive(archives.pop(where), where) for where in list(archives)})
 
@@ -103,14 +103,14 @@ def decode_all(encoded: Mapping[str, Any]) -> list[Any]:
     """Decode objects from their encoded values, which come from an untrusted file.
 
     Args:
-        encoded: The values, by their name for error texts.
+        encoded: the values, by their name for error texts
 
     Returns:
         The objects, in their order; a `RefusedObject` for a value with objects that safe loading does not create.
 
     Raises:
-        CheckpointCorruptError: An encoded numpy value is invalid.
-        CheckpointLoadError: There is a numpy value, and numpy cannot be imported.
+        CheckpointCorruptError: an encoded numpy value is invalid
+        CheckpointLoadError: there is a numpy value, and numpy cannot be imported
     """
     values = []
     for where, value in encoded.items():

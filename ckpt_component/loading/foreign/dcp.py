@@ -27,8 +27,8 @@ class StockDcpSource(Source):
         access: how it is read
 
     Raises:
-        CheckpointCorruptError: `.metadata` is damaged or contradicts the files.
-        CheckpointUnreadableError: `.metadata` cannot be read.
+        CheckpointCorruptError: `.metadata` is damaged or contradicts the files
+        CheckpointUnreadableError: `.metadata` cannot be read
     """
 
     def __init__(self, index: StockDcp, access: Access) -> None:

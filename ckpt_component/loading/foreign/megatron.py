@@ -28,9 +28,9 @@ class MegatronSource(StockDcpSource):
         access: how it is read
 
     Raises:
-        CheckpointCorruptError: A file is damaged, or the two parts have a key in common.
-        CheckpointUnreadableError: A file cannot be read.
-        CheckpointLoadError: The common values are not a dict.
+        CheckpointCorruptError: a file is damaged, or the two parts have a key in common
+        CheckpointUnreadableError: a file cannot be read
+        CheckpointLoadError: the common values are not a dict
     """
 
     def __init__(self, index: Megatron, access: Access) -> None:

@@ -33,12 +33,12 @@ class StateSource(Source):
     """A state dict that is loaded already.
 
     Args:
-        state: The state dict.
-        where: Where it comes from, for messages.
-        mapped: Its tensors are mapped from a file, so they can only be copied from.
+        state: the state dict
+        where: where it comes from, for messages
+        mapped: its tensors are mapped from a file, so they can only be copied from
 
     Raises:
-        CheckpointLoadError: It is not a state dict of plain data.
+        CheckpointLoadError: it is not a state dict of plain data
     """
 
     def __init__(self, state: Any, where: str, *, mapped: bool = False) -> None:
@@ -94,9 +94,9 @@ class TorchFileSource(StateSource):
         access: `mapped`: map the file into memory instead of reading it; objects of a bucket are always read
 
     Raises:
-        CheckpointCorruptError: it is not a regular file, is damaged, or claims more data than it has.
-        CheckpointUnreadableError: it cannot be read.
-        CheckpointLoadError: it does not contain a state dict of plain data.
+        CheckpointCorruptError: it is not a regular file, is damaged, or claims more data than it has
+        CheckpointUnreadableError: it cannot be read
+        CheckpointLoadError: it does not contain a state dict of plain data
     """
 
     def __init__(self, fs: Storage, path: str, access: Access) -> None:
@@ -118,8 +118,8 @@ def verify_torch_file(fs: Storage, path: str) -> bool:
     """Compare the checksums in a file of `torch.save`. Returns False if it has none.
 
     Raises:
-        CheckpointCorruptError: It is not a regular file, or is damaged.
-        CheckpointUnreadableError: It cannot be read.
+        CheckpointCorruptError: it is not a regular file, or is damaged
+        CheckpointUnreadableError: it cannot be read
     """
     folder, name = os.path.split(path)
     try:
@@ -143,9 +143,9 @@ def load_stream(stream: Any, size: int, path: str, *, mapped: bool = False, veri
         verify: compare the checksums in it, if it has them
 
     Raises:
-        CheckpointCorruptError: it is damaged, or claims more data than it has.
-        CheckpointUnreadableError: it cannot be read.
-        CheckpointLoadError: it has objects that safe loading refuses.
+        CheckpointCorruptError: it is damaged, or claims more data than it has
+        CheckpointUnreadableError: it cannot be read
+        CheckpointLoadError: it has objects that safe loading refuses
     """
     try:
         # Files of torch before 1.6 are not zip archives and cannot be mapped.

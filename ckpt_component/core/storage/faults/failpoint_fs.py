@@ -33,12 +33,12 @@ class FailpointFs(FileStorage):
     the n-th failpoint, and `<log>.fired`, the log of triggered failpoints.
 
     Args:
-        durable: See `FileStorage`.
-        atomic_rename: See `FileStorage`.
-        process: See `storage_at`.
+        durable: see `FileStorage`
+        atomic_rename: see `FileStorage`
+        process: see `storage_at`
 
     Raises:
-        FailpointError: The environment variables are invalid.
+        FailpointError: the environment variables are invalid
     """
 
     def __init__(self, *, durable: bool, atomic_rename: bool, process: str) -> None:

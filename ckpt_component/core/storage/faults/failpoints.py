@@ -55,14 +55,14 @@ class Failpoint:
     """One failpoint; see the top of this file.
 
     Attributes:
-        operation: One of `EFFECTS` or `LOOKS`, or `any`.
-        action: What happens.
-        argument: The action's errno by name, or its seconds.
-        first: Number of the first match that triggers it, from 1.
-        last: Number of the last match that triggers it; None: no limit.
-        rank: The rank, or None for all.
-        process: `trainer`, `writer`, or None for both.
-        path: A part of the path.
+        operation: one of `EFFECTS` or `LOOKS`, or `any`
+        action: what happens
+        argument: the action's errno by name, or its seconds
+        first: number of the first match that triggers it, from 1
+        last: number of the last match that triggers it; None: no limit
+        rank: the rank, or None for all
+        process: `trainer`, `writer`, or None for both
+        path: a part of the path
     """
 
     operation: str
@@ -89,7 +89,7 @@ def parse_failpoints(text: str) -> list[Failpoint]:
     """Parse the value of `CKPT_FAILPOINT`.
 
     Raises:
-        FailpointError: A part is invalid; the text names it.
+        FailpointError: a part is invalid; the text names it
     """
     return [_parse(part.strip()) for part in text.split(";") if part.strip()]
 

@@ -40,7 +40,7 @@ def record(pid: int, rank: str, process: str, operation: str, path: str) -> byte
     """Format one record, padded.
 
     Raises:
-        ValueError: The path is too long for a record; paths are never truncated, so that they stay distinct.
+        ValueError: the path is too long for a record; paths are never truncated, so that they stay distinct
     """
     head = f"{pid} {rank} {process} {operation} ".encode()
     tail = os.fsencode(path).replace(b"\n", b"?")
