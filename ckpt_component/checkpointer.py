@@ -24,7 +24,7 @@ from .core.storage.locate import absolute, expanded
 from .errors import CheckpointError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport
 from .loading import Reader
-from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
+from .saving.adapters import CheckpointReader, ForeignSaver, SynchronousWriter
 from .saving.pipeline import SavePipeline
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class SyncCheckpointer(Checkpointer):
         reader: loads checkpoints
     """
 
-    def __init__(self, writer: SavePipeline | CheckpointWriter, reader: CheckpointReader) -> None:
+    def __init__(self, writer: SavePipeline | SynchronousWriter, reader: CheckpointReader) -> None:
         super().__init__(writer if isinstance(writer, SavePipeline) else ForeignSaver(None, writer), reader)
 
     def save(self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any) -> None:

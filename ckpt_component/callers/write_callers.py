@@ -82,7 +82,7 @@ class InlineCaller(WriteCaller):
             raise CheckpointSaveError(f"Writing {request.attempt.target} failed: {error}.", error.errno) from error
 
 
-class _ProcessCaller(WriteCaller):
+class _WriterProcessCaller(WriteCaller):
     """Base of both background callers: the process, and what was sent to it already."""
 
     in_other_process: ClassVar[bool] = True
@@ -215,7 +215,7 @@ class _ProcessCaller(WriteCaller):
         process.send(header, deadline, blobs=blobs)
 
 
-class TemporalCaller(_ProcessCaller):
+class TemporalCaller(_WriterProcessCaller):
     """A process per save: nothing runs between saves.
 
     Args:
@@ -235,7 +235,7 @@ class TemporalCaller(_ProcessCaller):
         self.close(timeout)
 
 
-class PersistentCaller(_ProcessCaller):
+class PersistentCaller(_WriterProcessCaller):
     """One process for the whole run, started when the checkpointer is built.
 
     Args:

@@ -79,7 +79,7 @@ class TensorBlocks:
     def _put_together(self, entry: Entry, pieces: Sequence[StoredRange]) -> Iterator[memoryview]:
         """Blocks of a tensor whose parts are stored apart."""
         width = WIDTHS[entry.dtype]
-        parts = [_Part(self._stream(entry, piece), piece, entry.shape, width) for piece in pieces]
+        parts = [_PartBlocks(self._stream(entry, piece), piece, entry.shape, width) for piece in pieces]
         nbytes = width * math.prod(entry.shape)
         for start in range(0, nbytes, len(self._block)):
             block = self._block[: nbytes - start]
@@ -87,11 +87,11 @@ class TensorBlocks:
                 part.put(block, start)
             yield block
 
-    def _stream(self, entry: Entry, piece: StoredRange, nbytes: int | None = None) -> _Stream:
+    def _stream(self, entry: Entry, piece: StoredRange, nbytes: int | None = None) -> _PayloadStream:
         nbytes = WIDTHS[entry.dtype] * math.prod(piece.shape) if nbytes is None else nbytes
         what = f"'{entry.key}' in {os.path.join(self._folder, piece.file)}"
         checksum = None if piece.checksum_kind is None else self._checksums[piece.checksum_kind]
-        return _Stream(self._files, piece, nbytes, what, checksum)
+        return _PayloadStream(self._files, piece, nbytes, what, checksum)
 
     def __enter__(self) -> TensorBlocks:
         return self
@@ -100,7 +100,7 @@ class TensorBlocks:
         self._files.__exit__()
 
 
-class _Stream(io.RawIOBase):
+class _PayloadStream(io.RawIOBase):
     """Reads the payload of one item from its beginning to its end, and then compares the checksum of the item."""
 
     def __init__(self, files: FileSet, piece: StoredRange, nbytes: int, what: str, checksum: Checksum | None) -> None:
@@ -137,7 +137,7 @@ class _Stream(io.RawIOBase):
             self._checksum.update(buffer)
 
 
-class _Part:
+class _PartBlocks:
     """Puts the bytes of one part into blocks of the whole tensor.
 
     In the tensor, the part is runs of consecutive bytes, in the order in which they are stored.
@@ -149,7 +149,7 @@ class _Part:
         width: bytes of one element
     """
 
-    def __init__(self, stream: _Stream, piece: StoredRange, shape: Sequence[int], width: int) -> None:
+    def __init__(self, stream: _PayloadStream, piece: StoredRange, shape: Sequence[int], width: int) -> None:
         self._stream = io.BufferedReader(stream, _BUFFER_BYTES)
         steps = [width * math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
         # After the last dimension that is cut, everything is consecutive.

@@ -40,7 +40,7 @@ def torch_file(name: str, index: Index, selected: Selected) -> tuple[File, list[
         value = torch.empty(tensor.entry.shape, dtype=getattr(torch, tensor.dtype))
         streamed[value.untyped_storage().data_ptr()] = tensor
         values |= dict.fromkeys((tensor.path, *(path for _, path in tensor.tied)), value)
-    state, outline = unflatten(values, selected.containers), _Outline()
+    state, outline = unflatten(values, selected.containers), _SkippedData()
     with torch.serialization.skip_data():
         torch.save(state, outline)
     places = []
@@ -55,7 +55,7 @@ def torch_file(name: str, index: Index, selected: Selected) -> tuple[File, list[
     return File(name, places, outline.constants), refused
 
 
-class _Outline(io.BytesIO):
+class _SkippedData(io.BytesIO):
     """Takes a file of `torch.save` with `skip_data`, which seeks over the data of each storage.
 
     Attributes:

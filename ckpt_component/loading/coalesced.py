@@ -50,7 +50,7 @@ _RANGE_BYTES = 1 << 20
 _MAX_TARGETS = IOV_MAX // 2
 
 
-class _Range(NamedTuple):
+class _ReadSpan(NamedTuple):
     """A range of a file that is read at once.
 
     Attributes:
@@ -129,10 +129,10 @@ class CoalescedReads:
             expected = combined_crcs(POLYNOMIALS[checksum.name], column_of(self._sums), begin, end, first, last)
         self.ranges = [
             RangeRead(each.name, each.offset, each.length, partial(self._fill, each))
-            for each in map(_Range, names, *columns, expected)
+            for each in map(_ReadSpan, names, *columns, expected)
         ]
 
-    def _fill(self, span: _Range) -> None:
+    def _fill(self, span: _ReadSpan) -> None:
         """Read a range and fill its tensors.
 
         Raises:

@@ -54,7 +54,7 @@ class TorchSaveSource(RangeSource):
         end = memoryview(bytearray(ends[0].length))
         with self._storage.open_files(self._folder) as files, files.stream(name) as stream:
             self._fill(ends[0], [end], "the pickle", files)
-            outline = _Outline(stream, ends[0].offset, end, self._columns)
+            outline = _FileWithoutTensors(stream, ends[0].offset, end, self._columns)
             self._state = StateSource(load_stream(outline, files.size(name), self.where), self.where)
         self.contents = replace(self._state.contents, columns=columns)
         self._filled: set[int] = set()
@@ -113,7 +113,7 @@ class TorchSaveSource(RangeSource):
         self._filled |= numbers.keys()
 
 
-class _Outline(io.RawIOBase):
+class _FileWithoutTensors(io.RawIOBase):
     """A file of `torch.save` for torch to load, without the bytes of its tensors.
 
     torch reads each record straight into the memory of a storage. Here that memory stays as it is, until it is filled.

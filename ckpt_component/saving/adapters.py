@@ -32,7 +32,7 @@ class CheckpointReader(Protocol):
         ...
 
 
-class CheckpointWriter(Protocol):
+class SynchronousWriter(Protocol):
     """Writes checkpoints for a synchronous checkpointer."""
 
     def write(self, state_dict: Any, path: str) -> Any:

@@ -26,7 +26,7 @@ _NAMED_KEYS = 10
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplicaComparison:
     """Values shared by several ranks, compared when the ranks begin to write.
 
     Attributes:
@@ -103,7 +103,7 @@ class SavePlanner:
         plan = replace(plan, changed=ranks.meet("prewarm", {"changed": plan.changed}, _any_changed, deadline))
         self._stager.prewarm(self.share(plan))
 
-    def compare(self, plan: StatePlan, number: int) -> Comparison | None:
+    def compare(self, plan: StatePlan, number: int) -> ReplicaComparison | None:
         """Compute digests of the values that other ranks have too; None: not in this save.
 
         Values are compared if the plan is new, and in saves 2, 4, 8 and so on, because they may diverge later.
@@ -122,9 +122,9 @@ class SavePlanner:
             logger.warning("cannot compare what the ranks share: %s: %s", type(error).__name__, error)
             return None
         logger.debug("digests of what the ranks share in %.3f s", time.perf_counter() - started)
-        return Comparison(self._replicas, message)
+        return ReplicaComparison(self._replicas, message)
 
-    def warn_of_lost(self, comparison: Comparison | None, different: Sequence[Sequence[int]]) -> None:
+    def warn_of_lost(self, comparison: ReplicaComparison | None, different: Sequence[Sequence[int]]) -> None:
         """Warn of shared values that differ by rank: once each, on the first rank that has the value.
 
         Args:

@@ -14,7 +14,7 @@ from ..core.commit.protocol import Attempt
 from ..core.storage.storage import Storage
 from ..events import SaveReport
 from ..stagers.base import Snapshot, StatePlan
-from .planning import Comparison
+from .planning import ReplicaComparison
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Staged:
     attempt: Attempt
     snapshot: Snapshot | None
     error: Exception | None
-    comparison: Comparison | None
+    comparison: ReplicaComparison | None
     host_bytes: int
     stall_s: float
 

@@ -53,12 +53,12 @@ def metadata_of(rank_indexes: Sequence[Mapping[str, Any]]) -> bytes:
     """
     # Leave out storage_meta: torch puts a pathlib path there, which other Python versions cannot unpickle.
     with collector_paused():
-        index = _Index(rank_indexes)
+        index = _MetadataTables(rank_indexes)
         tables = {"state_dict_metadata": index.entries, "planner_data": index.paths, "storage_data": index.places}
         return _pickled(Metadata({}, {}, {}), tables)
 
 
-class _Index:
+class _MetadataTables:
     """The three tables of the metadata, each generated lazily."""
 
     def __init__(self, rank_indexes: Sequence[Mapping[str, Any]]) -> None:

@@ -49,7 +49,7 @@ def file_state(value: Any) -> dict[str, Any]:
         CheckpointStageError: the value cannot be pickled
     """
     stream = io.BytesIO()
-    pickler = _Pickler(stream)
+    pickler = _StoragePickler(stream)
     try:
         with torch.no_grad():
             pickler.dump(value)
@@ -81,7 +81,7 @@ class TorchFileWriter(Writer):
         return _TorchFilePlan(self, structure)
 
 
-class _Pickler(pickle.Pickler):
+class _StoragePickler(pickle.Pickler):
     """Pickles as `torch.save`: a storage becomes a reference to a record of the archive."""
 
     def __init__(self, stream: io.BytesIO) -> None:

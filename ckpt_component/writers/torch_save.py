@@ -70,7 +70,7 @@ class _TensorRef:
         return self._reduced
 
 
-class _Pickler(pickle.Pickler):
+class _ReferencePickler(pickle.Pickler):
     """Pickles a state dict whose tensors are references; tensors inside objects become additional storages."""
 
     def __init__(self, stream: io.BytesIO, first_key: int) -> None:
@@ -138,7 +138,7 @@ class TorchSavePlan(FormatPlan):
         for path, value in zip(structure.object_paths, objects, strict=True):
             values[path] = value if self._unchanged else object_codec.encode(value, key_of(path))
         stream = io.BytesIO()
-        pickler = _Pickler(stream, count)
+        pickler = _ReferencePickler(stream, count)
         pickler.dump(unflatten(values, structure.containers))
         records: dict[str, bytes | memoryview] = {"data.pkl": stream.getvalue()}
         for number, tensor in enumerate(pickler.added, count):

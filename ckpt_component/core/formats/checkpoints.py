@@ -30,7 +30,7 @@ NEWEST, BEST = "newest", "best"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class FoundCheckpoint:
     """A checkpoint that an argument names.
 
     Attributes:
@@ -139,7 +139,7 @@ class Root:
         metrics = {step: scan.metrics[step] for scan in self.scans.values() for step in scan.committed}
         return next(iter(self.best_policy.ranked(metrics)), None)
 
-    def pick(self, word: str) -> Checkpoint:
+    def pick(self, word: str) -> FoundCheckpoint:
         """The checkpoint of a step, the newest, or the best.
 
         Raises:
@@ -163,7 +163,7 @@ class Root:
             raise CheckpointConfigError(f"'{word}' after the @ picks no checkpoint; type {types}.")
         if step is None or step not in self.paths:
             raise CheckpointNotFoundError(f"{self.path} {missing}")
-        return Checkpoint(self.fs, self.paths[step], step, self)
+        return FoundCheckpoint(self.fs, self.paths[step], step, self)
 
     def _near(self, step: int) -> str:
         if not self.paths:
@@ -202,7 +202,7 @@ def find_root(argument: str, options: Mapping[str, str] | None = None) -> Root:
     return root
 
 
-def find_checkpoint(argument: str, options: Mapping[str, str] | None = None) -> Checkpoint:
+def find_checkpoint(argument: str, options: Mapping[str, str] | None = None) -> FoundCheckpoint:
     """The checkpoint that an argument names.
 
     Args:
@@ -221,7 +221,7 @@ def find_checkpoint(argument: str, options: Mapping[str, str] | None = None) -> 
         if root.scans or (root.paths and not is_checkpoint(fs, path)):
             return replace(root.pick(NEWEST), whole_root=True)
     if fs.exists(path):
-        return Checkpoint(fs, path, step)
+        return FoundCheckpoint(fs, path, step)
     root_argument, at, word = argument.rpartition("@")
     root_path = absolute(root_argument)
     if at and fs.is_folder(root_path):

@@ -75,7 +75,7 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Storage(NamedTuple):
+class _StorageRecord(NamedTuple):
     dtype: str
     key: str
 
@@ -129,10 +129,10 @@ def _entries(stream: IO[bytes], size: int, path: str, name: str) -> Iterator[tup
     stream.seek(whole.offset)
     claims: dict[str, int] = {}
 
-    def storage(reference: Sequence[Any]) -> _Storage:
+    def storage(reference: Sequence[Any]) -> _StorageRecord:
         dtype, key, count = storage_of(reference)
         claims[key] = max(count * WIDTHS[dtype], claims.get(key, 0))
-        return _Storage(dtype, key)
+        return _StorageRecord(dtype, key)
 
     try:
         state = load_state(stream.read(whole.length), storage)

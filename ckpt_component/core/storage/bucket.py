@@ -44,7 +44,7 @@ _REMOVALS = 10
 
 
 @dataclass
-class _Upload:
+class _OpenObject:
     """A file that is being written.
 
     Attributes:
@@ -84,7 +84,7 @@ class ObjectStorage(Storage):
         self._obstore = package(self.root, home)
         self._home = home or os.path.dirname(os.path.dirname(self._obstore.__file__))
         self._store = open_store(self._obstore, self.root, self.options)
-        self._uploads: dict[int, _Upload] = {}
+        self._uploads: dict[int, _OpenObject] = {}
         self._numbers = itertools.count(1)
         self._checked = False
 
@@ -157,7 +157,7 @@ class ObjectStorage(Storage):
                 self._store, self._key(path), buffer_size=part, max_concurrency=_IN_FLIGHT
             )
         fd = next(self._numbers)
-        self._uploads[fd] = _Upload(path, writer, grows=not size)
+        self._uploads[fd] = _OpenObject(path, writer, grows=not size)
         return fd
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
