@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,7 +61,12 @@ logger = logging.getLogger(__name__)
 
 @for_hydra()
 def build_checkpointer(
-    config: Any, overrides: Sequence[str] = (), *, alone: bool = False, ranks: Coordinator | None = None
+    config: Any,
+    overrides: Sequence[str] = (),
+    *,
+    alone: bool = False,
+    ranks: Coordinator | None = None,
+    storage_of: Callable[[str], Storage] | None = None,
 ) -> Checkpointer:
     """Build the checkpointer of a config.
 
@@ -71,6 +76,8 @@ def build_checkpointer(
         overrides: as on a command line: `checkpoint.writer.workers=4`, `checkpoint/stager=pinned`
         alone: this rank saves and loads whole states for itself, even if `torch.distributed` has more ranks
         ranks: the ranks that save together, which the checkpointer closes; None: those of `torch.distributed`
+        storage_of: returns the storage of an absolute path or URL, the same for the same place; None: files, and
+            buckets by their scheme, as `checkpoint.durability`, `commit` and `storage.options` say
 
     Returns:
         A `SyncCheckpointer` if the caller is `inline`, else an `AsyncCheckpointer`.
@@ -88,14 +95,19 @@ def build_checkpointer(
         ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    places, policy = _storages(settings), error_policy(settings)
-    run, shown = NoRun(places.of, parts[2].single_file), _progress(ranks)
-    return _build_graph(settings, parts, places, SaveContext(ranks, places.of, timeouts, run, policy, events, shown))
+    storage_of, policy = storage_of or _storages(settings), error_policy(settings)
+    run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
+    context = SaveContext(ranks, storage_of, timeouts, run, policy, events, shown)
+    return _build_graph(settings, parts, storage_of, context)
 
 
 @for_hydra()
 def build_manager(
-    config: Any, overrides: Sequence[str] = (), *, dir: str | os.PathLike[str] | None = None
+    config: Any,
+    overrides: Sequence[str] = (),
+    *,
+    dir: str | os.PathLike[str] | None = None,
+    storage_of: Callable[[str], Storage] | None = None,
 ) -> CheckpointManager:
     """Build the manager for a training loop, with its checkpointer.
 
@@ -104,6 +116,7 @@ def build_manager(
         overrides: as for `build_checkpointer`
         dir: the checkpoint folder, instead of `checkpoint.dir`. In a job of a Hydra multirun, a relative folder from
             either is relative to the job's output folder.
+        storage_of: as for `build_checkpointer`
 
     Raises:
         CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
@@ -124,8 +137,10 @@ def build_manager(
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
-    places = _storages(settings)
-    storages = [*([] if settings.local.dir is None else [_local(settings)]), places.of(absolute(roots[-1]))]
+    own_storage, storage_of = storage_of is not None, storage_of or _storages(settings)
+    storages = [storage_of(absolute(roots[-1]))]
+    if settings.local.dir is not None:
+        storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings))
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
     checkpointer, restorer, exports, uploads = None, None, None, None
     ranks: Coordinator = LocalCoordinator()
@@ -139,8 +154,10 @@ def build_manager(
                 claims = partial(_claims, job, storages[0], roots) if save.enabled else lambda: roots
                 roots = ranks.run_on_leader("root/job", claims, time.monotonic() + timeouts.stage)
             roots = [absolute(root) for root in roots]
+            # Events in files are not made durable, whatever the checkpoints are.
+            recorded_in = storages[0] if own_storage or is_url(roots[0]) else None
             events = EventRecorder(
-                EventFile(roots[0], ranks.rank, storages[0] if is_url(roots[0]) else None) if settings.events else None,
+                EventFile(roots[0], ranks.rank, recorded_in) if settings.events else None,
                 listeners,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
@@ -151,7 +168,7 @@ def build_manager(
             if export is not None and save.enabled and ranks.is_leader:
                 exports = BackgroundExports(export, events.note_now)
             run = RunContext(
-                storages[-1], roots[-1], names, ranks, timeouts, best, events, preset=preset, places=places
+                storages[-1], roots[-1], names, ranks, timeouts, best, events, preset=preset, elsewhere=storage_of
             )
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
@@ -169,7 +186,7 @@ def build_manager(
             saves_to = run.fs
             shown = _progress(ranks)
             context = SaveContext(ranks, lambda _: saves_to, timeouts, folder, policy, events, shown)
-            checkpointer = _build_graph(settings, parts, places, context)
+            checkpointer = _build_graph(settings, parts, storage_of, context)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
@@ -241,7 +258,10 @@ def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
 
 
 def _build_graph(
-    settings: Checkpoint, parts: tuple[Stager, WriteCaller, Writer], places: Storages, context: SaveContext
+    settings: Checkpoint,
+    parts: tuple[Stager, WriteCaller, Writer],
+    storage_of: Callable[[str], Storage],
+    context: SaveContext,
 ) -> Checkpointer:
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
     if writer.single_file and ranks.world_size > 1:
@@ -258,7 +278,7 @@ def _build_graph(
         ranks.world_size,
         settings.verify,
         shared=shares_host(ranks.world_size),
-        storage_of=places.of,
+        storage_of=storage_of,
         progress=context.progress,
     )
     if caller.in_other_process:
@@ -272,12 +292,12 @@ def _progress(ranks: Coordinator) -> Progress:
     return progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
 
 
-def _storages(settings: Checkpoint) -> Storages:
+def _storages(settings: Checkpoint) -> Callable[[str], Storage]:
     return Storages(
         durable=settings.durability is Durability.power_cut,
         atomic_rename=settings.commit is Commit.rename,
         options=settings.storage.options,
-    )
+    ).of
 
 
 def _local(settings: Checkpoint) -> Storage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ class RunContext:
         best: how checkpoints are compared; None: they are not (`keep.best.metric` is null)
         events: records what happens in the folder
         warned: warnings that were logged already, and are not repeated
-        places: makes the storages of checkpoints elsewhere
+        elsewhere: returns the storage of a path outside of `root`, a checkpoint of another run or its folder
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None
         preset: name of the preset that the run was configured with, for texts; None: unknown
     """
@@ -53,7 +53,7 @@ class RunContext:
     best: BestPolicy | None = None
     events: EventRecorder = field(default_factory=EventRecorder)
     warned: set[str] = field(default_factory=set)
-    places: Storages = field(default_factory=Storages)
+    elsewhere: Callable[[str], Storage] = field(default_factory=lambda: Storages().of)
     remote: RunContext | None = None
     preset: str | None = None
 
@@ -84,7 +84,7 @@ class RunContext:
             return self.fs
         if self.remote is not None:
             return self.remote.storage_of(path)
-        return self.places.of(path) if is_url(path) or is_url(self.root) else self.fs
+        return self.elsewhere(path) if is_url(path) or is_url(self.root) else self.fs
 
     def scan(self, *, warns: bool = False, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
         """What the folder holds.

@@ -48,7 +48,7 @@ class FileStorage(Storage):
 
     def make_folders(self, path: str) -> None:
         missing = []
-        while not os.path.isdir(path):
+        while not self.is_folder(path):
             missing.append(path)
             path = os.path.dirname(path)
         for folder in reversed(missing):
@@ -164,7 +164,7 @@ class FileStorage(Storage):
 
     def write_over(self, path: str, data: bytes) -> None:
         if not self.atomic_rename:
-            if self.size(path) is None and os.path.lexists(path):
+            if self.size(path) is None and self.exists(path):
                 self.unlink(path)  # replace a link or a FIFO instead of writing through it
             self._write_whole(self.open_over(path), data)  # an object store makes it visible at the close
         else:

@@ -1,0 +1,8 @@
+"""Storage that is simulated, and fails where a test says: for tests of this package, of storages and of training."""
+
+from __future__ import annotations
+
+from .disk import Disk
+from .simulated_files import Fault, PowerCut, SimulatedFiles
+
+__all__ = ["Disk", "Fault", "PowerCut", "SimulatedFiles"]
