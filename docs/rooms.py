@@ -20,7 +20,7 @@ STOREYS = {
     "parts": ("exporting", "compat", "callers", "stagers"),
     "one save, a run": ("background", "saving", "checkpointer", "managing"),
     "assembly": ("factory",),
-    "faces": ("megatron", "integrations", "cli", "train", "_hydra_searchpath"),
+    "faces": ("testing", "megatron", "integrations", "cli", "train", "_hydra_searchpath"),
 }
 _TABLE = re.compile(r"(?<=<!-- Written by docs/rooms.py. -->\n\n).*?\n(?=\n|\Z)", re.S)
 

@@ -181,8 +181,17 @@ class SavePipeline:
         return _failed(error), save
 
     def _finish(self) -> None:
-        """On the save thread: write and commit the next save, in one or more attempts, and end it."""
+        """On the save thread: end the next save, whatever happens."""
         save, staged = self._staged.popleft()
+        try:
+            self._write_and_commit(save, staged)
+        except BaseException as error:  # a defect, or a part that ends the thread: nobody is to wait for ever
+            if save.done():
+                raise
+            save.end(report_of(staged.admitted.request, "failed", staged, stall_s=staged.stall_s), error)
+
+    def _write_and_commit(self, save: SaveHandle, staged: Staged) -> None:
+        """Write and commit a save, in one or more attempts."""
         request, in_background = staged.admitted.request, self.caller.in_other_process
         try:
             made = self._retries.run(staged.attempt, partial(self._attempts.run, staged))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .disk import Disk
+from .disk import Disk, File, Folder
 from .simulated_files import Fault, PowerCut, SimulatedFiles
 
-__all__ = ["Disk", "Fault", "PowerCut", "SimulatedFiles"]
+__all__ = ["Disk", "Fault", "File", "Folder", "PowerCut", "SimulatedFiles"]

@@ -44,6 +44,11 @@ class File:
     writes: list[tuple[int, int]] = field(default_factory=list)
     modified: float = 0.0
 
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return len(self.data)
+
     def write(self, data: bytes, offset: int) -> None:
         """Write at an offset; a gap before it has zeros."""
         if len(self.data) < offset:

@@ -1,7 +1,7 @@
 """`SimulatedFiles`: a `Storage` on a `Disk`, which fails where a test says.
 
-Pass it to `build_manager(..., storage_of=lambda path: files)`, with the caller `inline`: a process of its own would not
-see the disk. Each operation that changes something has a number, from 1 on, so a test can let each of them fail in turn.
+Pass it to `build_manager(..., storage_of=lambda path: files)`, with the caller `inline`: another process would not see
+the disk. Each operation that changes something has a number, from 1 on, so a test can let each of them fail in turn.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ class SimulatedFiles(FileStorage):
         path, file = self._open[fd]
         data = b"".join(buffers)
 
-        def effect() -> None:
+        def effect(data: bytes) -> None:
             self._take_room(file, offset + len(data), path)
             file.write(data, offset)
             file.modified = self.disk.tick()
 
-        self._do("write", path, effect)
+        self._do("write", path, lambda: effect(data))
 
     def _take_room(self, file: File, end: int, path: str) -> None:
         more = max(end - len(file.data), 0)
@@ -330,7 +330,9 @@ class SimulatedFiles(FileStorage):
             kind = how & ~fcntl.LOCK_NB
             others = {held for other, (_, it, held) in self._folders.items() if other != fd and it is folder}
             self._folders[fd] = path, folder, fcntl.LOCK_UN  # a conversion gives up the old lock first
-            if kind == fcntl.LOCK_EX and others - {fcntl.LOCK_UN} or kind == fcntl.LOCK_SH and fcntl.LOCK_EX in others:
+            if (kind == fcntl.LOCK_EX and others - {fcntl.LOCK_UN}) or (
+                kind == fcntl.LOCK_SH and fcntl.LOCK_EX in others
+            ):
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
             self._folders[fd] = path, folder, kind
 

@@ -151,12 +151,9 @@ def _copy_files(
     """Copy files, each durable when the next one starts on its thread."""
     stopped = threading.Event()
     local = local_files(storage)
-    by_kernel = local is not None and local_files(source) is not None
-    step = _STEP_BYTES if by_kernel and pace is None else _SMALL_STEP_BYTES
 
     def copy(entry: Mapping[str, Any]) -> None:
         name, size = entry["name"], entry["size"]
-        reading = opened.descriptor(name) if isinstance(opened, OpenFiles) else -1
         # A bucket chooses the size of its parts by it; a file takes its space as it is copied.
         writing = storage.create(os.path.join(target, name), 0 if local is not None else size)
         try:
@@ -166,8 +163,8 @@ def _copy_files(
                 length = min(step, size - offset)
                 if pace is not None:
                     pace(length)
-                if local is not None and by_kernel:
-                    local.copy(writing, reading, offset, length)
+                if local is not None and isinstance(opened, OpenFiles):
+                    local.copy(writing, opened.descriptor(name), offset, length)
                 else:
                     block = memoryview(bytearray(length))  # the storage may keep it until the sync
                     if not opened.fill(name, block, offset):
@@ -184,6 +181,8 @@ def _copy_files(
         source.open_files(folder) as opened,
         ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="ckpt-copy") as pool,
     ):
+        by_kernel = local is not None and isinstance(opened, OpenFiles)
+        step = _STEP_BYTES if by_kernel and pace is None else _SMALL_STEP_BYTES
         try:
             for _ in pool.map(copy, files):
                 pass

@@ -1,0 +1,53 @@
+"""The power goes off, or a call fails, at every operation of a workload, and the next life finds all in order."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+import pytest
+from simulation.workloads import WORKLOADS
+from simulation.world import Workload, World, configs_are_kept
+
+from ckpt_component.testing import Fault
+
+PROTOCOLS = ("rename", "manifest")
+FAULTS = {
+    "fails": Fault("fail"),
+    "fails_from_then_on": Fault("fail", lasts=True),
+    "is_full": Fault("fail", errno.ENOSPC),
+    "answer_lost": Fault("lost"),
+    "writes_half": Fault("short"),
+}
+
+
+@pytest.fixture(autouse=True)
+def kept_configs() -> Iterator[None]:
+    with configs_are_kept():
+        yield
+
+
+def told(world: World, number: int, found: list[str]) -> list[str]:
+    name, path = world.operations[number - 1]
+    return [f"at operation {number} ({name} {path}): {text}" for text in found]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("workload", WORKLOADS, ids=str)
+def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str) -> None:
+    world, wrong = World(workload, protocol), []
+    for number in range(1, len(world.operations) + 1):
+        wrong += told(world, number, world.cut_at(number, [number, -number]))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("workload", WORKLOADS, ids=str)
+def test_every_operation(workload: Workload, protocol: str, fault: str) -> None:
+    world, wrong = World(workload, protocol), []
+    for number, (name, _) in enumerate(world.operations, 1):
+        if fault != "writes_half" or name == "write":
+            wrong += told(world, number, world.fail_at(number, FAULTS[fault]))
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,98 @@
+"""What runs do: each of these meets every fault at every operation."""
+
+from __future__ import annotations
+
+from faults.invariants import state_of
+
+from ckpt_component.core.commit.cleanup import Unfinished, discard
+from ckpt_component.core.commit.copying import copy_checkpoint
+from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.testing import Disk, Fault, File, PowerCut, SimulatedFiles
+
+from .world import ROOT, Run, Workload
+
+ELSEWHERE = "/runs/elsewhere"
+
+
+def saves(*steps: int, root: str = ROOT):  # type: ignore[no-untyped-def]
+    def act(run: Run) -> None:
+        with run.manager(root=root) as manager:
+            manager.restore(state_of(0))
+            run.save(manager, *steps)
+
+    return act
+
+
+def save_the_worse(run: Run) -> None:
+    with run.manager() as manager:
+        manager.restore(state_of(0))
+        run.save(manager, 2, loss=0.9)
+        run.save(manager, 3, loss=0.7)
+
+
+def save_the_best(run: Run) -> None:
+    with run.manager() as manager:
+        run.save(manager, 1, loss=0.5)
+
+
+def save_and_damage(run: Run) -> None:
+    saves(1, 2)(run)
+    damage(run.files.disk, run.path_of(2))
+    run.acknowledged.remove(2)
+
+
+def damage(disk: Disk, folder: str) -> None:
+    """Flip a bit of a tensor."""
+    path = max((path for path in disk.walk(folder) if path.endswith(".distcp")), key=lambda path: disk.file(path).size)
+    file: File = disk.file(path)
+    file.data[file.size // 2] ^= 1
+    file.sync()
+
+
+def rewind(run: Run) -> None:
+    with run.manager(f"checkpoint.resume={run.path_of(1)}", "checkpoint.rewind=true") as manager:
+        assert manager.restore(state_of(0)) == 1
+        run.save(manager, 2)
+
+
+def copy(run: Run) -> None:
+    source, files = run.path_of(2, ELSEWHERE), run.files
+    manifest = read_manifest(files, source)
+    assert manifest is not None
+    copy_checkpoint(files, source, manifest, files, run.path_of(2), lambda staging, kept: None)
+    run.acknowledged.append(2)
+
+
+def delete(run: Run) -> None:
+    discard(run.files, run.path_of(1))
+
+
+def leave_debris(run: Run) -> None:
+    """Two saves are cut off, each at another place."""
+    saves(1)(run)
+    disk = run.files.disk
+    for number in (12, 30):
+        off = SimulatedFiles(disk, {number: Fault("cut")}, atomic_rename=run.files.atomic_rename, locks=False)
+        try:
+            saves(2)(Run(off, run.overrides, keep=run.keep))
+        except PowerCut:
+            disk.cut_power(number)
+
+
+def collect(run: Run) -> None:
+    Unfinished(run.files, ROOT, MEGATRON).sweep()
+
+
+NO_POLICY = ("checkpoint.save.every_steps=null",)
+WORKLOADS = [
+    Workload("first_save", saves(1), overrides=NO_POLICY),
+    Workload("retention", saves(2, 3), saves(1), NO_POLICY),
+    Workload("training_goes_on", saves(2, 3, 4), saves(1), (*NO_POLICY, "checkpoint.on_error=warn"), keep=2),
+    Workload("best", save_the_worse, save_the_best, (*NO_POLICY, "checkpoint.keep.best.metric=loss"), holds=(1,)),
+    Workload("damaged", saves(3), save_and_damage, NO_POLICY, keep=2, damaged=2),
+    Workload("rewind", rewind, saves(1, 2, 3), NO_POLICY, keep=3, goes_back=True),
+    Workload("copy", copy, saves(1, 2, root=ELSEWHERE), NO_POLICY, keep=2),
+    Workload("delete", delete, saves(1, 2), NO_POLICY, keep=2),
+    Workload("collect", collect, leave_debris, NO_POLICY),
+]

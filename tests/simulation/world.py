@@ -1,0 +1,245 @@
+"""A run on a simulated disk, what may happen to it, and what must hold after that."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from faults.invariants import FIXED, differences, state_of, tidied
+
+import ckpt_component.factory.graph as graph
+from ckpt_component import CheckpointError, CheckpointManager, build_manager
+from ckpt_component.config import Checkpoint, compose_checkpoint
+from ckpt_component.config.hydra.resolve import resolve_config
+from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
+from ckpt_component.core.commit.names import (
+    ALIVE_PREFIX,
+    MEGATRON,
+    QUARANTINE_PREFIX,
+    STAGING_PREFIX,
+    TRASH_PREFIX,
+    TRIAL_PREFIX,
+    is_token,
+)
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.storage.new_names import NEW_PREFIX
+from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
+
+ROOT = "/runs/one"
+USUAL = ("checkpoint.save.at_end=false", "checkpoint.events=false", "checkpoint.timeouts.close=20")
+_OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)
+
+
+@functools.cache
+def settings_of(*overrides: str) -> Checkpoint:
+    return resolve_config(compose_checkpoint("sync", [*USUAL, *overrides]))
+
+
+@contextlib.contextmanager
+def configs_are_kept() -> Iterator[None]:
+    """Check each config once: that takes ten times as long as what is tried here."""
+    with pytest.MonkeyPatch.context() as patch:
+        resolve = graph.resolve_config
+        patch.setattr(
+            graph,
+            "resolve_config",
+            lambda config, overrides=(): (
+                copy.copy(config) if isinstance(config, Checkpoint) else resolve(config, overrides)
+            ),
+        )
+        patch.setattr(graph, "_run_record", lambda config, overrides: b"{}")
+        yield
+
+
+@dataclass
+class Run:
+    """A run in `ROOT`.
+
+    Attributes:
+        files: its storage
+        overrides: of its config
+        acknowledged: the steps whose saves were reported, in their order; also of the runs before it
+        keep: `keep.last`
+    """
+
+    files: SimulatedFiles
+    overrides: tuple[str, ...] = ()
+    acknowledged: list[int] = field(default_factory=list)
+    keep: int = 1
+
+    @contextlib.contextmanager
+    def manager(self, *overrides: str, root: str = ROOT) -> Iterator[CheckpointManager]:
+        settings = settings_of(f"checkpoint.keep.last={self.keep}", *self.overrides, *overrides)
+        with build_manager(settings, dir=root, storage_of=lambda path: self.files) as manager:
+            yield manager
+
+    def save(self, manager: CheckpointManager, *steps: int, loss: float | None = None) -> None:
+        for step in steps:
+            manager.save(step, state_of(step), metrics=None if loss is None else {"loss": loss})
+            manager.wait()
+            if manager.reports[-1].outcome == "committed":
+                self.acknowledged.append(step)
+            tidied(manager)
+
+    def path_of(self, step: int, root: str = ROOT) -> str:
+        return os.path.join(root, MEGATRON.folder(step))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run does while something happens to it.
+
+    Attributes:
+        name: its name
+        act: does it
+        before: what was done before, in which nothing happens
+        overrides: of the config
+        keep: `keep.last`
+        goes_back: whether it gives up acknowledged steps, as a run does that resumes an older one
+        holds: steps that are never to be missing
+        damaged: a step that was damaged before
+    """
+
+    name: str
+    act: Callable[[Run], None]
+    before: Callable[[Run], None] | None = None
+    overrides: tuple[str, ...] = ()
+    keep: int = 1
+    goes_back: bool = False
+    holds: tuple[int, ...] = ()
+    damaged: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def is_counted(path: str) -> bool:
+    return path.startswith(ROOT)
+
+
+class World:
+    """A workload on a protocol: what is there before it, and each run of it from there.
+
+    Args:
+        workload: the workload
+        protocol: `rename` or `manifest`
+    """
+
+    def __init__(self, workload: Workload, protocol: str) -> None:
+        self.workload = workload
+        self._protocol = protocol
+        run = self.run_on(Disk(), [])
+        run.files.make_folders(ROOT)
+        if workload.before is not None:
+            workload.before(run)
+        run.files.disk.now += 600
+        self._disk, self._acknowledged = run.files.disk, run.acknowledged
+        first = self.again()
+        workload.act(first)
+        #: The operations of the workload.
+        self.operations = list(first.files.operations)
+        found = violations(self.run_on(first.files.disk, first.acknowledged), workload)
+        assert not found, found
+
+    def run_on(self, disk: Disk, acknowledged: Sequence[int], faults: Mapping[int, Fault] | None = None) -> Run:
+        rename = self._protocol == "rename"
+        files = SimulatedFiles(disk, faults, atomic_rename=rename, locks=rename, counts=is_counted)
+        overrides = (f"checkpoint.commit={self._protocol}", *self.workload.overrides)
+        return Run(files, overrides, list(acknowledged), self.workload.keep)
+
+    def again(self, faults: Mapping[int, Fault] | None = None) -> Run:
+        """A run on a disk of its own, after what was done before."""
+        return self.run_on(copy.deepcopy(self._disk), self._acknowledged, faults)
+
+    def cut_at(self, number: int, seeds: Sequence[int]) -> list[str]:
+        """The power goes off before an operation: what is wrong in each of several states that may be left."""
+        run = self.again({number: Fault("cut")})
+        try:
+            self.workload.act(run)
+        except PowerCut:
+            pass
+        except BaseException as error:
+            return [f"the power is off, and there is {error!r}"]
+        wrong = []
+        for seed in seeds:
+            disk = copy.deepcopy(run.files.disk)
+            disk.cut_power(seed)
+            after = self.run_on(disk, run.acknowledged)
+            wrong += [f"seed {seed}: {text}" for text in violations(after, self.workload)]
+        return wrong
+
+    def fail_at(self, number: int, fault: Fault) -> list[str]:
+        """An operation fails, and the run goes on: what is wrong then."""
+        run = self.again({number: fault})
+        with contextlib.suppress(CheckpointError, OSError):  # it was told
+            self.workload.act(run)
+        after = self.run_on(run.files.disk, run.acknowledged)
+        return violations(after, self.workload)
+
+
+def violations(run: Run, workload: Workload) -> list[str]:
+    """What is wrong with what a workload left behind: the invariants of `faults/invariants.py`.
+
+    Args:
+        run: a new run, at the same place
+        workload: the workload
+    """
+    wrong, files = list[str](), run.files
+    found = scan_steps(files, ROOT, MEGATRON)
+    listed = found.committed
+    for name in files.names(ROOT):
+        step = MEGATRON.step(name)
+        if step is None:
+            if not name.startswith(_OURS) and name not in FIXED:
+                wrong.append(f"I3: {name} is nothing of ours")
+        elif step not in listed and step not in found.unfinished:
+            inside = files.names(os.path.join(ROOT, name))
+            if inside and not all(is_token(each) or "." in each for each in inside):
+                wrong.append(f"I3: {name} is there and not committed: {inside}")
+    listed = [step for step in listed if step != workload.damaged]
+    newest = max(listed, default=0)
+    if not workload.goes_back and newest < max(run.acknowledged, default=0):
+        wrong.append(f"I1: steps {run.acknowledged} were acknowledged, and there are only {listed}")
+    missing = {*workload.holds} & {*run.acknowledged} - {*listed}
+    wrong += [f"I1: {missing} must be kept, and there are only {listed}"] * bool(missing)
+    files.disk.now += 600
+    try:
+        with run.manager("checkpoint.save.every_steps=null", "checkpoint.verify=on_read") as manager:
+            for step in listed:
+                loaded = manager._checkpointer.load(manager.path_of(step))  # type: ignore[union-attr]
+                wrong += [f"I1: step {step}: {text}" for text in differences(loaded, state_of(step))]
+            target = state_of(0)
+            resumed = manager.restore(target) or 0
+            wrong += [f"I2: resumed from {resumed}, and the newest is {newest}"] * (resumed != newest)
+            wrong += [f"I2: step {resumed}: {text}" for text in differences(target, state_of(resumed))]
+            newest = max([newest, *found.steps()]) + 1
+            run.save(manager, newest)
+    except (CheckpointError, OSError) as error:
+        return [*wrong, f"I2/I5: {type(error).__name__}: {error}"]
+    kept = scan_steps(files, ROOT, MEGATRON).committed
+    if newest not in kept or len(kept) > run.keep + len(workload.holds):
+        wrong.append(f"I5: after the save of {newest} there is {kept}")
+    expected = {MEGATRON.folder(step) for step in kept} | FIXED - {"events"}
+    left = {name for name in files.names(ROOT) if not is_set_aside(files, name)} ^ expected
+    if left:
+        wrong.append(f"I5: left behind: {sorted(left)}")
+    if files.read(os.path.join(ROOT, MEGATRON.pointer), 100) != str(newest).encode():
+        wrong.append("I5: the pointer does not say the newest step")
+    return wrong
+
+
+def is_set_aside(files: SimulatedFiles, name: str) -> bool:
+    """Whether it holds what was damaged, or what followed when a run went back: that is kept."""
+    folder = os.path.join(ROOT, name)
+    return name.startswith(QUARANTINE_PREFIX) or any(
+        is_quarantined(files, os.path.join(folder, each)) for each in attempts_in(files, folder)
+    )
+
+
+torch.set_num_threads(1)
