@@ -114,7 +114,7 @@ def preload_tensors(
     for (path, key, (bytes_data, _)), (start, end, places) in zip(write_buckets, image.files, strict=True):
         tail = [data for _, data in bytes_data]
         lengths = list(map(len, tail))
-        behind = list(zip(itertools.accumulate(lengths, initial=end - start), lengths))  # noqa: B905
+        behind = list(zip(itertools.accumulate(lengths, initial=end - start), lengths, strict=False))
         buckets.append(ImageBucket(os.fspath(path), key, image, start, end, b"".join(tail), behind + places))
     return buckets
 
