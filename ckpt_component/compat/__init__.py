@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         WorkerRequest,
         WorkerResponse,
     )
-    from .file_system_writer_async import FileSystemWriterAsync
+    from .file_system_writer_async import FileSystemWriterAsync, get_write_results_queue
     from .plan_cache import CheckpointMetadataCache
     from .spawn import (
         ProcessContext,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from .state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
     from .worker_client import WorkerClient
     from .worker_process import CallProcess
-    from .write_results import get_write_results_queue
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
@@ -55,10 +54,9 @@ __all__, __getattr__, __dir__ = lazy(
             "ProcessContext ProcessException ProcessExitedException ProcessRaisedException SpawnContext "
             "StartMethodError start_processes"
         ),
-        ".file_system_writer_async": "FileSystemWriterAsync",
+        ".file_system_writer_async": "FileSystemWriterAsync get_write_results_queue",
         ".cached_metadata_filesystem_reader": "CachedMetadataFileSystemReader",
         ".plan_cache": "CheckpointMetadataCache",
-        ".write_results": "get_write_results_queue",
         ".state_dict_saver": "save_state_dict_async_finalize save_state_dict_async_plan",
     },
 )

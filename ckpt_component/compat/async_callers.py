@@ -18,14 +18,11 @@ from ..errors import CheckpointError, CheckpointSaveError
 from .async_request import AsyncRequest
 from .peers import Peers, ScheduledCall, this_rank
 from .pickling import pickle_by_value
-from .worker_client import WorkerClient
-from .worker_main import Call, serve_calls, serve_inherited_call
+from .worker_client import STOP_SECONDS, WorkerClient
+from .worker_main import Call, run_call, serve, serve_calls
 from .worker_process import check_start_method
 
 logger = logging.getLogger(__name__)
-
-#: Time to stop a process that does not react.
-_STOP_SECONDS = 10.0
 
 
 class AsyncCaller(ABC):
@@ -131,7 +128,7 @@ class ProcessCaller(AsyncCaller):
         self._start_method = start_method
         self._write_timeout = write_timeout
         self._calls: deque[ScheduledCall] = deque()
-        self._longest_call = start_timeout + write_timeout + _STOP_SECONDS
+        self._longest_call = start_timeout + write_timeout + STOP_SECONDS
         NICE.check("nice", nice)
         is_lower = nice > 0 or io_priority is not IoPriority.normal
         self._make_client = partial(
@@ -167,14 +164,14 @@ class ProcessCaller(AsyncCaller):
         if not self._calls:
             return True
         call = self._calls[0]
-        if no_dist or call.session is None:
-            return self._is_done_here(call, blocking)
+        session = None if no_dist else call.session
         try:
-            if not call.session.look(call, blocking):
+            if not (call.is_done(blocking) if session is None else session.look(call, blocking)):
                 return False
         except CheckpointError:
             self._calls.popleft()
-            self._give_up(call)
+            if session is not None:
+                self._give_up(call)
             raise
         self._calls.popleft()
         return True
@@ -216,17 +213,6 @@ class ProcessCaller(AsyncCaller):
     def _take_workers(self) -> list[WorkerClient]:
         """Return the workers to close; they get no more calls."""
 
-    def _is_done_here(self, call: ScheduledCall, blocking: bool) -> bool:
-        if blocking:
-            call.wait()
-        elif not call.result.done():
-            return False
-        self._calls.popleft()
-        error = call.error()
-        if error is not None:
-            raise error
-        return True
-
 
 class TemporalAsyncCaller(ProcessCaller):
     """Starts a process for each request; several may run at the same time.
@@ -246,7 +232,8 @@ class TemporalAsyncCaller(ProcessCaller):
 
     def _begin(self, what: str, call: Call) -> tuple[Future[Any], WorkerClient]:
         if self._start_method == "fork":
-            loop: Callable[..., None] = partial(serve_inherited_call, call=call)
+            # The process inherits the call, without pickling.
+            loop: Callable[..., None] = partial(serve, make_handler=lambda: lambda _request: run_call(call))
             payload = pickle.dumps(None)
         else:
             loop, payload = partial(serve_calls, log_level=_log_level()), _payload_of(what, call)

@@ -231,23 +231,22 @@ class AsyncCallsQueue:
         """
         if not self._home.is_here:
             return
-        first: CheckpointError | None = None
+        errors: list[CheckpointError] = []
         try:
             while self.async_calls and not abort:
                 try:
                     self.maybe_finalize_async_calls(blocking=True)
                 except CheckpointError as error:
-                    if first is None:
-                        first = error
-                    else:
+                    if errors:
                         logger.error("%s", error)
+                    errors.append(error)
         finally:
             self.async_calls.clear()
             self._caller.close(abort=abort)
             if (warm := _warm_caller()) is not None:
                 warm.close(abort=abort)
-        if first is not None:
-            raise first
+        if errors:
+            raise errors[0]
 
     def _get_async_caller(self) -> AsyncCaller:
         """The caller that runs the requests, with the process of `warmup_persistent_caller` if it has none yet.

@@ -51,16 +51,8 @@ class AsyncRequest(_Fields):
         call_idx: int = 0,
     ) -> AsyncRequest:
         """Copy the containers, so that requests do not share them."""
-        return super().__new__(
-            cls,
-            async_fn,
-            tuple(async_fn_args or ()),
-            list(finalize_fns or ()),
-            dict(async_fn_kwargs or {}),
-            preload_fn,
-            is_frozen,
-            call_idx,
-        )
+        args, fns, kwargs = tuple(async_fn_args or ()), list(finalize_fns or ()), dict(async_fn_kwargs or {})
+        return super().__new__(cls, async_fn, args, fns, kwargs, preload_fn, is_frozen, call_idx)
 
     @property
     def name(self) -> str:

@@ -30,15 +30,14 @@ WriteBucket = tuple[
 Form = list[list[tuple[torch.dtype, torch.Size]]]
 
 
-class FilesImage:
-    """Host memory that contains everything except the payloads.
+class FilesImage(HostImage):
+    """The image, with everything except the payloads.
 
     Args:
         form: dtypes and shapes of each file's tensors
 
     Attributes:
         form: as passed
-        host_image: the memory, which another process can open
         slots: where the payloads go
         files: start and end of each file in the memory, and the locations of its tensors in the file
 
@@ -56,8 +55,7 @@ class FilesImage:
         arena = Arena(layout.arena_bytes, shared=True)
         weakref.finalize(self, arena.close)
         self.slots = arena.slots(layout)
-        # It keeps the memory alive when this object is collected.
-        self.host_image = HostImage(SharedFile(os.dup(arena.shared_descriptor())), arena.nbytes, arena.memory)
+        super().__init__(SharedFile(os.dup(arena.shared_descriptor())), arena.nbytes, arena.memory)
         places: list[list[Place]] = [[] for _ in form]
         for item in layout.items:
             places[item.file].append((item.offset, item.length))
@@ -114,21 +112,20 @@ def preload_tensors(
     _copy(image.slots, [tensor for _, _, (_, items) in write_buckets for _, tensor in items], non_blocking)
     buckets = []
     for (path, key, (bytes_data, _)), (start, end, places) in zip(write_buckets, image.files, strict=True):
-        tail, position = b"".join(data for _, data in bytes_data), end - start
-        behind: list[Place] = []
-        for _, data in bytes_data:
-            behind.append((position, len(data)))
-            position += len(data)
-        buckets.append(ImageBucket(os.fspath(path), key, image.host_image, start, end, tail, behind + places))
+        tail = [data for _, data in bytes_data]
+        lengths = list(map(len, tail))
+        behind = list(zip(itertools.accumulate(lengths, initial=end - start), lengths, strict=False))
+        buckets.append(ImageBucket(os.fspath(path), key, image, start, end, b"".join(tail), behind + places))
     return buckets
 
 
 def _copy(slots: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], non_blocking: bool) -> None:
-    on_host = [number for number, tensor in enumerate(tensors) if tensor.is_cpu]
-    copy_on_host(slots, tensors, torch.get_num_threads(), on_host)
-    on_device = {number: tensor for number, tensor in enumerate(tensors) if not tensor.is_cpu}
+    copy_on_host(slots, tensors, torch.get_num_threads(), [n for n, tensor in enumerate(tensors) if tensor.is_cpu])
+    devices = set()
     with torch.no_grad():
-        for number, tensor in on_device.items():
-            slots[number].copy_(tensor, non_blocking=non_blocking)
-    for device in {tensor.device for tensor in on_device.values()}:
+        for number, tensor in enumerate(tensors):
+            if not tensor.is_cpu:
+                slots[number].copy_(tensor, non_blocking=non_blocking)
+                devices.add(tensor.device)
+    for device in devices:
         torch.get_device_module(device.type).synchronize(device)

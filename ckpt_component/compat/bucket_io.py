@@ -23,7 +23,6 @@ METADATA = ".metadata"
 _BLOCK_BYTES = 8 << 20
 
 
-#: (offset, length) of an item in its file.
 def write_preloaded_data_multiproc(
     transform_list: Sequence[Any],
     rank: int,
@@ -45,8 +44,8 @@ def write_preloaded_data_multiproc(
         ops: file operations; None: those of the file system, with syncs
     """
     what = f"Rank {rank} could not write its part of the checkpoint"
-    places = _try_to_write(transform_list, write_buckets, ops or file_storage(process="writer"), what)
-    global_results_queue.put(places if isinstance(places, CheckpointSaveError) else dict(enumerate(places)))
+    ops = ops or file_storage(process="writer")
+    global_results_queue.put(_try_to_write(transform_list, write_buckets, ops, what))
 
 
 def write_preloaded_data(
@@ -68,8 +67,8 @@ def write_preloaded_data(
         use_fsync: whether to fsync the file
     """
     ops = file_storage(durable=use_fsync, process="writer")
-    places = _try_to_write(transform_list, [write_bucket], ops, f"Bucket {local_proc_idx} could not be written")
-    results_queue.put((local_proc_idx, places if isinstance(places, CheckpointSaveError) else places[0]))
+    result = _try_to_write(transform_list, [write_bucket], ops, f"Bucket {local_proc_idx} could not be written")
+    results_queue.put((local_proc_idx, result[0] if isinstance(result, dict) else result))
     if count_queue is not None:
         count_queue.get()
         count_queue.task_done()
@@ -77,8 +76,8 @@ def write_preloaded_data(
 
 def _try_to_write(
     transform_list: Sequence[Any], write_buckets: Sequence[Any], ops: FileStorage, what: str
-) -> list[Sequence[Place]] | CheckpointSaveError:
-    """Return the locations of each bucket's items, or an error that any process can unpickle, with its `frames`."""
+) -> dict[int, Sequence[Place]] | CheckpointSaveError:
+    """Return the locations of items by bucket, or an error that any process can unpickle, with its `frames`."""
     try:
         if any(getattr(transforms, "extensions", None) for transforms in transform_list):
             raise CheckpointSaveError("Stream transforms are not supported: the bytes of a file are fixed beforehand.")
@@ -88,7 +87,7 @@ def _try_to_write(
 
             buckets = preload_tensors(buckets, non_blocking=False)
         _write_all(ops, buckets)
-        return [bucket.places for bucket in buckets]
+        return {number: bucket.places for number, bucket in enumerate(buckets)}
     except Exception as error:
         failure = CheckpointSaveError(f"{what}: {type(error).__name__}: {error}", getattr(error, "errno", None))
         frames = traceback.extract_tb(error.__traceback__)
@@ -98,9 +97,10 @@ def _try_to_write(
 
 def _write_all(ops: FileStorage, buckets: Sequence[ImageBucket]) -> None:
     suffix = f".{os.urandom(4).hex()}.tmp"
+    folders = {os.path.dirname(bucket.path) for bucket in buckets}
     try:
-        _write_drafts(ops, buckets, suffix)
-        folders = {os.path.dirname(bucket.path) for bucket in buckets}
+        with ThreadPoolExecutor(max(len(buckets), 1), thread_name_prefix="ckpt-bucket") as pool:
+            list(pool.map(lambda bucket: _write_draft(ops, bucket, bucket.path + suffix), buckets))
         for folder in folders:
             with contextlib.suppress(FileNotFoundError):
                 ops.unlink(os.path.join(folder, METADATA))
@@ -116,19 +116,15 @@ def _write_all(ops: FileStorage, buckets: Sequence[ImageBucket]) -> None:
         raise
 
 
-def _write_drafts(ops: FileStorage, buckets: Sequence[ImageBucket], suffix: str) -> None:
-    def write(bucket: ImageBucket) -> None:
-        memory = bucket.image.memory[bucket.start : bucket.end]
-        fd = ops.create(bucket.path + suffix, len(memory) + len(bucket.tail))
-        try:
-            for position in range(0, len(memory), _BLOCK_BYTES):
-                block = memory[position : position + _BLOCK_BYTES]
-                ops.write(fd, [block], position)
-                ops.start_writeback(fd, position, len(block))
-            ops.write(fd, [memoryview(bucket.tail)], len(memory))
-            ops.sync(fd)
-        finally:
-            ops.close(fd)
-
-    with ThreadPoolExecutor(max(len(buckets), 1), thread_name_prefix="ckpt-bucket") as pool:
-        list(pool.map(write, buckets))
+def _write_draft(ops: FileStorage, bucket: ImageBucket, path: str) -> None:
+    memory = bucket.image.memory[bucket.start : bucket.end]
+    fd = ops.create(path, len(memory) + len(bucket.tail))
+    try:
+        for position in range(0, len(memory), _BLOCK_BYTES):
+            block = memory[position : position + _BLOCK_BYTES]
+            ops.write(fd, [block], position)
+            ops.start_writeback(fd, position, len(block))
+        ops.write(fd, [memoryview(bucket.tail)], len(memory))
+        ops.sync(fd)
+    finally:
+        ops.close(fd)

@@ -6,12 +6,11 @@ which then calls it for every save. The process runs the loop of `worker_main`; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 from ..errors import CheckpointError
@@ -113,7 +112,7 @@ class CheckpointProcess:
         )
         writer_init_args = {"rank_info": rank_info, **checkpoint_writer_init_args}
         make_session = partial(
-            _make_session, subprocess_init_fn, subprocess_init_args, checkpoint_writer_init_fn, writer_init_args
+            _WriterSession, subprocess_init_fn, subprocess_init_args, checkpoint_writer_init_fn, writer_init_args
         )
         self._worker = WorkerClient(
             serve,
@@ -178,17 +177,22 @@ class CheckpointProcess:
     def __enter__(self) -> CheckpointProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
 class _WriterSession:
-    """Handles requests in the process, with its writer."""
+    """Builds the writer in the process, and handles requests with it. Arguments as for `CheckpointProcess`."""
 
-    def __init__(self, writer: CheckpointWriter) -> None:
-        self._writer = writer
+    def __init__(
+        self,
+        init_fn: Callable[..., Any],
+        init_args: tuple[Any, ...],
+        writer_init_fn: Callable[..., CheckpointWriter],
+        writer_init_args: Mapping[str, Any],
+    ) -> None:
+        init_fn(*init_args)
+        self._writer = writer_init_fn(**writer_init_args)
 
     def __call__(self, request: WorkerRequest) -> WorkerResponse:
         if request.request_type is RequestType.WRITE_CHECKPOINT:
@@ -206,17 +210,6 @@ class _WriterSession:
         result = self._writer.write(state_dict=state_dict, path=path, **kwargs)
         if isinstance(result, Future):
             result.result()  # bounded by the parent, which kills this process at the write's deadline
-
-
-def _make_session(
-    init_fn: Callable[..., Any],
-    init_args: Sequence[Any],
-    writer_init_fn: Callable[..., CheckpointWriter],
-    writer_init_args: Mapping[str, Any],
-) -> _WriterSession:
-    """Build the writer, in the process."""
-    init_fn(*init_args)
-    return _WriterSession(writer_init_fn(**writer_init_args))
 
 
 def _message(kind: RequestType, payload: dict[str, Any] | None = None, shared: list[Any] | None = None) -> bytes:

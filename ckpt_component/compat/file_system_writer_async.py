@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -45,6 +44,9 @@ _INSTEAD = {
     "use_cached_data_structure": "plans and memory are kept by save_state_dict_async_plan(metadata_cache=...)",
     "use_cpu_shm_for_gpu_tensors": "all tensors are copied to shared host memory in any case",
 }
+
+#: The reference keeps its queue here.
+_results_queue: Any = None
 
 #: An error as DCP gathers it from ranks: the exception and its traceback.
 WrappedException = tuple[BaseException, traceback.StackSummary]
@@ -182,22 +184,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.results_queue is None:
             return []
         try:
-            result = self.results_queue.get_nowait()
+            result, is_done = self.results_queue.get_nowait(), True
         except queue.Empty:
-            self._lease.end(reuse=False)
-            return _wrap_exception(
-                CheckpointSaveError(
-                    f"Rank {this_rank()} wrote no results: the process that writes has died, or is not done yet."
-                )
-            )
-        self._lease.end(reuse=True)
+            why = "the process that writes has died, or is not done yet"
+            result, is_done = CheckpointSaveError(f"Rank {this_rank()} wrote no results: {why}."), False
+        self._lease.end(reuse=is_done)
+        if not isinstance(result, BaseException) and len(result) != len(self.write_buckets):
+            missed = f"Rank {this_rank()} wrote {len(result)} of {len(self.write_buckets)} files."
+            result = CheckpointSaveError(missed)
         if isinstance(result, BaseException):
-            frames = getattr(result, "frames", [])
-            return result, traceback.StackSummary.from_list(frames)
-        if len(result) != len(self.write_buckets):
-            return _wrap_exception(
-                CheckpointSaveError(f"Rank {this_rank()} wrote {len(result)} of {len(self.write_buckets)} files.")
-            )
+            return result, traceback.StackSummary.from_list(getattr(result, "frames", []))
         return [
             WriteResult(item.index, length, _StorageInfo(key, offset, length))
             for number, (_, key, (bytes_data, tensor_data)) in enumerate(self.write_buckets)
@@ -221,6 +217,18 @@ class FileSystemWriterAsync(FileSystemWriter):
     def storage_meta(self) -> StorageMeta | None:
         """As torch's, with the path as a string, because other Python versions cannot unpickle a pathlib path."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+
+
+def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
+    """Return an empty queue with the methods of the reference's; this package does not use it.
+
+    The results of a `FileSystemWriterAsync` are returned through memory of their own save, so that results of two saves
+    cannot be mixed up. This queue needs no process and stays empty.
+
+    Args:
+        mp_mode: as in the reference: start method of its manager process
+    """
+    return queue.Queue()
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import struct
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,8 @@ from typing import Any, NamedTuple
 from ..core.memory.huge_pages import map_shared
 from ..errors import CheckpointSaveError
 
-_LENGTH = struct.Struct("<Q")
+#: The first byte of a mailbox that has a result.
+_COMPLETE = b"\x01"
 
 
 class SharedFile:
@@ -114,9 +114,9 @@ class ResultMailbox:
 
     def put(self, result: Any) -> None:
         """Store the result; a second one replaces the first."""
-        data = pickle.dumps(result)
-        os.pwrite(self._file.fd, _LENGTH.pack(0) + data, 0)
-        os.pwrite(self._file.fd, _LENGTH.pack(len(data)), 0)  # last, so that a writer killed here leaves no result
+        data = pickle.dumps(result)  # it ends with a mark, so a longer one before does no harm
+        os.pwrite(self._file.fd, b"\x00" + data, 0)
+        os.pwrite(self._file.fd, _COMPLETE, 0)  # last, so that a writer killed here leaves no result
 
     def get_nowait(self) -> Any:
         """Return the result.
@@ -124,8 +124,7 @@ class ResultMailbox:
         Raises:
             queue.Empty: there is no result yet
         """
-        head = os.pread(self._file.fd, _LENGTH.size, 0)
-        if not any(head):
+        fd = self._file.fd
+        if os.pread(fd, 1, 0) != _COMPLETE:
             raise queue.Empty
-        (length,) = _LENGTH.unpack(head)
-        return pickle.loads(os.pread(self._file.fd, length, _LENGTH.size))  # only this process and its children write
+        return pickle.loads(os.pread(fd, os.fstat(fd).st_size, 1))  # only this process and its children write

@@ -58,9 +58,13 @@ class ScheduledCall:
     is_asked_about: bool = False
     vote: threading.Lock = field(default_factory=threading.Lock)
 
-    def wait(self) -> None:
-        """Wait until it is done on this rank or its time is over."""
-        wait([self.result], self.timeout)
+    def is_done(self, blocking: bool) -> bool:
+        """Whether it is done on this rank; raises its `error`. Blocking: waits until it is, or its time is over."""
+        if not wait([self.result], self.timeout if blocking else 0).done and not blocking:
+            return False
+        if (error := self.error()) is not None:
+            raise error
+        return True
 
     def error(self) -> CheckpointError | None:
         """Why it failed on this rank, as an error of this package. A call that still runs has timed out."""

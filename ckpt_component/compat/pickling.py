@@ -111,28 +111,24 @@ def _culprits(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Exception]]:
                 pickle.dumps(member, protocol=pickle.HIGHEST_PROTOCOL)
             except Exception as error:
                 yield name, member, error
-                members = list(_members_of(name, member))
+                members = _members_of(name, member)
                 break
         else:
             return
 
 
-def _members_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _members_of(name: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, partial):
-        yield f"{name}.func", value.func
-        yield f"{name}.args", value.args
-        yield f"{name}.keywords", value.keywords
-    elif isinstance(value, types.MethodType):
-        yield f"{name}.__self__", value.__self__
-    elif isinstance(value, Mapping):
-        for key, member in value.items():
-            yield f"{name}[{key!r}]", member
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, member in enumerate(value):
-            yield f"{name}[{index}]", member
-    elif not isinstance(value, (type, types.FunctionType, types.ModuleType)) and hasattr(value, "__dict__"):
-        for key, member in vars(value).items():
-            yield f"{name}.{key}", member
+        return [(f"{name}.{part}", getattr(value, part)) for part in ("func", "args", "keywords")]
+    if isinstance(value, types.MethodType):
+        return [(f"{name}.__self__", value.__self__)]
+    if isinstance(value, Mapping):
+        return [(f"{name}[{key!r}]", member) for key, member in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"{name}[{index}]", member) for index, member in enumerate(value)]
+    if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+        return []
+    return [(f"{name}.{key}", member) for key, member in getattr(value, "__dict__", {}).items()]
 
 
 def _describe(value: Any) -> str:

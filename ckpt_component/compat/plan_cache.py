@@ -40,7 +40,8 @@ class CheckpointMetadataCache:
 
         If the ranks or the default process group have changed, everything is discarded.
         """
-        ranks = _ranks_of(process_group)
+        dist = distributed()
+        ranks = [0] if dist is None else list(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         try:
             if self._coordinator is not None:
                 self._coordinator.check_world()
@@ -88,30 +89,18 @@ def fingerprint_of(plan: SavePlan, planner: SavePlanner, world_size: int) -> str
 
 def digest_of(results: Sequence[WriteResult]) -> str:
     """A hash of the locations of what a rank wrote: 8 bytes in hex."""
-    digest = hashlib.blake2b(digest_size=8)
-    for result in results:
-        place = result.storage_data
-        digest.update(repr((result.index.fqn, place.relative_path, place.offset, place.length)).encode())
-    return digest.hexdigest()
-
-
-def _ranks_of(process_group: Any) -> list[int]:
-    dist = distributed()
-    if dist is None:
-        return [0]
-    if process_group is None:
-        return list(range(dist.get_world_size()))
-    return list(dist.get_process_group_ranks(process_group))
+    places = [(result.index.fqn, result.storage_data) for result in results]
+    return _digest_of([(key, place.relative_path, place.offset, place.length) for key, place in places])
 
 
 def _connect(process_group: Any, ranks: list[int]) -> Coordinator:
     dist = distributed()
     if dist is None or len(ranks) == 1:
         return LocalCoordinator()
-    if len(ranks) == dist.get_world_size() and ranks == sorted(ranks):
-        store = RankStore.of_job("dcp-save")
-        assert store is not None  # as there are several ranks
-        return StoreCoordinator(store)
     # Groups of the same ranks share the counter; all ranks use them in the same order.
-    purpose = f"dcp-save/{'-'.join(map(str, ranks))}"
+    purpose = f"dcp-save/{_digest_of(ranks)}"
     return StoreCoordinator(RankStore.of_group(int(dist.get_rank(process_group)), len(ranks), purpose).own())
+
+
+def _digest_of(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

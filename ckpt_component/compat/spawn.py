@@ -14,11 +14,8 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
-import threading
 import time
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, printable
+from .worker_main import run_supervised
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +33,6 @@ START_METHODS = ("spawn", "forkserver", "fork")
 #: If set to 1, processes of a fork server start in parallel; the name is torch's.
 ENV_VAR_PARALLEL_START = "TORCH_MP_PARALLEL_START"
 
-#: Between the interrupt and the hard exit of a child whose parent has ended.
-_PARENT_GRACE_SECONDS = 1.0
 #: The sentinel shows the end of a process at once, unless a grandchild holds it open; then this poll does.
 _POLL_SECONDS = 0.5
 #: Between SIGTERM and SIGKILL if the caller passes no grace period.
@@ -104,6 +100,9 @@ class ProcessContext:
         processes: started and not yet joined
         error_files: path of each process's traceback. They are in one private folder, created by the first process
             that fails, and removed when all are joined or this object is collected.
+
+    Attributes:
+        discard_error_files: removes the private folder when it is called. Safe to call twice.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], error_files: Sequence[str]) -> None:
@@ -111,7 +110,7 @@ class ProcessContext:
         self.error_files = list(error_files)
         self.sentinels = {process.sentinel: index for index, process in enumerate(self.processes)}
         folders = {os.path.dirname(path) for path in self.error_files}
-        self._discard = weakref.finalize(self, _remove_folders, folders, os.getpid())
+        self.discard_error_files = weakref.finalize(self, _remove_folders, folders, os.getpid())
 
     def pids(self) -> list[int]:
         """Process IDs, in order."""
@@ -154,10 +153,6 @@ class ProcessContext:
             return Path(self.error_files[index]).read_text(errors="replace") or None
         except FileNotFoundError:
             return None
-
-    def discard_error_files(self) -> None:
-        """Remove the private folder now instead of when this object is collected. Safe to call twice."""
-        self._discard()
 
     def _wait_for_any(self, timeout: float | None) -> list[int]:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -252,8 +247,7 @@ def start_processes(
         StartMethodError: there is no such start method, or this process must not start processes
         OSError: the system could not start a process; those already started are ended
     """
-    if start_method is None:
-        start_method = multiprocessing.get_context().get_start_method()
+    start_method = start_method or multiprocessing.get_start_method()
     check_start_method_exists(start_method)
     if multiprocessing.current_process().daemon:
         raise StartMethodError("A daemon of multiprocessing may start no process; start this one with daemon=False.")
@@ -261,7 +255,7 @@ def start_processes(
     folder = os.path.join(tempfile.gettempdir(), f"ckpt-errors-{secrets.token_hex(8)}")
     error_files = [os.path.join(folder, f"{index}.txt") for index in range(nprocs)]
     processes: list[BaseProcess] = [
-        mp.Process(target=_run, args=(fn, index, args, error_file), daemon=daemon)  # type: ignore[attr-defined]
+        mp.Process(target=run_supervised, args=(fn, index, args, error_file), daemon=daemon)  # type: ignore[attr-defined]
         for index, error_file in enumerate(error_files)
     ]
     try:
@@ -305,49 +299,6 @@ def spawn(
             stacklevel=2,
         )
     return start_processes(fn, args, nprocs, join, daemon, start_method="spawn")
-
-
-def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: str) -> None:
-    """Run the function in the child and report its error."""
-    _watch_parent()
-    try:
-        fn(index, *args)
-    except KeyboardInterrupt:
-        pass  # the parent has died, or the user pressed Ctrl-C, which the parent reports
-    except Exception:
-        text = traceback.format_exc()
-        try:
-            os.makedirs(os.path.dirname(error_file), mode=0o700, exist_ok=True)
-            Path(error_file).write_text(text)
-        except OSError as error:
-            print(f"{text}\n(could not leave this for the parent process: {error})", file=sys.stderr)
-        sys.exit(1)
-
-
-def _watch_parent() -> None:
-    """Exit when the parent process exits.
-
-    The main thread is interrupted as by Ctrl-C; if the process still runs a second later, it exits at once.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # as `multiprocessing` has started this process
-    watch = (parent.sentinel, parent.pid, threading.get_ident())
-    threading.Thread(target=_leave_with, args=watch, name="ckpt-parent-watch", daemon=True).start()
-
-
-def _leave_with(sentinel: int, parent_pid: int, main_thread: int) -> None:
-    try:
-        # A sibling may have inherited the sentinel's pipe and hold it open; a pidfd is not affected by that.
-        # No deadline: this daemon thread has nothing else to do.
-        multiprocessing.connection.wait([sentinel, os.pidfd_open(parent_pid)])
-    except ProcessLookupError:
-        pass  # it has exited
-    except (OSError, AttributeError) as error:
-        logger.info("watching the parent process by its pipe alone, because pidfd_open failed: %s", error)
-        multiprocessing.connection.wait([sentinel])
-    signal.pthread_kill(main_thread, signal.SIGINT)
-    time.sleep(_PARENT_GRACE_SECONDS)
-    os._exit(1)
 
 
 def _remove_folders(folders: set[str], owner: int) -> None:

@@ -237,22 +237,20 @@ def _plan_together(
     local: SavePlan, planner: Any, storage_writer: FileSystemWriterAsync, ranks: SaveRanks
 ) -> tuple[SavePlan, Metadata | None]:
     """Make one plan of all ranks' plans, on the coordinator. Return this rank's part, and there also the metadata."""
-    each_alone = getattr(planner, "can_run_decentralized_global_plan", False) and getattr(
-        storage_writer, "can_run_decentralized_global_plan", False
-    )
+    each_alone = all(getattr(part, "can_run_decentralized_global_plan", False) for part in (planner, storage_writer))
     plans = ranks.gather_object(local)
-    global_plan: list[Any] = []
+    global_plan: list[Any] = [None, None]
 
     def plan_all() -> None:
         central, metadata = planner.create_global_plan(plans)
-        global_plan.extend([metadata, central if each_alone else storage_writer.prepare_global_plan(central)])
+        global_plan[:] = metadata, central if each_alone else storage_writer.prepare_global_plan(central)
 
     ranks.run_on_leader("plan", plan_all)
-    metadata = global_plan[0] if global_plan else None
+    metadata, parts = global_plan
     if each_alone:
         alone = planner.create_decentralized_global_plan(local)
         return storage_writer.prepare_decentralized_global_plan(alone), metadata
-    return ranks.scatter_object(global_plan[1] if global_plan else None), metadata
+    return ranks.scatter_object(parts), metadata
 
 
 def _as_rank_0(action: Callable[..., Any], *args: Any) -> Any:

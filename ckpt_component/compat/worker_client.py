@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 #: While waiting for a payload, the thread checks this often whether to stop.
 _POLL_SECONDS = 0.5
 #: Time for the thread to stop a process that does not react.
-_STOP_SECONDS = 10.0
+STOP_SECONDS = 10.0
 #: Priority among the exit handlers of multiprocessing: after those of the queues that use workers.
 _EXIT_PRIORITY = 10
 
@@ -145,8 +145,8 @@ class WorkerClient:
                 self._stopped = reason
                 process = self.process
             if process is not None:
-                process.hang_up()
-            if wait(requests, _STOP_SECONDS).not_done:
+                process.hang_up(listens=False)
+            if wait(requests, STOP_SECONDS).not_done:
                 logger.error("the thread of the worker process did not end")
                 return
         self._executor.shutdown()

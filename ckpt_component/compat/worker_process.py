@@ -49,8 +49,10 @@ def check_start_method(start_method: str) -> None:
         )
 
 
-class CallProcess:
-    """A process that runs a loop of `worker_main`. Used by one thread at a time, except for `hang_up`.
+class CallProcess(Channel):
+    """A process that runs a loop of `worker_main`; and the connection to it.
+
+    Used by one thread at a time, except for `hang_up`.
 
     Args:
         loop: called in the process as `loop(socket, *args)`
@@ -91,23 +93,23 @@ class CallProcess:
         if not is_fork:
             parts = {"its loop": loop, "args": args}
             work = pickle_by_value(work, f"What the {name} is to run", parts=parts, fix=FIX_FOR_SPAWN)
-        self._sock, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         # The process also exits when this object is collected.
-        weakref.finalize(self, self._sock.close)
+        weakref.finalize(self, ours.close)
         try:
+            kept_out = contextlib.nullcontext() if import_main else _main_kept_out()
             # Closed here, so that the process has the only copy.
-            with theirs, _group_signals_held(start_method), _main_kept_out(not import_main):
-                context = start_processes(
-                    enter, (theirs, self._sock if is_fork else None, work), join=False, start_method=start_method
-                )
+            with theirs, _group_signals_held(start_method), kept_out:
+                given = (theirs, ours if is_fork else None, work)
+                context = start_processes(enter, given, join=False, start_method=start_method)
         except BaseException as error:
-            self._sock.close()
+            ours.close()
             if isinstance(error, OSError):
                 raise CheckpointSaveError(f"The {name} could not be started: {error}.", error.errno) from error
             raise
         self.context = cast(ProcessContext, context)  # the result with join=False
         self._process = self.context.processes[0]
-        self._channel = Channel(self._sock, self._process.is_alive)
+        super().__init__(ours, self._process.is_alive)
 
     @property
     def pid(self) -> int:
@@ -169,7 +171,7 @@ class CallProcess:
             if self.ready:  # a process that is still starting has no work to lose
                 if farewell:
                     self.call(farewell, timeout, "its last request")
-                self.hang_up()
+                self.hang_up(listens=False)
                 self._process.join(max(deadline - time.monotonic(), 0))
                 if self.alive:
                     logger.warning("the %s (pid %d) did not end within %g s; stopping it", self.name, self.pid, timeout)
@@ -179,14 +181,10 @@ class CallProcess:
 
     def stop(self) -> None:
         """End the process by SIGTERM, and half a second later by SIGKILL. Does nothing if it has ended."""
-        self.hang_up()  # by which the process knows that the SIGTERM is meant for it
+        self.hang_up(listens=False)  # by which the process knows that the SIGTERM is meant for it
         end_processes(self.context.processes, _TERMINATE_SECONDS)
-        self._sock.close()
+        self.close()
         self.context.discard_error_files()
-
-    def hang_up(self) -> None:
-        """Close the connection, from any thread. A thread that waits for the process wakes up and raises an error."""
-        self._channel.hang_up(listens=False)
 
     def death(self, doing: str = "") -> WorkerDiedError:
         """The error that describes how the process ended.
@@ -198,9 +196,7 @@ class CallProcess:
         code = self._process.exitcode
         if code is None:
             return WorkerDiedError(f"The {self.name} (pid {self.pid}) closed its connection{doing}, but still runs.")
-        if not self.ready:
-            doing = " before it was ready"
-        hint = "" if self.ready else self._start_hint(code)
+        doing, hint = (doing, "") if self.ready else (" before it was ready", self._start_hint(code))
         error = WorkerDiedError(f"The {self.name} (pid {self.pid}) {describe_exit(code, self.pid)}{doing}.{hint}")
         text = self.context.error_text(0)
         if text is not None:
@@ -211,8 +207,8 @@ class CallProcess:
         """The answer to a request, if any, or the next. The arguments after the deadline are for error messages."""
         try:
             if payload is not None:
-                self._channel.send({}, deadline, [payload])
-            frame = self._channel.receive(deadline)
+                self.send({}, deadline, [payload])
+            frame = self.receive(deadline)
         except TimeoutError as error:
             raise CheckpointTimeoutError(late) from error
         except OSError:
@@ -251,14 +247,11 @@ def _group_signals_held(start_method: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _main_kept_out(active: bool) -> Iterator[None]:
+def _main_kept_out() -> Iterator[None]:
     """Processes started in this block do not import the main script, as after `python -m package`."""
-    main = sys.modules.get("__main__")
-    if not active or main is None:
-        yield
-        return
-    spec = getattr(main, "__spec__", None)
-    main.__spec__ = ModuleSpec("ckpt_component.__main__", None)  # multiprocessing skips this name
+    main = sys.modules["__main__"]
+    # multiprocessing skips this name
+    spec, main.__spec__ = main.__spec__, ModuleSpec("ckpt_component.__main__", None)
     try:
         yield
     finally:

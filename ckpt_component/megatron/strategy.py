@@ -12,10 +12,9 @@ from typing import Any
 from ..compat.async_queue import AsyncCallsQueue
 from ..compat.async_request import AsyncRequest
 from ..compat.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from ..compat.file_system_writer_async import FileSystemWriterAsync
+from ..compat.file_system_writer_async import FileSystemWriterAsync, get_write_results_queue
 from ..compat.plan_cache import CheckpointMetadataCache
 from ..compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from ..compat.write_results import get_write_results_queue
 from .settings import MegatronSettings
 
 

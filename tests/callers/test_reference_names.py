@@ -20,7 +20,7 @@ from ckpt_component import (
     TemporalAsyncCaller,
 )
 from ckpt_component.compat import CachedMetadataFileSystemReader, get_write_results_queue
-from ckpt_component.compat.write_results import _results_queue
+from ckpt_component.compat.file_system_writer_async import _results_queue
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -35,7 +35,8 @@ EXCEPTIONS = {
     "core/storage/tree_removal.py": "opens folders, and deletes by FileStorage",
     "managing/stop_signals.py": "a line on stderr from a signal handler",
     "integrations/file_capture.py": "small files of a framework in a private temporary folder, read back at once",
-    "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
+    "compat/spawn.py": "deletes the folder of tracebacks",
+    "compat/worker_main.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
 #: A room that no checkpoint of a user's passes through: the commands write result files, reports and recipes.
 ROOMS_BESIDE = {"cli"}

@@ -363,7 +363,7 @@ class Recorder:
 
 def test_every_request_has_its_response() -> None:
     writer = Recorder()
-    session = _WriterSession(writer)
+    session = _WriterSession(calls.no_init, (), lambda: writer, {})
     assert session(WorkerRequest(RequestType.PING, {})) == WorkerResponse(RequestType.PING, True)
     with pytest.raises(OSError, match="Input/output"):  # the loop sends it
         session(WorkerRequest(RequestType.WRITE_CHECKPOINT, {"state_dict": {}, "path": "somewhere", "kwargs": {}}))
