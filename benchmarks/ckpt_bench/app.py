@@ -24,20 +24,20 @@ from omegaconf import DictConfig
 from ckpt_component.cli.reports.page import NO_PICTURE, can_plot
 from ckpt_component.cli.reports.result import RUNNING, write_job_result
 from ckpt_component.config.hydra.app import run_app
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.errors import CheckpointError
 
 from .device import device_name, require_cuda
-from .figures import read_figures, rows_for_sweep, write_figures
-from .growth.command import measure_courses, show_courses
-from .growth.figures import read_growth, write_growth
-from .peers import PeerEnvironment
+from .growth.costs import read_growth, write_growth
+from .growth.courses import measure_courses, show_courses
+from .peer_environment import PeerEnvironment
 from .place import place
-from .plot import draw
 from .promises import judge
+from .row_figures import read_figures, rows_for_sweep, write_figures
+from .row_page import draw
+from .row_table import LEGEND, render
 from .runs import Case, Run, Runner
 from .schema import STATES, Action, Bench, BenchRequest, Device, read, register
-from .table import LEGEND, render
 
 #: Accepted as the first word of the command line, for `action=`.
 _ACTIONS = tuple(action.value for action in Action)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from .child import package_roots, run_process
-from .measure.names import LIMITS, ROWS
-from .peers import PeerEnvironment
+from .measure.row_kinds import LIMITS, ROWS
+from .peer_environment import PeerEnvironment
 
 #: Keys of a run without figures: the row failed, or could not be measured.
 ERROR, ABSENT = "error", "absent"

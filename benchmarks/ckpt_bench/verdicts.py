@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .figures import limits_of, spread, why_not
-from .measure.names import LIMITS
+from .measure.row_kinds import LIMITS
+from .row_figures import limits_of, spread, why_not
 from .runs import Case
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..config.files import presets
+from ..config.config_files import presets
 from ..config.quantities import BYTES, SECONDS, quantity
 from ..core.spelling import invalid_choice
 from ..core.storage.space import amount

@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         write, place = partial(write_files, runs, folder, figures, shown), folder / FOLDER
     else:
         _refuse_without_jobs(folder)
-        from .reports import report as sweep
+        from .reports import sweep_report as sweep
 
         rows = sweep.read_rows(folder)
         output.result({"kind": "sweep", "rows": sweep.records(rows)}, sweep.table(rows).splitlines())

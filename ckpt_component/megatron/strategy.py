@@ -16,7 +16,7 @@ from ..compat.file_system_writer_async import FileSystemWriterAsync
 from ..compat.plan_cache import CheckpointMetadataCache
 from ..compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from ..compat.write_results import get_write_results_queue
-from .settings import MegatronSettings
+from .queue_settings import MegatronSettings
 
 
 def async_names(settings: Callable[[], MegatronSettings]) -> dict[str, Any]:

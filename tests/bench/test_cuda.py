@@ -12,7 +12,7 @@ from ckpt_bench.measure.limits import measure_limits
 from ckpt_bench.measure.memory import device_peak
 from ckpt_bench.measure.row import RowSettings, measure_row
 from ckpt_bench.measure.states import make_state
-from ckpt_bench.peers import PeerEnvironment
+from ckpt_bench.peer_environment import PeerEnvironment
 from ckpt_bench.promises import judge
 from ckpt_bench.runs import Case, Runner
 

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_bench.growth.connection import CountedConnection, Counts
-from ckpt_bench.growth.figures import COSTS, Course, errors, points, read_growth, write_growth
-from ckpt_bench.growth.items import make_items, measure_items
+from ckpt_bench.growth.cost_page import draw_growth
+from ckpt_bench.growth.cost_table import render_growth
+from ckpt_bench.growth.costs import COSTS, Course, errors, points, read_growth, write_growth
+from ckpt_bench.growth.counted_connection import CountedConnection, Counts
+from ckpt_bench.growth.item_costs import make_items, measure_items
 from ckpt_bench.growth.judge import judge_growth
-from ckpt_bench.growth.plot import draw_growth
-from ckpt_bench.growth.ranks import measure_ranks
+from ckpt_bench.growth.rank_costs import measure_ranks
 from ckpt_bench.growth.sizes import measure_growth
-from ckpt_bench.growth.table import render_growth
 from torch.distributed import HashStore
 
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 from ckpt_component.core.state.flatten import flatten
 
 pytestmark = pytest.mark.slow

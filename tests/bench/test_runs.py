@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ckpt_bench.peers import PeerEnvironment
+from ckpt_bench.peer_environment import PeerEnvironment
 from ckpt_bench.runs import Case, Run, Runner
 
 #: Stands in for the process of a row: does what the row's name says.

@@ -31,10 +31,10 @@ def main(arguments: list[str]) -> int:
 
 def _measure(task: dict[str, Any]) -> dict[str, Any]:
     if task["axis"] == "ranks":
-        from .ranks import measure_ranks
+        from .rank_costs import measure_ranks
 
         return dict(measure_ranks(task["size"], task["saves"], task["folder"]))
-    from .items import measure_items
+    from .item_costs import measure_items
 
     return dict(measure_items(task["size"], task["saves"], task["folder"]))
 

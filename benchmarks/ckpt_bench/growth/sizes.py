@@ -13,7 +13,7 @@ from typing import Any
 
 from ..child import package_roots, run_process
 from ..runs import ERROR, read_result
-from .figures import Course
+from .costs import Course
 
 _BOOT = (
     "import sys; sys.path += sys.argv.pop(1).split(':'); "

@@ -40,8 +40,8 @@ def main(arguments: list[str]) -> int:
 
 def _measure(task: dict[str, Any]) -> dict[str, Any]:
     from .limits import measure_limits
-    from .names import LIMITS, ROWS
     from .row import RowSettings, measure_row
+    from .row_kinds import LIMITS, ROWS
     from .states import make_state
 
     settings = RowSettings(**task["settings"])

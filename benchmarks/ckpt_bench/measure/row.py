@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from .beside import RawSaves, measure_loads
-from .files import files_of, remove, sync_tree
-from .loop import Loop, in_turn
 from .memory import device_peak, pss, sampled_peak
-from .names import ROWS, RowKind
 from .raw import median
+from .row_kinds import ROWS, RowKind
 from .saver import Saver
 from .states import State, nbytes_of, settle
+from .target_files import files_of, remove, sync_tree
+from .training_loop import Loop, in_turn
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How a row is measured; see the keys of the same names in `bench.schema`."""
+    """How a row is measured; see the keys of the same names in `schema`."""
 
     saves: int
     enough_seconds: float
@@ -140,7 +140,7 @@ def make_saver(name: str, state: State) -> Saver:
     """Make the saver of a row. Imports the packages that it needs, which may be missing."""
     row = ROWS[name]
     if row.family == "ours":
-        from .ours import Ours
+        from .our_rows import Ours
 
         return Ours(state, row.preset, row.overrides)
     if row.family == "torch":
@@ -152,15 +152,15 @@ def make_saver(name: str, state: State) -> Saver:
             return torch_rows.DcpAsync(state, name.rpartition("_")[2])
         return torch_rows.TorchSave(state) if name == "torch_save" else torch_rows.Experimental(state)
     if name.startswith("nvrx"):
-        from . import nvrx
+        from . import nvrx_rows
 
-        kind = nvrx.NvrxTorchSave if "_torch_" in name else nvrx.NvrxDcp
+        kind = nvrx_rows.NvrxTorchSave if "_torch_" in name else nvrx_rows.NvrxDcp
         return kind(state, persistent="persistent" in name, clone=name.endswith("_clone"))
-    from . import peers
+    from . import peer_rows
 
     if name.startswith("torchsnapshot"):
-        return peers.Torchsnapshot(state, in_background=name.endswith("async_take"))
-    return peers.Safetensors(state) if name == "safetensors" else peers.TorchCheckpointing(state)
+        return peer_rows.Torchsnapshot(state, in_background=name.endswith("async_take"))
+    return peer_rows.Safetensors(state) if name == "safetensors" else peer_rows.TorchCheckpointing(state)
 
 
 def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -> tuple[float, float, float, float]:

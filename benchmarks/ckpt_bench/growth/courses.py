@@ -10,11 +10,11 @@ from ckpt_component.cli.reports.page import NO_PICTURE, can_plot
 
 from ..place import place
 from ..schema import BenchRequest
-from .figures import Course, write_growth
+from .cost_page import draw_growth
+from .cost_table import LEGEND, render_growth
+from .costs import Course, write_growth
 from .judge import judge_growth
-from .plot import draw_growth
 from .sizes import measure_growth
-from .table import LEGEND, render_growth
 
 
 def measure_courses(

@@ -25,8 +25,8 @@ from ckpt_component.core.commit.names import integrity_name
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.writing.request import WriteRequest
 
-from ..measure.files import remove
-from .connection import CountedConnection, Counts
+from ..measure.target_files import remove
+from .counted_connection import CountedConnection, Counts
 
 _SECONDS = 600.0
 #: Ranks per connection; a call takes microseconds.
@@ -47,7 +47,7 @@ def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
         folder: where they save; empty before and after
 
     Returns:
-        Costs by the names of `figures.COSTS`.
+        Costs by the names of `costs.COSTS`.
     """
     store = TCPStore(_HOST, 0, None, is_master=True, wait_for_workers=False)
     others = range(1, world_size)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from .measure.names import ROWS
+from .measure.row_kinds import ROWS
 
 REQUIREMENTS = Path(__file__).with_name("peers.txt")
 _INSTALL_SECONDS = 900

@@ -21,7 +21,7 @@ from ckpt_component.factory.graph import build_checkpointer
 from ckpt_component.writers.dcp import DcpWriter
 from ckpt_component.writers.torch_items import around_payload
 
-from ..measure.files import fill_cache, remove
+from ..measure.target_files import fill_cache, remove
 
 _SECONDS = 600
 #: Shapes repeat after this many items, so that the tensors stay small.
@@ -48,7 +48,7 @@ def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
         folder: where to save; empty before and after
 
     Returns:
-        Costs by the names of `figures.COSTS`.
+        Costs by the names of `costs.COSTS`.
     """
     state = make_items(count)
     found = {"templates": _seconds(lambda: _templates(count))}

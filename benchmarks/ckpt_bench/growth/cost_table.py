@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_component.cli.reports.text import aligned
 
-from .figures import COSTS, ONE, Course, errors, is_counted, points
+from .costs import COSTS, ONE, Course, errors, is_counted, points
 
 LEGEND = """the median of the repeats, for one item or one rank
 x: over the same at the size before, from the lowest repeats; 1 is linear growth, less is better"""

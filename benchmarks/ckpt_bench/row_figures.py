@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_component.cli.reports import figures as sweeps
+from ckpt_component.cli.reports.sweep_figures import FIGURES as SWEEP_FIGURES
 
 from .kept import read_run, write_run
-from .measure.names import LIMITS, ROWS
+from .measure.row_kinds import LIMITS, ROWS
 from .runs import ABSENT, ERROR, Case
 
 #: Figures of a row, in order. Times are in seconds.
@@ -97,11 +97,11 @@ def records(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
 
 
 #: Figure -> its name in the report of a sweep, where names of times end with their unit.
-_IN_SWEEPS = {figure: name for figure in FIGURES for name in (figure, f"{figure}_s") if name in sweeps.FIGURES}
+_IN_SWEEPS = {figure: name for figure in FIGURES for name in (figure, f"{figure}_s") if name in SWEEP_FIGURES}
 
 
 def rows_for_sweep(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The rows for `sweeps.result.write_result`: medians, or the reason why there are none."""
+    """The rows for `reports.result.write_result`: medians, or the reason why there are none."""
     rows = []
     for case in cases:
         for row in (name for name in case.rows if name in ROWS):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ckpt_bench.plot import draw
+from ckpt_bench.row_page import draw
 from ckpt_bench.runs import Case
 from ckpt_bench.verdicts import Verdict
 

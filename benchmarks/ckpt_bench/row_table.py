@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ckpt_component.cli.reports.text import aligned
 
-from .figures import Spread, fact, limits_of, spread, why_not
-from .measure.names import LIMITS, ROWS
+from .measure.row_kinds import LIMITS, ROWS
+from .row_figures import Spread, fact, limits_of, spread, why_not
 from .runs import Case
 
 #: Column -> figure, factor, digits.

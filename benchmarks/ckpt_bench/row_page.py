@@ -8,10 +8,10 @@ from typing import Any
 
 from ckpt_component.cli.reports.page import new_figure, without_frame, write_page
 
-from .figures import Spread, fact, limits_of, spread
-from .measure.names import ROWS
+from .measure.row_kinds import ROWS
+from .row_figures import Spread, fact, limits_of, spread
+from .row_table import LEGEND, render
 from .runs import Case
-from .table import LEGEND, render
 from .verdicts import Verdict
 
 #: The files are `figures.png` and `figures.html`.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ...events.records import SaveReport
+from ...events.reports import SaveReport
 from .text import duration
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from ckpt_component.cli.reports.page import new_figure, write_page
 
 from ..verdicts import Verdict
-from .figures import COSTS, ONE, Course, is_counted, points
-from .table import LEGEND, render_growth
+from .cost_table import LEGEND, render_growth
+from .costs import COSTS, ONE, Course, is_counted, points
 
 #: The files are `growth.png` and `growth.html`.
 _NAME = "growth"

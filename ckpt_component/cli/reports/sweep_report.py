@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .disks import shared_disks, shared_text
-from .figures import FIGURES
 from .jobs import Row, differing, read_jobs, spans_of
 from .page import can_plot, new_figure, without_frame, write_page, write_report
 from .replaced import write_csv
+from .sweep_figures import FIGURES
 from .text import Element, Table, lines_of
 
 #: The files are `sweep.csv`, `sweep.png` and `sweep.html`.
