@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ckpt_component.cli.reports.sweep_figures import FIGURES as SWEEP_FIGURES
 
 from .kept import read_run, write_run
 from .measure.row_kinds import LIMITS, ROWS
-from .runs import ABSENT, ERROR, Case
+from .runs import ABSENT, Case
+from .task import ERROR
 
 #: Figures of a row, in order. Times are in seconds.
 FIGURES = (
@@ -58,12 +60,8 @@ class Spread:
 
 def spread(case: Case, row: str, figure: str) -> Spread | None:
     """A figure of a row; None if no repeat has it."""
-    values = sorted(run[figure] for run in case.rows.get(row, ()) if run.get(figure) is not None)
-    if not values:
-        return None
-    middle = len(values) // 2
-    median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
-    return Spread(median, values[0], values[-1], len(values))
+    values = [run[figure] for run in case.rows.get(row, ()) if run.get(figure) is not None]
+    return Spread(median(values), min(values), max(values), len(values)) if values else None
 
 
 def fact(case: Case, row: str, name: str) -> Any:

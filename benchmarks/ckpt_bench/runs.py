@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .child import package_roots, run_process
+from .child import BOOT, Run, measure_in_child
 from .measure.row_kinds import LIMITS, ROWS
 from .peer_environment import PeerEnvironment
+from .task import ERROR
 
-#: Keys of a run without figures: the row failed, or could not be measured.
-ERROR, ABSENT = "error", "absent"
+#: Key of a run that could not be measured, with the reason; `ERROR` is that of one that failed.
+ABSENT = "absent"
 _NOT_ON_CUDA = "on device=cuda only rows of ours and of torch are measured"
-#: Not -m: our folders must be last on the path, so that the peers' packages take precedence over packages next to ours.
-BOOT = (
-    "import sys; sys.path += sys.argv.pop(1).split(':'); "
-    "from ckpt_bench.measure.process import main; sys.exit(main(sys.argv[1:]))"
-)
-
-Run = dict[str, Any]
 
 
 @dataclass
@@ -101,51 +91,19 @@ class Runner:
                 self._say(f"{name} ({ahead} to go{left})")
                 done += 1
                 started = time.monotonic()
-                run = self._measure_once(row, case, base, repeat)
+                run = measure_in_child(
+                    "measure.row:measure",
+                    {"row": row, "state": case.state, "settings": self._settings | {"cold": case.target == "disk"}},
+                    base,
+                    self._logs / f"{case.state}-{case.target}-{row}-{repeat}.log",
+                    self._timeout,
+                    (self._peers.interpreter_of(row), self._boot),
+                )
                 case.rows[row].append(run)
                 tell(row, run)
                 if ERROR in run:
                     self._say(f"{name} FAILED after {time.monotonic() - started:.0f} s: {run[ERROR]}")
 
-    def _measure_once(self, row: str, case: Case, base: str, repeat: int) -> Run:
-        place = tempfile.mkdtemp(prefix="ckpt-bench-", dir=base)
-        log = self._logs / f"{case.state}-{case.target}-{row}-{repeat}.log"
-        try:
-            data = os.path.join(place, "data")
-            os.mkdir(data)
-            result = os.path.join(place, "result.json")
-            task = {
-                "row": row,
-                "state": case.state,
-                "folder": data,
-                "result": result,
-                "settings": self._settings | {"cold": case.target == "disk"},
-            }
-            command = [self._peers.interpreter_of(row), "-c", self._boot, package_roots(), json.dumps(task)]
-            with open(log, "wb") as output:
-                code = run_process(command, output, self._timeout)
-            run = read_result(result, code, log, self._timeout)
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-        if ERROR not in run:
-            log.unlink()
-        return run
-
 
 def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def read_result(path: str, code: int | None, log: Path, timeout: float) -> Run:
-    """The figures of a process, or an error: its own, or the last line of its log."""
-    if code is None:
-        return {ERROR: f"killed: not done after {timeout:g} s"}
-    try:
-        with open(path, encoding="utf-8") as file:
-            run: Run = json.load(file)
-    except FileNotFoundError:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return {ERROR: f"ended with code {code}: {lines[-1] if lines else 'no message'}"}
-    if code != 0 and ERROR not in run:
-        return {ERROR: f"measured, and then ended with code {code}"}
-    return run

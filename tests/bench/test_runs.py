@@ -19,20 +19,21 @@ import json, os, subprocess, sys
 
 def main(arguments):
     task = json.loads(arguments[0])
-    if task["row"] == "limits":
+    row, folder = task["arguments"]["row"], task["arguments"]["folder"]
+    if row == "limits":
         open(task["result"], "w").write(json.dumps({"memcpy": 1.0}))
         return 0
-    if task["row"] == "torch_save":
+    if row == "torch_save":
         print("first words")
         print("last words", file=sys.stderr)
         return 3
-    if task["row"] == "sync":
+    if row == "sync":
         # Hangs, with a child that hangs in a session of its own.
         child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE,
                                  start_new_session=True)
         open(MARK, "w").write(str(child.pid))
         child.wait()
-    open(os.path.join(task["folder"], "data"), "w").write("x")
+    open(os.path.join(folder, "data"), "w").write("x")
     open(task["result"], "w").write(json.dumps({"durable": 2.0}))
     return 0
 """

@@ -1,4 +1,4 @@
-"""`ckpt-bench growth`: measure all sizes, show the costs, and judge whether any grows faster than linearly."""
+"""`ckpt-bench growth`: measure all sizes in turn."""
 
 from __future__ import annotations
 
@@ -6,57 +6,41 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_component.cli.reports.page import NO_PICTURE, can_plot
-
+from ..child import measure_in_child
 from ..place import place
 from ..schema import BenchRequest
-from .cost_page import draw_growth
-from .cost_table import LEGEND, render_growth
+from ..task import ERROR
 from .costs import Course, write_growth
-from .judge import judge_growth
-from .sizes import measure_growth
+
+#: What measures one size of an axis.
+_CALLS = {"items": "growth.item_costs:measure_items", "ranks": "growth.rank_costs:measure_ranks"}
 
 
 def measure_courses(
     request: BenchRequest, parent: tuple[Path, str], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
 ) -> list[Course]:
-    """Measure the sizes that the config selects.
+    """Measure every size that the config selects, in turn, each in a fresh process.
 
     Args:
         request: the config
         parent: folder for the checkpoints, and the key that set it
         about: the machine and the settings
-        folder: where the costs are written after every process
+        folder: where the costs are written after every process, so that a run that is stopped leaves them; and what a
+            failed process printed
         say: called with each line of progress
     """
     bench = request.bench
+    courses = [Course(axis, {size: [] for size in sizes}) for axis, sizes in request.sizes.items() if sizes]
     with place(parent[0], f"{parent[1]}=") as base:
-        return measure_growth(
-            request.sizes,
-            base,
-            repeats=bench.repeats,
-            saves=bench.saves,
-            timeout=bench.row_timeout,
-            logs=folder,
-            say=say,
-            tell=lambda found: write_growth(found, folder, about),
-        )
-
-
-def show_courses(
-    courses: list[Course], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
-) -> str | None:
-    """Print tables and verdicts, and draw the costs. Return a text about failures, or None."""
-    print("\n".join(render_growth(course) for course in courses))
-    verdicts = judge_growth(courses)
-    print(f"\n{LEGEND}\n\n" + "\n".join(verdict.line() for verdict in verdicts))
-    if can_plot():
-        draw_growth(courses, verdicts, about, folder)
-    else:
-        say(NO_PICTURE)
-    say(f"figures are in {folder}")
-    passed, failed = (sum(verdict.holds is outcome for verdict in verdicts) for outcome in (True, False))
-    print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured")
-    if not any("error" not in run for course in courses for runs in course.runs.values() for run in runs):
-        return "Nothing was measured; the reasons are above."
-    return f"{failed} cost{'s' * (failed > 1)} grew faster than linearly; see FAIL above." if failed else None
+        for repeat in range(bench.repeats):
+            for course in courses:
+                for size, runs in course.runs.items():
+                    say(f"repeat {repeat + 1} of {bench.repeats}: {size:,} {course.axis}")
+                    log = folder / f"{course.axis}-{size}-{repeat}.log"
+                    arguments = {"count": size, "saves": bench.saves}
+                    run = measure_in_child(_CALLS[course.axis], arguments, base, log, bench.row_timeout)
+                    runs.append(run)
+                    write_growth(courses, folder, about)
+                    if ERROR in run:
+                        say(f"{size:,} {course.axis} FAILED: {run[ERROR]}")
+    return courses

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 
+from ckpt_component.core.storage.checksum import PROVIDERS
+
 from .beside import RawSaves, measure_loads
+from .limits import measure_limits
 from .memory import device_peak, pss, sampled_peak
 from .raw import median
-from .row_kinds import ROWS, RowKind
+from .row_kinds import LIMITS, ROWS, RowKind
 from .saver import Saver
-from .states import State, nbytes_of, settle
+from .states import State, make_state, nbytes_of, settle
 from .target_files import files_of, remove, sync_tree
 from .training_loop import Loop, in_turn
 
@@ -35,6 +39,25 @@ class RowSettings:
     pairs: int
     cold: bool
     device: str = "cpu"
+
+
+def measure(row: str, state: str, folder: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure a row, or the hardware's limits, in a process of its own.
+
+    Args:
+        row: name of the row, or `LIMITS`
+        state: name of the state
+        folder: where to save; empty before and after
+        settings: arguments of `RowSettings`
+    """
+    how = RowSettings(**settings)
+    made = make_state(state, device=how.device)
+    if row == LIMITS:
+        return measure_limits(made, folder, how.saves, how.cold)
+    if ROWS[row].family == "ours" and not ROWS[row].fast:
+        # Packages that compute checksums faster than zlib are hidden from their import.
+        sys.modules |= {provider.module: None for provider in PROVIDERS if provider.package != "zlib"}  # type: ignore[misc]
+    return measure_row(row, made, folder, how)
 
 
 def measure_row(name: str, state: State, folder: str, settings: RowSettings) -> dict[str, Any]:
