@@ -21,8 +21,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
-from ckpt_component.cli.output import counted
 from ckpt_component.cli.reports.result import RUNNING, write_job_result
+from ckpt_component.cli.text import counted
 from ckpt_component.config.hydra.app import run_app
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.errors import CheckpointError
@@ -153,8 +153,8 @@ def _measure(
 
     keep()
     runner = Runner(
-        peers,
-        {
+        peers=peers,
+        settings={
             "saves": bench.saves,
             "enough_seconds": bench.enough_seconds,
             "loop_threads": bench.loop_threads,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_component.cli.reports.text import aligned
+from ckpt_component.cli.text import Table
 
 from .measure.row_kinds import LIMITS, ROWS
 from .row_figures import Spread, fact, limits_of, spread, why_not
@@ -54,7 +54,7 @@ def render(case: Case) -> str:
             lines.append([row, *cells, _whole(case, row)])
     text = [f"\n{case.state} on {case.target}{size}"]
     if len(lines) > 1:
-        text += aligned(lines)
+        text += Table(lines).text()
     text += notes
     text += [_limit(name, found, nbytes) for name, found in limits_of(case).items()]
     return "\n".join(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ class Case:
     rows: dict[str, list[Run]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Runner:
     """Runs the processes of rows.
 
-    Args:
+    Attributes:
         peers: the environment of the peers
         settings: arguments of `measure.row.RowSettings`, except `cold`
         repeats: how often to measure each row
@@ -46,24 +47,13 @@ class Runner:
         boot: code that measures a row; its arguments are the folder of our package and the task
     """
 
-    def __init__(
-        self,
-        peers: PeerEnvironment,
-        settings: dict[str, Any],
-        *,
-        repeats: int,
-        timeout: float,
-        logs: Path,
-        say: Callable[[str], None],
-        boot: str = BOOT,
-    ) -> None:
-        self._peers = peers
-        self._settings = settings
-        self._repeats = repeats
-        self._timeout = timeout
-        self._logs = logs
-        self._say = say
-        self._boot = boot
+    peers: PeerEnvironment
+    settings: Mapping[str, Any]
+    repeats: int
+    timeout: float
+    logs: Path
+    say: Callable[[str], None]
+    boot: str = BOOT
 
     def measure(self, case: Case, rows: Sequence[str], base: str, tell: Callable[[str, Run], None]) -> None:
         """Measure all rows of a case, in turn, and the limits with them.
@@ -74,35 +64,35 @@ class Runner:
             base: folder on the target, for a temporary folder per process
             tell: called with each row and its figures when they are available
         """
-        absent = self._peers.absent(rows)
-        if self._settings.get("device") == "cuda":
+        absent = self.peers.absent(rows)
+        if self.settings.get("device") == "cuda":
             absent |= {row: _NOT_ON_CUDA for row in rows if ROWS[row].family == "peers"}
         for row in (LIMITS, *rows):
             case.rows[row] = [{ABSENT: absent[row]}] if row in absent else []
             if row in absent:
-                self._say(f"{case.state} on {case.target}: {row} is not measured: {absent[row]}")
+                self.say(f"{case.state} on {case.target}: {row} is not measured: {absent[row]}")
         began, done = time.monotonic(), 0
         rows_there = [row for row in case.rows if row not in absent]
-        for repeat in range(self._repeats):
+        for repeat in range(self.repeats):
             for row in rows_there:
-                name = f"{case.state} on {case.target}, repeat {repeat + 1} of {self._repeats}: {row}"
-                ahead = self._repeats * len(rows_there) - done
+                name = f"{case.state} on {case.target}, repeat {repeat + 1} of {self.repeats}: {row}"
+                ahead = self.repeats * len(rows_there) - done
                 left = f", about {_minutes((time.monotonic() - began) / done * ahead)}" if done else ""
-                self._say(f"{name} ({ahead} to go{left})")
+                self.say(f"{name} ({ahead} to go{left})")
                 done += 1
                 started = time.monotonic()
                 run = measure_in_child(
                     "measure.row:measure",
-                    {"row": row, "state": case.state, "settings": self._settings | {"cold": case.target == "disk"}},
+                    {"row": row, "state": case.state, "settings": {**self.settings, "cold": case.target == "disk"}},
                     base,
-                    self._logs / f"{case.state}-{case.target}-{row}-{repeat}.log",
-                    self._timeout,
-                    (self._peers.interpreter_of(row), self._boot),
+                    self.logs / f"{case.state}-{case.target}-{row}-{repeat}.log",
+                    self.timeout,
+                    (self.peers.interpreter_of(row), self.boot),
                 )
                 case.rows[row].append(run)
                 tell(row, run)
                 if ERROR in run:
-                    self._say(f"{name} FAILED after {time.monotonic() - started:.0f} s: {run[ERROR]}")
+                    self.say(f"{name} FAILED after {time.monotonic() - started:.0f} s: {run[ERROR]}")
 
 
 def _minutes(seconds: float) -> str:

@@ -20,7 +20,7 @@ from ..errors import CheckpointNotFoundError
 from ..events import FOLDER
 from .output import Output, width
 from .reports.page import write_report
-from .reports.text import lines_of
+from .text import lines_of
 
 #: The file that a job of a sweep writes; `reports.result` imports Hydra.
 _RESULT = "result.json"

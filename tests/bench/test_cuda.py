@@ -37,8 +37,8 @@ def test_another_device_is_no_choice(bench: Bench) -> None:
 def test_peers_are_not_measured_on_a_device(tmp_path: Path) -> None:
     said: list[str] = []
     runner = Runner(
-        PeerEnvironment(str(tmp_path / "peers")),
-        {"device": "cuda"},
+        peers=PeerEnvironment(str(tmp_path / "peers")),
+        settings={"device": "cuda"},
         repeats=1,
         timeout=0.01,
         logs=tmp_path,

@@ -54,8 +54,8 @@ def measured(
     case = Case("tiny", "disk")
     stand_in = str(target.parent / "stand_in_row.py")
     runner = Runner(
-        PeerEnvironment(str(target.parent / "peers")),
-        {},
+        peers=PeerEnvironment(str(target.parent / "peers")),
+        settings={},
         repeats=repeats,
         timeout=timeout,
         logs=target.parent / "logs",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointConfigError, printable
-from .text import Element
+from ..text import Element, Table
 
 #: Shown if the extra is not installed.
 NO_PICTURE = "no picture: pip install matplotlib"
@@ -110,15 +110,14 @@ def _html(block: Element) -> str:
     if isinstance(block, str):
         tag = "pre" if "\n" in block else "div"
         return f"<{tag}>{_escaped(block) or '&nbsp;'}</{tag}>\n"
-    head, *body = (_line(line, block.left) for line in block.lines)
-    rows = "".join(f"<tr>{line}</tr>\n" for line in body)
-    head = head.replace("<td", "<th").replace("</td", "</th")
+    head = _line(block, block.lines[0], "th")
+    rows = "".join(f"<tr>{_line(block, cells, 'td')}</tr>\n" for cells in block.lines[1:])
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
 
 
-def _line(cells: Sequence[str], left: Sequence[int]) -> str:
-    sides = (' class="left"' if column in left else "" for column in range(len(cells)))
-    return "".join(f"<td{side}>{_escaped(cell)}</td>" for side, cell in zip(sides, cells, strict=True))
+def _line(table: Table, cells: Sequence[str], tag: str) -> str:
+    sides = (' class="left"' if table.is_left(column) else "" for column in range(len(cells)))
+    return "".join(f"<{tag}{side}>{_escaped(cell)}</{tag}>" for side, cell in zip(sides, cells, strict=True))
 
 
 def _escaped(text: str) -> str:

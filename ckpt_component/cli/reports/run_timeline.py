@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from ..output import counted
+from ..text import counted, duration
 from .page import without_frame
 from .run_records import RankLog, RecordedSave, Run
 from .run_trace import TRACKS, slices_of
-from .text import duration
 
 #: Kind of a slice, in the order of a save -> its colour, of which phases have shades, and what it means.
 _KINDS = {

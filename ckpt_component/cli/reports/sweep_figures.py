@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ...events.reports import SaveReport
-from .text import duration
+from ..text import duration
 
 
 @dataclass(frozen=True)
