@@ -50,9 +50,8 @@ class Presentation:
         print(f"\n{self.legend}")
         if self.verdicts:
             print(f"\n{self._judged()}")
-        if can_plot():
-            self.write_page(about, folder)
-        else:
+        self.write_page(about, folder)
+        if not can_plot():
             say(NO_PICTURE)
         say(f"figures are in {folder}")
         if self.verdicts:
@@ -67,12 +66,12 @@ class Presentation:
         return sum(verdict.holds is False for verdict in self.verdicts)
 
     def write_page(self, about: Mapping[str, Any], folder: Path) -> list[Path]:
-        """Write the picture and the page, and return their paths; none if there is nothing to draw."""
+        """Write the picture and the page, as `reports.page.write_page`; nothing if nothing was measured."""
         if self.draw is None:
             return []
         blocks = [self.legend, *(table.strip() for table in self.tables), *filter(None, [self._judged()])]
         machine = ", ".join(f"{name}: {value}" for name, value in about.items())
-        return write_page(folder / self.name, self.draw(), self.title, machine, self.caption, blocks)
+        return write_page(folder / self.name, self.draw, self.title, machine, self.caption, blocks)
 
     def _judged(self) -> str:
         return "\n".join(verdict.line() for verdict in self.verdicts)

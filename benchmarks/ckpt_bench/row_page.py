@@ -10,7 +10,7 @@ from ckpt_component.cli.reports.page import new_figure, without_frame
 
 from .measure.row_kinds import ROWS
 from .presentation import Presentation
-from .row_figures import Spread, fact, limits_of, spread
+from .row_figures import Spread, fact, limits_of, measured_rows, spread
 from .row_table import LEGEND, render
 from .runs import Case
 from .verdicts import Verdict
@@ -28,7 +28,7 @@ _PANELS = (
 
 def rows_shown(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> Presentation:
     """What the rows of a run come to; cases without a measured row are not in the picture."""
-    drawn = [case for case in cases if _rows(case)]
+    drawn = [case for case in cases if measured_rows(case)]
     return Presentation(
         "ckpt-bench",
         "figures",
@@ -41,7 +41,7 @@ def rows_shown(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> Presentati
 
 
 def _picture(cases: Sequence[Case]) -> Any:
-    heights = [1.2 + 0.28 * len(_rows(case)) for case in cases]
+    heights = [1.2 + 0.28 * len(measured_rows(case)) for case in cases]
     figure = new_figure(4 * len(_PANELS) + 2, sum(heights))
     grid = figure.subplots(len(cases), len(_PANELS), squeeze=False, gridspec_kw={"height_ratios": heights})
     for case, axes in zip(cases, grid, strict=True):
@@ -55,7 +55,7 @@ def _picture(cases: Sequence[Case]) -> Any:
 
 def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: str | None) -> None:
     factor = 1e-9 if name == "memory" else 1.0
-    rows = _rows(case)
+    rows = measured_rows(case)
     for place, row in enumerate(rows):
         found = spread(case, row, name)
         if found is None:
@@ -73,10 +73,6 @@ def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: s
     without_frame(axis)
 
 
-def _rows(case: Case) -> list[str]:
-    return [row for row in case.rows if row in ROWS and spread(case, row, "durable") is not None]
-
-
 def _title(case: Case) -> str:
-    nbytes = fact(case, _rows(case)[0], "state_bytes")
+    nbytes = fact(case, measured_rows(case)[0], "state_bytes")
     return f"{case.state} on {case.target}, {nbytes / 1e9:.2f} GB"

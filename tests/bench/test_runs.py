@@ -106,7 +106,7 @@ def test_the_environment_of_the_peers_is_asked_for_each(tmp_path: Path) -> None:
     assert set(peers.absent(["sync", "safetensors"])) == {"safetensors"}
     # A stand-in for the interpreter, in which one of the two is.
     peers.python.parent.mkdir(parents=True)
-    peers.python.write_text("#!/bin/sh\necho '[\"safetensors\"]'\n")
+    peers.python.write_text('#!/bin/sh\necho \'{"safetensors": "0.8.0"}\'\n')
     peers.python.chmod(0o755)
     absent = peers.absent(["safetensors", "torchsnapshot_take", "nvrx_temporal"])
     assert set(absent) == {"torchsnapshot_take", "nvrx_temporal"}

@@ -74,22 +74,26 @@ pre { overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }
 """
 
 
-def write_page(base: Path, figure: Any, title: str, about: str, caption: str, blocks: Iterable[Element]) -> list[Path]:
-    """Write the picture, and the page as HTML.
+def write_page(
+    base: Path, draw: Callable[[], Any], title: str, about: str, caption: str, blocks: Iterable[Element]
+) -> list[Path]:
+    """Write the picture, and the page as HTML, if matplotlib is installed.
 
     Args:
         base: path of the files without `.png` and `.html`
-        figure: the picture, which is embedded in the page
+        draw: draws the picture, a figure, which is embedded in the page
         title: title of the page
         about: text below the title
         caption: caption of the picture
         blocks: lines and tables below the picture; a text of several lines is preformatted
 
     Returns:
-        Both files.
+        Both files; none without matplotlib.
     """
+    if not can_plot():
+        return []
     png, page = base.with_suffix(".png"), base.with_suffix(".html")
-    figure.savefig(png, dpi=110)
+    draw().savefig(png, dpi=110)
     image = base64.b64encode(png.read_bytes()).decode()
     title, about, caption = map(_escaped, (title, about, caption))
     page.write_text(

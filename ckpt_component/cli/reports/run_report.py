@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...core.storage.space import amount, rate
 from ..text import Element, Table, clock_text, counted, duration
-from .page import can_plot, new_figure, write_page
+from .page import write_page
 from .run_records import Run
-from .run_timeline import draw_saves, height
+from .run_timeline import picture_of
 
 #: Saves that the text shows, the last ones.
 _SHOWN = 15
@@ -141,12 +142,8 @@ def write_files(
     Raises:
         OSError: a file cannot be written
     """
-    if not can_plot():
-        return []
-    figure = new_figure(11, height(runs[shown]))
-    draw_saves(figure, runs[shown])
-    caption = "The last saves, with what training did beside them."
-    return write_page(out / "run", figure, "Run", str(folder), caption, blocks(folder, figures, shown, None))
+    caption, draw = "The last saves, with what training did beside them.", partial(picture_of, runs[shown])
+    return write_page(out / "run", draw, "Run", str(folder), caption, blocks(folder, figures, shown, None))
 
 
 def _percent(share: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ..text import Element, Table, lines_of
 from .disks import shared_disks, shared_text
 from .jobs import Row, differing, read_jobs, spans_of
-from .page import can_plot, new_figure, without_frame, write_page, write_report
+from .page import new_figure, without_frame, write_page, write_report
 from .replaced import write_csv
 from .sweep_figures import FIGURES
 
@@ -69,9 +69,9 @@ def write_files(rows: Sequence[Row], folder: Path, out: Path) -> list[Path]:
     write_csv(base.with_suffix(".csv"), _CSV_COLUMNS, records(rows))
     files = [base.with_suffix(".csv")]
     complete = [row for row in rows if _times(row) is not None]
-    if complete and can_plot():
+    if complete:
         caption = "Lower and further left is better; a colour for each workload."
-        files += write_page(base, _picture(complete), "Sweep", str(folder), caption, _blocks(rows))
+        files += write_page(base, partial(_picture, complete), "Sweep", str(folder), caption, _blocks(rows))
     return files
 
 
