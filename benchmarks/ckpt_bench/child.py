@@ -28,7 +28,6 @@ BOOT = (
 _LOOK_S = 2.0
 _GRACE_S = 2.0
 
-
 Run = dict[str, Any]
 
 

@@ -56,7 +56,8 @@ def measure(row: str, state: str, folder: str, settings: Mapping[str, Any]) -> d
         return measure_limits(made, folder, how.saves, how.cold)
     if ROWS[row].family == "ours" and not ROWS[row].fast:
         # Packages that compute checksums faster than zlib are hidden from their import.
-        sys.modules |= {provider.module: None for provider in PROVIDERS if provider.package != "zlib"}  # type: ignore[misc]
+        hidden: dict[str, Any] = {provider.module: None for provider in PROVIDERS if provider.package != "zlib"}
+        sys.modules.update(hidden)
     return measure_row(row, made, folder, how)
 
 
