@@ -1,4 +1,4 @@
-"""The words of the code: a class name stands once, and what docstrings list has one form."""
+"""The words of the code: class and file names stand once, and what docstrings list has one form."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ PUBLIC = {
     *("DcpWriter", "TorchSaveWriter", "SafetensorsWriter"),
     "CheckpointCallback",
 }
+#: File names that stand for one thing in several rooms: a format, a program, a schema of configs, a base class.
+ALIKE = {"dcp", "safetensors", "torch_file", "torch_save", "app", "schema", "base"}
 #: Docstring sections with entries `name: fragment`.
 _SECTION = re.compile(r"^( *)(Args|Attributes|Raises):\n((?:\1 +.*\n|\n)*)", re.M)
 _ENTRY = re.compile(r"^    (\*{0,2}[A-Za-z_][\w.]*(?:, [\w.]+)*): +(.*(?:\n     +.*)*)", re.M)
@@ -39,6 +41,14 @@ def test_a_class_name_stands_once() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{path.relative_to(REPOSITORY)}:{node.lineno}")
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in PUBLIC} == {}
+
+
+def test_a_file_name_stands_once() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        if "_old_names" not in path.parts and not path.stem.startswith("__"):
+            places[path.stem].append(str(path.relative_to(REPOSITORY)))
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in ALIKE} == {}
 
 
 def docstrings(path: Path) -> Iterator[str]:

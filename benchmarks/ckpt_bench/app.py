@@ -21,23 +21,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
-from ckpt_component.cli.reports.page import NO_PICTURE, can_plot
 from ckpt_component.cli.reports.result import RUNNING, write_job_result
+from ckpt_component.cli.text import counted
 from ckpt_component.config.hydra.app import run_app
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.errors import CheckpointError
 
 from .device import device_name, require_cuda
-from .figures import read_figures, rows_for_sweep, write_figures
-from .growth.command import measure_courses, show_courses
-from .growth.figures import read_growth, write_growth
-from .peers import PeerEnvironment
+from .growth.cost_page import costs_shown
+from .growth.costs import read_growth, write_growth
+from .growth.courses import measure_courses
+from .peer_environment import PeerEnvironment
 from .place import place
-from .plot import draw
 from .promises import judge
+from .row_figures import read_figures, rows_for_sweep, write_figures
+from .row_page import rows_shown
+from .row_table import render
 from .runs import Case, Run, Runner
 from .schema import STATES, Action, Bench, BenchRequest, Device, read, register
-from .table import LEGEND, render
 
 #: Accepted as the first word of the command line, for `action=`.
 _ACTIONS = tuple(action.value for action in Action)
@@ -89,15 +90,8 @@ def run_job(config: DictConfig) -> None:
             require_cuda()
         if request.bench.action is Action.growth:
             _grow(request, peers, here, folder)
-            job.write("completed")
-            return
-        if request.bench.results is not None:
-            job.cases, about = read_figures(str(here / request.bench.results))
-            write_figures(job.cases, folder, about)
         else:
-            about = _about(request, peers)
-            _measure(request, peers, here, folder, about, job)
-        _show(request, job.cases, about, folder)
+            _measure_rows(request, peers, here, folder, job)
     except KeyboardInterrupt:
         job.write("stopped", "by Ctrl-C")
         raise
@@ -130,6 +124,24 @@ def _make_peers(peers: PeerEnvironment) -> None:
     _say("all peers are installed; ckpt-bench measures them now")
 
 
+def _measure_rows(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path, job: _JobResult) -> None:
+    bench = request.bench
+    if bench.results is not None:
+        job.cases, about = read_figures(str(here / bench.results))
+        write_figures(job.cases, folder, about)
+    else:
+        about = _about(request, peers)
+        _measure(request, peers, here, folder, about, job)
+    checked = bench.action is Action.check
+    verdicts = judge(job.cases, cores=about["cores"], loop_threads=about["loop_threads"]) if checked else []
+    shown = rows_shown(job.cases, verdicts)
+    shown.show(about, folder, _say, with_tables=bench.results is not None)
+    if shown.failed:
+        raise BenchmarkFailed(f"{counted(shown.failed, 'promise')} failed; see FAIL above.")
+    if shown.draw is None:
+        raise BenchmarkFailed("No row was measured; the reasons are above.")
+
+
 def _measure(
     request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path, about: dict[str, Any], job: _JobResult
 ) -> None:
@@ -141,8 +153,8 @@ def _measure(
 
     keep()
     runner = Runner(
-        peers,
-        {
+        peers=peers,
+        settings={
             "saves": bench.saves,
             "enough_seconds": bench.enough_seconds,
             "loop_threads": bench.loop_threads,
@@ -184,38 +196,18 @@ def _grow(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Pat
     else:
         about = _about(request, peers)
         courses = measure_courses(request, _parent(bench, request.targets[0], here), about, folder, _say)
-    failed = show_courses(courses, about, folder, _say)
-    if failed is not None:
-        raise BenchmarkFailed(failed)
+    shown = costs_shown(courses)
+    shown.show(about, folder, _say)
+    if shown.failed:
+        raise BenchmarkFailed(f"{counted(shown.failed, 'cost')} grew faster than linearly; see FAIL above.")
+    if shown.draw is None:
+        raise BenchmarkFailed("Nothing was measured; the reasons are above.")
 
 
 def _parent(bench: Bench, target: str, here: Path) -> tuple[Path, str]:
     """The parent of the run's folder, and the key that sets it."""
     disk = here / bench.dir, "dir"
     return disk if target == "disk" else (Path(bench.tmpfs_dir), "tmpfs_dir")
-
-
-def _show(request: BenchRequest, cases: list[Case], about: dict[str, Any], folder: Path) -> None:
-    if request.bench.results is not None:
-        print("\n".join(render(case) for case in cases))
-    print(f"\n{LEGEND}")
-    checked = request.bench.action is Action.check
-    verdicts = judge(cases, cores=about["cores"], loop_threads=about["loop_threads"]) if checked else []
-    if verdicts:
-        print("\n" + "\n".join(verdict.line() for verdict in verdicts))
-    if can_plot():
-        draw(cases, verdicts, about, folder)
-    else:
-        _say(NO_PICTURE)
-    _say(f"figures are in {folder}")
-    failed = sum(verdict.holds is False for verdict in verdicts)
-    if verdicts:
-        passed = sum(verdict.holds is True for verdict in verdicts)
-        print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured or only reported")
-    if failed:
-        raise BenchmarkFailed(f"{failed} promise{'s' * (failed > 1)} failed; see FAIL above.")
-    if not any("durable" in run for case in cases for runs in case.rows.values() for run in runs):
-        raise BenchmarkFailed("No row was measured; the reasons are above.")
 
 
 #: The most copies of a state that exist on disk at once, with a margin.

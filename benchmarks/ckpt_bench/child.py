@@ -1,27 +1,82 @@
-"""Run a measuring process with a deadline, and end all processes that it started."""
+"""Measure in a fresh process with a deadline, and end all processes that it started."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 import ckpt_component
 
+from .task import ERROR
+
+#: Not -m: our folders must be last on the path, so that the peers' packages take precedence over packages next to ours.
+BOOT = (
+    "import sys; sys.path += sys.argv.pop(1).split(':'); from ckpt_bench.task import main; sys.exit(main(sys.argv[1:]))"
+)
 #: Interval of listing processes, which takes milliseconds and would disturb the measurement if done more often.
 _LOOK_S = 2.0
 _GRACE_S = 2.0
 
+Run = dict[str, Any]
 
-def package_roots() -> str:
-    """The folders that this package and `ckpt_component` are imported from, for the path of another interpreter."""
-    return ":".join(str(Path(file).resolve().parents[1]) for file in (__file__, str(ckpt_component.__file__)))
+
+def measure_in_child(
+    call: str, arguments: Mapping[str, Any], base: str, log: Path, timeout: float, command: Sequence[str] = ()
+) -> Run:
+    """Call a function of this package in a fresh process, with a `folder` to save to that is removed afterwards.
+
+    Args:
+        call: the function as in `growth.item_costs:measure_items`
+        arguments: its other arguments, values of JSON's types
+        base: folder on the target, in which the folder is made
+        log: a file for what the process prints; it is left after an error
+        timeout: time limit in seconds
+        command: the interpreter and the code that calls the function, if others than these
+
+    Returns:
+        What the function returned, or under `ERROR` why it did not: its own error, or the last line of its log.
+    """
+    place = tempfile.mkdtemp(prefix="ckpt-bench-", dir=base)
+    try:
+        data, result = os.path.join(place, "data"), os.path.join(place, "result.json")
+        os.mkdir(data)
+        task = json.dumps({"call": call, "arguments": {**arguments, "folder": data}, "result": result})
+        interpreter, boot = command or (sys.executable, BOOT)
+        # The folders that this package and `ckpt_component` are imported from.
+        roots = ":".join(str(Path(file).resolve().parents[1]) for file in (__file__, str(ckpt_component.__file__)))
+        with open(log, "wb") as output:
+            code = run_process([interpreter, "-c", boot, roots, task], output, timeout)
+        run = _read_result(result, code, log, timeout)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    if ERROR not in run:
+        log.unlink()
+    return run
+
+
+def _read_result(path: str, code: int | None, log: Path, timeout: float) -> Run:
+    if code is None:
+        return {ERROR: f"killed: not done after {timeout:g} s"}
+    try:
+        with open(path, encoding="utf-8") as file:
+            run: Run = json.load(file)
+    except FileNotFoundError:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return {ERROR: f"ended with code {code}: {lines[-1] if lines else 'no message'}"}
+    if code != 0 and ERROR not in run:
+        return {ERROR: f"measured, and then ended with code {code}"}
+    return run
 
 
 def run_process(command: Sequence[str], output: IO[bytes], timeout: float) -> int | None:

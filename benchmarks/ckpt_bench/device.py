@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 _ASK_SECONDS = 120
 _PROBE = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"

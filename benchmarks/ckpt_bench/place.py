@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .figures import fact, spread, why_not
-from .measure.names import ROWS, rows_of
+from .measure.row_kinds import ROWS, rows_of
+from .row_figures import fact, spread, why_not
 from .runs import Case
 from .verdicts import Measured, Missing, Verdict, at_least, at_most, best_of, figure_of, limit_of, raw_of, reported
 

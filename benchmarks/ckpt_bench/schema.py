@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from ckpt_component.config.hydra.composable import composable
 from ckpt_component.config.hydra.compose import plain_dict
-from ckpt_component.config.hydra.errors import HydraConfigError, for_hydra
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError, for_hydra
 from ckpt_component.config.hydra.read import read as read_values
 from ckpt_component.config.hydra.store import PROVIDER, SCHEMAS, registered, store_files
 from ckpt_component.config.hydra.store import register as register_checkpoint_configs
@@ -22,7 +22,7 @@ from ckpt_component.config.schema import above, at_least
 from ckpt_component.core.spelling import invalid_choice
 from ckpt_component.core.storage.locate import expanded
 
-from .measure.names import FAMILIES, ROWS, rows_of
+from .measure.row_kinds import FAMILIES, ROWS, rows_of
 
 #: Name -> size in gigabytes (1e9), rounded up.
 STATES: Mapping[str, float] = {"large": 1.5, "many_small": 0.7, "moe": 1.5, "bf16_mixed": 1.77, "tiny": 0.03}

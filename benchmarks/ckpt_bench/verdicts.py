@@ -6,10 +6,10 @@ A missing figure is a string with the reason; a promise about it neither holds n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .figures import limits_of, spread, why_not
-from .measure.names import LIMITS
+from .measure.row_kinds import LIMITS
+from .row_figures import limits_of, spread, why_not
 from .runs import Case
 
 
@@ -51,13 +51,13 @@ class Verdict:
 def at_most(promise: str, bound: float, above: Measured | Missing, below: Measured | Missing) -> Verdict:
     """`above` over `below` must not be higher than the bound."""
     verdict = reported(f"{promise}, at most {bound:.3g}", above, below)
-    return _with_bound(verdict, verdict.measured is not None and verdict.measured <= bound)
+    return verdict if verdict.measured is None else replace(verdict, holds=verdict.measured <= bound)
 
 
 def at_least(promise: str, bound: float, above: Measured | Missing, below: Measured | Missing) -> Verdict:
     """`above` over `below` must not be lower than the bound."""
     verdict = reported(f"{promise}, at least {bound:.3g}", above, below)
-    return _with_bound(verdict, verdict.measured is not None and verdict.measured >= bound)
+    return verdict if verdict.measured is None else replace(verdict, holds=verdict.measured >= bound)
 
 
 def reported(promise: str, above: Measured | Missing, below: Measured | Missing) -> Verdict:
@@ -113,8 +113,3 @@ def best_of(case: Case | Missing, rows: Iterable[str], figure: str, whole: bool 
 
 def _value(figure: Measured) -> float:
     return figure.value
-
-
-def _with_bound(verdict: Verdict, within: bool) -> Verdict:
-    holds = within if verdict.measured is not None else None
-    return Verdict(verdict.promise, verdict.measured, holds, verdict.note)

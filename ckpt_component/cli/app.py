@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         text, fix = error.strerror or str(error), ""
         if is_url(str(error.filename or "")):
-            from .health.bucket import in_words
+            from .health.bucket_checks import in_words
 
             text, fix = in_words(error)
         text = f"{error.filename}: {text}" if error.filename else text

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ..config.files import parts_of, presets, recipes
+from ..config.config_files import parts_of, presets, recipes
 from ..core.spelling import closest
 from ..errors import CheckpointConfigError
 from .output import Output, entry, width

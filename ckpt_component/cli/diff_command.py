@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ..core.commit.run_record import stored_config
 from ..core.formats import Index, open_index
@@ -19,7 +19,8 @@ from ..core.formats.checkpoints import find_checkpoint, matching_keys
 from ..core.memory.gc_control import collector_paused
 from .comparison import Comparison, Difference, compare
 from .config_changes import config_changes
-from .output import Output, counted, fitted, shortened, table
+from .output import Output, fitted
+from .text import Table, counted, shortened
 
 #: Lines of differences that are shown without --all.
 _SHOWN = 40
@@ -64,27 +65,27 @@ def _compare(a: Index, b: Index, parsed: argparse.Namespace, output: Output) -> 
     entries = [[entry for key, entry in each.entries.items() if key in chosen] for each in (a, b)]
     result = compare(a, b, *entries, norm=parsed.norm)
     data = {"a": a.path, "b": b.path, **vars(result)}
-    shown = result.differences if parsed.all else result.differences[:_SHOWN]
-    output.result(data, _lines(a, b, result, shown, parsed.norm))
+    output.result(data, _lines(a, b, result, parsed, output))
     return int(bool(result.differences))
 
 
-def _lines(a: Index, b: Index, result: Comparison, shown: Sequence[Difference], norm: bool) -> Iterator[str]:
+def _lines(a: Index, b: Index, result: Comparison, parsed: argparse.Namespace, output: Output) -> Iterator[str]:
     for name, index in (("A", a), ("B", b)):
         yield f"{name}  {index.path}  ({index.format})"
     yield ""
+    shown = result.differences if parsed.all else result.differences[:_SHOWN]
     if shown:
-        header = ("key", "what", *(("|B-A|", "|B-A|/|A|", "largest") if norm else ()), "A -> B")
+        header = ("key", "what", *(("|B-A|", "|B-A|/|A|", "largest") if parsed.norm else ()), "A -> B")
         rows = [
             (
                 shortened(difference.key, _KEY_WIDTH),
                 difference.what,
-                *(_norm_cells(difference) if norm else ()),
+                *(_norm_cells(difference) if parsed.norm else ()),
                 _change(difference),
             )
             for difference in shown
         ]
-        yield from table(header, rows)
+        yield from output.table(Table([header, *rows], left=range(len(header))))
         if len(shown) < len(result.differences):
             yield f"... and {len(result.differences) - len(shown)} more; --all shows them"
         yield ""

@@ -15,11 +15,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from ..core.storage.locate import absolute, expanded, is_url
-from .health.bucket import check_bucket
+from .health.bucket_checks import check_bucket
 from .health.finding import FAILS, NOTE, OK, Finding
-from .health.folder import check_folder
-from .health.machine import check_machine
-from .health.packages import check_packages
+from .health.folder_checks import check_folder
+from .health.machine_checks import check_machine
+from .health.package_checks import check_packages
 from .output import Output, width
 
 _COLORS = {OK: "green", NOTE: "yellow", FAILS: "red"}

@@ -27,7 +27,8 @@ from ..config.schema import PARTS, Checkpoint
 from ..core.storage.locate import absolute
 from ..errors import CheckpointConfigError
 from .explain_graph import facts_of, processes, waits
-from .output import Output, table, width
+from .output import Output, width
+from .text import Table
 
 #: The preset that is explained if none is named.
 USUAL = "async_persistent"
@@ -104,15 +105,16 @@ def _lines(data: Mapping[str, Any], output: Output) -> Iterator[str]:
     if not data["enabled"]:
         yield "checkpoint.enabled=false: the manager saves and restores nothing, and builds none of these parts."
         return
-    rows = []
+    rows = [("part", "value", "from")]
     for kind, part in data["parts"].items():
         rows.append((kind, part["option"], part["origin"]))
         rows += [(f"  {key}", *_typed(entry)) for key, entry in part["keys"].items()]
-    yield from table(("part", "value", "from"), rows)
+    yield from output.table(Table(rows, left=(0, 1, 2)))
     if data["set"]:
         yield ""
-        rows = [(key.removeprefix("checkpoint."), *_typed(entry)) for key, entry in data["set"].items()]
-        yield from table(("set", "value", "from"), rows)
+        rows = [("set", "value", "from")]
+        rows += [(key.removeprefix("checkpoint."), *_typed(entry)) for key, entry in data["set"].items()]
+        yield from output.table(Table(rows, left=(0, 1, 2)))
     for title, name in (("processes and threads of a rank", "processes"), ("training waits", "waits")):
         yield ""
         yield output.style(title, "bold")

@@ -25,6 +25,7 @@ from ..errors import CheckpointConfigError
 from ..exporting.export import FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
 from ..exporting.hugging_face import CONFIG
 from .output import Output
+from .text import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +96,8 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
 
 
 def _lines(done: Exported, options: ExportOptions) -> Iterator[str]:
-    files = f"{len(done.files)} files" if len(done.files) > 1 else "1 file"
-    yield f"{done.path}: {done.tensors} tensors, {amount(done.nbytes)}, {files} in {done.seconds:.1f} s"
+    files = counted(len(done.files), "file")
+    yield f"{done.path}: {counted(done.tensors, 'tensor')}, {amount(done.nbytes)}, {files} in {done.seconds:.1f} s"
     if done.tied:
         (first, kept), *more = done.tied.items()
         yield f"tied: {first} is {kept}{f', and {len(more)} more' if more else ''}; stored once"

@@ -22,8 +22,9 @@ from ..core.commit.retention import RetentionPolicy
 from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
-from .output import Output, table
+from .output import Output
 from .roots import add_safeguards, place_of, point_elsewhere, tree_bytes, typed_errors
+from .text import Table
 
 #: Whether debris is in use -> why it is not deleted.
 _WHY_KEPT = {True: "a process works on it, or did within the last minute", False: "left on another host: --ended"}
@@ -80,7 +81,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
         ],
         "dry_run": parsed.dry_run,
     }
-    output.result(data, _lines(data))
+    output.result(data, _lines(data, output))
     return 1 if failed else None
 
 
@@ -93,11 +94,11 @@ def _old(root: Root, last: int) -> list[int]:
     return RetentionPolicy(last, root.keep.get("every_steps")).to_delete(committed, best)
 
 
-def _lines(data: dict[str, Any]) -> Iterator[str]:
+def _lines(data: dict[str, Any], output: Output) -> Iterator[str]:
     word = "would be deleted" if data["dry_run"] else "deleted"
     if data["deleted"]:
         rows = [(os.path.relpath(each["path"], data["root"]), amount(each["bytes"])) for each in data["deleted"]]
-        yield from table((word, "size"), rows, right=(1,))
+        yield from output.table(Table([(word, "size"), *rows]))
         yield f"{word}: {amount(data['bytes'])} in {data['root']}"
     else:
         yield f"nothing to delete in {data['root']}"

@@ -24,7 +24,8 @@ from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
 from ..events import SaveReport
 from .export_command import add_key_map, renames
-from .output import Output, counted
+from .output import Output
+from .text import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ..core.image.arena import tensor_bytes
 from ..core.image.layout import Layout
-from ..core.image.live import LiveSource
+from ..core.image.live_source import LiveSource
 from ..core.state.flatten import FlatState, unflatten
 from ..core.state.key_map import KeyMap
 from ..core.state.paths import key_of

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 from ..core.formats.checkpoints import find_root
 from .lineage import COMMITTED, DELETED, LoggedRun, Saved, runs_of
-from .output import Output, age_text, counted, fitted
+from .output import Output, fitted
+from .text import age_text, clock_text, counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,16 +39,13 @@ def _lines(path: str, newest: int | None, runs: list[LoggedRun], output: Output)
     if not runs:
         yield f"no runs in {path}"
     for number, each in reversed([*enumerate(runs, 1)]):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.began))
         ranks = "" if each.ranks is None else f", {counted(each.ranks, 'rank')}"
-        yield output.style(f"run {number}", "yellow") + f"  {when}{ranks}"
+        yield output.style(f"run {number}", "yellow") + f"  {clock_text(each.began)}{ranks}"
         yield from (fitted(f"  {line}") for line in _about(each))
         gone = [saved for saved in each.saved if saved.state == DELETED]
         lines = [(saved.time, _saved_line(saved, newest), "") for saved in each.saved if saved.state != DELETED]
         lines += [(failure.time, f"{failure.what}: {failure.error}", "red") for failure in each.failures]
-        for _, line, style in sorted(lines, reverse=True):
-            text = fitted(f"  {line}")
-            yield output.style(text, style) if style else text
+        yield from (output.style(fitted(f"  {line}"), style) for _, line, style in sorted(lines, reverse=True))
         if gone:
             yield fitted(f"  deleted since: {', '.join(str(saved.step) for saved in reversed(gone))}")
         if each.uploaded:

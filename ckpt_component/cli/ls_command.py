@@ -20,8 +20,9 @@ from ..core.commit.names import ALIVE_PREFIX, STAGING_PREFIX, saved_as, step_in_
 from ..core.formats.checkpoints import Root, created_of, find_root, is_checkpoint
 from ..core.storage.locate import is_url
 from ..core.storage.space import amount
-from .output import Output, age_text, counted, table
+from .output import Output
 from .roots import tree_bytes
+from .text import Table, age_text, counted
 
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
 #: Folders below that are named.
@@ -148,15 +149,10 @@ def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:
         yield f"no checkpoints in {root.path}"
         return
     newest, best = root.newest, root.best
-    header, *rows = table(
-        ("step", "age", "size", "ranks", "what"),
-        [_row(root, entry, newest, best) for entry in entries],
-        right=(0, 1, 2, 3),
-    )
-    yield output.style(header, "bold")
-    for entry, line in zip(entries, rows, strict=True):
-        style = _STYLES.get(entry.state, "green" if entry.state == COMMITTED and entry.step == best else "")
-        yield output.style(line, style) if style else line
+    rows = [("step", "age", "size", "ranks", "what"), *(_row(root, entry, newest, best) for entry in entries)]
+    good = (COMMITTED, best)
+    styles = [_STYLES.get(entry.state, "green" if (entry.state, entry.step) == good else "") for entry in entries]
+    yield from output.table(Table(rows, left=(4,)), styles)
     yield ""
     yield _summary(entries)
 

@@ -8,19 +8,19 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import repeat
 from typing import Any, TextIO
 
 from ..errors import printable
-from .reports.text import aligned
+from .text import Table
 
 #: Longer lines are hard to read. What is not a terminal, such as a pipe, gets lines of this length.
 _WIDEST, _NARROWEST = 100, 40
 _STYLES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34}
 #: What `styled` adds to a text.
 _STYLING = re.compile(r"(\x1b\[(?:[012]|3[1-4])m)")
-_AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 class Output:
@@ -55,6 +55,17 @@ class Output:
                 parts = _STYLING.split(line) if self.color else [line]
                 print("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)))
 
+    def table(self, table: Table, styles: Iterable[str] = ()) -> Iterator[str]:
+        """Lines of a table for `show`: the header bold, and each cut where it would be longer than `width`.
+
+        Args:
+            table: the table; its cells have no colour
+            styles: of each row, see `style`
+        """
+        header, *rows = map(fitted, table.text(width()))
+        yield self.style(header, "bold")
+        yield from map(self.style, rows, styles or repeat(""))
+
     def style(self, text: str, name: str) -> str:
         """The text as `styled` makes it for stdout."""
         return styled(text, name, sys.stdout)
@@ -71,49 +82,15 @@ def has_color(stream: TextIO) -> bool:
 
 
 def styled(text: str, name: str, stream: TextIO) -> str:
-    """A text for a stream, `printable` and in a style (bold, dim, red, green, yellow, blue), if it has colour."""
+    """A text for a stream, `printable`, and in a style if that has colour: a name of `_STYLES`, or empty."""
     text = printable(text)
-    return f"\x1b[{_STYLES[name]}m{text}\x1b[0m" if has_color(stream) else text
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """Lines of a table; the last column is cut where a line would be longer than `width`.
-
-    Args:
-        header: titles of the columns
-        rows: cells, without colour
-        right: numbers of the columns to align right
-    """
-    left = [number for number in range(len(header)) if number not in right]
-    yield from map(fitted, aligned([header, *rows], left))
+    return f"\x1b[{_STYLES[name]}m{text}\x1b[0m" if name and has_color(stream) else text
 
 
 def fitted(line: str) -> str:
     """A line, `printable`, and cut if it is longer than `width`."""
     line = printable(line)
     return line if len(line) <= width() else f"{line[: width() - 1]}…"
-
-
-def shortened(text: str, room: int) -> str:
-    """A text, `printable`, that is cut in its middle if it is longer than `room` characters."""
-    text = printable(text)
-    if len(text) <= room:
-        return text
-    half = max(room - 1, 2) // 2
-    return f"{text[: max(room - 1, 2) - half]}…{text[-half:]}"
-
-
-def counted(count: int, what: str) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def age_text(seconds: float) -> str:
-    """An age in one unit: `3 min`."""
-    for length, unit in _AGES:
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def entry(output: Output, name: str, facts: str, text: str) -> Iterator[str]:

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..config.files import presets
+from ..config.config_files import presets
 from ..config.quantities import BYTES, SECONDS, quantity
 from ..core.spelling import invalid_choice
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
-from .output import Output, counted, table, width
+from .output import Output, width
 from .planning.formulas import DALY
 from .planning.measured import measured_rates
 from .planning.plan import RESTART_S, Forecast, Scenario, plan
-from .reports.text import duration
+from .text import Table, counted, duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "figures": figures,
         "notes": notes,
     }
-    output.result(data, _lines(question, figures, notes))
+    output.result(data, _lines(question, figures, notes, output))
 
 
 def _question(parsed: argparse.Namespace) -> Scenario:
@@ -103,16 +103,16 @@ def _notes(question: Scenario, values: dict[str, float | None]) -> Iterator[str]
         yield f"Set checkpoint.save.every_seconds={max(interval, 1):.0f}"
 
 
-def _lines(question: Scenario, figures: Sequence[Forecast], notes: Sequence[str]) -> Iterator[str]:
+def _lines(question: Scenario, figures: Sequence[Forecast], notes: Sequence[str], output: Output) -> Iterator[str]:
     ranks, hosts = counted(question.ranks, "rank"), counted(question.hosts, "host")
     yield f"{amount(round(question.state))} of state, {ranks} on {hosts}, {question.preset}"
     yield ""
     room = width() - sum(max(map(len, cells)) + 2 for cells in zip(*((f.name, _text(f)) for f in figures), strict=True))
-    rows = []
+    rows = [("figure", "value", "formula or source")]
     for figure in figures:
         first, *others = textwrap.wrap(figure.why, room) or [""]
         rows += [(figure.name, _text(figure), first), *(("", "", line) for line in others)]
-    yield from table(("figure", "value", "formula or source"), rows, right=(1,))
+    yield from output.table(Table(rows, left=(0, 2)))
     yield ""
     for line in DALY:
         yield from textwrap.wrap(line, width(), subsequent_indent="  ")

@@ -20,7 +20,7 @@ from ..errors import CheckpointNotFoundError
 from ..events import FOLDER
 from .output import Output, width
 from .reports.page import write_report
-from .reports.text import lines_of
+from .text import lines_of
 
 #: The file that a job of a sweep writes; `reports.result` imports Hydra.
 _RESULT = "result.json"
@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         write, place = partial(write_files, runs, folder, figures, shown), folder / FOLDER
     else:
         _refuse_without_jobs(folder)
-        from .reports import report as sweep
+        from .reports import sweep_report as sweep
 
         rows = sweep.read_rows(folder)
         output.result({"kind": "sweep", "rows": sweep.records(rows)}, sweep.table(rows).splitlines())

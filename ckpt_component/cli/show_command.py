@@ -25,8 +25,8 @@ from ..errors import CheckpointConfigError, CheckpointError, printable
 from ..exporting.export import open_blocks
 from .key_tree import Line, lines_of, shape_text
 from .object_values import value_text
-from .output import Output, age_text, counted, shortened, table, width
-from .reports.text import aligned
+from .output import Output, width
+from .text import Table, age_text, counted, shortened
 
 #: Larger objects are not read, and of many only the first ones.
 _READ_BYTES, _READ_OBJECTS = 16 << 10, 1000
@@ -128,7 +128,7 @@ def _as_data(index: Index, entry: Entry, values: Mapping[str, str]) -> dict[str,
 
 def _flat_lines(entries: Sequence[Entry], values: Mapping[str, str]) -> Iterator[str]:
     rows = [(entry.dtype or "object", _content(entry, values), str(entry.nbytes), entry.key) for entry in entries]
-    yield from aligned(rows, left=(0, 1, 3)) if rows else ()
+    yield from Table(rows, left=(0, 1, 3)).text() if rows else ()
 
 
 def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output) -> Iterator[str]:
@@ -137,12 +137,11 @@ def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output
     room = width() - sum(widths) - 2 * len(widths)
     alike = [f"  ({line.alike} alike)" if line.alike > 1 else "" for line in shown]
     names = [shortened("  " * line.depth + line.name + more, room) for line, more in zip(shown, alike, strict=True)]
-    header, *rows = table(
-        ("key", "dtype", "shape or value", "size"), [(n, *c) for n, c in zip(names, cells, strict=True)], right=(3,)
+    rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
+    yield from output.table(
+        Table([("key", "dtype", "shape or value", "size"), *rows], left=(0, 1, 2)),
+        ["" if line.entry is not None else "blue" for line in shown],
     )
-    yield output.style(header, "bold")
-    for line, row in zip(shown, rows, strict=True):
-        yield row if line.entry is not None else output.style(row, "blue")
 
 
 def _size(line: Line) -> str:

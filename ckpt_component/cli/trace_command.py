@@ -13,9 +13,10 @@ import argparse
 from pathlib import Path
 
 from ..errors import CheckpointConfigError
-from .output import Output, counted
+from .output import Output
 from .reports.run_records import chosen_run, read_runs
 from .reports.run_trace import write_trace
+from .text import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,8 +26,9 @@ from ..core.storage.space import amount
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointUnreadableError, first_keys
 from .app import FAILED, NO
-from .output import Output, counted
+from .output import Output
 from .roots import shown
+from .text import counted
 from .verified_items import VerifiedItems
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def _lines(result: dict[str, Any], output: Output) -> Iterator[str]:
         yield f"{path}: {output.style('not verified', 'yellow')}: {result['error']}"
         return
     files = counted(result["files"], "file")
-    data = f"{amount(result['bytes'])} in {result['items']} items of {files}"
+    data = f"{amount(result['bytes'])} in {counted(result['items'], 'item')} of {files}"
     if "keys" in result:
         data = f"{counted(result['keys'], 'key')}, {amount(result['bytes'])}"
     if not damaged and result["state"] == "verified":

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from .files import config_dir, recipe_dir
+    from .config_files import config_dir, recipe_dir
     from .hydra.compose import compose_checkpoint
-    from .hydra.errors import CheckpointConfigError
     from .hydra.hints import override_hints
+    from .hydra.hydra_errors import CheckpointConfigError
     from .hydra.parts import build_part, part_class
     from .hydra.resolve import resolve_config
     from .schema import (
@@ -41,8 +41,8 @@ __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
         ".hydra.compose": "compose_checkpoint",
-        ".hydra.errors": "CheckpointConfigError",
-        ".files": "config_dir recipe_dir",
+        ".hydra.hydra_errors": "CheckpointConfigError",
+        ".config_files": "config_dir recipe_dir",
         ".hydra.hints": "override_hints",
         ".hydra.parts": "build_part part_class",
         ".hydra.resolve": "resolve_config",

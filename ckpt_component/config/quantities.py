@@ -38,7 +38,9 @@ def quantity(text: str, unit: str, name: str) -> float:
     match = _QUANTITY.fullmatch(text.strip())
     factor = _UNITS[unit].get(match[2].lower()) if match else None
     if match is None or factor is None:
-        from .hydra.errors import HydraConfigError  # imports Hydra, which only a command that composes configs needs
+        from .hydra.hydra_errors import (
+            HydraConfigError,  # imports Hydra, which only a command that composes configs needs
+        )
 
         raise HydraConfigError(f"{name} must be {allowed(unit)}; got {text}.")
     # Rounds 1.3GB, which floats may make fractional; 0.5 without a unit stays fractional and is refused later.

@@ -97,7 +97,7 @@ def refuse_unfit(settings: Checkpoint, parts: PartFacts) -> None:
     Raises:
         CheckpointConfigError: the text says what to type instead
     """
-    from .hydra.errors import HydraConfigError  # imports Hydra
+    from .hydra.hydra_errors import HydraConfigError  # imports Hydra
 
     text = other_platform()
     if text:

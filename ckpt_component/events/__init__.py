@@ -7,7 +7,7 @@ from .checked import checked_events
 from .event_file import FOLDER, EventFile, read_events
 from .listener import CheckpointListener
 from .recorder import EventRecorder
-from .records import LoadReport, SaveReport
+from .reports import LoadReport, SaveReport
 
 __all__ = [
     "FOLDER",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from .records import LoadReport, SaveReport
+from .reports import LoadReport, SaveReport
 
 
 class CheckpointListener:

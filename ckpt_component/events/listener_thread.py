@@ -10,7 +10,7 @@ from functools import partial
 from ..errors import CheckpointError, describe_error
 from .event_thread import EventThread
 from .listener import CheckpointListener
-from .records import LoadReport, SaveReport
+from .reports import LoadReport, SaveReport
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .listener import CheckpointListener
-from .records import LoadReport, SaveReport
+from .reports import LoadReport, SaveReport
 from .tracker import imported
 
 

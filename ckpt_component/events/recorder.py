@@ -16,7 +16,7 @@ from .event_file import EventFile
 from .event_thread import EventThread
 from .listener import CheckpointListener
 from .listener_thread import ListenerThread
-from .records import LoadReport, SaveReport
+from .reports import LoadReport, SaveReport
 from .step_times import StepTimes
 
 #: So long a listener may take for one event before a warning says that it hangs.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..errors import CheckpointConfigError
 from .listener import CheckpointListener
-from .records import LoadReport, SaveReport
+from .reports import LoadReport, SaveReport
 
 
 def imported(module: str, package: str) -> Any:

@@ -25,7 +25,7 @@ from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError, first_keys
 from .blocks import TensorBlocks
 from .casting import caster, check_dtype
-from .files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
+from .export_files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
 from .hugging_face import small_files
 from .selection import model_prefix, select
 

@@ -15,7 +15,7 @@ from ..core.state.flatten import unflatten
 from ..loading.foreign.archives import RefusedObject
 from ..loading.reader import open_source
 from ..loading.source import Access
-from .files import File
+from .export_files import File
 from .selection import Selected
 
 

@@ -25,8 +25,8 @@ from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir
 from ..config.hydra.compose import checked_overrides, compose_checkpoint
-from ..config.hydra.errors import HydraConfigError, for_hydra
-from ..config.hydra.job import MultirunJob, chosen_preset, launch_folder, multirun_job
+from ..config.hydra.hydra_errors import HydraConfigError, for_hydra
+from ..config.hydra.hydra_job import MultirunJob, chosen_preset, launch_folder, multirun_job
 from ..config.hydra.parts import build_listeners, build_part, part_class
 from ..config.hydra.resolve import resolve_config
 from ..config.rules import PartFacts, refuse_unfit
@@ -53,8 +53,8 @@ from ..saving.pipeline import SavePipeline
 from ..stagers.base import Stager
 from ..writers.base import Writer, as_writer
 from .git_commit import commit_of
-from .policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
-from .run_record import recorded_config
+from .recorded_config import recorded_config
+from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
 
 logger = logging.getLogger(__name__)
 

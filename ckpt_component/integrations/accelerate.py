@@ -40,7 +40,7 @@ from ..errors import (
 )
 from ..factory.graph import build_checkpointer
 from ..managing.restore import wait_for_writers
-from ..writers.files import FilesWriter
+from ..writers.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of
 

@@ -32,7 +32,7 @@ from ..events import CheckpointListener, SaveReport
 from ..factory.graph import build_manager
 from ..managing.manager import CheckpointManager
 from ..managing.restore import wait_for_writers
-from ..writers.files import FilesWriter
+from ..writers.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of
 

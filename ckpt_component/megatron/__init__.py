@@ -16,6 +16,6 @@ from ..core._lazy import lazy
 
 if TYPE_CHECKING:
     from .installing import install
-    from .names import MegatronNameError
+    from .taken_names import MegatronNameError
 
-__all__, __getattr__, __dir__ = lazy(__name__, {".installing": "install", ".names": "MegatronNameError"})
+__all__, __getattr__, __dir__ = lazy(__name__, {".installing": "install", ".taken_names": "MegatronNameError"})

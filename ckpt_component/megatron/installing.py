@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from .import_hook import Change, ChangingFinder, MissingModules, replace_everywhere
-from .names import NAMES, names_taken_by, unknown_names
-from .settings import MegatronSettings, check_overrides, megatron_args, read_settings
+from .queue_settings import MegatronSettings, check_overrides, megatron_args, read_settings
 from .strategy import async_names, plan_as_megatron
+from .taken_names import NAMES, names_taken_by, unknown_names
 
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies"

@@ -15,7 +15,7 @@ from ..compat.cached_metadata_filesystem_reader import CachedMetadataFileSystemR
 from ..compat.file_system_writer_async import FileSystemWriterAsync, get_write_results_queue
 from ..compat.plan_cache import CheckpointMetadataCache
 from ..compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from .settings import MegatronSettings
+from .queue_settings import MegatronSettings
 
 
 def async_names(settings: Callable[[], MegatronSettings]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ..core.image.live import LiveSource
+from ..core.image.live_source import LiveSource
 from .base import Snapshot, Stager, StatePlan
 
 

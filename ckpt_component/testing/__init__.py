@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .disk import Disk, File, Folder
+from .disk import Disk, DiskFile, DiskFolder
 from .simulated_files import Fault, PowerCut, SimulatedFiles
 
-__all__ = ["Disk", "Fault", "File", "Folder", "PowerCut", "SimulatedFiles"]
+__all__ = ["Disk", "DiskFile", "DiskFolder", "Fault", "PowerCut", "SimulatedFiles"]

@@ -29,7 +29,7 @@ PAGE = 512
 
 
 @dataclass(eq=False)
-class File:
+class DiskFile:
     """A file.
 
     Attributes:
@@ -86,7 +86,7 @@ class File:
 
 
 @dataclass(eq=False)
-class Folder:
+class DiskFolder:
     """A folder.
 
     Attributes:
@@ -95,21 +95,21 @@ class Folder:
         modified: when an entry was last added or removed
     """
 
-    entries: dict[str, File | Folder] = field(default_factory=dict)
-    durable: dict[str, File | Folder] = field(default_factory=dict)
+    entries: dict[str, DiskFile | DiskFolder] = field(default_factory=dict)
+    durable: dict[str, DiskFile | DiskFolder] = field(default_factory=dict)
     modified: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Change:
+class _NameChange:
     """What one call does to names, which happens as a whole: (folder, name, what is there now or None)."""
 
-    names: tuple[tuple[Folder, str, File | Folder | None], ...]
+    names: tuple[tuple[DiskFolder, str, DiskFile | DiskFolder | None], ...]
 
-    def touches(self, folder: Folder) -> bool:
+    def touches(self, folder: DiskFolder) -> bool:
         return any(each is folder for each, _, _ in self.names)
 
-    def follows(self, other: _Change) -> bool:
+    def follows(self, other: _NameChange) -> bool:
         """Whether it changes a name that the other, earlier one changed."""
         return any(a is b and x == y for a, x, _ in self.names for b, y, _ in other.names)
 
@@ -130,31 +130,31 @@ class Disk:
     """
 
     def __init__(self, bytes_free: int | None = None) -> None:
-        self.root = Folder()
+        self.root = DiskFolder()
         self.now = 1e9
         self.bytes_free = bytes_free
-        self._pending: list[_Change] = []
+        self._pending: list[_NameChange] = []
 
     # Looks
 
-    def find(self, path: str) -> File | Folder | None:
+    def find(self, path: str) -> DiskFile | DiskFolder | None:
         """What is at a path, or None."""
-        node: File | Folder | None = self.root
+        node: DiskFile | DiskFolder | None = self.root
         for name in path.strip("/").split("/") if path.strip("/") else ():
-            node = node.entries.get(name) if isinstance(node, Folder) else None
+            node = node.entries.get(name) if isinstance(node, DiskFolder) else None
         return node
 
-    def folder(self, path: str) -> Folder:
+    def folder(self, path: str) -> DiskFolder:
         """The folder at a path. Raises FileNotFoundError, NotADirectoryError."""
         node = self.find(path)
-        if isinstance(node, Folder):
+        if isinstance(node, DiskFolder):
             return node
         raise _error(errno.ENOENT if node is None else errno.ENOTDIR, path)
 
-    def file(self, path: str) -> File:
+    def file(self, path: str) -> DiskFile:
         """The file at a path. Raises FileNotFoundError, IsADirectoryError."""
         node = self.find(path)
-        if isinstance(node, File):
+        if isinstance(node, DiskFile):
             return node
         raise _error(errno.ENOENT if node is None else errno.EISDIR, path)
 
@@ -163,12 +163,12 @@ class Disk:
         for name, node in sorted(self.folder(path).entries.items()):
             below = os.path.join(path, name)
             yield below
-            if isinstance(node, Folder):
+            if isinstance(node, DiskFolder):
                 yield from self.walk(below)
 
     # Changes of names
 
-    def add(self, path: str, node: File | Folder) -> None:
+    def add(self, path: str, node: DiskFile | DiskFolder) -> None:
         """Give a new file or folder, or a file that has another name too, a name. Raises FileExistsError."""
         parent, name = self.folder(os.path.dirname(path)), os.path.basename(path)
         if name in parent.entries:
@@ -183,7 +183,7 @@ class Disk:
             raise _error(errno.ENOENT, source)
         at, name = self.folder(os.path.dirname(target)), os.path.basename(target)
         there = at.entries.get(name)
-        if there is not None and not (over and isinstance(there, File) and isinstance(node, File)):
+        if there is not None and not (over and isinstance(there, DiskFile) and isinstance(node, DiskFile)):
             raise _error(errno.EEXIST, target)
         self._change((self.folder(os.path.dirname(source)), os.path.basename(source), None), (at, name, node))
 
@@ -200,11 +200,11 @@ class Disk:
         node = self.find(path)
         if node is None:
             raise _error(errno.ENOENT, path)
-        if isinstance(node, Folder) and node.entries:
+        if isinstance(node, DiskFolder) and node.entries:
             raise _error(errno.ENOTEMPTY, path)
         self._change((self.folder(os.path.dirname(path)), os.path.basename(path), None))
 
-    def _change(self, *names: tuple[Folder, str, File | Folder | None]) -> None:
+    def _change(self, *names: tuple[DiskFolder, str, DiskFile | DiskFolder | None]) -> None:
         now = self.tick()
         for folder, name, node in names:
             folder.modified = now
@@ -212,7 +212,7 @@ class Disk:
                 folder.entries.pop(name, None)
             else:
                 folder.entries[name] = node
-        self._pending.append(_Change(names))
+        self._pending.append(_NameChange(names))
 
     # What lasts
 
@@ -226,9 +226,9 @@ class Disk:
         folder = self.folder(path)
         self._make_durable([change for change in self._pending if change.touches(folder)])
 
-    def _make_durable(self, chosen: Iterable[_Change]) -> None:
+    def _make_durable(self, chosen: Iterable[_NameChange]) -> None:
         """Make changes durable, and the earlier ones of the same names."""
-        wanted, later = set(map(id, chosen)), list[_Change]()
+        wanted, later = set(map(id, chosen)), list[_NameChange]()
         for change in reversed(self._pending):
             if id(change) in wanted or any(change is not after and after.follows(change) for after in later):
                 later.append(change)
@@ -252,12 +252,12 @@ class Disk:
         self._pending = []
         seen: set[int] = set()
 
-        def reboot(folder: Folder) -> None:
+        def reboot(folder: DiskFolder) -> None:
             folder.entries = dict(folder.durable)
             for _, node in sorted(folder.entries.items()):
                 if id(node) not in seen:
                     seen.add(id(node))
-                    reboot(node) if isinstance(node, Folder) else node.cut(choice)
+                    reboot(node) if isinstance(node, DiskFolder) else node.cut(choice)
 
         reboot(self.root)
 

@@ -20,7 +20,7 @@ from typing import IO, Any, TypeVar
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage
 from ..errors import CheckpointCorruptError
-from .disk import Disk, File, Folder
+from .disk import Disk, DiskFile, DiskFolder
 
 T = TypeVar("T")
 
@@ -83,9 +83,9 @@ class SimulatedFiles(FileStorage):
         self._lasting: Fault | None = None
         self._off = False
         self._descriptors = itertools.count(_FIRST_DESCRIPTOR)
-        self._open: dict[int, tuple[str, File]] = {}
+        self._open: dict[int, tuple[str, DiskFile]] = {}
         #: Open folder -> path, folder, and the lock that is held by it, if any.
-        self._folders: dict[int, tuple[str, Folder, int]] = {}
+        self._folders: dict[int, tuple[str, DiskFolder, int]] = {}
         self._lock = threading.RLock()
 
     @contextmanager
@@ -125,11 +125,11 @@ class SimulatedFiles(FileStorage):
         return False
 
     def make_folder(self, path: str) -> None:
-        self._do("make_folder", path, lambda: self.disk.add(path, Folder()))
+        self._do("make_folder", path, lambda: self.disk.add(path, DiskFolder()))
 
     def create(self, path: str, size: int = 0) -> int:
         def effect() -> int:
-            file = File()
+            file = DiskFile()
             self.disk.add(path, file)
             if size:
                 file.resize(size)
@@ -140,7 +140,7 @@ class SimulatedFiles(FileStorage):
     def open_over(self, path: str) -> int:
         def effect() -> int:
             if self.disk.find(path) is None:
-                self.disk.add(path, File())
+                self.disk.add(path, DiskFile())
             file = self.disk.file(path)
             file.resize(0)
             return self._opened(path, file)
@@ -150,7 +150,7 @@ class SimulatedFiles(FileStorage):
     def open_append(self, path: str) -> int:
         raise NotImplementedError  # `append` is one operation here
 
-    def _opened(self, path: str, file: File) -> int:
+    def _opened(self, path: str, file: DiskFile) -> int:
         fd = next(self._descriptors)
         self._open[fd] = path, file
         return fd
@@ -166,7 +166,7 @@ class SimulatedFiles(FileStorage):
 
         self._do("write", path, lambda: effect(data))
 
-    def _take_room(self, file: File, end: int, path: str) -> None:
+    def _take_room(self, file: DiskFile, end: int, path: str) -> None:
         more = max(end - len(file.data), 0)
         if self.disk.bytes_free is not None:
             if more > self.disk.bytes_free:
@@ -176,7 +176,7 @@ class SimulatedFiles(FileStorage):
     def append(self, path: str, data: bytes) -> None:
         def effect() -> None:
             if self.disk.find(path) is None:
-                self.disk.add(path, File())
+                self.disk.add(path, DiskFile())
             file = self.disk.file(path)
             file.write(data, len(file.data))
             file.modified = self.disk.tick()
@@ -239,7 +239,7 @@ class SimulatedFiles(FileStorage):
             folder = disk.folder(path)
         for name in sorted(folder.entries):
             below = os.path.join(path, name)
-            (self.remove_tree if isinstance(folder.entries[name], Folder) else self.unlink)(below)
+            (self.remove_tree if isinstance(folder.entries[name], DiskFolder) else self.unlink)(below)
         self.remove_folder(path)
 
     def sync_folder(self, path: str) -> None:
@@ -262,7 +262,7 @@ class SimulatedFiles(FileStorage):
 
     def is_folder(self, path: str) -> bool:
         with self._look() as disk:
-            return isinstance(disk.find(path), Folder)
+            return isinstance(disk.find(path), DiskFolder)
 
     def is_real_folder(self, path: str) -> bool:
         return self.is_folder(path)
@@ -270,7 +270,7 @@ class SimulatedFiles(FileStorage):
     def size(self, path: str) -> int | None:
         with self._look() as disk:
             node = disk.find(path)
-            return len(node.data) if isinstance(node, File) else None
+            return len(node.data) if isinstance(node, DiskFile) else None
 
     def try_folder(self, path: str, name: str) -> float:
         trial = os.path.join(path, name)
@@ -299,7 +299,7 @@ class SimulatedFiles(FileStorage):
     def modified(self, path: str) -> float:
         with self._look() as disk:
             node = disk.find(path)
-            times = [entry.modified for entry in node.entries.values()] if isinstance(node, Folder) else []
+            times = [entry.modified for entry in node.entries.values()] if isinstance(node, DiskFolder) else []
             return max([self.changed(path), *times])
 
     def changed(self, path: str) -> float:

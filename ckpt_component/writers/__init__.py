@@ -9,7 +9,7 @@ from ..core._lazy import lazy
 if TYPE_CHECKING:
     from .base import Writer
     from .dcp import DcpWriter
-    from .files import FilesWriter
+    from .named_files import FilesWriter
     from .safetensors import SafetensorsWriter
     from .torch_file import TorchFileWriter, file_state
     from .torch_save import TorchSaveWriter
@@ -19,7 +19,7 @@ __all__, __getattr__, __dir__ = lazy(
     {
         ".base": "Writer",
         ".dcp": "DcpWriter",
-        ".files": "FilesWriter",
+        ".named_files": "FilesWriter",
         ".safetensors": "SafetensorsWriter",
         ".torch_file": "TorchFileWriter file_state",
         ".torch_save": "TorchSaveWriter",

@@ -23,7 +23,7 @@ from ..core.state.structure import Stored, Structure
 from ..core.writing.request import EncodedSave, Lane, ObjectBlob, WriteTable, places_of
 from ..errors import CheckpointConfigError
 from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
-from .dcp_metadata import metadata_of
+from .metadata_pickle import metadata_of
 from .torch_items import around_payload
 
 _END_OF_ARCHIVE = b"PK\x05\x06"

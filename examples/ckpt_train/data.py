@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from ckpt_component.config.hydra.errors import HydraConfigError, for_hydra
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError, for_hydra
 from ckpt_component.core.state.per_rank import PerRank
 from ckpt_component.core.storage.locate import expanded
 

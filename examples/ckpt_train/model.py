@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 from .schema import Model
 

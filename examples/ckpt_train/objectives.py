@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.config.hydra.overrides import parse_override
 from ckpt_component.core.spelling import invalid_choice
 

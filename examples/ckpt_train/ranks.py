@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 if TYPE_CHECKING:
     import torch

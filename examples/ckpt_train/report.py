@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt_component.cli.reports.figures import figures_of
+from ckpt_component.cli.reports.sweep_figures import figures_of
 
 if TYPE_CHECKING:
     import signal
 
     import torch
 
-    from ckpt_component.events.records import SaveReport
+    from ckpt_component.events.reports import SaveReport
 
 
 @dataclass

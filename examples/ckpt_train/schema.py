@@ -13,10 +13,10 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
-from ckpt_component.config.files import recipe_dir
+from ckpt_component.config.config_files import recipe_dir
 from ckpt_component.config.hydra.composable import composable
 from ckpt_component.config.hydra.compose import plain_dict
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.config.hydra.read import read as read_values
 from ckpt_component.config.hydra.store import PROVIDER, SCHEMAS, registered, store_files
 from ckpt_component.config.hydra.store import register as register_checkpoint_configs

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from ckpt_bench.app import arguments
-from ckpt_bench.figures import FIGURES
+from ckpt_bench.row_figures import FIGURES
 
 import ckpt_component
 from ckpt_component.core.storage.checksum import fastest

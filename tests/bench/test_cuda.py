@@ -12,7 +12,7 @@ from ckpt_bench.measure.limits import measure_limits
 from ckpt_bench.measure.memory import device_peak
 from ckpt_bench.measure.row import RowSettings, measure_row
 from ckpt_bench.measure.states import make_state
-from ckpt_bench.peers import PeerEnvironment
+from ckpt_bench.peer_environment import PeerEnvironment
 from ckpt_bench.promises import judge
 from ckpt_bench.runs import Case, Runner
 
@@ -37,8 +37,8 @@ def test_another_device_is_no_choice(bench: Bench) -> None:
 def test_peers_are_not_measured_on_a_device(tmp_path: Path) -> None:
     said: list[str] = []
     runner = Runner(
-        PeerEnvironment(str(tmp_path / "peers")),
-        {"device": "cuda"},
+        peers=PeerEnvironment(str(tmp_path / "peers")),
+        settings={"device": "cuda"},
         repeats=1,
         timeout=0.01,
         logs=tmp_path,

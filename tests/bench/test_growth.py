@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_bench.growth.connection import CountedConnection, Counts
-from ckpt_bench.growth.figures import COSTS, Course, errors, points, read_growth, write_growth
-from ckpt_bench.growth.items import make_items, measure_items
+from ckpt_bench.growth.cost_page import costs_shown
+from ckpt_bench.growth.cost_table import render_growth
+from ckpt_bench.growth.costs import COSTS, Course, errors, points, read_growth, write_growth
+from ckpt_bench.growth.counted_connection import CountedConnection, Counts
+from ckpt_bench.growth.courses import measure_courses
+from ckpt_bench.growth.item_costs import make_items, measure_items
 from ckpt_bench.growth.judge import judge_growth
-from ckpt_bench.growth.plot import draw_growth
-from ckpt_bench.growth.ranks import measure_ranks
-from ckpt_bench.growth.sizes import measure_growth
-from ckpt_bench.growth.table import render_growth
+from ckpt_bench.growth.rank_costs import measure_ranks
+from ckpt_bench.schema import Bench, BenchRequest
 from torch.distributed import HashStore
 
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 from ckpt_component.core.state.flatten import flatten
 
 pytestmark = pytest.mark.slow
 
-Bench = Callable[..., "subprocess.CompletedProcess[str]"]
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def course(cost: str, by_size: dict[int, list[float]], axis: str = "items") -> Course:
@@ -114,38 +115,35 @@ def test_costs_are_kept_and_read_back(tmp_path: Path) -> None:
 
 def test_a_size_that_breaks_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     said: list[str] = []
-    told: list[int] = []
+    kept: list[int] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if (tmp_path / "growth.json").exists():
+            kept.append(sum(map(len, read_growth(str(tmp_path))[0][0].runs.values())))
+
     # Nothing can be measured within no time.
-    [one] = measure_growth(
-        {"items": [10, 20], "ranks": []},
-        str(tmp_path),
-        repeats=1,
-        saves=1,
-        timeout=0.01,
-        logs=tmp_path,
-        say=said.append,
-        tell=lambda courses: told.append(len(courses)),
-    )
+    bench = Bench(repeats=1, saves=1, row_timeout=0.01)
+    request = BenchRequest(bench, [], [], [], {"items": [10, 20], "ranks": []})
+    [one] = measure_courses(request, (tmp_path, "dir"), {}, tmp_path, say)
     assert [runs for runs in one.runs.values()] == [[{"error": "killed: not done after 0.01 s"}]] * 2
-    assert told == [1, 1] and said.count("repeat 1 of 1: 20 items") == 1 and any("FAILED" in line for line in said)
+    assert said.count("repeat 1 of 1: 20 items") == 1 and any("FAILED" in line for line in said)
+    assert kept == [1, 1, 2], "what there is is written after each process"
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
     one = course("stall", {10: [1.0], 100: [2.0]})
     one.runs[1000] = [{"error": "<b>"}]
-    assert [path.name for path in draw_growth([one], judge_growth([one]), {}, tmp_path)] == [
-        "growth.png",
-        "growth.html",
-    ]
+    assert [path.name for path in costs_shown([one]).write_page({}, tmp_path)] == ["growth.png", "growth.html"]
     page = (tmp_path / "growth.html").read_text()
     assert "data:image/png;base64," in page and not re.findall(r'(?:src|href)="(?!data:)', page)
     assert "&lt;b&gt;" in page and "<b>" not in page
-    assert draw_growth([Course("items", {})], [], {}, tmp_path / "none") == []
+    assert costs_shown([Course("items", {})]).write_page({}, tmp_path / "none") == []
 
 
 @pytest.mark.soak
-def test_the_command_measures_shows_and_judges(bench: Bench, tmp_path: Path) -> None:
+def test_the_command_measures_shows_and_judges(bench: Command, tmp_path: Path) -> None:
     done = bench("growth", "items=10,20", "ranks=1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "costs for each item" in done.stdout and "costs for each rank" in done.stdout and " 0 FAIL" in done.stdout
@@ -158,6 +156,6 @@ def test_the_command_measures_shows_and_judges(bench: Bench, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("override", ["items=0", "ranks=many", "items=[1,2.5]"])
-def test_a_size_that_is_none_ends_in_words(bench: Bench, override: str) -> None:
+def test_a_size_that_is_none_ends_in_words(bench: Command, override: str) -> None:
     done = bench("growth", override)
     assert done.returncode == 1 and "is no size; use whole numbers from 1" in done.stderr

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_bench.measure.beside import RawSaves, measure_loads
-from ckpt_bench.measure.files import drop_cache, files_of, fill_cache, sync_tree
 from ckpt_bench.measure.limits import checksums, measure_limits
-from ckpt_bench.measure.loop import Cycle, Loop, compared, in_turn
 from ckpt_bench.measure.loop_clock import LoopClock, LoopTime
 from ckpt_bench.measure.memory import pss, pss_of_tree, sampled_peak
 from ckpt_bench.measure.row import RowSettings, make_saver, measure_row
 from ckpt_bench.measure.saver import Saver
 from ckpt_bench.measure.states import STATES, State, make_state, nbytes_of
+from ckpt_bench.measure.target_files import drop_cache, files_of, fill_cache, sync_tree
+from ckpt_bench.measure.training_loop import Cycle, Loop, compared, in_turn
 from ckpt_bench.schema import STATES as STATES_OF_THE_CONFIG
 
 QUICK = RowSettings(saves=1, enough_seconds=1, loop_threads=1, step_seconds=0.001, tail_seconds=0, pairs=2, cold=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_bench.figures import read_figures, spread, why_not, write_figures
-from ckpt_bench.measure.names import ROWS, rows_of
+from ckpt_bench.measure.row_kinds import ROWS, rows_of
 from ckpt_bench.promises import judge
+from ckpt_bench.row_figures import read_figures, spread, why_not, write_figures
+from ckpt_bench.row_table import render
 from ckpt_bench.runs import Case
-from ckpt_bench.table import render
 from ckpt_bench.verdicts import Verdict
 
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 
 GB = 1_500_000_000
 OURS: dict[str, Any] = {

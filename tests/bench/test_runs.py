@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ckpt_bench.peers import PeerEnvironment
+from ckpt_bench.peer_environment import PeerEnvironment
 from ckpt_bench.runs import Case, Run, Runner
 
 #: Stands in for the process of a row: does what the row's name says.
@@ -19,20 +19,21 @@ import json, os, subprocess, sys
 
 def main(arguments):
     task = json.loads(arguments[0])
-    if task["row"] == "limits":
+    row, folder = task["arguments"]["row"], task["arguments"]["folder"]
+    if row == "limits":
         open(task["result"], "w").write(json.dumps({"memcpy": 1.0}))
         return 0
-    if task["row"] == "torch_save":
+    if row == "torch_save":
         print("first words")
         print("last words", file=sys.stderr)
         return 3
-    if task["row"] == "sync":
+    if row == "sync":
         # Hangs, with a child that hangs in a session of its own.
         child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE,
                                  start_new_session=True)
         open(MARK, "w").write(str(child.pid))
         child.wait()
-    open(os.path.join(task["folder"], "data"), "w").write("x")
+    open(os.path.join(folder, "data"), "w").write("x")
     open(task["result"], "w").write(json.dumps({"durable": 2.0}))
     return 0
 """
@@ -53,8 +54,8 @@ def measured(
     case = Case("tiny", "disk")
     stand_in = str(target.parent / "stand_in_row.py")
     runner = Runner(
-        PeerEnvironment(str(target.parent / "peers")),
-        {},
+        peers=PeerEnvironment(str(target.parent / "peers")),
+        settings={},
         repeats=repeats,
         timeout=timeout,
         logs=target.parent / "logs",
@@ -105,7 +106,7 @@ def test_the_environment_of_the_peers_is_asked_for_each(tmp_path: Path) -> None:
     assert set(peers.absent(["sync", "safetensors"])) == {"safetensors"}
     # A stand-in for the interpreter, in which one of the two is.
     peers.python.parent.mkdir(parents=True)
-    peers.python.write_text("#!/bin/sh\necho '[\"safetensors\"]'\n")
+    peers.python.write_text('#!/bin/sh\necho \'{"safetensors": "0.8.0"}\'\n')
     peers.python.chmod(0o755)
     absent = peers.absent(["safetensors", "torchsnapshot_take", "nvrx_temporal"])
     assert set(absent) == {"torchsnapshot_take", "nvrx_temporal"}

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_component.cli.app import main
-from ckpt_component.cli.health import folder as folder_checks
-from ckpt_component.cli.health import machine, packages
+from ckpt_component.cli.health import folder_checks, machine_checks, package_checks
 from ckpt_component.config import rules
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import LOG, SPEC
@@ -90,8 +89,10 @@ def test_a_machine_where_saves_fail(capsys: pytest.CaptureFixture[str], monkeypa
     def no_memory(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(machine, "SharedPages", no_memory)
-    monkeypatch.setattr(packages.metadata, "requires", lambda _: ["torch>=99.0", "nosuch>=1", "hydra-core<1.5,>=1.3.2"])
+    monkeypatch.setattr(machine_checks, "SharedPages", no_memory)
+    monkeypatch.setattr(
+        package_checks.metadata, "requires", lambda _: ["torch>=99.0", "nosuch>=1", "hydra-core<1.5,>=1.3.2"]
+    )
     code, found = doctor(capsys)
     assert code == 1 and found["hydra-core"]["status"] == "ok"
     for what in ("memfd", "torch", "nosuch"):

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from ckpt_component.cli.app import main
 from ckpt_component.config import compose_checkpoint, resolve_config
-from ckpt_component.config.files import parts_of, presets
+from ckpt_component.config.config_files import parts_of, presets
 from ckpt_component.config.keys import keys
 from ckpt_component.config.schema import PARTS
 

@@ -25,7 +25,6 @@ def ckpt(*arguments: str) -> int:
 @pytest.fixture
 def without_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without matplotlib."""
-    monkeypatch.setattr("ckpt_component.cli.reports.run_report.can_plot", lambda: False)
     monkeypatch.setattr("ckpt_component.cli.reports.page.can_plot", lambda: False)
 
 

@@ -84,15 +84,13 @@ def test_the_newest_run_or_its_last_saves(tmp_path: Path) -> None:
 
 def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from ckpt_component.cli.reports.page import new_figure
     from ckpt_component.cli.reports.run_records import read_runs
-    from ckpt_component.cli.reports.run_timeline import draw_saves
+    from ckpt_component.cli.reports.run_timeline import picture_of
 
     write_run(tmp_path / "run", ranks=2, failed=3)
     assert ckpt("report", str(tmp_path / "run"), "--out", str(tmp_path)) == 0
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    figure = new_figure(11, 8)
-    draw_saves(figure, read_runs(tmp_path / "run")[0])
+    figure = picture_of(read_runs(tmp_path / "run")[0])
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert titles[0] == "save of step 20: training waits 10 ms; durable after 100 ms, 4 steps later"
     assert titles[2] == "save of step 60: failed after 70 ms; training waits 10 ms"

@@ -18,7 +18,7 @@ import ckpt_component
 from ckpt_component.cli.app import parse
 from ckpt_component.cli.output import Output
 from ckpt_component.config import compose_checkpoint
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from ckpt_component import CheckpointConfigError, CheckpointError, compose_checkpoint
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 PRESETS = "async_persistent, async_temporal, async_zero_overhead, off, sync"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_bench.measure.names import ROWS
+from ckpt_bench.measure.row_kinds import ROWS
 from ckpt_bench.schema import STATES, Bench
 from strides import STRIDE_OFFSET
 

@@ -38,8 +38,9 @@ EXCEPTIONS = {
     "compat/spawn.py": "deletes the folder of tracebacks",
     "compat/worker_main.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
-#: A room that no checkpoint of a user's passes through: the commands write result files, reports and recipes.
-ROOMS_BESIDE = {"cli"}
+#: Rooms that no checkpoint of a user's passes through: the commands write result files, reports and recipes, and what
+#: is simulated is no file.
+ROOMS_BESIDE = {"cli", "testing"}
 
 
 def effects_of(path: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_component.core.coordination import LocalCoordinator
-from ckpt_component.core.image.live import LiveSource
+from ckpt_component.core.image.live_source import LiveSource
 from ckpt_component.core.memory import libc
 from ckpt_component.core.memory.huge_pages import PAGE
 from ckpt_component.stagers.base import Stager

@@ -62,7 +62,7 @@ def ckpt(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_saves_are_uploaded_and_restored_from_the_nearest_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_component.cli.reports.run_report.can_plot", lambda: False)
+    monkeypatch.setattr("ckpt_component.cli.reports.page.can_plot", lambda: False)
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}
     with manager_of(tmp_path, "keep.last=2", "keep.best.metric=loss") as manager:

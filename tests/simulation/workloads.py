@@ -8,7 +8,7 @@ from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.testing import Disk, Fault, File, PowerCut, SimulatedFiles
+from ckpt_component.testing import Disk, DiskFile, Fault, PowerCut, SimulatedFiles
 
 from .world import ROOT, Run, Workload
 
@@ -45,7 +45,7 @@ def save_and_damage(run: Run) -> None:
 def damage(disk: Disk, folder: str) -> None:
     """Flip a bit of a tensor."""
     path = max((path for path in disk.walk(folder) if path.endswith(".distcp")), key=lambda path: disk.file(path).size)
-    file: File = disk.file(path)
+    file: DiskFile = disk.file(path)
     file.data[file.size // 2] ^= 1
     file.sync()
 

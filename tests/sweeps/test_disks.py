@@ -10,8 +10,8 @@ import pytest
 
 from ckpt_component.cli.reports.disks import Span, disk_of, shared_disks, shared_text
 from ckpt_component.cli.reports.jobs import Row, spans_of
-from ckpt_component.cli.reports.report import table
 from ckpt_component.cli.reports.result import add_span, read_result, write_result
+from ckpt_component.cli.reports.sweep_report import table
 
 
 def test_jobs_share_a_disk_if_they_ran_at_the_same_time() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ckpt_train.data import load_text
 
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 
 
 def load(path: Path | None, *, max_bytes: int = 100_000, validation: float = 0.0, context: int = 4) -> bytes:

@@ -7,7 +7,7 @@ import torch
 from ckpt_train.model import Gpt, loss_of
 from ckpt_train.schema import Model
 
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 
 SIZE = Model(layers=2, heads=2, width=32, context=16, dropout=0.0)
 

@@ -12,7 +12,7 @@ from ckpt_train.loop import run
 from ckpt_train.report import Summary
 from omegaconf import DictConfig
 
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 
 Composed = Callable[..., DictConfig]
 

@@ -9,8 +9,8 @@ import torch
 from ckpt_train.report import Summary, time_fence
 
 from ckpt_component.cli.reports.result import write_result
-from ckpt_component.cli.reports.text import duration
-from ckpt_component.events.records import SaveReport
+from ckpt_component.cli.text import duration
+from ckpt_component.events.reports import SaveReport
 
 GOOD = SaveReport(
     path="/c/iter_0000020",

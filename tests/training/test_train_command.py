@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ckpt_component import stored_config
-from ckpt_component.cli.reports.report import report
+from ckpt_component.cli.reports.sweep_report import report
 
 pytestmark = pytest.mark.slow
 

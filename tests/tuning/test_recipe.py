@@ -8,7 +8,7 @@ import pytest
 from ckpt_bench.tuning.recipe import recipe_path, write_recipe
 
 from ckpt_component.config import compose_checkpoint, resolve_config
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 
 SETTINGS = {
     "checkpoint/writer": "torch_save",

@@ -11,7 +11,7 @@ from ckpt_bench.tuning.measure import Trial
 from ckpt_bench.tuning.questions import Answer, questions
 from ckpt_bench.tuning.tune import tune
 
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 
 #: Values that make a save quick.
 QUICK = ["checkpoint/writer=torch_save", "checkpoint.writer.workers=1", "checkpoint.writer.io=direct"]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckpt_component.compat.async_queue import AsyncCallsQueue
 from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings(

@@ -21,7 +21,7 @@ from ckpt_component.compat import bucket_image
 from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync, log_once
 from ckpt_component.compat.plan_cache import CheckpointMetadataCache, fingerprint_of
 from ckpt_component.compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 from ckpt_component.errors import CheckpointError, CheckpointSaveError, CheckpointStageError, RanksError
 
 SCRIPT = Path(__file__).parent / "scripts" / "async_plan.py"

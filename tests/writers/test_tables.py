@@ -14,9 +14,9 @@ from ckpt_component import CheckpointStageError
 from ckpt_component.core.state.flatten import flatten
 from ckpt_component.core.state.structure import Structure
 from ckpt_component.core.writing.request import WriteTable
-from ckpt_component.writers import dcp_metadata
+from ckpt_component.writers import metadata_pickle
 from ckpt_component.writers.dcp import DcpWriter
-from ckpt_component.writers.dcp_metadata import metadata_of
+from ckpt_component.writers.metadata_pickle import metadata_of
 
 
 def rank_index_of(rank: int, tensors: int, offset: int = 0) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_batches_need_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     indexes = [rank_index_of(0, 450), rank_index_of(1, 450, offset=4)]
     expected = pickle.loads(metadata_of(indexes))
     for batch in (1, 2, 449, 5000):
-        monkeypatch.setattr(dcp_metadata, "_BATCH", batch)
+        monkeypatch.setattr(metadata_pickle, "_BATCH", batch)
         assert pickle.loads(metadata_of(indexes)) == expected
 
 

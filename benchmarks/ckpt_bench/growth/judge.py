@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..verdicts import Verdict
-from .figures import COSTS, Course, Point, is_counted, points
+from .costs import COSTS, Course, Point, is_counted, points
 
 #: The largest exponent of growth: 1 is linear, 2 quadratic. At ten times the size, an exponent of 1.3 doubles the cost
 #: per item; larger states miss caches, and other work on the machine adds noise.

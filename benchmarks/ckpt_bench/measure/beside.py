@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
-from .files import drop_cache, files_of, fill_cache
 from .limits import checksums
 from .raw import block_of, copy, median, read_files, write
+from .target_files import drop_cache, files_of, fill_cache
 
 #: Name, threads, and whether to bypass the page cache. Which is fastest depends on the disk.
 _WAYS = (("raw_write_2", 2, False), ("raw_direct_2", 2, True), ("raw_direct_4", 4, True))

@@ -12,9 +12,9 @@ import torch
 
 from ckpt_component.core.storage.checksum import ALGORITHMS, ChecksumMissingError, find_checksum
 
-from .files import drop_cache, fill_cache
 from .raw import Checksum, block_of, copy, median, raw_paths, read_files, timed, write, write_files
 from .states import State, nbytes_of
+from .target_files import drop_cache, fill_cache
 
 #: Number of files that are read back.
 _FILES = 2

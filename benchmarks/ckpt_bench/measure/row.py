@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,19 +14,22 @@ from typing import Any
 
 import torch
 
+from ckpt_component.core.storage.checksum import PROVIDERS
+
 from .beside import RawSaves, measure_loads
-from .files import files_of, remove, sync_tree
-from .loop import Loop, in_turn
+from .limits import measure_limits
 from .memory import device_peak, pss, sampled_peak
-from .names import ROWS, RowKind
 from .raw import median
+from .row_kinds import LIMITS, ROWS, RowKind
 from .saver import Saver
-from .states import State, nbytes_of, settle
+from .states import State, make_state, nbytes_of, settle
+from .target_files import files_of, remove, sync_tree
+from .training_loop import Loop, in_turn
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How a row is measured; see the keys of the same names in `bench.schema`."""
+    """How a row is measured; see the keys of the same names in `schema`."""
 
     saves: int
     enough_seconds: float
@@ -35,6 +39,26 @@ class RowSettings:
     pairs: int
     cold: bool
     device: str = "cpu"
+
+
+def measure(row: str, state: str, folder: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure a row, or the hardware's limits, in a process of its own.
+
+    Args:
+        row: name of the row, or `LIMITS`
+        state: name of the state
+        folder: where to save; empty before and after
+        settings: arguments of `RowSettings`
+    """
+    how = RowSettings(**settings)
+    made = make_state(state, device=how.device)
+    if row == LIMITS:
+        return measure_limits(made, folder, how.saves, how.cold)
+    if ROWS[row].family == "ours" and not ROWS[row].fast:
+        # Packages that compute checksums faster than zlib are hidden from their import.
+        hidden: dict[str, Any] = {provider.module: None for provider in PROVIDERS if provider.package != "zlib"}
+        sys.modules.update(hidden)
+    return measure_row(row, made, folder, how)
 
 
 def measure_row(name: str, state: State, folder: str, settings: RowSettings) -> dict[str, Any]:
@@ -140,7 +164,7 @@ def make_saver(name: str, state: State) -> Saver:
     """Make the saver of a row. Imports the packages that it needs, which may be missing."""
     row = ROWS[name]
     if row.family == "ours":
-        from .ours import Ours
+        from .our_rows import Ours
 
         return Ours(state, row.preset, row.overrides)
     if row.family == "torch":
@@ -152,15 +176,15 @@ def make_saver(name: str, state: State) -> Saver:
             return torch_rows.DcpAsync(state, name.rpartition("_")[2])
         return torch_rows.TorchSave(state) if name == "torch_save" else torch_rows.Experimental(state)
     if name.startswith("nvrx"):
-        from . import nvrx
+        from . import nvrx_rows
 
-        kind = nvrx.NvrxTorchSave if "_torch_" in name else nvrx.NvrxDcp
+        kind = nvrx_rows.NvrxTorchSave if "_torch_" in name else nvrx_rows.NvrxDcp
         return kind(state, persistent="persistent" in name, clone=name.endswith("_clone"))
-    from . import peers
+    from . import peer_rows
 
     if name.startswith("torchsnapshot"):
-        return peers.Torchsnapshot(state, in_background=name.endswith("async_take"))
-    return peers.Safetensors(state) if name == "safetensors" else peers.TorchCheckpointing(state)
+        return peer_rows.Torchsnapshot(state, in_background=name.endswith("async_take"))
+    return peer_rows.Safetensors(state) if name == "safetensors" else peer_rows.TorchCheckpointing(state)
 
 
 def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -> tuple[float, float, float, float]:

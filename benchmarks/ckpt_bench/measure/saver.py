@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
 
 from .states import State
+
+#: How long a save may take to be staged, or complete.
+SECONDS = 600
 
 
 class Saver(ABC):
@@ -12,10 +20,14 @@ class Saver(ABC):
 
     Args:
         state: the tensors that training changes in place
+
+    Attributes:
+        written: of a row that writes in the background and has a future for it, that of the last save
     """
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self.written: Future[Any] | None = None
 
     @abstractmethod
     def save(self, path: str) -> None:
@@ -26,10 +38,12 @@ class Saver(ABC):
 
     def poll(self) -> bool:
         """Whether the save is complete, asked once per step of training."""
-        return True
+        return self.written is None or self.written.done()
 
     def finish(self) -> None:
         """Return when the save is complete; raise what went wrong."""
+        if self.written is not None:
+            self.written.result(SECONDS)
 
     @abstractmethod
     def load(self, path: str, target: State) -> None:
@@ -41,3 +55,10 @@ class Saver(ABC):
 
     def close(self) -> None:
         """End processes and threads."""
+
+
+def copy_into(target: State, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Copy loaded tensors into those of `target`, unless they are the same."""
+    for key, tensor in target.items():
+        if loaded[key] is not tensor:
+            tensor.copy_(loaded[key])

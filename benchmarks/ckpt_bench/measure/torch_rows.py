@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .saver import Saver
+from .saver import SECONDS, Saver, copy_into
 from .states import State
-
-_SECONDS = 600
 
 
 class TorchSave(Saver):
@@ -24,9 +22,7 @@ class TorchSave(Saver):
 
     def load(self, path: str, target: State) -> None:
         """See `Saver`."""
-        loaded = torch.load(path, mmap=True, weights_only=True)
-        for key, tensor in target.items():
-            tensor.copy_(loaded[key])
+        copy_into(target, torch.load(path, mmap=True, weights_only=True))
 
 
 class Dcp(Saver):
@@ -73,7 +69,6 @@ class DcpAsync(Dcp):
 
         super().__init__(state)
         self._kind = AsyncCheckpointerType(kind)
-        self._done: Future[Any] | None = None
         # The process executor needs a process group, and a name that it can meet itself under.
         os.environ.setdefault("MASTER_ADDR", "localhost")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -83,16 +78,7 @@ class DcpAsync(Dcp):
         import torch.distributed.checkpoint as dcp
 
         done: Any = dcp.async_save(self.state, storage_writer=self.writer(path), async_checkpointer_type=self._kind)
-        self._done = done
-
-    def poll(self) -> bool:
-        """See `Saver`."""
-        return self._done is None or self._done.done()
-
-    def finish(self) -> None:
-        """See `Saver`."""
-        if self._done is not None:
-            self._done.result(_SECONDS)
+        self.written = done
 
     def close(self) -> None:
         """See `Saver`."""
@@ -112,25 +98,16 @@ class Experimental(Saver):
             use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
         )
         self._checkpointer = make_async_checkpointer(CheckpointerConfig(staging_config=staging))
-        self._futures: tuple[Any, Any] | None = None
+        self._staged: Future[Any] | None = None
 
     def save(self, path: str) -> None:
         """See `Saver`."""
-        self._futures = self._checkpointer.save(path, self.state)
+        self._staged, self.written = self._checkpointer.save(path, self.state) or (None, None)
 
     def wait_staged(self) -> None:
         """See `Saver`."""
-        if self._futures is not None:
-            self._futures[0].result(_SECONDS)
-
-    def poll(self) -> bool:
-        """See `Saver`."""
-        return self._futures is None or self._futures[1].done()
-
-    def finish(self) -> None:
-        """See `Saver`."""
-        if self._futures is not None:
-            self._futures[1].result(_SECONDS)
+        if self._staged is not None:
+            self._staged.result(SECONDS)
 
     def load(self, path: str, target: State) -> None:
         """See `Saver`."""

@@ -22,7 +22,7 @@ import psutil
 
 from ckpt_component.cli.output import Output
 from ckpt_component.config import resolve_config
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.config.quantities import BYTES, quantity
 from ckpt_component.core.spelling import invalid_choice
 from ckpt_component.core.storage.locate import expanded

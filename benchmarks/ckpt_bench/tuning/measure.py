@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-from ..measure.files import remove
-from ..measure.loop import Loop, in_turn
-from ..measure.ours import Ours
+from ..measure.our_rows import Ours
 from ..measure.row import timed_save
 from ..measure.states import make_state, nbytes_of
+from ..measure.target_files import remove
+from ..measure.training_loop import Loop, in_turn
 
 #: Saves per measurement after the first, and as many beside the simulated training loop; their median counts.
 _SAVES = 2
@@ -27,7 +27,7 @@ class Trial:
     """A state to save with different settings.
 
     Args:
-        state: kind of state, one of `bench.schema.STATES`
+        state: kind of state, one of `schema.STATES`
         nbytes: size of the state; None: the default of the kind
         preset: preset that the settings modify
         folder: folder to save to; it is empty after every measurement

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 
 def recipe_path(folder: Path, name: str, replace: bool) -> Path:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from ckpt_component.cli.reports.text import aligned
-from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.cli.text import Table
+from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 from .questions import Answer, Knob, choose
 
@@ -99,4 +99,4 @@ def _table(question: Knob, outcomes: Mapping[str, Outcome], state_bytes: int) ->
         medians = {name: median(figures[name] for figures in outcome) for name in names}
         speed = f"{state_bytes / 1e9 / medians['durable']:.2f}"
         lines.append([value, *(f"{medians[name]:.3f}" for name in names), speed, str(len(outcome)), ""])
-    return "\n".join(aligned(lines, left=[0, len(lines[0]) - 1]))
+    return "\n".join(Table(lines, left=(0, -1)).text())

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from ...config.files import presets
+from ...config.config_files import presets
 from ...errors import CheckpointConfigError
 from ..reports.run_records import RecordedSave, read_runs
 

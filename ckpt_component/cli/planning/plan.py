@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...config.files import parts_of
+from ...config.config_files import parts_of
 from ...config.schema import PARTS
 from ...core.storage.space import amount
 from .formulas import best_interval, mtbf_of, training_fraction

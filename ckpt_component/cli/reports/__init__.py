@@ -1,4 +1,5 @@
-"""Reports that compare the jobs of a sweep: a table, a CSV file, and a picture.
+"""Reports: what saving cost the runs of a folder, and a comparison of the jobs of a sweep.
 
-A job writes its `result.json` (`result.py`); the report reads these files, even when the sweep failed or was killed.
+Runs have their events. A job of a sweep writes its `result.json` (`result.py`); the report reads these files, even when
+the sweep failed or was killed.
 """

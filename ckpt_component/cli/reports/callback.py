@@ -18,12 +18,12 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from ...config.hydra.errors import CheckpointConfigError
+from ...config.hydra.hydra_errors import CheckpointConfigError
 from ...core.processes.home_process import HomeProcess
 from ...managing import recording
 from .disks import Span, disk_of
-from .figures import figures_of
 from .result import RUNNING, add_span, read_result, write_job_result
+from .sweep_figures import figures_of
 
 if TYPE_CHECKING:
     from ...managing.manager import CheckpointManager
@@ -71,7 +71,7 @@ class SweepReport(Callback):
         """
         if _leads() and kwargs["job_return"].status == JobStatus.COMPLETED:
             from .jobs import read_jobs
-            from .report import table
+            from .sweep_report import table
 
             rows = read_jobs(Path(os.path.relpath(config.hydra.runtime.output_dir)))
             if not any(row.name for row in rows):
@@ -92,7 +92,7 @@ def _report_at_exit(home: HomeProcess, folder: Path) -> None:
 def report_sweep(folder: Path) -> None:
     """Print the report of a sweep, or why there is none."""
     from .jobs import NoJobsError
-    from .report import report
+    from .sweep_report import report
 
     folder = Path(os.path.relpath(folder))
     print(f"\nsweep {folder}\n")

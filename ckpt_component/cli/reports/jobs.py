@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...config.hydra.errors import HydraConfigError
+from ...config.hydra.hydra_errors import HydraConfigError
 from .disks import Span
-from .figures import FIGURES
 from .result import RESULT, RUNNING, read_result
+from .sweep_figures import FIGURES
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointConfigError, printable
-from .text import Element
+from ..text import Element, Table
 
 #: Shown if the extra is not installed.
 NO_PICTURE = "no picture: pip install matplotlib"
@@ -74,22 +74,26 @@ pre { overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }
 """
 
 
-def write_page(base: Path, figure: Any, title: str, about: str, caption: str, blocks: Iterable[Element]) -> list[Path]:
-    """Write the picture, and the page as HTML.
+def write_page(
+    base: Path, draw: Callable[[], Any], title: str, about: str, caption: str, blocks: Iterable[Element]
+) -> list[Path]:
+    """Write the picture, and the page as HTML, if matplotlib is installed.
 
     Args:
         base: path of the files without `.png` and `.html`
-        figure: the picture, which is embedded in the page
+        draw: draws the picture, a figure, which is embedded in the page
         title: title of the page
         about: text below the title
         caption: caption of the picture
         blocks: lines and tables below the picture; a text of several lines is preformatted
 
     Returns:
-        Both files.
+        Both files; none without matplotlib.
     """
+    if not can_plot():
+        return []
     png, page = base.with_suffix(".png"), base.with_suffix(".html")
-    figure.savefig(png, dpi=110)
+    draw().savefig(png, dpi=110)
     image = base64.b64encode(png.read_bytes()).decode()
     title, about, caption = map(_escaped, (title, about, caption))
     page.write_text(
@@ -110,15 +114,14 @@ def _html(block: Element) -> str:
     if isinstance(block, str):
         tag = "pre" if "\n" in block else "div"
         return f"<{tag}>{_escaped(block) or '&nbsp;'}</{tag}>\n"
-    head, *body = (_line(line, block.left) for line in block.lines)
-    rows = "".join(f"<tr>{line}</tr>\n" for line in body)
-    head = head.replace("<td", "<th").replace("</td", "</th")
+    head = _line(block, block.lines[0], "th")
+    rows = "".join(f"<tr>{_line(block, cells, 'td')}</tr>\n" for cells in block.lines[1:])
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
 
 
-def _line(cells: Sequence[str], left: Sequence[int]) -> str:
-    sides = (' class="left"' if column in left else "" for column in range(len(cells)))
-    return "".join(f"<td{side}>{_escaped(cell)}</td>" for side, cell in zip(sides, cells, strict=True))
+def _line(table: Table, cells: Sequence[str], tag: str) -> str:
+    sides = (' class="left"' if table.is_left(column) else "" for column in range(len(cells)))
+    return "".join(f"<{tag}{side}>{_escaped(cell)}</{tag}>" for side, cell in zip(sides, cells, strict=True))
 
 
 def _escaped(text: str) -> str:

@@ -41,7 +41,7 @@ def write_result(
         status: `running`, `completed`, `stopped`, `skipped` or `failed`
         overrides: the overrides as typed
         choices: config group -> option
-        figures: figures of the job; reports show those in `sweeps.figures.FIGURES`
+        figures: figures of the job; reports show those in `sweep_figures.FIGURES`
         reason: why the run did not complete
         rows: for a job with several measurements: the `name`, `workload` (only rows of equal workload are compared) and
             `figures` of each, and a `reason` if it has no figures

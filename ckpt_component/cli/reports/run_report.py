@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...core.storage.space import amount, rate
-from ..output import counted
-from .page import can_plot, new_figure, write_page
+from ..text import Element, Table, clock_text, counted, duration
+from .page import write_page
 from .run_records import Run
-from .run_timeline import draw_saves, height
-from .text import Element, Table, duration
+from .run_timeline import picture_of
 
 #: Saves that the text shows, the last ones.
 _SHOWN = 15
@@ -72,7 +72,7 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     preset = f", {run['preset']}" if run["preset"] else ""
     ranks = counted(run["world_size"], "rank")
     age = duration(max(time.time() - run["ended"], 0))
-    yield f"{folder}: {ranks}{hosts}{preset}, from {_clock(run['began'])}; last event {age} ago"
+    yield f"{folder}: {ranks}{hosts}{preset}, from {clock_text(run['began'])}; last event {age} ago"
     if run["first_step"] is not None:
         pace = "" if run["step_s"] is None else f", {duration(run['step_s'])} each"
         yield f"steps {run['first_step']} to {run['last_step']}{pace}"
@@ -122,8 +122,8 @@ def _runs_table(figures: Sequence[Mapping[str, Any]]) -> Table:
     for number, run in enumerate(figures, 1):
         steps = "-" if run["first_step"] is None else f"{run['first_step']} to {run['last_step']}"
         kept = "-" if run["kept"] is None else _percent(run["kept"])
-        ran = duration(run["ended"] - run["began"])
-        lines.append([str(number), _clock(run["began"]), ran, steps, str(run["committed"]), str(run["failed"]), kept])
+        times = clock_text(run["began"]), duration(run["ended"] - run["began"])
+        lines.append([str(number), *times, steps, str(run["committed"]), str(run["failed"]), kept])
     return Table(lines, left=())
 
 
@@ -142,17 +142,9 @@ def write_files(
     Raises:
         OSError: a file cannot be written
     """
-    if not can_plot():
-        return []
-    figure = new_figure(11, height(runs[shown]))
-    draw_saves(figure, runs[shown])
-    caption = "The last saves, with what training did beside them."
-    return write_page(out / "run", figure, "Run", str(folder), caption, blocks(folder, figures, shown, None))
+    caption, draw = "The last saves, with what training did beside them.", partial(picture_of, runs[shown])
+    return write_page(out / "run", draw, "Run", str(folder), caption, blocks(folder, figures, shown, None))
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

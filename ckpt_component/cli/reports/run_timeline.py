@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from ..output import counted
-from .page import without_frame
+from ..text import counted, duration
+from .page import new_figure, without_frame
 from .run_records import RankLog, RecordedSave, Run
 from .run_trace import TRACKS, slices_of
-from .text import duration
 
 #: Kind of a slice, in the order of a save -> its colour, of which phases have shades, and what it means.
 _KINDS = {
@@ -29,20 +28,15 @@ _TRACKS = [track for track in TRACKS if track != "loads"]
 _MAX_RANKS, _LAST = 4, 3
 
 
-def height(run: Run) -> float:
-    """The height that `draw_saves` needs, in inches."""
-    return 0.9 + max(len(run.saves()[-_LAST:]), 1) * (0.6 + 0.26 * len(_TRACKS) * min(len(run.ranks), _MAX_RANKS))
-
-
-def draw_saves(figure: Any, run: Run) -> None:
-    """Draw the last saves of the first ranks into a figure or a subfigure."""
-    saves = run.saves()[-_LAST:]
+def picture_of(run: Run) -> Any:
+    """A figure of the last saves of the first ranks."""
+    saves, logs = run.saves()[-_LAST:], [log for _, log in sorted(run.ranks.items())][:_MAX_RANKS]
+    figure = new_figure(11, 0.9 + max(len(saves), 1) * (0.6 + 0.26 * len(_TRACKS) * len(logs)))
     axes = figure.subplots(max(len(saves), 1), squeeze=False)[:, 0]
     if not saves:
         axes[0].set_axis_off()
         axes[0].text(0.5, 0.5, "no saves yet", ha="center")
-        return
-    logs = [log for _, log in sorted(run.ranks.items())][:_MAX_RANKS]
+        return figure
     rows = [f"rank {log.rank} {track}" for log in logs for track in _TRACKS]
     bars = [bar for log in logs for bar in _bars(log)]
     occurring: set[str] = set()
@@ -66,6 +60,7 @@ def draw_saves(figure: Any, run: Run) -> None:
         without_frame(axis)
     axes[-1].set_xlabel("seconds since the save was called", fontsize=8)
     _legend(figure, occurring)
+    return figure
 
 
 def _bars(log: RankLog) -> Iterator[tuple[str, str, float, float]]:

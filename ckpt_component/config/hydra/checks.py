@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from ...core.spelling import closest
 from ...core.storage.bucket_store import SCHEMES
 from ..schema import PARTS, Checkpoint, Upload, part_schema
-from .errors import HydraConfigError, built_text
 from .explain import not_itself, unknown_key_of
+from .hydra_errors import HydraConfigError, built_text
 from .read import missing_text
 
 #: Hydra's own keys, which a part may have. Values reach the constructor as plain data in any case.

@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any, cast, get_args, get_type_hints
 
 from ..schema import PARTS, Checkpoint, Part
-from .errors import HydraConfigError, built_text
 from .explain import keys_text
+from .hydra_errors import HydraConfigError, built_text
 
 #: Types of values that are not a config.
 _PLAIN = (str, int, float, bool, list)

@@ -13,11 +13,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..files import config_dir
+from ..config_files import config_dir
 from .checks import refuse_text_parts
-from .errors import CheckpointConfigError, HydraConfigError
 from .explain import without_noise
 from .hints import override_hints
+from .hydra_errors import CheckpointConfigError, HydraConfigError
 from .overrides import parse_override, torn_apart
 from .store import PROVIDER, register
 

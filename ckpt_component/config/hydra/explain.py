@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...core.spelling import closest
-from .errors import CheckpointConfigError
+from .hydra_errors import CheckpointConfigError
 from .overrides import parse_override, torn_apart
 
 #: Groups that are not for users: Hydra's own, and our schemas.

@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..schema import Checkpoint
 from .composable import composable
-from .errors import CheckpointConfigError, HydraConfigError
 from .explain import added_twice, what_was_meant
+from .hydra_errors import CheckpointConfigError, HydraConfigError
 
 logger = logging.getLogger("ckpt_component")
 

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from ...core.spelling import typed
-from .errors import HydraConfigError
+from .hydra_errors import HydraConfigError
 
 _NAME = re.compile(r"[\w./@]+")
 

@@ -14,8 +14,8 @@ from ...core.spelling import closest, invalid_choice
 from ...events import CheckpointListener
 from .checks import HYDRA_KEYS
 from .composable import is_enum
-from .errors import CheckpointConfigError, HydraConfigError, for_hydra
 from .explain import unknown_key_of
+from .hydra_errors import CheckpointConfigError, HydraConfigError, for_hydra
 
 
 def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ...core.spelling import invalid_choice
 from ..quantities import quantity
 from .composable import is_enum
-from .errors import HydraConfigError
+from .hydra_errors import HydraConfigError
 
 T = TypeVar("T")
 

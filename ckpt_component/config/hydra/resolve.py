@@ -29,8 +29,8 @@ from .checks import (
     refuse_whole_app,
 )
 from .compose import checked_overrides, compose_checkpoint, compose_part, plain_dict
-from .errors import HydraConfigError, for_hydra
 from .explain import dotted_keys, unknown_group, unknown_key
+from .hydra_errors import HydraConfigError, for_hydra
 from .overrides import parse_override
 from .read import omegaconf_text, read
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
 from ckpt_component.config import config_dir
-from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 from ckpt_component.core.state.flatten import flatten
 from ckpt_component.core.state.paths import key_of
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ...events.records import SaveReport
-from .text import duration
+from ...events.reports import SaveReport
+from ..text import duration
 
 
 @dataclass(frozen=True)

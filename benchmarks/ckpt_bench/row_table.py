@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from ckpt_component.cli.text import Table
 
-from ckpt_component.cli.reports.text import aligned
-
-from .figures import Spread, fact, limits_of, spread, why_not
-from .measure.names import LIMITS, ROWS
+from .measure.row_kinds import LIMITS
+from .row_figures import FIGURES, Spread, fact, limits_of, measured_rows, spread, why_not
 from .runs import Case
 
-#: Column -> figure, factor, digits.
-_COLUMNS: Sequence[tuple[str, str, float, int]] = (
-    ("first stall", "first_stall", 1, 3),
-    ("stall", "stall", 1, 3),
-    ("staged", "staged", 1, 3),
-    ("complete", "complete", 1, 2),
-    ("durable", "durable", 1, 2),
-    ("lost", "lost", 1, 3),
-    ("its CPU", "lost_cpu", 1, 3),
-    ("queued", "lost_queue", 1, 3),
-    ("step x", "step_ratio", 1, 2),
-    ("next 10 x", "next_steps", 1, 2),
-    ("memory GB", "memory", 1e-9, 2),
-    ("device GB", "device_memory", 1e-9, 2),
-    ("GB", "bytes", 1e-9, 2),
-    ("files", "files", 1, 0),
-    ("load warm", "load_warm", 1, 2),
-    ("load cold", "load_cold", 1, 2),
-)
+_COLUMNS = {figure: column for figure, column in FIGURES.items() if column is not None}
 
 LEGEND = """seconds unless noted, the median of the repeats (lowest .. highest)
 stall: the call of save; staged: until the tensors may be changed; complete: until the row says so; durable: synced
@@ -43,19 +23,14 @@ def render(case: Case) -> str:
     """The table of one case: rows with figures, then those without and why, then the limits."""
     nbytes = next((found for row in case.rows if (found := fact(case, row, "state_bytes")) is not None), None)
     size = "" if nbytes is None else f", {nbytes / 1e9:.2f} GB"
-    lines = [["", *(name for name, *_ in _COLUMNS), "whole"]]
-    notes = []
-    for row in case.rows:
-        reason = why_not(case, row)
-        if reason is not None:
-            notes.append(f"{row}: {reason}")
-        if row in ROWS and spread(case, row, "durable") is not None:
-            cells = [_cell(spread(case, row, figure), factor, digits) for _, figure, factor, digits in _COLUMNS]
-            lines.append([row, *cells, _whole(case, row)])
+    lines = [["", *(column.title for column in _COLUMNS.values()), "whole"]]
+    for row in measured_rows(case):
+        cells = [_cell(spread(case, row, figure), *column[1:]) for figure, column in _COLUMNS.items()]
+        lines.append([row, *cells, _whole(case, row)])
     text = [f"\n{case.state} on {case.target}{size}"]
     if len(lines) > 1:
-        text += aligned(lines)
-    text += notes
+        text += Table(lines).text()
+    text += [f"{row}: {reason}" for row in case.rows if (reason := why_not(case, row)) is not None]
     text += [_limit(name, found, nbytes) for name, found in limits_of(case).items()]
     return "\n".join(text)
 

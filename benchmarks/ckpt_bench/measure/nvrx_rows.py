@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .saver import Saver
 from .states import State
-from .torch_rows import Dcp
+from .torch_rows import Dcp, TorchSave
 
 
 def _do_nothing(*_: Any) -> None:
@@ -84,9 +84,7 @@ class NvrxTorchSave(_Nvrx):
 
     def load(self, path: str, target: State) -> None:
         """See `Saver`."""
-        loaded = torch.load(path, mmap=True, weights_only=True)
-        for key, tensor in target.items():
-            tensor.copy_(loaded[key])
+        TorchSave(self.state).load(path, target)
 
     def close(self) -> None:
         """See `Saver`."""

@@ -21,7 +21,7 @@ from ...core.storage.locate import absolute, file_storage, is_url
 from ...core.storage.new_names import new_token
 from ...core.storage.storage import Storage
 from .compose import plain_dict
-from .errors import HydraConfigError
+from .hydra_errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
 

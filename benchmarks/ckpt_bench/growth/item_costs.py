@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ckpt_component.factory.graph import build_checkpointer
 from ckpt_component.writers.dcp import DcpWriter
 from ckpt_component.writers.torch_items import around_payload
 
-from ..measure.files import fill_cache, remove
+from ..measure.target_files import fill_cache, remove
 
 _SECONDS = 600
 #: Shapes repeat after this many items, so that the tensors stay small.
@@ -48,7 +49,7 @@ def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
         folder: where to save; empty before and after
 
     Returns:
-        Costs by the names of `figures.COSTS`.
+        Costs by the names of `costs.COSTS`.
     """
     state = make_items(count)
     found = {"templates": _seconds(lambda: _templates(count))}
@@ -103,9 +104,9 @@ def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
         "layout": laid_out - surveyed,
         "describe": described - laid_out,
         "index": indexed - described,
-        "walk": _median(walks),
-        "check": _median(checks),
-        "stage": _median(stages),
+        "walk": median_low(walks),
+        "check": median_low(checks),
+        "stage": median_low(stages),
         "catalog_bytes": float(len(pack(encoded.rank_index()))),
     }
 
@@ -125,13 +126,13 @@ def _saved(state: dict[str, Any], saves: int, folder: str) -> dict[str, float]:
             whole.append(time.perf_counter() - started)
             if number < saves:
                 remove(path)
-        found["first_stall"], found["stall"] = calls[0], _median(calls[1:])
-        found["first_save"], found["save"] = whole[0], _median(whole[1:])
+        found["first_stall"], found["stall"] = calls[0], median_low(calls[1:])
+        found["first_save"], found["save"] = whole[0], median_low(whole[1:])
         names = {"metadata_bytes": ".metadata", "integrity_bytes": integrity_name(0), "manifest_bytes": MANIFEST}
         found |= {figure: float(os.path.getsize(os.path.join(path, name))) for figure, name in names.items()}
         fill_cache(path)
         found["first_load"] = _seconds(lambda: ours.load(path, state, strict=True))
-        found["load"] = _median([_seconds(lambda: ours.load(path, state, strict=True)) for _ in range(saves)])
+        found["load"] = median_low([_seconds(lambda: ours.load(path, state, strict=True)) for _ in range(saves)])
         remove(path)
     return found
 
@@ -140,7 +141,3 @@ def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from glob import escape as glob_escape
 from glob import glob
-from typing import Any
 
 from ckpt_component.core.storage.checksum import find_checksum
 
-from .saver import Saver
+from .saver import SECONDS, Saver
 from .states import State
-
-_SECONDS = 600
 
 
 class Ours(Saver):
@@ -35,26 +31,16 @@ class Ours(Saver):
         config = compose_checkpoint(preset, overrides)
         self._arenas = int(config.stager.get("arenas", 0))
         self._checkpointer = build_checkpointer(config)
-        self._written: Future[Any] | None = None
 
     def save(self, path: str) -> None:
         """See `Saver`."""
         futures = self._checkpointer.save(self.state, path)
-        self._written = None if futures is None else futures[1]
+        self.written = None if futures is None else futures[1]
 
     def wait_staged(self) -> None:
         """See `Saver`."""
         # What a guarded optimizer does before it changes anything. `finish` raises the error of a copy that failed.
-        self._checkpointer.wait_staged(_SECONDS)
-
-    def poll(self) -> bool:
-        """See `Saver`."""
-        return self._written is None or self._written.done()
-
-    def finish(self) -> None:
-        """See `Saver`."""
-        if self._written is not None:
-            self._written.result(_SECONDS)
+        self._checkpointer.wait_staged(SECONDS)
 
     def load(self, path: str, target: State) -> None:
         """See `Saver`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt_component.cli.reports.text import aligned
+from ckpt_component.cli.text import Table
 
-from .figures import COSTS, ONE, Course, errors, is_counted, points
+from .costs import COSTS, ONE, Course, errors, is_counted, points
 
 LEGEND = """the median of the repeats, for one item or one rank
 x: over the same at the size before, from the lowest repeats; 1 is linear growth, less is better"""
@@ -25,7 +25,7 @@ def render_growth(course: Course) -> str:
             cells.append("-" if point is None else _amount(cost, point.each))
             cells.append("" if point is None or point.ratio is None else f"{point.ratio:.2f}")
         lines.append([cost, *cells, text])
-    rows = aligned(lines, left=[0, len(lines[0]) - 1])
+    rows = Table(lines, left=(0, -1)).text()
     return "\n".join([f"\ncosts for each {one}, by the number of {course.axis}", *rows, *errors(course)])
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..config.hydra.errors import CheckpointConfigError
+from ..config.hydra.hydra_errors import CheckpointConfigError
 from ..config.hydra.resolve import resolve_config
 from ..core.options import Durability, IoPriority, ResolvedTimeouts
 from .args import megatron_overrides

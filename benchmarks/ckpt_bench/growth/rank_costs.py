@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from statistics import median_low
 from typing import Any, ClassVar
 
 import torch
@@ -25,8 +26,8 @@ from ckpt_component.core.commit.names import integrity_name
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.writing.request import WriteRequest
 
-from ..measure.files import remove
-from .connection import CountedConnection, Counts
+from ..measure.target_files import remove
+from .counted_connection import CountedConnection, Counts
 
 _SECONDS = 600.0
 #: Ranks per connection; a call takes microseconds.
@@ -38,23 +39,23 @@ _OWN, _ALIKE = 10, 10
 _HOST = "127.0.0.1"
 
 
-def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
-    """Costs of one save of `world_size` ranks, in total.
+def measure_ranks(count: int, saves: int, folder: str) -> dict[str, float]:
+    """Costs of one save of `count` ranks, in total.
 
     Args:
-        world_size: number of ranks
+        count: number of ranks
         saves: number of saves after the first; their median counts
         folder: where they save; empty before and after
 
     Returns:
-        Costs by the names of `figures.COSTS`.
+        Costs by the names of `costs.COSTS`.
     """
     store = TCPStore(_HOST, 0, None, is_master=True, wait_for_workers=False)
-    others = range(1, world_size)
+    others = range(1, count)
     parts = [others[first : first + _IN_A_PROCESS] for first in range(0, len(others), _IN_A_PROCESS)]
-    groups = [_Process(store.port, part, world_size) for part in parts]
+    groups = [_Process(store.port, part, count) for part in parts]
     try:
-        leader = _Group(store, range(1), world_size)
+        leader = _Group(store, range(1), count)
         for group in groups:
             group.ready()
         costs = []
@@ -84,7 +85,7 @@ def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
     first, steady = costs[0], costs[1:]
     return {
         **{f"first_{name}": value for name, value in first.items()},
-        **{name: _median([each[name] for each in steady]) for name in first},
+        **{name: median_low([each[name] for each in steady]) for name in first},
     }
 
 
@@ -216,7 +217,3 @@ class TinyFiles(WriteCaller):
         now = time.perf_counter()
         times = {"seconds": 0.0, "began": now, "synced_from": now}
         return {"rank": request.rank, "files": files, "bytes": 4, "io": "buffered", **times}
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
-from .saver import Saver
+from .saver import Saver, copy_into
 from .states import State
 
-_SECONDS = 600
 _ITEM = "state"
 
 
@@ -45,32 +43,19 @@ class TorchCheckpointing(Saver):
         super().__init__(state)
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager = CheckpointManager.Config(storage_config=storage).build()
-        self._written: Future[Any] | None = None
 
     def save(self, path: str) -> None:
         """See `Saver`."""
-        self._written = self._manager.save(path, {_ITEM: self.state})
+        self.written = self._manager.save(path, {_ITEM: self.state})
 
     def wait_staged(self) -> None:
         """See `Saver`."""
         with self._manager.lock():
             pass
 
-    def poll(self) -> bool:
-        """See `Saver`."""
-        return self._written is None or self._written.done()
-
-    def finish(self) -> None:
-        """See `Saver`."""
-        if self._written is not None:
-            self._written.result(_SECONDS)
-
     def load(self, path: str, target: State) -> None:
         """See `Saver`."""
-        loaded = self._manager.load(path, {_ITEM: target}, strict=True)[_ITEM]
-        for key, tensor in target.items():
-            if loaded[key] is not tensor:
-                tensor.copy_(loaded[key])
+        copy_into(target, self._manager.load(path, {_ITEM: target}, strict=True)[_ITEM])
 
     def close(self) -> None:
         """See `Saver`."""
@@ -114,6 +99,4 @@ class Torchsnapshot(Saver):
         """See `Saver`."""
         restored = self._wrap(**target)
         self._snapshot(path).restore({_ITEM: restored})
-        for key, tensor in target.items():
-            if restored[key] is not tensor:
-                tensor.copy_(restored[key])
+        copy_into(target, restored)

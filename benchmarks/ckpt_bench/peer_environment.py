@@ -15,19 +15,12 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from .measure.names import ROWS
+from .measure.row_kinds import ROWS
 
 REQUIREMENTS = Path(__file__).with_name("peers.txt")
 _INSTALL_SECONDS = 900
 _ASK_SECONDS = 60
 _MAKE_IT = "make it with: ckpt-bench peers"
-_PROBE = """
-import json, sys
-from importlib.util import find_spec
-print(json.dumps([name for name in sys.argv[1:] if find_spec(name) is not None]))
-"""
-
-
 _VERSIONS = """
 import json, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -96,25 +89,24 @@ class PeerEnvironment:
             return {}
         if not self.python.exists():
             return {row: f"there is no environment in {self.folder}; {_MAKE_IT}" for row in needed}
-        done = self._run([str(self.python), "-c", _PROBE, *sorted(set(needed.values()))], _ASK_SECONDS)
-        if done.returncode != 0:
-            return {
-                row: f"the environment in {self.folder} is broken ({_last_line(done)}); {_MAKE_IT}" for row in needed
-            }
-        there = set(json.loads(done.stdout.strip().splitlines()[-1]))
+        found = self._ask(sorted(set(needed.values())))
+        if isinstance(found, str):
+            return {row: f"the environment in {self.folder} is broken ({found}); {_MAKE_IT}" for row in needed}
         return {
             row: f"{module} is not in the environment in {self.folder}; {_MAKE_IT}"
             for row, module in needed.items()
-            if module not in there
+            if module not in found
         }
 
     def versions(self) -> dict[str, str]:
         """Installed versions of the peers, by package; empty without an environment."""
-        names = [line.partition("==")[0] for line in _lines(REQUIREMENTS)]
-        if not self.python.exists():
-            return {}
+        found = self._ask([line.partition("==")[0] for line in _lines(REQUIREMENTS)]) if self.python.exists() else {}
+        return {} if isinstance(found, str) else found
+
+    def _ask(self, names: Sequence[str]) -> dict[str, str] | str:
+        """The versions of those that are installed, or why the interpreter does not tell."""
         done = self._run([str(self.python), "-c", _VERSIONS, *names], _ASK_SECONDS)
-        return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+        return _last_line(done) if done.returncode else dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
     def interpreter_of(self, row: str) -> str:
         """The interpreter for a row: this one, or that of the peers."""

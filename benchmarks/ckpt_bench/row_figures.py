@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
-from ckpt_component.cli.reports import figures as sweeps
+from ckpt_component.cli.reports.sweep_figures import FIGURES as SWEEP_FIGURES
 
 from .kept import read_run, write_run
-from .measure.names import LIMITS, ROWS
-from .runs import ABSENT, ERROR, Case
+from .measure.row_kinds import LIMITS, ROWS
+from .runs import ABSENT, Case
+from .task import ERROR
 
-#: Figures of a row, in order. Times are in seconds.
-FIGURES = (
-    "first_stall",
-    "stall",
-    "staged",
-    "complete",
-    "durable",
-    "background",
-    "lost",
-    "lost_cpu",
-    "lost_queue",
-    "step_ratio",
-    "next_steps",
-    "memory",
-    "device_memory",
-    "bytes",
-    "files",
-    "load_warm",
-    "load_cold",
-    "raw_copy",
-    "raw_write_2",
-    "raw_direct_2",
-    "raw_direct_4",
-    "raw_read_warm",
-    "raw_read_cold",
-    "torn",
-)
+
+class Column(NamedTuple):
+    """A column of the table: its title, what its figure is multiplied by there, and with how many digits."""
+
+    title: str
+    factor: float = 1
+    digits: int = 2
+
+
+#: Figures of a row, in order, with the column of those that the table has. Times are in seconds.
+FIGURES: Mapping[str, Column | None] = {
+    "first_stall": Column("first stall", digits=3),
+    "stall": Column("stall", digits=3),
+    "staged": Column("staged", digits=3),
+    "complete": Column("complete"),
+    "durable": Column("durable"),
+    "background": None,
+    "lost": Column("lost", digits=3),
+    "lost_cpu": Column("its CPU", digits=3),
+    "lost_queue": Column("queued", digits=3),
+    "step_ratio": Column("step x"),
+    "next_steps": Column("next 10 x"),
+    "memory": Column("memory GB", 1e-9),
+    "device_memory": Column("device GB", 1e-9),
+    "bytes": Column("GB", 1e-9),
+    "files": Column("files", digits=0),
+    "load_warm": Column("load warm"),
+    "load_cold": Column("load cold"),
+    "raw_copy": None,
+    "raw_write_2": None,
+    "raw_direct_2": None,
+    "raw_direct_4": None,
+    "raw_read_warm": None,
+    "raw_read_cold": None,
+    "torn": None,
+}
 
 #: The files are `figures.json` and `figures.csv`.
 _NAME = "figures"
@@ -58,17 +69,18 @@ class Spread:
 
 def spread(case: Case, row: str, figure: str) -> Spread | None:
     """A figure of a row; None if no repeat has it."""
-    values = sorted(run[figure] for run in case.rows.get(row, ()) if run.get(figure) is not None)
-    if not values:
-        return None
-    middle = len(values) // 2
-    median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
-    return Spread(median, values[0], values[-1], len(values))
+    values = [run[figure] for run in case.rows.get(row, ()) if run.get(figure) is not None]
+    return Spread(median(values), min(values), max(values), len(values)) if values else None
 
 
 def fact(case: Case, row: str, name: str) -> Any:
     """A value that is equal in all repeats, such as `state_bytes`; None if no repeat has it."""
     return next((run[name] for run in case.rows.get(row, ()) if name in run), None)
+
+
+def measured_rows(case: Case) -> list[str]:
+    """The rows that have figures, in the order of the table."""
+    return [row for row in case.rows if row in ROWS and spread(case, row, "durable") is not None]
 
 
 def why_not(case: Case, row: str) -> str | None:
@@ -97,11 +109,11 @@ def records(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
 
 
 #: Figure -> its name in the report of a sweep, where names of times end with their unit.
-_IN_SWEEPS = {figure: name for figure in FIGURES for name in (figure, f"{figure}_s") if name in sweeps.FIGURES}
+_IN_SWEEPS = {figure: name for figure in FIGURES for name in (figure, f"{figure}_s") if name in SWEEP_FIGURES}
 
 
 def rows_for_sweep(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The rows for `sweeps.result.write_result`: medians, or the reason why there are none."""
+    """The rows for `reports.result.write_result`: medians, or the reason why there are none."""
     rows = []
     for case in cases:
         for row in (name for name in case.rows if name in ROWS):

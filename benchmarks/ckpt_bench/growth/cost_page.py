@@ -1,48 +1,36 @@
-"""Draw the growth, and write a self-contained HTML page. Needs the extra `plot`."""
+"""What the costs of a run come to: their tables, verdicts, and a picture of their growth."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from ckpt_component.cli.reports.page import new_figure, write_page
+from ckpt_component.cli.reports.page import new_figure
 
-from ..verdicts import Verdict
-from .figures import COSTS, ONE, Course, is_counted, points
-from .table import LEGEND, render_growth
-
-#: The files are `growth.png` and `growth.html`.
-_NAME = "growth"
+from ..presentation import Presentation
+from .cost_table import LEGEND, render_growth
+from .costs import COSTS, ONE, Course, is_counted, points
+from .judge import judge_growth
 
 
-def draw_growth(
-    courses: Sequence[Course], verdicts: Sequence[Verdict], about: Mapping[str, Any], folder: Path
-) -> list[Path]:
-    """Write the picture and the page.
-
-    Args:
-        courses: the costs
-        verdicts: for the page
-        about: the machine and the settings, for the page
-        folder: where to write
-
-    Returns:
-        The files; empty if nothing was measured.
-    """
+def costs_shown(courses: Sequence[Course]) -> Presentation:
+    """What the costs of a run come to, judged."""
     panels = [
         (course, counted, costs)
         for course in courses
         for counted in (False, True)
         if (costs := [c for c in COSTS[course.axis] if is_counted(c) is counted and points(course, c)])
     ]
-    if not panels:
-        return []
-    blocks = [LEGEND, *(render_growth(course).strip() for course in courses)]
-    blocks.append("\n".join(verdict.line() for verdict in verdicts))
-    machine = ", ".join(f"{name}: {value}" for name, value in about.items())
-    caption = "The cost of one item and of one rank, by their number."
-    return write_page(folder / _NAME, _picture(panels), "ckpt-bench growth", machine, caption, blocks)
+    return Presentation(
+        "ckpt-bench growth",
+        "growth",
+        [render_growth(course) for course in courses],
+        LEGEND,
+        judge_growth(courses),
+        "The cost of one item and of one rank, by their number.",
+        partial(_picture, panels) if panels else None,
+    )
 
 
 def _picture(panels: Sequence[tuple[Course, bool, list[str]]]) -> Any:

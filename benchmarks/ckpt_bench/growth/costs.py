@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..kept import read_run, write_run
+from ..task import ERROR
 
 #: The files are `growth.json` and `growth.csv`.
 _NAME = "growth"
@@ -58,7 +60,7 @@ class Course:
 
     Attributes:
         axis: a key of `COSTS`
-        runs: size -> repeats, each with its costs by name or with `error`; sizes ascend
+        runs: size -> repeats, each with its costs by name or with `ERROR`; sizes ascend
     """
 
     axis: str
@@ -93,21 +95,21 @@ def points(course: Course, cost: str) -> list[Point]:
     """A cost at all measured sizes."""
     result: list[Point] = []
     for size, runs in course.runs.items():
-        values = sorted(run[cost] for run in runs if cost in run)
+        values = [run[cost] for run in runs if cost in run]
         if not values:
             continue
-        middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+        middle, low = median(values), min(values)
         # The lowest repeat is the one least disturbed by other work on the machine.
         before = result[-1].low / result[-1].size if result else 0.0
-        ratio = values[0] / size / before if before > 0 else None
-        result.append(Point(size, middle, values[0], values[-1], middle / size, ratio))
+        ratio = low / size / before if before > 0 else None
+        result.append(Point(size, middle, low, max(values), middle / size, ratio))
     return result
 
 
 def errors(course: Course) -> Iterator[str]:
     """One line for each size with failures."""
     for size, runs in course.runs.items():
-        failed = [run["error"] for run in runs if "error" in run]
+        failed = [run[ERROR] for run in runs if ERROR in run]
         if failed:
             yield f"{size:,} {course.axis}: FAILED in {len(failed)} of {len(runs)}: {failed[0]}"
 

@@ -1,21 +1,19 @@
-"""Draw the figures, and write a self-contained HTML page. Needs the extra `plot`."""
+"""What the rows of a run come to: their tables, and a picture of their figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from ckpt_component.cli.reports.page import new_figure, without_frame, write_page
+from ckpt_component.cli.reports.page import new_figure, without_frame
 
-from .figures import Spread, fact, limits_of, spread
-from .measure.names import ROWS
+from .measure.row_kinds import ROWS
+from .presentation import Presentation
+from .row_figures import Spread, fact, limits_of, measured_rows, spread
+from .row_table import LEGEND, render
 from .runs import Case
-from .table import LEGEND, render
 from .verdicts import Verdict
-
-#: The files are `figures.png` and `figures.html`.
-_NAME = "figures"
 
 _COLOURS = {"ours": "#1b6ca8", "torch": "#8d99ae", "peers": "#d08c60"}
 #: Title of a panel, its figure, and the limit to draw in it.
@@ -28,31 +26,22 @@ _PANELS = (
 )
 
 
-def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the picture and the page.
-
-    Args:
-        cases: the figures; cases without a measured row are omitted
-        verdicts: verdicts for the page; empty if nothing was checked
-        about: the machine and the settings, for the page
-        folder: the folder to write to
-
-    Returns:
-        The files; empty if there is nothing to draw.
-    """
-    shown = [case for case in cases if _rows(case)]
-    if not shown:
-        return []
-    blocks = [LEGEND, *(render(case).strip() for case in cases)]
-    if verdicts:
-        blocks.append("\n".join(verdict.line() for verdict in verdicts))
-    machine = ", ".join(f"{name}: {value}" for name, value in about.items())
-    caption = "Bars are medians, black lines go from the lowest repeat to the highest, dotted lines are limits."
-    return write_page(folder / _NAME, _picture(shown), "ckpt-bench", machine, caption, blocks)
+def rows_shown(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> Presentation:
+    """What the rows of a run come to; cases without a measured row are not in the picture."""
+    drawn = [case for case in cases if measured_rows(case)]
+    return Presentation(
+        "ckpt-bench",
+        "figures",
+        [render(case) for case in cases],
+        LEGEND,
+        verdicts,
+        "Bars are medians, black lines go from the lowest repeat to the highest, dotted lines are limits.",
+        partial(_picture, drawn) if drawn else None,
+    )
 
 
 def _picture(cases: Sequence[Case]) -> Any:
-    heights = [1.2 + 0.28 * len(_rows(case)) for case in cases]
+    heights = [1.2 + 0.28 * len(measured_rows(case)) for case in cases]
     figure = new_figure(4 * len(_PANELS) + 2, sum(heights))
     grid = figure.subplots(len(cases), len(_PANELS), squeeze=False, gridspec_kw={"height_ratios": heights})
     for case, axes in zip(cases, grid, strict=True):
@@ -66,7 +55,7 @@ def _picture(cases: Sequence[Case]) -> Any:
 
 def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: str | None) -> None:
     factor = 1e-9 if name == "memory" else 1.0
-    rows = _rows(case)
+    rows = measured_rows(case)
     for place, row in enumerate(rows):
         found = spread(case, row, name)
         if found is None:
@@ -84,10 +73,6 @@ def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: s
     without_frame(axis)
 
 
-def _rows(case: Case) -> list[str]:
-    return [row for row in case.rows if row in ROWS and spread(case, row, "durable") is not None]
-
-
 def _title(case: Case) -> str:
-    nbytes = fact(case, _rows(case)[0], "state_bytes")
+    nbytes = fact(case, measured_rows(case)[0], "state_bytes")
     return f"{case.state} on {case.target}, {nbytes / 1e9:.2f} GB"

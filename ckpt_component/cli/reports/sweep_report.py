@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..text import Element, Table, lines_of
 from .disks import shared_disks, shared_text
-from .figures import FIGURES
 from .jobs import Row, differing, read_jobs, spans_of
-from .page import can_plot, new_figure, without_frame, write_page, write_report
+from .page import new_figure, without_frame, write_page, write_report
 from .replaced import write_csv
-from .text import Element, Table, lines_of
+from .sweep_figures import FIGURES
 
 #: The files are `sweep.csv`, `sweep.png` and `sweep.html`.
 _NAME = "sweep"
@@ -69,9 +69,9 @@ def write_files(rows: Sequence[Row], folder: Path, out: Path) -> list[Path]:
     write_csv(base.with_suffix(".csv"), _CSV_COLUMNS, records(rows))
     files = [base.with_suffix(".csv")]
     complete = [row for row in rows if _times(row) is not None]
-    if complete and can_plot():
+    if complete:
         caption = "Lower and further left is better; a colour for each workload."
-        files += write_page(base, _picture(complete), "Sweep", str(folder), caption, _blocks(rows))
+        files += write_page(base, partial(_picture, complete), "Sweep", str(folder), caption, _blocks(rows))
     return files
 
 
@@ -96,7 +96,7 @@ def _blocks(rows: Sequence[Row]) -> Iterator[Element]:
     for workload, lines in by_workload.items():
         if len(by_workload) > 1:
             yield f"{workload or 'as configured'}:"
-        yield Table([header, *lines], left=[0, 1, len(header) - 2, len(header) - 1])
+        yield Table([header, *lines], left=(0, 1, -2, -1))
         yield ""
     yield f"rows with figures: {sum(bool(row.figures) for row in rows)} of {len(rows)}, sorted by stall"
     yield "; ".join(f"{figure.column}: {figure.meaning}" for figure in figures.values())

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ..background.exports import ExportPolicy
-from ..config.hydra.errors import HydraConfigError
+from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.rules import deadlines, longest_pause, resolved_commit
 from ..config.schema import Checkpoint
 from ..core.commit.retention import BestPolicy

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ckpt_bench.plot import draw
+from ckpt_bench.row_page import rows_shown
 from ckpt_bench.runs import Case
 from ckpt_bench.verdicts import Verdict
 
@@ -17,7 +17,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     run = {"stall": 0.1, "durable": 1.0, "lost": -0.1, "load_warm": 0.2, "memory": 10, "state_bytes": 10, "torn": 0}
     case = Case("tiny", "disk", {"limits": [{"memcpy": 0.1}], "sync": [run, run], "torch_save": [{"error": "<b>"}]})
     verdicts = [Verdict("it is fast", 2.0, True, "a over b")]
-    paths = draw([case, Case("large", "disk", {})], verdicts, {"cores": 2}, tmp_path)
+    paths = rows_shown([case, Case("large", "disk", {})], verdicts).write_page({"cores": 2}, tmp_path)
     assert [path.name for path in paths] == ["figures.png", "figures.html"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     page = paths[1].read_text()
@@ -26,5 +26,6 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 
 def test_nothing_measured_draws_nothing(tmp_path: Path) -> None:
-    assert draw([Case("tiny", "disk", {"sync": [{"error": "it broke"}]})], [], {}, tmp_path) == []
+    shown = rows_shown([Case("tiny", "disk", {"sync": [{"error": "it broke"}]})], [])
+    assert shown.write_page({}, tmp_path) == []
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..config.hydra.compose import plain_dict
-from ..config.hydra.job import job_config
+from ..config.hydra.hydra_job import job_config
 from ..config.hydra.resolve import unresolved
 from ..config.secrets import HIDDEN, environment_secrets, is_private, shown
 

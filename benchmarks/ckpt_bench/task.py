@@ -1,0 +1,46 @@
+"""The process of one measurement: reads from its arguments what to measure, and writes the figures to a file.
+
+Started by `child.measure_in_child`, for a row with the interpreter of the row's environment, which may lack Hydra.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ckpt_component.cli.reports.replaced import replaced
+
+#: Key of the error in the result file of a measurement that failed.
+ERROR = "error"
+
+
+def main(arguments: list[str]) -> int:
+    """Measure.
+
+    Args:
+        arguments: one JSON text with `call` (a module of this package and its function), the function's `arguments`,
+            and `result`, the file to write
+
+    Returns:
+        The exit code. An error is written to the result file and raised.
+    """
+    task = json.loads(arguments[0])
+    # Read at the import of torch. Threads that spin while waiting starve others on shared cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.filterwarnings("ignore")
+    module, _, function = task["call"].partition(":")
+    try:
+        _write(task, getattr(import_module(f".{module}", __package__), function)(**task["arguments"]))
+    except Exception as error:
+        _write(task, {ERROR: f"{type(error).__name__}: {error}".splitlines()[0]})
+        raise
+    return 0
+
+
+def _write(task: dict[str, Any], figures: dict[str, Any]) -> None:
+    with replaced(Path(task["result"])) as file:
+        json.dump(figures, file)
