@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ class Difference:
     norm: Norm | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
     """The result.
 
@@ -64,28 +65,28 @@ class Comparison:
     """
 
     differences: list[Difference]
-    equal: int = 0
-    by_checksum: int = 0
+    equal: int
+    by_checksum: int
 
 
-def compare(a: Index, b: Index, first: Sequence[Entry], second: Sequence[Entry], *, norm: bool) -> Comparison:
+def compare(a: Index, b: Index, entries_a: Sequence[Entry], entries_b: Sequence[Entry], *, norm: bool) -> Comparison:
     """Compare entries of two checkpoints.
 
     Args:
         a: the first checkpoint
         b: the second checkpoint
-        first: entries of the first
-        second: entries of the second
+        entries_a: entries of the first
+        entries_b: entries of the second
         norm: compute the norm of the difference where values differ; reads them, with torch
 
     Raises:
         CheckpointCorruptError: data had to be read, and is damaged
     """
-    others = {entry.key: entry for entry in second}
+    others = {entry.key: entry for entry in entries_b}
     found: list[Difference] = []
-    result = Comparison(found)
-    unknown: list[tuple[Entry, Entry]] = []
-    for one in first:
+    equal = by_checksum = 0
+    to_read: list[tuple[Entry, Entry]] = []
+    for one in entries_a:
         other = others.pop(one.key, None)
         if other is None:
             found.append(Difference(one.key, "only in A", describe(one)))
@@ -94,22 +95,22 @@ def compare(a: Index, b: Index, first: Sequence[Entry], second: Sequence[Entry],
         if what is not None:
             found.append(Difference(one.key, what, describe(one), describe(other)))
             if norm and what == "dtype":
-                unknown.append((one, other))
+                to_read.append((one, other))
             continue
         same = _by_checksum(a, b, one, other)
-        result.by_checksum += same is not None
+        by_checksum += same is not None
         if same:
-            result.equal += 1
+            equal += 1
         elif same is None or one.kind == "object" or norm:
-            unknown.append((one, other))
+            to_read.append((one, other))
         if same is not True:
             found.append(Difference(one.key, "values"))
     found += [Difference(other.key, "only in B", None, describe(other)) for other in others.values()]
-    if unknown:
-        equal = _read(a, b, unknown, {difference.key: difference for difference in found}, norm)
-        result.differences = [difference for difference in found if difference.key not in equal]
-        result.equal += len(equal)
-    return result
+    if to_read:
+        alike = _compare_values(a, b, to_read, {difference.key: difference for difference in found}, norm)
+        found = [difference for difference in found if difference.key not in alike]
+        equal += len(alike)
+    return Comparison(found, equal, by_checksum)
 
 
 def describe(entry: Entry) -> str:
@@ -148,7 +149,7 @@ def _sums(index: Index, entry: Entry) -> dict[tuple[Any, ...], tuple[Any, ...]] 
     return sums
 
 
-def _read(
+def _compare_values(
     a: Index, b: Index, pairs: Sequence[tuple[Entry, Entry]], found: dict[str, Difference], norm: bool
 ) -> set[str]:
     """Read values, and describe them in the differences. Returns the keys whose values are equal."""
@@ -207,7 +208,8 @@ def _norm(left: TensorBlocks, right: TensorBlocks, one: Entry, other: Entry) -> 
         difference = (of_other - of_one).abs()
         squares += float(difference.square().sum())
         of_a += float(of_one.abs().square().sum())
-        largest = max(largest, float(difference.max()))
+        peak = float(difference.max())
+        largest = peak if math.isnan(peak) else max(largest, peak)  # `max` passes over a NaN that comes second
     if equal:
         return None
     return Norm(squares**0.5, (squares / of_a) ** 0.5 if of_a else None, largest)

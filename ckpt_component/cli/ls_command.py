@@ -25,7 +25,9 @@ from .roots import tree_bytes
 from .text import Table, age_text, counted
 
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
-#: Folders below that are named.
+#: What only has the name of a checkpoint.
+UNKNOWN = "unknown"
+#: How many folders below an empty root the advice names.
 _FOLDERS = 5
 _STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
 
@@ -36,7 +38,8 @@ class Listed:
 
     Attributes:
         name: name in the folder
-        state: `committed`; `unverified`, of another program; `damaged`; `in progress`; or `debris`
+        state: `committed`; `unverified`, of another program; `damaged`; `in progress`; `debris`; or `unknown`, which
+            only has the name of one
         step: step; None: unknown
         time: when it was committed or last changed, seconds since 1970
         nbytes: size
@@ -81,7 +84,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
 
 
 def _below(root: Root, argument: str) -> Iterator[str]:
-    """Lines about the folders in it that hold checkpoints, the first ones."""
+    """Advice for an empty root: the first folders in it that hold checkpoints."""
     found = 0
     for name in root.fs.names(root.path):
         path = os.path.join(root.path, name)
@@ -116,9 +119,10 @@ def _entries(root: Root) -> Iterator[Listed]:
     for name, used in in_use.items():
         if not name.startswith(ALIVE_PREFIX):  # the mark of an attempt that is listed itself
             is_save = "/" in name or name.startswith(STAGING_PREFIX)
-            why = "a save that was cut off" if is_save else "a deletion that was cut off"
             if used:
                 why = "being saved" if is_save else "being deleted"
+            else:
+                why = f"a {'save' if is_save else 'deletion'} that was cut off"
             yield _examined(root, name, IN_PROGRESS if used else DEBRIS, step_in_name(saved_as(name)), why)
     for name in root.quarantined:
         yield _examined(root, name, DEBRIS, step_in_name(saved_as(name)), "quarantined")
@@ -128,7 +132,7 @@ def _foreign(root: Root, name: str) -> Listed:
     """A checkpoint of another program, or something that only has the name of one."""
     path = os.path.join(root.path, name)
     why = "a link" if root.fs.is_folder(path) and not root.fs.is_real_folder(path) else ""
-    return _examined(root, name, UNVERIFIED if is_checkpoint(root.fs, path) else "unknown", step_in_name(name), why)
+    return _examined(root, name, UNVERIFIED if is_checkpoint(root.fs, path) else UNKNOWN, step_in_name(name), why)
 
 
 def _examined(root: Root, name: str, state: str, step: int | None, why: str, ranks: int | None = None) -> Listed:
@@ -166,6 +170,7 @@ def _row(root: Root, entry: Listed, newest: int | None, best: int | None) -> tup
             what += f", best ({root.best_policy.metric} {entry.metrics[root.best_policy.metric]:g})"
     elif entry.why:
         what += f": {entry.why}"
+    # Another entry may have the path of this step, so the step alone does not say which one this is.
     if entry.step is None or os.path.basename(root.paths.get(entry.step, "")) != entry.name:
         what += f" ({entry.name})"
     step = "" if entry.step is None else str(entry.step)

@@ -22,6 +22,7 @@ from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
 from .output import Output
 from .roots import Location, add_safeguards, place_of, point_elsewhere, shown, tree_bytes, typed_errors
+from .text import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,26 +40,28 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """
     places = {place.path: place for place in (_place(each, parsed.options) for each in parsed.checkpoints)}
     fs = {place.root: place.fs for place in places.values()}
-    roots: dict[tuple[str, StepNames], list[int]] = {}
+    steps_by_root: dict[tuple[str, StepNames], list[int]] = {}
     for place in places.values():
         place.refuse_running(f"{place.path} is not deleted", ended=parsed.ended)
         if place.names is not None:
-            roots.setdefault((place.root, place.names), []).append(place.step)
-    for (root, names), steps in roots.items():
+            steps_by_root.setdefault((place.root, place.names), []).append(place.step)
+    for (root, names), steps in steps_by_root.items():
         good = scan_steps(fs[root], root, names).committed
-        if not parsed.force and set(good) & set(steps) and not set(good) - set(steps):
+        if good and not parsed.force and set(good) <= set(steps):
             raise CheckpointConfigError(
                 f"{os.path.join(root, names.folder(good[-1]))} is not deleted, because {root} would have no good "
                 "checkpoint left. To delete it all the same, type --force."
             )
     sizes = {path: tree_bytes(place.fs, path) for path, place in places.items()}
     if not parsed.dry_run:
-        for (root, names), steps in roots.items():
+        # First the pointers: if this is cut off, none names a checkpoint that is gone.
+        for (root, names), steps in steps_by_root.items():
             with typed_errors(f"the pointer file of {root} could not be changed, and nothing was deleted there"):
                 point_elsewhere(fs[root], root, names, steps)
-        for path, place in places.items():
-            if not discard(place.fs, path):
-                raise CheckpointSaveError(f"{path} could not be deleted; ckpt -v rm says why.")
+        failed = [path for path, place in places.items() if not discard(place.fs, path)]
+        if failed:
+            rest = f", and {counted(len(places) - len(failed), 'checkpoint')} deleted" if len(places) > 1 else ""
+            raise CheckpointSaveError(f"{', '.join(failed)} could not be deleted{rest}; ckpt -v rm says why.")
     word = "would delete" if parsed.dry_run else "deleted"
     deleted = [{"path": path, "bytes": size} for path, size in sizes.items()]
     lines = [f"{word} {shown(path)}: {amount(size)}" for path, size in sizes.items()]

@@ -36,6 +36,7 @@ class VerifiedItems:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         name = hashlib.sha256(os.fsencode(inspection.path)).hexdigest()[:16]
         self._path = cache / "ckpt_component" / f"verify-{name}.jsonl"
+        self._checkpoint = inspection.path
         #: The file's first line.
         self._signature = f"{_signature(fs, inspection)}\n"
         self._known = self._read() if resume else set()
@@ -79,9 +80,9 @@ class VerifiedItems:
             with self._path.open() as lines:
                 if next(lines, "") == self._signature:
                     return {tuple(json.loads(line)) for line in lines if line.endswith("]\n")}
-            logger.warning("%s has changed since it was verified; verifying all of it", self._path)
+            logger.warning("%s has changed since it was verified; verifying all of it", self._checkpoint)
         except FileNotFoundError:
-            logger.info("%s does not exist; verifying all", self._path)
+            logger.info("no verification of %s was cut off; verifying all of it", self._checkpoint)
         except (OSError, ValueError, TypeError) as error:
             logger.warning("%s cannot be used (%s); verifying all", self._path, error)
         return set()

@@ -62,7 +62,10 @@ class WorkerRequest:
 
 @dataclass
 class WorkerResponse:
-    """The response to a successful request. The error of a failed one is raised by the trainer's future."""
+    """The response to a successful request. The error of a failed one is raised by the trainer's future.
+
+    The fields are torch's; only `request_type` and `success` are set here.
+    """
 
     request_type: RequestType
     success: bool
@@ -126,7 +129,7 @@ class CheckpointProcess:
             _message(RequestType.PING),
             timeout=config.subprocess_init_timeout_secs,
             what="the first ping",
-            result_of=lambda response: response.payload,
+            result_of=lambda _: None,
         )
 
     @property
@@ -152,17 +155,17 @@ class CheckpointProcess:
             CheckpointStageError: a value cannot be pickled; the message names it
             CheckpointSaveError: this object is closed
         """
-        shared: list[Any] = []  # must live as long as the request
+        shared: list[Any] = []  # tensors in shared memory, which must live until the process has taken them over
 
         def message(state: dict[str, Any]) -> bytes:
             payload = {"state_dict": state, "path": path, "kwargs": kwargs}
             return _message(RequestType.WRITE_CHECKPOINT, payload, shared)
 
         result = self._worker.submit(
-            _when_there(state_dict, message) if isinstance(state_dict, Future) else message(state_dict),
+            _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict),
             timeout=self._write_timeout,
             what=f"writing {path}",
-            result_of=lambda response: response.payload,
+            result_of=lambda _: None,
         )
         result.add_done_callback(lambda _: shared.clear())
         return result
@@ -218,8 +221,8 @@ def _message(kind: RequestType, payload: dict[str, Any] | None = None, shared: l
     return pickle_by_value(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
 
 
-def _when_there(source: Future[Any], function: Callable[[Any], bytes]) -> Future[bytes]:
-    """A future of `function` of the result, called in the thread that sets the result."""
+def _mapped(source: Future[Any], function: Callable[[Any], bytes]) -> Future[bytes]:
+    """`function(source.result())` as a future; it runs in the thread that completes `source`."""
     message: Future[bytes] = Future()
 
     def provide(done: Future[Any]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -13,6 +14,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..core.coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..errors import CheckpointWorldError
 from .bucket_image import FilesImage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Known(Generic[T]):
+    """What a previous save has made, and what it was made for."""
+
+    key: Any
+    value: T
 
 
 class CheckpointMetadataCache:
@@ -24,11 +35,11 @@ class CheckpointMetadataCache:
 
     def __init__(self) -> None:
         #: This rank's fingerprint, and its finished plan.
-        self.plan: tuple[str, SavePlan] | None = None
+        self.plan: Known[SavePlan] | None = None
         #: On the coordinator: the fingerprints of all ranks, and the metadata made for them.
-        self.whole: tuple[list[str], Metadata] | None = None
+        self.whole: Known[Metadata] | None = None
         #: On the coordinator: digests of the results of all ranks, and the results.
-        self.results: tuple[list[str], list[list[WriteResult]]] | None = None
+        self.results: Known[list[list[WriteResult]]] | None = None
         #: Reused by the writers of successive saves.
         self.memory: list[FilesImage] = []
         self._coordinator: Coordinator | None = None

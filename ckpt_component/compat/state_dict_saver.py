@@ -24,7 +24,7 @@ from ..core.processes.remote_error import describe_failure
 from ..errors import CheckpointConfigError, CheckpointError, RanksError, ranks_failed
 from .file_system_writer_async import FileSystemWriterAsync, log_once
 from .peers import as_save_error
-from .plan_cache import CheckpointMetadataCache, digest_of, fingerprint_of
+from .plan_cache import CheckpointMetadataCache, Known, digest_of, fingerprint_of
 from .torch_errors import as_checkpoint_exception
 
 
@@ -153,23 +153,23 @@ def save_state_dict_async_plan(
         local = storage_writer.prepare_local_plan(planner.create_local_plan())
         if ranks.keeps_plans:
             fingerprint = fingerprint_of(local, planner, ranks.world_size)
-        if cache.plan is not None and cache.plan[0] == fingerprint:
+        if cache.plan is not None and cache.plan.key == fingerprint:
             # Before the ranks agree on a known structure, so that this covers its errors too.
-            storage_writer.prepare_write_data(planner.finish_plan(cache.plan[1]), planner)
+            storage_writer.prepare_write_data(planner.finish_plan(cache.plan.value), planner)
         else:
             cache.plan = None
     except Exception as error:
         failure = error
 
-    fingerprints: list[str] = []
+    fingerprints: list[str] = []  # filled on the coordinator by `is_known`, which alone sees all of them
 
     def is_known(values: list[dict[str, Any]]) -> bool:
         fingerprints.extend(value["fingerprint"] for value in values)
-        return all(value["cached"] for value in values) and cache.whole is not None and cache.whole[0] == fingerprints
+        return all(value["cached"] for value in values) and cache.whole is not None and cache.whole.key == fingerprints
 
     value = {"fingerprint": fingerprint, "cached": cache.plan is not None}
     if ranks.decide("structure", value, failure, is_known):
-        return storage_writer, None if cache.whole is None else cache.whole[1], ranks
+        return storage_writer, None if cache.whole is None else cache.whole.value, ranks
     assert local is not None  # otherwise there was a failure
     cache.forget()
     central, metadata = _plan_together(local, planner, storage_writer, ranks)
@@ -178,8 +178,8 @@ def save_state_dict_async_plan(
     except Exception as error:
         failure = error
     ranks.decide("prepared", {}, failure, lambda _: None)
-    cache.plan = (fingerprint, central)
-    cache.whole = None if metadata is None else (fingerprints, metadata)
+    cache.plan = Known(fingerprint, central)
+    cache.whole = None if metadata is None else Known(fingerprints, metadata)
     return storage_writer, metadata, ranks
 
 
@@ -210,14 +210,14 @@ def save_state_dict_async_finalize(
             raise CheckpointError("The coordinator has no metadata; pass on what the plan returned.")
         storage_writer.finish(global_metadata, results)
 
-    digests: list[str] = []
+    digests: list[str] = []  # filled by `finish_if_known`, which alone sees all of them
 
     def finish_if_known(values: list[dict[str, Any]]) -> bool:
         digests.extend(value["digest"] for value in values)
         if ranks.world_size == 1:
             finish([own])
-        elif cache.results is not None and cache.results[0] == digests:
-            finish(cache.results[1])
+        elif cache.results is not None and cache.results.key == digests:
+            finish(cache.results.value)
         else:
             return False
         return True
@@ -228,7 +228,7 @@ def save_state_dict_async_finalize(
         results = ranks.gather_object(own)
         ranks.run_on_leader("finish", lambda: finish(results or []))
         if results is not None:
-            cache.results = (digests, results)
+            cache.results = Known(digests, results)
     finally:
         ranks.close()
 

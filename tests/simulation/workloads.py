@@ -28,7 +28,6 @@ def save_the_worse(run: Run) -> None:
     with run.manager() as manager:
         manager.restore(state_of(0))
         run.save(manager, 2, loss=0.9)
-        run.save(manager, 3, loss=0.7)
 
 
 def save_the_best(run: Run) -> None:
@@ -54,6 +53,11 @@ def rewind(run: Run) -> None:
     with run.manager(f"checkpoint.resume={run.path_of(1)}", "checkpoint.rewind=true") as manager:
         assert manager.restore(state_of(0)) == 1
         run.save(manager, 2)
+
+
+def save_elsewhere(run: Run) -> None:
+    saves(1, 2, root=ELSEWHERE)(run)
+    run.acknowledged.clear()
 
 
 def copy(run: Run) -> None:
@@ -87,12 +91,12 @@ def collect(run: Run) -> None:
 NO_POLICY = ("checkpoint.save.every_steps=null",)
 WORKLOADS = [
     Workload("first_save", saves(1), overrides=NO_POLICY),
-    Workload("retention", saves(2, 3), saves(1), NO_POLICY),
-    Workload("training_goes_on", saves(2, 3, 4), saves(1), (*NO_POLICY, "checkpoint.on_error=warn"), keep=2),
+    Workload("retention", saves(2), saves(1), NO_POLICY),
+    Workload("training_goes_on", saves(2, 3), saves(1), (*NO_POLICY, "checkpoint.on_error=warn"), keep=2),
     Workload("best", save_the_worse, save_the_best, (*NO_POLICY, "checkpoint.keep.best.metric=loss"), holds=(1,)),
     Workload("damaged", saves(3), save_and_damage, NO_POLICY, keep=2, damaged=2),
     Workload("rewind", rewind, saves(1, 2, 3), NO_POLICY, keep=3, goes_back=True),
-    Workload("copy", copy, saves(1, 2, root=ELSEWHERE), NO_POLICY, keep=2),
+    Workload("copy", copy, save_elsewhere, NO_POLICY, keep=2),
     Workload("delete", delete, saves(1, 2), NO_POLICY, keep=2),
     Workload("collect", collect, leave_debris, NO_POLICY),
 ]

@@ -16,6 +16,10 @@ from ..reports.run_records import RecordedSave, read_runs
 _APART = 1.5
 #: Objects make sizes differ by some bytes from save to save; these are one size.
 _NEAR = 1.05
+#: A call that takes at least this part of the copy has waited for it.
+_AWAITED = 0.5
+#: A sync that takes at most this part of the write had nothing left to write.
+_SHORT_SYNC = 0.2
 
 
 class Sample(NamedTuple):
@@ -70,7 +74,8 @@ class Rates:
 def measured_rates(folders: Sequence[Path], preset: str) -> Rates:
     """The rates of earlier runs with a preset, from their folders of checkpoints.
 
-    They are of a line through the largest size; its slope is that from the smallest one, if both are far enough apart.
+    A line through the saves of the largest size; its slope comes from the smallest size, if the two are far enough
+    apart, else from zero.
 
     Raises:
         CheckpointNotFoundError: a folder has no events
@@ -86,7 +91,7 @@ def measured_rates(folders: Sequence[Path], preset: str) -> Rates:
         copy = max(large.copy - small.copy, 0) / more or copy
         write = max(large.write - small.write, 0) / more or write
     # Parts that do not grow with the size; below zero if a larger size takes more than its share.
-    awaited = large.stall >= 0.5 * large.copy
+    awaited = large.stall >= _AWAITED * large.copy
     return Rates(
         call=large.stall - (copy * large.nbytes if awaited else 0),
         copy=copy,
@@ -111,15 +116,15 @@ def _samples(folder: Path, preset: str) -> list[Sample]:
             raise CheckpointConfigError(
                 f"The run in {folder} saved with {run.preset}; type --preset {run.preset}, or measure {preset}."
             )
-        saves = [save for save in run.saves() if all(_in_one_go(rank) for rank in save)]
+        saves = [save for save in run.saves() if all(_in_one_go(record) for record in save)]
         samples += [_sample(save, len(run.hosts) or 1) for save in saves[1:] or saves]
     if not samples:
         raise CheckpointConfigError(f"The events in {folder} have no committed saves; let the run save a few times.")
     return samples
 
 
-def _in_one_go(save: RecordedSave) -> bool:
-    return save.outcome == "committed" and save.attempts == 1
+def _in_one_go(record: RecordedSave) -> bool:
+    return record.outcome == "committed" and record.attempts == 1
 
 
 def _sample(save: Sequence[RecordedSave], hosts: int) -> Sample:
@@ -127,6 +132,7 @@ def _sample(save: Sequence[RecordedSave], hosts: int) -> Sample:
         nbytes=max(rank.bytes for rank in save),
         ranks=len(save),
         hosts=hosts,
+        # A call can return after the write has begun; that part is in `write`.
         stall=min(
             [max(rank.stall_s for rank in save), *(rank.spans["write"][0] for rank in save if "write" in rank.spans)]
         ),
@@ -137,7 +143,7 @@ def _sample(save: Sequence[RecordedSave], hosts: int) -> Sample:
     )
 
 
-def _write_s(save: RecordedSave) -> float:
+def _write_s(record: RecordedSave) -> float:
     """What grows with the bytes: a sync that is short beside the write had none left to write (direct I/O)."""
-    write, sync = save.phase_s("write") or 0.0, save.phase_s("sync") or 0.0
-    return write + sync if sync > 0.2 * write else write
+    write, sync = record.phase_s("write") or 0.0, record.phase_s("sync") or 0.0
+    return write + sync if sync > _SHORT_SYNC * write else write

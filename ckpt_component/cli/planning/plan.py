@@ -18,6 +18,10 @@ WRITER_BYTES = 15e6
 _COPY, RESTART_S = 10e9, 300.0
 
 
+#: Seconds: a save that costs nothing would have no best interval.
+_LEAST_LOSS = 1e-3
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What to plan for.
@@ -58,72 +62,75 @@ class Forecast:
     why: str
 
 
-def plan(question: Scenario) -> list[Forecast]:
+def plan(scenario: Scenario) -> list[Forecast]:
     """The figures for a run, in the order in which they follow from each other."""
-    rank, rates = question.state / question.ranks, question.rates
-    parts = parts_of(question.preset)
+    rank_bytes, rates = scenario.state / scenario.ranks, scenario.rates
+    parts = parts_of(scenario.preset)
     arenas = getattr(PARTS["stager"][parts["stager"]](), "arenas", 0)
     writer = PARTS["writer"][parts["writer"]]()
     beside = WRITER_BYTES if parts["caller"] != "inline" else 0.0
     if not arenas:  # the writer gathers live tensors into two blocks per worker
         beside += 2 * writer.workers * writer.block_bytes  # type: ignore[attr-defined]
-    each = min(question.ranks_per_host, question.ranks)
+    ranks_here = min(scenario.ranks_per_host, scenario.ranks)
     snapshots = f"{arenas} x state of a rank + " if arenas else ""
 
-    copy = rank * (rates.copy if rates else 1 / _COPY) if arenas else 0.0
+    copy = rank_bytes * (rates.copy if rates else 1 / _COPY) if arenas else 0.0
     call, fixed = (rates.call, rates.fixed) if rates else (0.0, 0.0)
     # The stager awaits its copies where those beside the steps cost more.
     overlapped = parts["stager"] == "zero_overhead" and not (rates and rates.awaited)
-    rate, whose = _storage(question)
-    write = None if rate is None else question.state / rate
-    # Measured intercepts may be below zero, which small states must not be.
-    call = max(call, -copy) if arenas else call
+    rate, source = _storage(scenario)
+    write = None if rate is None else scenario.state / rate
+    call = max(call, -copy)  # the line through two sizes may cut below zero; a small state does not
     durable = None if write is None else max(call + copy + write + fixed, write)
     awaits_write = parts["caller"] == "inline"
-    copied = f"state of a rank / {_COPY / 1e9:g} GB/s (assumed; --measured)"
+    copy_source = f"state of a rank / {_COPY / 1e9:g} GB/s (assumed; --measured)"
     if rates and rates.copy:
-        copied = f"{rates.call:.3f} s + state of a rank / {1e-9 / rates.copy:.2f} GB/s (measured)"
+        copy_source = f"{rates.call:.3f} s + state of a rank / {1e-9 / rates.copy:.2f} GB/s (measured)"
     if awaits_write:
         stall, stalled = durable, "durable: training waits"
     else:
-        stall, stalled = (max(call, 0.0), "call") if overlapped else (call + copy, copied)
-    # A copy beside the steps takes memory bandwidth from them: at worst as much time as if it were awaited.
-    lost = None if stall is None else stall + (copy if overlapped else 0.0) + (rates.lost * copy if rates else 0.0)
+        stall, stalled = (max(call, 0.0), "call") if overlapped else (call + copy, copy_source)
+    # A copy beside the steps takes memory bandwidth from them: unmeasured, as much time as if it were awaited.
+    slowdown = rates.lost if rates and rates.lost else float(overlapped)
+    lost = None if stall is None else stall + slowdown * copy
 
-    mtbf = question.mtbf or mtbf_of(question.hosts)
+    mtbf = scenario.mtbf or mtbf_of(scenario.hosts)
     best = training = None
     if lost is not None:
-        best = max(best_interval(max(lost, 1e-3), mtbf), durable or 0.0)
+        best = max(best_interval(max(lost, _LEAST_LOSS), mtbf), durable or 0.0)
         risk = 0.0 if awaits_write else best if durable is None else durable
-        training = training_fraction(best, lost, mtbf, question.restart_s, risk)
+        training = training_fraction(best, lost, mtbf, scenario.restart_s, risk)
     bound = "durable: saves do not overlap" if best is not None and best == durable else "T, Daly 2006"
     return [
-        Forecast("state of a rank", rank, "bytes", "state / ranks"),
+        Forecast("state of a rank", rank_bytes, "bytes", "state / ranks"),
         Forecast(
-            "host memory", each * (arenas * rank + beside), "bytes", f"{each} x ({snapshots}{amount(round(beside))})"
+            "host memory",
+            ranks_here * (arenas * rank_bytes + beside),
+            "bytes",
+            f"{ranks_here} x ({snapshots}{amount(round(beside))})",
         ),
         Forecast("stall", stall, "s", stalled),
-        *([Forecast("copy beside steps", copy, "s", copied)] if overlapped else []),
+        *([Forecast("copy beside steps", copy, "s", copy_source)] if overlapped else []),
         Forecast("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
-        Forecast("storage rate", rate, "bytes/s", whose),
-        Forecast("durable", durable, "s", "stall + state / storage rate + vote and commit"),
+        Forecast("storage rate", rate, "bytes/s", source),
+        Forecast("durable", durable, "s", "call + copy + state / storage rate + vote and commit"),
         Forecast(
-            "MTBF", mtbf, "s", "--mtbf" if question.mtbf else "6.5 failures in 1,000 host-days (arXiv:2410.21680)"
+            "MTBF", mtbf, "s", "--mtbf" if scenario.mtbf else "6.5 failures in 1,000 host-days (arXiv:2410.21680)"
         ),
-        Forecast("restart", question.restart_s, "s", "detect, start, load: --restart-s"),
+        Forecast("restart", scenario.restart_s, "s", "detect, start, load: --restart-s"),
         Forecast("best interval", best, "s", bound),
-        Forecast("storage rate needed", None if best is None else question.state / best, "bytes/s", "state / interval"),
+        Forecast("storage rate needed", None if best is None else scenario.state / best, "bytes/s", "state / interval"),
         Forecast("training", training, "of the time", "Daly 2006"),
     ]
 
 
-def _storage(question: Scenario) -> tuple[float | None, str]:
+def _storage(scenario: Scenario) -> tuple[float | None, str]:
     """Bytes per second of the storage for all ranks together, and where that is from."""
-    if question.storage is not None:
-        return question.storage, "--storage-gbps"
-    rates = question.rates
+    if scenario.storage is not None:
+        return scenario.storage, "--storage-gbps"
+    rates = scenario.rates
     if rates is None or not rates.write:
         return None, "unknown: --storage-gbps or --measured"
     # Ranks of a host share its path to the storage, and a rank alone on it is as fast as those together.
     host = rates.ranks_per_host / rates.write
-    return host * question.hosts, f"measured: {host / 1e9:.2f} GB/s x {question.hosts} host(s)"
+    return host * scenario.hosts, f"measured: {host / 1e9:.2f} GB/s x {scenario.hosts} host(s)"

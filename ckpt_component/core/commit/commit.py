@@ -11,8 +11,8 @@ What a save makes durable, in this order; each step is done before the next one 
 
 1. the owner file of the run's folder, at its first save: `fencing.py`, `FencingToken.acquire`
 2. the folder that the attempt's folder was made in: `protocol.py`, `begin`
-3. on each rank its data files, all at once: `writing/write_job.py`
-4. on each rank its `integrity-<rank>.json`, then the attempt's folder: `writing/write_job.py`
+3. on each rank its data files, all at once: `core/writing/write_job.py`
+4. on each rank its `integrity-<rank>.json`, then the attempt's folder: `core/writing/write_job.py`
 5. when all ranks have voted, the sidecars, such as `.metadata`, one after the other: `publish`
 6. the manifest under the name of its draft, then the attempt's folder: `publish`
 7. after a last look at the owner file, the new name and the folder it is in: `rename_commit.py`, `commit`; or the

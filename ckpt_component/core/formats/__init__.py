@@ -1,4 +1,4 @@
-"""What is in a checkpoint of any format: keys, dtypes, shapes, and places of the items. Imports no torch."""
+"""What is in a checkpoint of any format: keys, shapes, places of the items, zip records. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The state dict: flattened, its structure, shards and objects."""
+"""The state dict: flattened, its structure (tied tensors are stored once), shards and objects."""

@@ -1,4 +1,4 @@
-"""Reach a bucket: open it with obstore, which is imported here alone, and know its errors and which to try again."""
+"""Reach a bucket: open it with its credentials, by obstore, imported here alone; know its errors and what to repeat."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BUILT_IN = (OSError, ValueError, NotImplementedError)
 _ERRNO_OF_STATUS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 507: errno.ENOSPC}
 _ERRNO_OF_TYPE = {
     "FileNotFoundError": errno.ENOENT,
-    "AlreadyExistsError": errno.EEXIST,
+    "AlreadyExistsError": errno.EEXIST,  # HTTP 412: a put with If-None-Match, and the name is taken
     "PermissionDeniedError": errno.EACCES,
     "UnauthenticatedError": errno.EACCES,
     "NotSupportedError": errno.EOPNOTSUPP,

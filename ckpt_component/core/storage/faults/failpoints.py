@@ -5,8 +5,8 @@
 
 The first word is the name of an operation of `Storage`, or `any` for all that change something. `nth=2` selects the
 second match, `from=2` the second and all later ones; the default is all. Matches can be restricted by `rank=` (the
-environment variable RANK), `process=trainer` or `writer`, and `path=` (a part of the path). `action=` comes last and
-happens before the operation or instead of it:
+environment variable RANK), `process=` (`trainer`, `writer`, `upload` or `export`) and `path=` (a part of the path).
+`action=` comes last and happens before the operation or instead of it:
 
     kill          SIGKILL to the process            raise:ENOSPC  OSError with this errno; close still closes the file
     stop          SIGSTOP to the process            sleep:5       wait 5 seconds, then do the operation
@@ -44,6 +44,9 @@ EFFECTS = (
 #: Operations that change nothing: they fail only if named, and are not counted.
 LOOKS = ("names", "size", "modified", "read", "flock")
 _ACTIONS = ("kill", "stop", "skip", "torn", "short")
+_OF_WRITES = ("torn", "short")
+#: The processes of a run, as `storage_at` is told.
+PROCESSES = ("trainer", "writer", "upload", "export")
 
 
 class FailpointError(CheckpointError, ValueError):
@@ -104,9 +107,13 @@ def _parse(text: str) -> Failpoint:
         key, _, value = condition.partition("=")
         if key not in ("nth", "from", "rank", "process", "path") or not value:
             raise FailpointError(f"{SPEC}: {condition!r} in {text!r} is not understood; use nth=2, from=2, rank=1, ...")
+        if key in values or {key, *values} >= {"nth", "from"}:
+            raise FailpointError(f"{SPEC}: {text!r} has more than one {key if key in values else 'of nth and from'}.")
         values[key] = value
+    if values.get("process", PROCESSES[0]) not in PROCESSES:
+        raise FailpointError(f"{SPEC}: process={values['process']} in {text!r} is none of {', '.join(PROCESSES)}.")
     kind, _, argument = action.partition(":")
-    valid = action in _ACTIONS
+    valid = action in _ACTIONS and (action not in _OF_WRITES or operation in ("write", "any"))
     if kind == "raise":
         valid = isinstance(getattr(errno, argument, None), int)  # `errno.errorcode` lacks aliases
     elif kind == "sleep":

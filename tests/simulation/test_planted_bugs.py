@@ -1,0 +1,221 @@
+"""The test of the tests: bugs that projects of this kind had, and ours, are planted one by one, and each is found.
+
+A bug is a replacement in a copy of the package. Those marked `ours` are from this repository's log; the others are from
+the issues of torch, Megatron, NVRx, Orbax, Lightning and torchtitan that `docs/reliability.md` names, carried over to
+our code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import ckpt_component
+
+PACKAGE = Path(ckpt_component.__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
+SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug: in a file, a text and what stands there instead; where it is found."""
+
+    name: str
+    file: str
+    text: str
+    instead: str
+    workload: str
+    protocol: str = "rename"
+    hangs: bool = False
+
+
+BUGS = [
+    Bug(
+        "data_is_not_synced",
+        "core/writing/write_job.py",
+        "list(pool.map(fs.sync, descriptors.values()))",
+        "pass",
+        "first_save",
+    ),
+    Bug(
+        "names_of_data_are_not_synced",
+        "core/commit/commit.py",
+        "    storage.sync_folder(staging)\n",
+        "",
+        "first_save",
+    ),
+    Bug(
+        "the_commit_is_reported_before_it_is_durable",
+        "core/commit/rename_commit.py",
+        "            self.storage.sync_folder(os.path.dirname(target))\n",
+        "            pass\n",
+        "first_save",
+    ),
+    Bug(
+        "the_manifest_is_not_synced",
+        "core/storage/storage.py",
+        "            self.sync(fd)\n",
+        "",
+        "first_save",
+    ),
+    Bug(
+        "the_name_of_the_manifest_is_not_synced",
+        "core/commit/manifest_commit.py",
+        "            storage.sync_folder(target)\n        except OSError:\n            # The save",
+        "            pass\n        except OSError:\n            # The save",
+        "first_save",
+        "manifest",
+    ),
+    Bug(
+        "the_folder_of_a_step_is_not_synced",
+        "core/commit/manifest_commit.py",
+        "        self.storage.sync_folder(os.path.dirname(attempt.target))\n",
+        "",
+        "first_save",
+        "manifest",
+    ),
+    Bug(
+        "a_lost_answer_counts_as_a_failure",
+        "core/commit/manifest_commit.py",
+        "            self._confirm(attempt, manifest, error, timeout)\n",
+        "            raise\n",
+        "retention",
+        "manifest",
+    ),
+    Bug(
+        "one_too_many_is_deleted",
+        "core/commit/retention.py",
+        "        old = sorted(committed)[: -max(self.last, 1)]\n",
+        "        old = sorted(committed)[: -max(self.last - 1, 1)]\n",
+        "training_goes_on",
+    ),
+    Bug(
+        "one_too_many_is_kept",
+        "core/commit/retention.py",
+        "        old = sorted(committed)[: -max(self.last, 1)]\n",
+        "        old = sorted(committed)[: -max(self.last, 1) - 1]\n",
+        "retention",
+    ),
+    Bug(
+        "the_best_is_deleted",
+        "core/commit/retention.py",
+        "[step for step in old if step not in best and",
+        "[step for step in old if",
+        "best",
+    ),
+    Bug(
+        "the_old_one_is_deleted_before_the_commit",
+        "saving/pipeline.py",
+        "        try:\n            made = self._retries.run(",
+        "        if self.ranks.is_leader and request.step:\n"
+        "            from ..core.commit.cleanup import discard\n"
+        "            import os\n"
+        "            for name in request.storage.names(os.path.dirname(request.path)):\n"
+        "                if name.startswith('iter_'):\n"
+        "                    discard(request.storage, os.path.join(os.path.dirname(request.path), name))\n"
+        "        try:\n            made = self._retries.run(",
+        "retention",
+    ),
+    Bug(
+        "a_checkpoint_is_deleted_under_its_name",
+        "core/commit/rename_commit.py",
+        "        trash = self._moved(path, trash_path(path))\n",
+        "        trash = path\n",
+        "delete",
+    ),
+    Bug(
+        "what_is_not_finished_stays",
+        "core/commit/cleanup.py",
+        "            return not (alive or self._is_kept(name) or signs.is_young(path))\n",
+        "            return False\n",
+        "collect",
+    ),
+    Bug(
+        "the_pointer_is_written_in_place",
+        "core/storage/files.py",
+        "        if not self.atomic_rename:\n            if self.size",
+        "        if True:\n            if self.size",
+        "retention",
+    ),
+    Bug(
+        "a_copy_is_not_synced",
+        "core/commit/copying.py",
+        "            storage.sync(writing)\n",
+        "",
+        "copy",
+    ),
+    Bug(
+        "a_save_that_ends_after_its_commit_is_waited_for_without_end",  # ours
+        "saving/pipeline.py",
+        '            save.end(report_of(staged.admitted.request, "failed", staged, stall_s=staged.stall_s), error)\n',
+        "            raise\n",
+        "retention",
+        hangs=True,
+    ),
+    Bug(
+        "what_is_damaged_is_loaded",
+        "loading/coalesced.py",
+        "        combines = checksum is not None and",
+        "        self._checksum = checksum = None\n        combines = checksum is not None and",
+        "damaged",
+    ),
+    Bug(
+        "what_is_damaged_stays_under_its_name",
+        "core/commit/rename_commit.py",
+        "        return self._moved(path, quarantine_path(path))\n",
+        "        return path\n",
+        "damaged",
+    ),
+]
+PROGRAM = """
+import faulthandler, sys
+from simulation.find import find
+faulthandler.dump_traceback_later(40, exit=True)
+sys.exit(find(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
+    copy = tmp_path / "ckpt_component"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("conf", "recipes"):
+        if not (copy / name).exists():
+            (tmp_path / name).symlink_to(PACKAGE.parent / name)
+    text = (copy / bug.file).read_text()
+    assert bug.text in text, "the place of the bug has changed"
+    (copy / bug.file).write_text(text.replace(bug.text, bug.instead, 1))
+    path = os.pathsep.join([str(tmp_path), str(TESTS), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, bug.workload, bug.protocol],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    told = f"{done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
+    assert done.returncode == 1, told
+    assert "violation" in done.stdout or (bug.hangs and "Timeout" in done.stderr), told
+
+
+@pytest.mark.slow
+def test_without_a_bug_nothing_is_found(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(PACKAGE.parent), str(TESTS), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, "first_save", "rename"],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
