@@ -56,7 +56,7 @@ BUGS = [
         "core/commit/rename_commit.py",
         "            self.storage.sync_folder(os.path.dirname(target))\n",
         "            pass\n",
-        "first_save",
+        "by_path",
     ),
     Bug(
         "the_manifest_is_not_synced",
@@ -70,14 +70,6 @@ BUGS = [
         "core/commit/manifest_commit.py",
         "            storage.sync_folder(target)\n        except OSError:\n            # The save",
         "            pass\n        except OSError:\n            # The save",
-        "first_save",
-        "manifest",
-    ),
-    Bug(
-        "the_folder_of_a_step_is_not_synced",
-        "core/commit/manifest_commit.py",
-        "        self.storage.sync_folder(os.path.dirname(attempt.target))\n",
-        "",
         "first_save",
         "manifest",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from faults.invariants import state_of
 
+from ckpt_component import build_checkpointer
 from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
 from ckpt_component.core.commit.manifest import read_manifest
@@ -68,7 +69,14 @@ def copy(run: Run) -> None:
     run.acknowledged.append(2)
 
 
+def save_by_path(run: Run) -> None:
+    with build_checkpointer(run.settings, storage_of=lambda path: run.files) as checkpointer:
+        checkpointer.save(state_of(1), run.path_of(1))
+        run.acknowledged.append(1)
+
+
 def delete(run: Run) -> None:
+    run.acknowledged.remove(1)
     discard(run.files, run.path_of(1))
 
 
@@ -91,6 +99,7 @@ def collect(run: Run) -> None:
 NO_POLICY = ("checkpoint.save.every_steps=null",)
 WORKLOADS = [
     Workload("first_save", saves(1), overrides=NO_POLICY),
+    Workload("by_path", save_by_path, overrides=NO_POLICY),
     Workload("retention", saves(2), saves(1), NO_POLICY),
     Workload("training_goes_on", saves(2, 3), saves(1), (*NO_POLICY, "checkpoint.on_error=warn"), keep=2),
     Workload("best", save_the_worse, save_the_best, (*NO_POLICY, "checkpoint.keep.best.metric=loss"), holds=(1,)),

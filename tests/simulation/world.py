@@ -78,6 +78,10 @@ class Run:
     acknowledged: list[int] = field(default_factory=list)
     keep: int = 1
 
+    @property
+    def settings(self) -> Checkpoint:
+        return settings_of(f"checkpoint.keep.last={self.keep}", *self.overrides)
+
     @contextlib.contextmanager
     def manager(self, *overrides: str, root: str = ROOT) -> Iterator[CheckpointManager]:
         settings = settings_of(f"checkpoint.keep.last={self.keep}", *self.overrides, *overrides)
@@ -147,8 +151,8 @@ class World:
         self._disk, self._acknowledged = run.files.disk, run.acknowledged
         first = self.again()
         workload.act(first)
-        #: The operations of the workload.
-        self.operations = list(first.files.operations)
+        #: The operations of the workload, and its end.
+        self.operations = [*first.files.operations, ("end", "")]
         found = violations(self.run_on(first.files.disk, first.acknowledged), workload)
         assert not found, found
 
@@ -182,18 +186,26 @@ class World:
     def fail_at(self, number: int, fault: Fault) -> list[str]:
         """An operation fails, and the run goes on: what is wrong then."""
         run = self.again({number: fault})
-        with contextlib.suppress(CheckpointError, OSError):  # it was told
+        before, told = {*self._acknowledged}, None
+        try:
             self.workload.act(run)
+        except (CheckpointError, OSError) as error:
+            told = error
         after = self.run_on(run.files.disk, run.acknowledged)
-        return violations(after, self.workload)
+        there = {*scan_steps(after.files, ROOT, MEGATRON).committed}
+        # What failed is not there. It may be if undoing it failed too.
+        false = there - {*run.acknowledged} - before - {self.workload.damaged} if not fault.lasts else set()
+        wrong = [f"I3: step {step} is there, and {told!r}" for step in false]
+        return wrong + violations(after, self.workload, fails=True)
 
 
-def violations(run: Run, workload: Workload) -> list[str]:
+def violations(run: Run, workload: Workload, *, fails: bool = False) -> list[str]:
     """What is wrong with what a workload left behind: the invariants of `faults/invariants.py`.
 
     Args:
         run: a new run, at the same place
         workload: the workload
+        fails: whether a call has failed, so that what is damaged may not have been set aside
     """
     wrong, files = list[str](), run.files
     found = scan_steps(files, ROOT, MEGATRON)
@@ -207,11 +219,18 @@ def violations(run: Run, workload: Workload) -> list[str]:
             inside = files.names(os.path.join(ROOT, name))
             if inside and not all(is_token(each) or "." in each for each in inside):
                 wrong.append(f"I3: {name} is there and not committed: {inside}")
-    listed = [step for step in listed if step != workload.damaged]
+    damaged = {workload.damaged} & {*listed}
+    listed = [step for step in listed if step not in damaged]
     newest = max(listed, default=0)
     if not workload.goes_back and newest < max(run.acknowledged, default=0):
         wrong.append(f"I1: steps {run.acknowledged} were acknowledged, and there are only {listed}")
-    missing = {*workload.holds} & {*run.acknowledged} - {*listed}
+    pointer = os.path.join(ROOT, MEGATRON.pointer)
+    if files.atomic_rename and files.exists(pointer) and not files.read(pointer, 100).isdigit():
+        wrong.append(f"I3: the pointer says {files.read(pointer, 100)!r}")
+    holds = {*workload.holds} & {*run.acknowledged}
+    if not workload.goes_back:
+        holds |= {*sorted({*run.acknowledged, *damaged})[-run.keep :]} - damaged
+    missing = holds - {*listed}
     wrong += [f"I1: {missing} must be kept, and there are only {listed}"] * bool(missing)
     files.disk.now += 600
     try:
@@ -228,6 +247,11 @@ def violations(run: Run, workload: Workload) -> list[str]:
     except (CheckpointError, OSError) as error:
         return [*wrong, f"I2/I5: {type(error).__name__}: {error}"]
     kept = scan_steps(files, ROOT, MEGATRON).committed
+    gone = {*sorted({*listed, *damaged, newest})[-run.keep :]} - damaged - {*kept}
+    wrong += [f"I1: {gone} must be kept, and there are only {kept}"] * bool(gone)
+    wrong += [f"I5: damaged step {workload.damaged} is still there"] * (
+        workload.damaged in kept and newest != workload.damaged
+    )
     if newest not in kept or len(kept) > run.keep + len(workload.holds):
         wrong.append(f"I5: after the save of {newest} there is {kept}")
     expected = {MEGATRON.folder(step) for step in kept} | FIXED - {"events"}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 
-from ...errors import CheckpointExistsError
+from ...errors import CheckpointError, CheckpointExistsError, CheckpointSaveError
 from ..storage.files import FileStorage
+from .manifest import read_manifest
 from .names import MANIFEST, STAGING_PREFIX, quarantine_path, staging_path, trash_path
 from .protocol import Attempt, CommitProtocol, remove_if_empty, taken
 
@@ -46,14 +47,37 @@ class RenameCommit(CommitProtocol):
             remove_if_empty(self.storage, target)  # if it is not empty, the rename fails with the right error
         try:
             self.storage.rename_new(attempt.staging, target)
-        except FileExistsError as error:
-            raise taken(target) from error
+        except OSError as error:
+            # The answer of a server may be lost, and the question repeated, although it was done.
+            if not self._is_renamed(attempt, error):
+                if isinstance(error, FileExistsError):
+                    raise taken(target) from error
+                raise
+            logger.warning("%s is committed, although its last step reported an error: %s", target, error)
         try:
             self.storage.sync_folder(os.path.dirname(target))
         except OSError:
             # The save is reported as failed, so readers must not find it: remove it again.
             self.discard(target)
             raise
+
+    def _is_renamed(self, attempt: Attempt, error: OSError) -> bool:
+        """Whether an attempt has the name of its target, although the rename reported an error.
+
+        Raises:
+            CheckpointSaveError: that cannot be found out
+        """
+        try:
+            if self.storage.is_folder(attempt.staging):
+                return False
+            manifest = read_manifest(self.storage, attempt.target)
+        except (CheckpointError, OSError) as look_error:
+            raise CheckpointSaveError(
+                f"Could not find out whether {attempt.target} was committed: {error}, and then {look_error} The next "
+                "start decides by what is on disk.",
+                error.errno,
+            ) from error
+        return manifest is not None and manifest.get("attempt") == attempt.token
 
     def commit_file(self, attempt: Attempt) -> None:
         self.storage.replace(os.path.join(attempt.staging, attempt.file), attempt.target)
