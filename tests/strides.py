@@ -1,16 +1,29 @@
-"""Enumerations that visit every n-th case: which cases take their turn changes from day to day, and can be chosen."""
+"""Enumerations that visit every n-th case: which cases take their turn depends on the commit, and can be chosen."""
 
 from __future__ import annotations
 
 import os
-import time
+import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+
+def _number_of_commit() -> int:
+    """A number of the commit that is tested; 0 outside of a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except OSError:
+        return 0  # there is no git
+    return int(done.stdout, 16) if done.returncode == 0 else 0
+
+
 # In the environment, so that all workers of pytest-xdist start at the same case.
-os.environ.setdefault("CKPT_STRIDE_OFFSET", str(int(time.time() // 86400)))
+if "CKPT_STRIDE_OFFSET" not in os.environ:
+    os.environ["CKPT_STRIDE_OFFSET"] = str(_number_of_commit())
 STRIDE_OFFSET = int(os.environ["CKPT_STRIDE_OFFSET"])
 
 

@@ -22,9 +22,9 @@ MANY = 400
 @pytest.mark.parametrize(
     ("losses", "preset", "overrides", "stride"),
     [
-        ([0.1, 0.5, 0.3], "sync", [], 21),  # the last one is worse, and takes the place of the second
-        ([0.2, 0.5, 0.1], "async_persistent", [], 27),  # it is better, and takes the place of both
-        ([0.2, 0.5, 0.1], "sync", [MANIFEST_MODE], 21),
+        ([0.1, 0.5, 0.3], "sync", [], 31),  # the last one is worse, and takes the place of the second
+        ([0.2, 0.5, 0.1], "async_persistent", [], 37),  # it is better, and takes the place of both
+        ([0.2, 0.5, 0.1], "sync", [MANIFEST_MODE], 31),
         pytest.param([0.1, 0.5, 0.3], "async_persistent", [], 1, marks=pytest.mark.soak),
         pytest.param([0.2, 0.5, 0.1], "async_persistent", [], 1, marks=pytest.mark.soak),
     ],

@@ -16,7 +16,7 @@ from ckpt_component.core.storage.faults.operation_log import read_log
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_every_operation_fails(preset: str, sticky: bool, stride: int, forker: Forker, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_every_operation_fails(preset: str, sticky: bool, stride: int, forker: F
 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
-    [("sync", 0, "trainer", 13), ("async_persistent", 1, "writer", 5)],
+    [("sync", 0, "trainer", 17), ("async_persistent", 1, "writer", 5)],
 )
 def test_operations_of_one_of_two_ranks_fail(
     preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path

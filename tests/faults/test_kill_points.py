@@ -107,10 +107,10 @@ def kill_at(stopped: int, trainer: int, victim: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "victim", "stride"),
     [
-        ("sync", "self", 9),
-        ("async_persistent", "self", 13),
-        ("async_persistent", "other", 12),
-        ("async_persistent", "all", 13),
+        ("sync", "self", 31),
+        ("async_persistent", "self", 29),
+        ("async_persistent", "other", 23),
+        ("async_persistent", "all", 27),
         *(pytest.param(*case, 1, marks=pytest.mark.soak) for case in [("sync", "self"), *ASYNC_VICTIMS]),
     ],
 )

@@ -82,10 +82,10 @@ def test_no_lock_operation_of_a_save_needs_locks(
 @pytest.mark.parametrize(
     ("preset", "victim", "overrides", "stride"),
     [
-        ("sync", "self", [], 10),
-        ("sync", "self", [MANIFEST_MODE], 11),
-        ("async_persistent", "other", [], 17),
-        ("async_persistent", "all", [MANIFEST_MODE], 20),
+        ("sync", "self", [], 17),
+        ("sync", "self", [MANIFEST_MODE], 17),
+        ("async_persistent", "other", [], 21),
+        ("async_persistent", "all", [MANIFEST_MODE], 23),
     ],
 )
 def test_kills_without_locks(

@@ -133,7 +133,7 @@ def check_cuts(disk: Disk, folder: Path, preset: str, flag: int, stride: int) ->
 @pytest.mark.parametrize(
     ("preset", "flag", "stride"),
     [
-        *((preset, flag, 15) for preset in PRESETS for flag in FLAGS),
+        *((preset, flag, 31) for preset in PRESETS for flag in FLAGS),
         *(pytest.param(preset, flag, 1, marks=pytest.mark.soak) for preset in PRESETS for flag in FLAGS),
     ],
 )

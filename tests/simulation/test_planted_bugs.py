@@ -174,7 +174,7 @@ sys.exit(find(*sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
     copy = tmp_path / "ckpt_component"
@@ -199,7 +199,7 @@ def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
     assert "violation" in done.stdout or (bug.hangs and "Timeout" in done.stderr), told
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_without_a_bug_nothing_is_found(tmp_path: Path) -> None:
     path = os.pathsep.join([str(PACKAGE.parent), str(TESTS), *filter(None, sys.path)])
     done = subprocess.run(

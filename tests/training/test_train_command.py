@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from strides import in_turn
 
 from ckpt_component import stored_config
 from ckpt_component.cli.reports.sweep_report import report
@@ -115,18 +116,21 @@ def test_parts_that_do_not_fit_end_a_single_run_in_words(train: Trained, run_dir
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "told"),
-    [
-        ("checkpoint.dir=${oc.env:NOT_SET}/ck", "checkpoint.dir: KeyError raised while resolving interpolation"),
-        ("train.lr=${oc.env:NOT_SET}", "Environment variable 'NOT_SET' not found"),
-        ("checkpoint=async_persistant", "Did you mean checkpoint=async_persistent?"),
-        ("checkpoint.writer.worker=2", "Did you mean checkpoint.writer.workers=2?"),
-        ("train.step=3", "Did you mean train.steps=3?"),
-        ("model=gpt_mano", "Did you mean model=gpt_nano?"),
-        ("data.path=/nowhere", "data.path=/nowhere does not exist"),
-        ("train.steps=0", "train.steps must be at least 1, got 0"),
-        ("train.device=gpu", "gpu"),
-        ("checkpoint.resume=must", "has no committed checkpoint"),
-    ],
+    in_turn(
+        [
+            ("checkpoint.dir=${oc.env:NOT_SET}/ck", "checkpoint.dir: KeyError raised while resolving interpolation"),
+            ("train.lr=${oc.env:NOT_SET}", "Environment variable 'NOT_SET' not found"),
+            ("checkpoint=async_persistant", "Did you mean checkpoint=async_persistent?"),
+            ("checkpoint.writer.worker=2", "Did you mean checkpoint.writer.workers=2?"),
+            ("train.step=3", "Did you mean train.steps=3?"),
+            ("model=gpt_mano", "Did you mean model=gpt_nano?"),
+            ("data.path=/nowhere", "data.path=/nowhere does not exist"),
+            ("train.steps=0", "train.steps must be at least 1, got 0"),
+            ("train.device=gpu", "gpu"),
+            ("checkpoint.resume=must", "has no committed checkpoint"),
+        ],
+        3,
+    ),
 )
 def test_a_mistake_ends_with_code_1_and_without_a_traceback(train: Trained, override: str, told: str) -> None:
     code, output = train(override)
