@@ -7,11 +7,13 @@ two names. A new object is put under the condition that there is none of its nam
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ckpt_component.core.commit.names import MANIFEST
@@ -55,6 +57,14 @@ class ObjectStore(FileStorage):
 
     def open_over(self, path: str) -> int:
         return self._upload(path, new=False)
+
+    def open_append(self, path: str) -> int:
+        """An object is put anew, with what it held before."""
+        before = b"" if not os.path.exists(path) else Path(path).read_bytes()
+        fd = self._upload(path, new=False)
+        os.write(fd, before)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        return fd
 
     def _upload(self, path: str, *, new: bool) -> int:
         draft = os.path.join(self._uploads, str(next(self._numbers)))
