@@ -6,11 +6,12 @@ Both are asked of the descendants of the test alone. What other programs on the 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,3 +145,28 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # it ended in between
         return ""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def presets_are_composed_once() -> Iterator[None]:
+    """Keep what `build_manager` composes of a preset's name: Hydra takes 0.2 s for it, and most tests ask for the same.
+
+    Tests of configs call `compose_checkpoint` itself, and within an app Hydra composes each time.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+
+    import ckpt_component.factory.graph as graph
+
+    compose, kept = graph.compose_checkpoint, dict[tuple[str, ...], object]()
+
+    def compose_once(preset: str, overrides: Sequence[str] = ()) -> object:
+        if GlobalHydra.instance().is_initialized():
+            return compose(preset, overrides)
+        key = (preset, *overrides)
+        if key not in kept:
+            kept[key] = compose(preset, overrides)
+        return copy.deepcopy(kept[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "compose_checkpoint", compose_once)
+        yield
