@@ -149,15 +149,17 @@ def _command(pid: int) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def presets_are_composed_once() -> Iterator[None]:
-    """Keep what `build_manager` composes of a preset's name: Hydra takes 0.2 s for it, and most tests ask for the same.
+    """Keep what `build_manager` composes of a preset's name, and reads in it: that takes 0.2 s, and most ask for the same.
 
-    Tests of configs call `compose_checkpoint` itself, and within an app Hydra composes each time.
+    Tests of configs call `compose_checkpoint` and `resolve_config` themselves, and within an app Hydra composes each time.
     """
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import DictConfig, OmegaConf
 
     import ckpt_component.factory.graph as graph
 
     compose, kept = graph.compose_checkpoint, dict[tuple[str, ...], object]()
+    resolve, read = graph.resolve_config, dict[str, object]()
 
     def compose_once(preset: str, overrides: Sequence[str] = ()) -> object:
         if GlobalHydra.instance().is_initialized():
@@ -167,6 +169,15 @@ def presets_are_composed_once() -> Iterator[None]:
             kept[key] = compose(preset, overrides)
         return copy.deepcopy(kept[key])
 
+    def resolve_once(config: object, overrides: Sequence[str] = ()) -> object:
+        text = repr(OmegaConf.to_container(config)) if isinstance(config, DictConfig) and not overrides else "~"
+        if {*"$~/"} & {*text}:  # it depends on the environment, or on files
+            return resolve(config, overrides)
+        if text not in read:
+            read[text] = resolve(config)
+        return copy.deepcopy(read[text])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "compose_checkpoint", compose_once)
+        patch.setattr(graph, "resolve_config", resolve_once)
         yield
