@@ -157,17 +157,32 @@ def presets_are_composed_once() -> Iterator[None]:
     from omegaconf import DictConfig, OmegaConf
 
     import ckpt_component.factory.graph as graph
+    from ckpt_component.config.hydra.overrides import parse_override
 
-    compose, kept = graph.compose_checkpoint, dict[tuple[str, ...], object]()
+    compose, kept = graph.compose_checkpoint, dict[tuple[str, ...], DictConfig]()
     resolve, read = graph.resolve_config, dict[str, object]()
 
     def compose_once(preset: str, overrides: Sequence[str] = ()) -> object:
         if GlobalHydra.instance().is_initialized():
             return compose(preset, overrides)
-        key = (preset, *overrides)
+        parts = [text for text in overrides if "/" in text.partition("=")[0]]
+        key = (preset, *parts)
         if key not in kept:
-            kept[key] = compose(preset, overrides)
-        return copy.deepcopy(kept[key])
+            kept[key] = compose(preset, parts)
+        config = copy.deepcopy(kept[key])
+        try:
+            for override in (parse_override(text, several=False) for text in overrides if text not in parts):
+                if (
+                    override.is_add()
+                    or override.is_delete()
+                    or override.is_sweep_override()
+                    or isinstance(override.value(), (dict, list))
+                ):
+                    return compose(preset, overrides)
+                OmegaConf.update(config, override.key_or_group.removeprefix("checkpoint."), override.value())
+        except Exception:  # Hydra has a text for it
+            return compose(preset, overrides)
+        return config
 
     def resolve_once(config: object, overrides: Sequence[str] = ()) -> object:
         text = repr(OmegaConf.to_container(config)) if isinstance(config, DictConfig) and not overrides else "~"
