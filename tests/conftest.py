@@ -166,10 +166,10 @@ def presets_are_composed_once() -> Iterator[None]:
         if GlobalHydra.instance().is_initialized():
             return compose(preset, overrides)
         parts = [text for text in overrides if "/" in text.partition("=")[0]]
-        key = (preset, *parts)
-        if key not in kept:
-            kept[key] = compose(preset, parts)
-        config = copy.deepcopy(kept[key])
+        chosen = (preset, *parts)
+        if chosen not in kept:
+            kept[chosen] = compose(preset, parts)
+        config = copy.deepcopy(kept[chosen])
         try:
             for override in (parse_override(text, several=False) for text in overrides if text not in parts):
                 if (
@@ -179,7 +179,10 @@ def presets_are_composed_once() -> Iterator[None]:
                     or isinstance(override.value(), (dict, list))
                 ):
                     return compose(preset, overrides)
-                OmegaConf.update(config, override.key_or_group.removeprefix("checkpoint."), override.value())
+                key = override.key_or_group.removeprefix("checkpoint.")
+                if isinstance(OmegaConf.select(config, key), DictConfig):  # a part, which a value does not choose
+                    return compose(preset, overrides)
+                OmegaConf.update(config, key, override.value())
         except Exception:  # Hydra has a text for it
             return compose(preset, overrides)
         return config

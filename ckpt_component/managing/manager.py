@@ -263,7 +263,15 @@ class CheckpointManager(StoppableLoop):
             CheckpointTypeError: the metrics are not numbers by name
             CheckpointError: this save or an earlier one failed
         """
+        if self._is_saved(step):
+            logger.warning("step %d is saved already, and this call of save() does nothing: a step is saved once", step)
         return self._save(ReachedStep(step, state, metrics), only_if_due=False)
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether this run has saved the step last, or is doing so, or began with it."""
+        newest = self._newest
+        failed = newest is not None and newest.done() and newest.report.outcome != "committed"
+        return self._saved_step is not None and step == self._saved_step and not failed
 
     def _save(self, reached: ReachedStep, *, only_if_due: bool) -> bool:
         """The loop has reached a step: note it, and save it unless there is a reason not to."""
@@ -279,8 +287,7 @@ class CheckpointManager(StoppableLoop):
             return False
         newest = self._newest
         refuse_earlier(step, self._saved_step, "restored" if newest is None else "saved last")
-        failed = newest is not None and newest.done() and newest.report.outcome != "committed"
-        if step == self._saved_step and not failed:
+        if self._is_saved(step):
             return False
         if self._closed:
             raise CheckpointError("This manager is closed; build a new one to save again.")

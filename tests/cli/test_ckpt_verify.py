@@ -155,6 +155,13 @@ class CutOff(BaseException):
     pass
 
 
+def test_one_that_has_lost_its_manifest_is_damaged(one: Path, ckpt: Ckpt) -> None:
+    (one / MANIFEST).unlink()
+    code, out, _ = ckpt(one)
+    assert code == 1
+    assert "has no manifest" in " ".join(out.split())
+
+
 def test_it_continues_after_it_was_cut_off(one: Path, ckpt: Ckpt, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(fs: Any, folder: str, items: Any, report: Any, *, done: Any, **more: Any) -> None:
         first = [item for item in items if item.length > 1_000_000]

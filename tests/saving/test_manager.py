@@ -252,3 +252,14 @@ def test_policies() -> None:
     assert checked_resume("12") == 12
     with pytest.raises(CheckpointConfigError, match="auto, must, never"):
         checked_resume("sometimes")
+
+
+def test_a_second_save_of_a_step_does_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = fresh()
+    with manager_in(tmp_path) as manager:
+        assert manager.save(5, state)
+        state["weight"].fill_(1)
+        assert not manager.save(5, state)
+        assert not manager.maybe_save(5, state)
+    told = [record.getMessage() for record in caplog.records if "is saved already" in record.getMessage()]
+    assert told == ["step 5 is saved already, and this call of save() does nothing: a step is saved once"]

@@ -145,7 +145,8 @@ class FencingToken:
             alive = predecessor.alive and not predecessor.is_of_this_process
             level = logging.DEBUG if predecessor.alive is False else logging.WARNING if alive else logging.INFO
             text = "took ownership of %s from %s%s, which can no longer commit there"
-            logger.log(level, text, self._root, predecessor, " (still running)" if alive else "")
+            who = "an earlier manager of this process" if predecessor.is_of_this_process else predecessor
+            logger.log(level, text, self._root, who, " (still running)" if alive else "")
 
     def _write(self, owner: Owner) -> None:
         self._storage.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")

@@ -172,11 +172,11 @@ def _sort_in_without_manifest(storage: Storage, folder: str, step: int, scan: Sc
     if unfinished:
         scan.unfinished[step] = f"{folder} has no manifest, but unfinished saves in it: {', '.join(unfinished)}"
     elif not attempts and QUARANTINED not in names:
-        where = scan.torn if _is_torn(names) else scan.foreign
+        where = scan.torn if is_torn(names) else scan.foreign
         where[step] = f"{folder} has no manifest"
 
 
-def _is_torn(names: Sequence[str]) -> bool:
+def is_torn(names: Sequence[str]) -> bool:
     """Whether a folder without a manifest is an incomplete one of ours, not a complete one of another program."""
     if any(_OURS.fullmatch(name) for name in names):
         return True

@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import CheckpointCorruptError, CheckpointError
 from ..commit.manifest import check_files, data_folder, read_manifest
 from ..commit.names import MANIFEST, integrity_name
+from ..commit.scan import is_torn
 from ..state.paths import key_of
 from ..storage.storage import Storage
 from .opening import open_index
@@ -79,7 +80,12 @@ def inspect(fs: Storage, path: str) -> Inspection:
         folder = path if manifest is None else data_folder(fs, path, manifest)
     except CheckpointCorruptError as error:
         return Inspection(fs, path, path, damages=[Damage(MANIFEST, None, error)])
-    return _foreign(fs, path) if manifest is None else _own(fs, path, folder, manifest)
+    if manifest is not None:
+        return _own(fs, path, folder, manifest)
+    if fs.is_folder(path) and is_torn(fs.names(path)):
+        error = CheckpointCorruptError(f"{path} has no manifest: it was not committed, or has lost it.")
+        return Inspection(fs, path, path, damages=[Damage(MANIFEST, None, error)])
+    return _foreign(fs, path)
 
 
 def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> Inspection:
