@@ -83,8 +83,8 @@ def inspect(fs: Storage, path: str) -> Inspection:
     if manifest is not None:
         return _own(fs, path, folder, manifest)
     if fs.is_folder(path) and is_torn(fs.names(path)):
-        error = CheckpointCorruptError(f"{path} has no manifest: it was not committed, or has lost it.")
-        return Inspection(fs, path, path, damages=[Damage(MANIFEST, None, error)])
+        lost = CheckpointCorruptError(f"{path} has no manifest: it was not committed, or has lost it.")
+        return Inspection(fs, path, path, damages=[Damage(MANIFEST, None, lost)])
     return _foreign(fs, path)
 
 
