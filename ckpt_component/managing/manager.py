@@ -297,12 +297,12 @@ class CheckpointManager(StoppableLoop):
             _, save = self._pipeline.save(reached.state, path, may_wait=may_wait, step=step, metrics=reached.metrics)
         except CheckpointBusyError as error:
             self._clock.last_save = before
-            text = f"step {step} came while an earlier save was still running"
             if self._policy.overlap == "error":
                 raise CheckpointBusyError(
-                    f"{text}; use checkpoint.overlap=wait or skip, or save less often."
+                    f"Step {step} is not saved: an earlier save is still running; use checkpoint.overlap=wait or skip, or "
+                    "save less often."
                 ) from error
-            return self._skip(step, f"{text} (checkpoint.overlap=skip)")
+            return self._skip(step, "an earlier save is still running (checkpoint.overlap=skip)")
         self._saved_step, self._newest = step, save
         return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
 
