@@ -299,8 +299,8 @@ class CheckpointManager(StoppableLoop):
             self._clock.last_save = before
             if self._policy.overlap == "error":
                 raise CheckpointBusyError(
-                    f"Step {step} is not saved, because an earlier save is still running; use checkpoint.overlap=wait or "
-                    "skip, or save less often."
+                    f"Step {step} is not saved, because an earlier save is still running; use checkpoint.overlap=wait "
+                    "or skip, or save less often."
                 ) from error
             return self._skip(step, "an earlier save is still running (checkpoint.overlap=skip)")
         self._saved_step, self._newest = step, save
