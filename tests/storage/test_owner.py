@@ -31,7 +31,7 @@ def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCa
     second.acquire()
     owner = read_owner(FileStorage(), str(tmp_path))
     assert owner is not None and (owner.generation, owner.token, owner.pid) == (2, second.token, os.getpid())
-    assert f"from process {os.getpid()} on" in caplog.text
+    assert "from an earlier manager of this process" in caplog.text
     with pytest.raises(CheckpointFencedError, match=f"Another manager of this process took over {tmp_path}"):
         first.acquire()
 
