@@ -94,7 +94,7 @@ QUICK_PAGES = {"tutorial.md"}
 
 
 def _of_other_days(number: int) -> list[pytest.MarkDecorator]:
-    """Half of the other pages take their turn each day; all do with the soak marker."""
+    """Half of the other pages take their turn, by the commit; all do with the soak marker."""
     return [] if number % 2 == STRIDE_OFFSET % 2 else [pytest.mark.soak]
 
 
