@@ -42,9 +42,6 @@ class StopSignals:
         signals: which signals to catch
         requeue_exit_code: exit code after a warning
         owns_ranks: whether `close` closes the coordinator too
-
-    Attributes:
-        caught: the signal that this rank caught, or None; of several, a warning counts more than the end
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class StopSignals:
         self._ranks = ranks
         self._owns_ranks = owns_ranks
         self._requeue_exit_code = requeue_exit_code
-        self.caught: signal.Signals | None = None
+        self._received: list[int] = []
         self._agreed: signal.Signals | None = None
         self._steps, self._steps_left, self._asked_at = 1, 1, time.monotonic()
         self._handlers: dict[int, Any] = {}
@@ -70,6 +67,11 @@ class StopSignals:
             return
         for number in signals:
             self._handlers[number] = signal.signal(number, self._note)
+
+    @property
+    def caught(self) -> signal.Signals | None:
+        """The signal that this rank caught, or None; of several, a warning counts more than the end."""
+        return signal.Signals(max(self._received, key=_weight)) if self._received else None
 
     def agreed(self) -> signal.Signals | None:
         """Return the signal by which all ranks stop now, or None. All ranks must call this after the same steps.
@@ -121,14 +123,15 @@ class StopSignals:
             signal.signal(number, self._handlers.get(number) or signal.SIG_DFL)
             signal.raise_signal(number)
             return
-        first = self.caught is None
+        # Another signal can arrive at any point of this method and run it from its start: only the append may count.
+        self._received.append(number)
+        first = self._received[0] == number and self._received.count(number) == 1
         if number == signal.SIGINT and not first:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-        self.caught = signal.Signals(max(self.caught or 0, number, key=_weight))
         if first:
             # Not by logging or print, which the signal may have interrupted in the middle of a line.
-            os.write(2, f"{self.caught.name}: stopping after this step\n".encode())
+            os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
 
 
 class StoppableLoop:

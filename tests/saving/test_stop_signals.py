@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -52,6 +53,38 @@ def test_of_two_signals_the_warning_counts(
         os.kill(os.getpid(), number)
     assert manager.should_stop() and manager.stopped_by is signal.SIGUSR1
     assert capfd.readouterr().err == f"{numbers[0].name}: stopping after this step\n"
+
+
+def test_a_warning_that_interrupts_the_handler_counts_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Python runs the handler of a signal anywhere in that of another one; so it does here, at each of its opcodes."""
+    interrupted_at, opcode = 0, 1
+    while interrupted_at == opcode - 1:  # until an opcode is not reached any more
+        with build_manager("off") as manager:
+            manager.stop_on_signal()
+            handler, opcodes = signal.getsignal(signal.SIGTERM), 0
+            assert callable(handler)
+
+            def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+                nonlocal opcodes, interrupted_at
+                frame.f_trace_opcodes = True
+                opcodes += event == "opcode"
+                if opcodes == opcode > interrupted_at:
+                    interrupted_at = opcode
+                    sys.settrace(None)
+                    handler(signal.SIGUSR2, None)
+                return interrupt
+
+            before = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
+                handler(signal.SIGTERM, None)
+            finally:
+                sys.settrace(before)
+            assert manager.should_stop()
+            assert manager.stopped_by is (signal.SIGUSR2 if interrupted_at == opcode else signal.SIGTERM), opcode
+            assert capfd.readouterr().err.count("stopping after this step\n") == 1
+        opcode += 1
+    assert opcode > 20
 
 
 def test_only_the_named_signals_are_caught(tmp_path: Path) -> None:
