@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,46 @@ def _mount_private_shm() -> str | None:
     return None
 
 
-#: Why nobody looks for names that are left in /dev/shm; None: it is looked.
-_NOT_PRIVATE = _mount_private_shm() if _SHM.is_dir() else "there is none"
+#: Why names that are left in /dev/shm go unnoticed; None: they are noticed.
+_NOT_PRIVATE = pytest.StashKey[str | None]()
+#: What to pass for tests with a marker, which are skipped without it.
+_OPTIONS = {"slow": "--run-slow", "soak": "--run-soak"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run the tests that are marked slow")
+    parser.addoption("--run-soak", action="store_true", help="also run the tests that are marked slow or soak")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    only_listed = session.config.option.collectonly or not _SHM.is_dir()
+    session.config.stash[_NOT_PRIVATE] = "not needed" if only_listed else _mount_private_shm()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip slow tests and soaks unless an option, or `-m`, asks for them, or their file or test is named."""
+    files = {Path(name).resolve() for name in map(_path_of, config.args) if Path(name).is_file()}
+    tests = {Path(_path_of(argument)).resolve() for argument in config.args if "::" in argument}
+    run = {mark for mark in _OPTIONS if mark in config.option.markexpr}
+    run |= {"slow", "soak"} if config.option.run_soak else {"slow"} if config.option.run_slow else set()
+    for item in items:
+        left = {mark for mark in _OPTIONS if item.get_closest_marker(mark)} - run
+        if item.path in tests or (item.path in files and "soak" not in left) or config.option.collectonly:
+            continue
+        for mark in sorted(left)[-1:]:
+            item.add_marker(pytest.mark.skip(f"{mark}: {_OPTIONS[mark]} runs it"))
+
+
+def _path_of(argument: str) -> str:
+    return argument.partition("::")[0]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were skipped for which reason."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, number in reasons.most_common():
+        terminalreporter.line(f"{number} skipped: {reason}")
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -64,8 +103,9 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
-def pytest_report_header() -> list[str]:
-    shm = [] if _NOT_PRIVATE is None else [f"no private /dev/shm ({_NOT_PRIVATE}): names left there go unnoticed"]
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    why = config.stash[_NOT_PRIVATE]
+    shm = [] if why is None else [f"no private /dev/shm ({why}): names left there go unnoticed"]
     return [*shm, f"enumerations of faults start at {STRIDE_OFFSET}, modulo their stride (CKPT_STRIDE_OFFSET)"]
 
 
@@ -87,9 +127,9 @@ def no_process_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_in_dev_shm() -> Iterator[None]:
+def nothing_is_left_in_dev_shm(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fail the test that leaves a name in the private /dev/shm; what goes away by itself is waited for."""
-    if _NOT_PRIVATE is not None:
+    if pytestconfig.stash[_NOT_PRIVATE] is not None:
         yield
         return
     before = set(os.listdir(_SHM))

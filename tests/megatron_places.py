@@ -6,7 +6,7 @@ triton, which torch for CUDA brings along:
     pip download --no-deps --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
     unzip -d megatron-0.19.2 megatron_core-0.19.2*.whl
     pip install --no-deps triton
-    CKPT_TEST_MEGATRON=megatron-0.19.2 pytest -m slow tests/megatron
+    CKPT_TEST_MEGATRON=megatron-0.19.2 pytest --run-slow -m slow tests/megatron
 
 A checkout of Megatron-LM can be listed as well.
 """

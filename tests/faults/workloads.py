@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch  # loaded once, before any fork
 from faults.invariants import differences, state_of, violations_at
 from omegaconf import DictConfig
 
@@ -24,7 +23,6 @@ _composed = functools.cache(lambda preset, overrides: compose_checkpoint(preset,
 _resolved = functools.cache(lambda preset, overrides: resolve_config(_composed(preset, overrides)))
 #: By the identity of the composed config.
 _settings: dict[int, Checkpoint] = {}
-torch.set_num_threads(1)
 
 KEEP_ONE = ("checkpoint.keep.last=1", "checkpoint.save.at_end=false", "checkpoint.timeouts.close=20")
 

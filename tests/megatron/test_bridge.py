@@ -4,7 +4,7 @@ Bridge needs Python 3.12 and NVRx, so its wheel is unpacked, together with that 
 
     pip download --no-deps --python-version 3.12 --only-binary=:all: megatron-bridge==0.6.2 megatron-core==0.19.2
     for wheel in megatron_*.whl; do unzip -qod bridge-0.6.2 $wheel; done
-    CKPT_TEST_BRIDGE=bridge-0.6.2 pytest -m slow tests/megatron/test_bridge.py
+    CKPT_TEST_BRIDGE=bridge-0.6.2 pytest --run-slow -m slow tests/megatron/test_bridge.py
 """
 
 from __future__ import annotations

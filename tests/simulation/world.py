@@ -48,7 +48,9 @@ def settings_of(*overrides: str) -> Checkpoint:
 
 @contextlib.contextmanager
 def configs_are_kept() -> Iterator[None]:
-    """Check each config once: that takes ten times as long as what is tried here."""
+    """Check each config once, which takes ten times as long as what is tried here, and use one thread of torch."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         resolve = graph.resolve_config
         patch.setattr(
@@ -59,7 +61,10 @@ def configs_are_kept() -> Iterator[None]:
             ),
         )
         patch.setattr(graph, "_run_record", lambda config, overrides: b"{}")
-        yield
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 @dataclass
@@ -271,5 +276,3 @@ def is_set_aside(files: SimulatedFiles, name: str) -> bool:
         is_quarantined(files, os.path.join(folder, each)) for each in attempts_in(files, folder)
     )
 
-
-torch.set_num_threads(1)
