@@ -55,36 +55,40 @@ def test_of_two_signals_the_warning_counts(
     assert capfd.readouterr().err == f"{numbers[0].name}: stopping after this step\n"
 
 
-def test_a_warning_that_interrupts_the_handler_counts_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_that_interrupts_the_handler_counts_too(capfd: pytest.CaptureFixture[str]) -> None:
     """Python runs the handler of a signal anywhere in that of another one; so it does here, at each of its opcodes."""
-    interrupted_at, opcode = 0, 1
-    while interrupted_at == opcode - 1:  # until an opcode is not reached any more
+    opcode, interrupted = 0, True
+    while interrupted:
+        opcode += 1
         with build_manager("off") as manager:
             manager.stop_on_signal()
-            handler, opcodes = signal.getsignal(signal.SIGTERM), 0
-            assert callable(handler)
-
-            def interrupt(frame: FrameType, event: str, _: Any) -> Any:
-                nonlocal opcodes, interrupted_at
-                frame.f_trace_opcodes = True
-                opcodes += event == "opcode"
-                if opcodes == opcode > interrupted_at:
-                    interrupted_at = opcode
-                    sys.settrace(None)
-                    handler(signal.SIGUSR2, None)
-                return interrupt
-
-            before = sys.gettrace()
-            sys.settrace(interrupt)
-            try:
-                handler(signal.SIGTERM, None)
-            finally:
-                sys.settrace(before)
+            interrupted = _interrupted_at(opcode, signal.SIGTERM, signal.SIGUSR2)
             assert manager.should_stop()
-            assert manager.stopped_by is (signal.SIGUSR2 if interrupted_at == opcode else signal.SIGTERM), opcode
+            assert manager.stopped_by is (signal.SIGUSR2 if interrupted else signal.SIGTERM), opcode
             assert capfd.readouterr().err.count("stopping after this step\n") == 1
-        opcode += 1
     assert opcode > 20
+
+
+def _interrupted_at(opcode: int, number: signal.Signals, by: signal.Signals) -> bool:
+    """Run the handler of a signal, and before one of its opcodes that of another; False: it has fewer opcodes."""
+    handler, left = signal.getsignal(number), opcode
+    assert callable(handler)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode" and (left := left - 1) == 0:
+            sys.settrace(None)
+            handler(by, None)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        handler(number, None)
+    finally:
+        sys.settrace(before)
+    return left <= 0
 
 
 def test_only_the_named_signals_are_caught(tmp_path: Path) -> None:

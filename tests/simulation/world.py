@@ -275,4 +275,3 @@ def is_set_aside(files: SimulatedFiles, name: str) -> bool:
     return name.startswith(QUARANTINE_PREFIX) or any(
         is_quarantined(files, os.path.join(folder, each)) for each in attempts_in(files, folder)
     )
-
