@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cloud.proxy import Answer, Call, CutAfter, CutBefore, Duplicate, Fault, FaultProxy, Request, Strip, kinds
 from cloud.server import Bucket
+from evidence import Record
 from strides import first_of
 
 from ckpt_component import CheckpointError, CheckpointExistsError, CheckpointFencedError
@@ -109,7 +110,7 @@ def keeps_trying(retries: int, root: str) -> Storage:
 @pytest.mark.parametrize("stride", [18, pytest.param(1, marks=ALL)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_request_of_a_commit_and_of_a_retirement(
-    fault: str, stride: int, bucket: Bucket, proxy: FaultProxy, small_parts: None
+    fault: str, stride: int, bucket: Bucket, proxy: FaultProxy, small_parts: None, record_property: Record
 ) -> None:
     """Step n + 1 is saved and step n deleted, with a fault at the 1st, 2nd, 3rd ... request."""
     make, times, retries = FAULTS[fault]
@@ -162,6 +163,7 @@ def test_every_request_of_a_commit_and_of_a_retirement(
         wrong += [f"{at}: {text}" for text in violations]
         if not rule.hits:
             break
+    record_property("requests", rounds)
     print(f"{fault}: {rounds} requests, {failed} failed saves, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
     assert rounds > 24 // stride

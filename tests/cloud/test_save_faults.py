@@ -12,6 +12,7 @@ import torch
 from cloud.proxy import Answer, Call, CutAfter, CutBefore, Duplicate, FaultProxy, Request, Strip
 from cloud.server import Bucket
 from cloud.test_object_requests import ALL, FAULTS, is_manifest
+from evidence import Record
 from faults.invariants import FIXED, blank_state, differences, state_of, tidied
 from ranks import run_ranks
 from strides import first_of
@@ -102,7 +103,9 @@ def violations_in(bucket: Bucket, root: str, acknowledged: Sequence[int]) -> tup
         *(pytest.param(each, marks=ALL) for each in ("cut_before_from_then_on", "cut_after", "duplicate")),
     ],
 )
-def test_every_request_of_a_save(fault: str, preset: str, stride: int, bucket: Bucket, proxy: FaultProxy) -> None:
+def test_every_request_of_a_save(
+    fault: str, preset: str, stride: int, bucket: Bucket, proxy: FaultProxy, record_property: Record
+) -> None:
     make, times, count = FAULTS[fault]
     root = f"{bucket.url}/run"
     wrong, step = violations_in(bucket, root, [])
@@ -130,6 +133,7 @@ def test_every_request_of_a_save(fault: str, preset: str, stride: int, bucket: B
         if not rule.hits:
             break
     print(f"{preset}, {fault}: {rounds} requests, {failed} failed saves, {len(wrong)} violations")
+    record_property("requests", rounds)
     assert not wrong, "\n".join(wrong)
     assert rounds > 40 // stride
     assert times is not None or failed or stride > 40  # late requests are those of the retirement

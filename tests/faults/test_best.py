@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from evidence import Record
 from faults.invariants import MANIFEST_MODE
 from forker import Forker
 from strides import first_of
@@ -30,7 +31,13 @@ MANY = 400
     ],
 )
 def test_the_best_one_survives_a_kill_at_every_operation(
-    losses: Sequence[float], preset: str, overrides: Sequence[str], stride: int, forker: Forker, tmp_path: Path
+    losses: Sequence[float],
+    preset: str,
+    overrides: Sequence[str],
+    stride: int,
+    forker: Forker,
+    tmp_path: Path,
+    record_property: Record,
 ) -> None:
     kills, wrong = 0, list[str]()
     for number in range(first_of(stride), MANY, stride):
@@ -57,5 +64,6 @@ def test_the_best_one_survives_a_kill_at_every_operation(
             break
         assert ended.code == -signal.SIGKILL or fired[0].process == "writer", ended
         kills += 1
+    record_property("kills", kills)
     assert not wrong, "\n".join(wrong)
     assert 30 / stride < kills < MANY // stride - 1

@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
+from evidence import Record
 from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_every_operation_fails(preset: str, sticky: bool, stride: int, forker: Forker, tmp_path: Path) -> None:
+def test_every_operation_fails(
+    preset: str, sticky: bool, stride: int, forker: Forker, tmp_path: Path, record_property: Record
+) -> None:
     found = forker.run(
         "faults.scenarios:fail_everywhere",
         timeout=390,
@@ -32,6 +35,7 @@ def test_every_operation_fails(preset: str, sticky: bool, stride: int, forker: F
         sticky=sticky,
         logs=str(tmp_path),
     )
+    record_property("failing calls", found["aborted"] + found["survived"])
     assert found["wrong"] == []
     assert found["aborted"] > 20 / stride
     assert found["survived"] > 8 / stride - 1  # of pointer and retirement

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evidence import Record
 from faults.invariants import age
 from forker import Forker
 from strides import first_of
@@ -128,8 +129,12 @@ def run_through(kind: str, action: str, stride: int, forker: Forker, template: P
 
 
 @pytest.mark.parametrize(("kind", "stride"), [("cp", 9), ("mv", 4), ("mv across", 12), ("rm", 5), ("gc", 7)])
-def test_a_kill_at_an_operation(kind: str, stride: int, commands: Forker, template: Path, tmp_path: Path) -> None:
-    assert run_through(kind, "kill", stride, commands, template, tmp_path) > 0
+def test_a_kill_at_an_operation(
+    kind: str, stride: int, commands: Forker, template: Path, tmp_path: Path, record_property: Record
+) -> None:
+    kills = run_through(kind, "kill", stride, commands, template, tmp_path)
+    record_property("kills", kills)
+    assert kills > 0
 
 
 @pytest.mark.parametrize("kind", ["cp", "mv", "mv across"])
@@ -160,6 +165,8 @@ def test_all_is_durable_before_it_is_visible(kind: str, commands: Forker, templa
 @pytest.mark.parametrize("action", ["kill", "raise:EIO", "raise:ENOSPC"])
 @pytest.mark.parametrize("kind", [*COMMANDS])
 def test_a_fault_at_an_operation(
-    kind: str, action: str, stride: int, commands: Forker, template: Path, tmp_path: Path
+    kind: str, action: str, stride: int, commands: Forker, template: Path, tmp_path: Path, record_property: Record
 ) -> None:
-    assert run_through(kind, action, stride, commands, template, tmp_path) > 0
+    faults = run_through(kind, action, stride, commands, template, tmp_path)
+    record_property("kills" if action == "kill" else "failing calls", faults)
+    assert faults > 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from evidence import Record
 from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
@@ -114,9 +115,12 @@ def kill_at(stopped: int, trainer: int, victim: str) -> None:
         *(pytest.param(*case, 1, marks=pytest.mark.soak) for case in [("sync", "self"), *ASYNC_VICTIMS]),
     ],
 )
-def test_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
+def test_kill_at_every_operation(
+    preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path, record_property: Record
+) -> None:
     kills, wrong = enumerate_kills(forker, tmp_path, preset, victim, stride=stride)
     print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
+    record_property("kills", kills)
     assert not wrong, "\n".join(wrong)
     assert 30 / stride < kills < MANY // stride - 1
 
@@ -132,7 +136,7 @@ def test_kill_at_every_operation(preset: str, victim: str, stride: int, forker: 
     ],
 )
 def test_kill_one_of_two_ranks(
-    preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path
+    preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path, record_property: Record
 ) -> None:
     """Two ranks, three saves; one of the four processes is killed at every few operations.
 
@@ -160,5 +164,6 @@ def test_kill_one_of_two_ranks(
         kills += 1
     wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks, keep=KEEP)
     print(f"{preset}, {process} of rank {rank}: {kills} kills, {len(wrong)} violations")
+    record_property("kills", kills)
     assert not wrong, "\n".join(wrong)
     assert kills > 20 / stride

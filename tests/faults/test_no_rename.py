@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from evidence import Record
 from faults.invariants import MANIFEST_MODE, blank_state, differences, state_of, tidied
 from faults.object_store import ObjectStore
 from faults.test_kill_points import ASYNC_VICTIMS, MANY, enumerate_kills
@@ -514,26 +515,33 @@ def test_direct_io_is_refused() -> None:
     ("preset", "victim", "stride"),
     [("sync", "self", 29), ("async_persistent", "self", 31), ("async_persistent", "other", 23)],
 )
-def test_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
-    check_kills(forker, tmp_path, preset, victim, stride)
+def test_kill_at_every_operation(
+    preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path, record_property: Record
+) -> None:
+    record_property("kills", kills_without_violation(forker, tmp_path, preset, victim, stride))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("preset", "victim"), [("sync", "self"), *ASYNC_VICTIMS])
-def test_kill_at_every_single_operation(preset: str, victim: str, forker: Forker, tmp_path: Path) -> None:
-    check_kills(forker, tmp_path, preset, victim, 1)
+def test_kill_at_every_single_operation(
+    preset: str, victim: str, forker: Forker, tmp_path: Path, record_property: Record
+) -> None:
+    record_property("kills", kills_without_violation(forker, tmp_path, preset, victim, 1))
 
 
-def check_kills(forker: Forker, folder: Path, preset: str, victim: str, stride: int) -> None:
+def kills_without_violation(forker: Forker, folder: Path, preset: str, victim: str, stride: int) -> int:
     kills, wrong = enumerate_kills(forker, folder, preset, victim, [MANIFEST_MODE], stride)
     print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
     assert 40 // stride - 1 <= kills < MANY // stride
+    return kills
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
-def test_every_operation_fails(sticky: bool, stride: int, forker: Forker, tmp_path: Path) -> None:
+def test_every_operation_fails(
+    sticky: bool, stride: int, forker: Forker, tmp_path: Path, record_property: Record
+) -> None:
     found = forker.run(
         "faults.scenarios:fail_everywhere",
         timeout=390,
@@ -547,6 +555,7 @@ def test_every_operation_fails(sticky: bool, stride: int, forker: Forker, tmp_pa
         logs=str(tmp_path),
         overrides=[MANIFEST_MODE],
     )
+    record_property("failing calls", found["aborted"] + found["survived"])
     assert found["wrong"] == []
     assert found["aborted"] > 15 / stride
     assert found["survived"] > 8 / stride - 1  # of pointer and retirement

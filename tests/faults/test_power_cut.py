@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from evidence import Record
 from faults.lives import KEEP
 from faults.mounts import LOG_FLUSH, NO_LOG_FLUSH
 from faults.workloads import newest_ack
@@ -121,15 +122,6 @@ def enumerate_cuts(
     return number, wrong
 
 
-def check_cuts(disk: Disk, folder: Path, preset: str, flag: int, stride: int) -> None:
-    first = first_of(stride)
-    operations, wrong = enumerate_cuts(disk, folder, preset, flag, first=first, stride=stride)
-    cuts = len(range(first, operations + 1, stride))
-    print(f"{preset}, flag {flag}: {cuts} cuts in {operations} operations, {len(wrong)} violations")
-    assert not wrong, "\n".join(wrong)
-    assert 30 < operations < MANY - 2
-
-
 @pytest.mark.parametrize(
     ("preset", "flag", "stride"),
     [
@@ -137,8 +129,16 @@ def check_cuts(disk: Disk, folder: Path, preset: str, flag: int, stride: int) ->
         *(pytest.param(preset, flag, 1, marks=pytest.mark.soak) for preset in PRESETS for flag in FLAGS),
     ],
 )
-def test_power_cut_at_every_operation(preset: str, flag: int, stride: int, disk: Disk, tmp_path: Path) -> None:
-    check_cuts(disk, tmp_path, preset, flag, stride)
+def test_power_cut_at_every_operation(
+    preset: str, flag: int, stride: int, disk: Disk, tmp_path: Path, record_property: Record
+) -> None:
+    first = first_of(stride)
+    operations, wrong = enumerate_cuts(disk, tmp_path, preset, flag, first=first, stride=stride)
+    cuts = len(range(first, operations + 1, stride))
+    print(f"{preset}, flag {flag}: {cuts} cuts in {operations} operations, {len(wrong)} violations")
+    record_property("power cuts", cuts)
+    assert not wrong, "\n".join(wrong)
+    assert 30 < operations < MANY - 2
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_power_cut_at_every_operation(preset: str, flag: int, stride: int, disk:
     [("sync", 0, "trainer", 45), ("async_persistent", 0, "trainer", 45), ("async_persistent", 1, "writer", 25)],
 )
 def test_power_cut_with_two_ranks(
-    preset: str, rank: int, process: str, stride: int, disk: Disk, tmp_path: Path
+    preset: str, rank: int, process: str, stride: int, disk: Disk, tmp_path: Path, record_property: Record
 ) -> None:
     """Two ranks make two saves; the power goes at every few operations of one of their processes."""
     forker, acks, wrong, cuts = disk.forker, str(tmp_path / "acks"), [], 0
@@ -173,6 +173,7 @@ def test_power_cut_with_two_ranks(
             break
         cuts += 1
     print(f"{preset}, {process} of rank {rank}: {cuts} cuts, {len(wrong)} violations")
+    record_property("power cuts", cuts)
     assert not wrong, "\n".join(wrong)
     assert cuts > 0
 

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from evidence import Record
 from faults.lives import KEEP
 from forker import Ended, Forker
 
@@ -144,8 +145,9 @@ def test_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Path) ->
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "share"), [(1, 0.6), (2, 0.4)])
-def test_many_random_kills(ranks: int, share: float, forker: Forker, tmp_path: Path) -> None:
+def test_many_random_kills(ranks: int, share: float, forker: Forker, tmp_path: Path, record_property: Record) -> None:
     soak = Soak(forker, tmp_path, ranks, SEED)
     told = soak.run(round(share * int(os.environ.get("CKPT_SOAK_KILLS", "500"))))
     print(told)
+    record_property("kills", soak.kills.total())
     assert not soak.wrong, f"{told}\n" + "\n".join(soak.wrong)

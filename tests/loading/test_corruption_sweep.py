@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from damage import damaged
+from evidence import Record
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, build_checkpointer
 from ckpt_component.core.formats import open_index
@@ -72,7 +73,7 @@ def seed() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", _WRITERS)
-def test_no_damage_loads_silently_wrong(writer: str, tmp_path: Path) -> None:
+def test_no_damage_loads_silently_wrong(writer: str, tmp_path: Path, record_property: Record) -> None:
     rng = random.Random(f"{seed()} {writer}")
     outcomes: Counter[str] = Counter()
     objects = writer != "safetensors"
@@ -96,6 +97,7 @@ def test_no_damage_loads_silently_wrong(writer: str, tmp_path: Path) -> None:
                     assert_equal(loaded, state, what)
                     outcomes["bit-exact"] += 1
     print(f"\nseed {seed()}, {writer}: {dict(outcomes)}, loaded wrong: 0")
+    record_property("damages", outcomes.total())
     # Most of a checkpoint is read, so most damage is seen; what is never read may be damaged.
     assert outcomes["refused"] > outcomes["bit-exact"]
 

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterator
 
 import pytest
+from evidence import Record
 from simulation.workloads import WORKLOADS
 from simulation.world import Workload, World, configs_are_kept
 
@@ -40,10 +41,11 @@ def told(world: World, number: int, found: list[str]) -> list[str]:
     [pytest.param(each, marks=[] if each.name == "retention" else [pytest.mark.slow]) for each in WORKLOADS],
     ids=str,
 )
-def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str) -> None:
+def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str, record_property: Record) -> None:
     world, wrong = World(workload, protocol), []
     for number in range(1, len(world.operations) + 1):
         wrong += told(world, number, world.cut_at(number, [number]))
+    record_property("simulated power cuts", len(world.operations))
     assert not wrong, "\n".join(wrong)
 
 
@@ -51,9 +53,11 @@ def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=str)
-def test_every_operation(workload: Workload, protocol: str, fault: str) -> None:
-    world, wrong = World(workload, protocol), []
+def test_every_operation(workload: Workload, protocol: str, fault: str, record_property: Record) -> None:
+    world, wrong, faults = World(workload, protocol), [], 0
     for number, (name, _) in enumerate(world.operations, 1):
         if name in ONLY_AT.get(fault, [name]):
+            faults += 1
             wrong += told(world, number, world.fail_at(number, FAULTS[fault]))
+    record_property("simulated faults", faults)
     assert not wrong, "\n".join(wrong)
