@@ -36,7 +36,8 @@ _MODULES = (
 
 
 @functools.cache
-def _forker() -> Forker:
+def fork_server() -> Forker:
+    """The server of this process, which loads torch at the first call and ends with this process."""
     server = Forker(_MODULES, adopts=False)
     atexit.register(server.close)
     return server
@@ -57,7 +58,7 @@ def start_ranks(
         "CKPT_TEST_MEETING": str(folder / f"meeting-{time.monotonic_ns()}"),
     } | env
     arguments = {"script": str(script), "function": function, "world_size": world_size, "folder": str(folder)}
-    fork, call = (_forker().fork_program, "run_rank") if whole else (_forker().fork, "run_rank_and_leave")
+    fork, call = (fork_server().fork_program, "run_rank") if whole else (fork_server().fork, "run_rank_and_leave")
     return [fork(f"ranks:{call}", env, rank=rank, **arguments) for rank in range(world_size)]
 
 
@@ -65,7 +66,7 @@ def finish_ranks(ranks: Sequence[int], timeout: float = _SECONDS) -> list[Ended]
     """Wait for all of them, kill what is left at the deadline, and return how each ended."""
     deadline = time.monotonic() + timeout
     # One that hangs says where, is killed, and has no exit code.
-    return [_forker().wait(rank, max(deadline - time.monotonic(), 0.1)) for rank in ranks]
+    return [fork_server().wait(rank, max(deadline - time.monotonic(), 0.1)) for rank in ranks]
 
 
 def run_ranks(

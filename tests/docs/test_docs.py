@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from ckpt_bench.measure.row_kinds import ROWS
 from ckpt_bench.schema import STATES, Bench
+from programs import run_program
 from strides import STRIDE_OFFSET
 
 import ckpt_component
@@ -83,6 +84,13 @@ def run(command: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+def run_script(name: str, folder: Path) -> str:
+    """Run a script of blocks of Python; returns what it prints."""
+    ended = run_program([name], folder, environment(folder))
+    assert ended.code == 0, f"{name}\n{ended.output[-4000:]}"
+    return ended.output
+
+
 SCRIPTS = {
     page.name: "\n".join(block.code for block in blocks("python") if block.page == page.name and block.runs)
     for page in PAGES
@@ -110,7 +118,7 @@ def test_python_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
     """After README's own, in one folder, as a reader types them."""
     for number, name in enumerate(["README.md", page]):
         (tmp_path / f"{number}.py").write_text(SCRIPTS[name])
-        run(f"python {number}.py", tmp_path)
+        run_script(f"{number}.py", tmp_path)
 
 
 def test_no_two_pages_save_to_one_folder() -> None:
@@ -126,12 +134,12 @@ def test_no_two_pages_save_to_one_folder() -> None:
 def test_the_script_of_the_readme_logs_what_it_shows_and_resumes(tmp_path: Path) -> None:
     (script,) = [block.code for block in blocks("python") if block.page == "README.md"]
     (tmp_path / "train.py").write_text(script)
-    first = run("python train.py", tmp_path)
+    first = run_script("train.py", tmp_path)
     for line in ("starting from scratch", "iter_0000050 staged", "iter_0000050 written", "iter_0000050 committed"):
         assert line in first
     assert "epoch 2, checkpoints of steps [100, 150, 200]" in first
     (tmp_path / "train.py").write_text(script.replace("201", "301"))
-    assert "restored step 200 from" in run("python train.py", tmp_path)
+    assert "restored step 200 from" in run_script("train.py", tmp_path)
 
 
 @pytest.mark.soak
@@ -167,7 +175,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the Python of the page leaves, which its commands use."""
     folder = tmp_path_factory.mktemp("prepared")
     (folder / "script.py").write_text(SCRIPTS[PREPARED])
-    run("python script.py", folder)
+    run_script("script.py", folder)
     return folder
 
 
@@ -190,7 +198,7 @@ def test_the_commands_of_the_readme_run_beside_its_script(tmp_path: Path) -> Non
     (script,) = [block.code for block in blocks("python") if block.page == "README.md"]
     block, tools = [block for block in blocks("bash") if block.page == "README.md" and block.runs]
     (tmp_path / "train.py").write_text(script)
-    run("python train.py", tmp_path)
+    run_script("train.py", tmp_path)
     assert "200  " in run(tools.code, tmp_path)
     assert (tmp_path / "runs" / "readme" / "events" / "run.html").exists()
     first, second, sweep = (f"{line} {SMALL}" for line in block.code.splitlines())

@@ -12,6 +12,7 @@ import pytest
 from ckpt_train.schema import register
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from programs import run_program
 
 import ckpt_component
 from ckpt_component.config import config_dir, override_hints
@@ -94,10 +95,16 @@ def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str
 
 
 @pytest.fixture
-def train(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., tuple[int, str]]:
+def train(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, text_file: Path
+) -> Callable[..., tuple[int, str]]:
     """Run a tiny training in a process of its own; returns exit code and output."""
 
     def trained(*arguments: str, tiny: Sequence[str] = TINY, **launch: Any) -> tuple[int, str]:
+        if not launch:
+            words = ["-m", "ckpt_component.train", *tiny, f"data.path={text_file}", *arguments]
+            ended = run_program(words, tmp_path / "run")
+            return -1 if ended.code is None else ended.code, ended.output
         with start(*arguments, tiny=tiny, **launch) as process:
             try:
                 output, _ = process.communicate(timeout=100)
