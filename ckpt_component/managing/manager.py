@@ -401,6 +401,8 @@ class CheckpointManager(StoppableLoop):
         if error is not None:
             self._failed = True
             self._restored = None  # the loop may have failed before its first step
+            if isinstance(error, KeyboardInterrupt):
+                self._say_what_is_waited_for()
             try:
                 self.close()
             except CheckpointError as failure:
@@ -412,6 +414,14 @@ class CheckpointManager(StoppableLoop):
                 self._save_last(self._last)
         finally:
             self.close()
+
+    def _say_what_is_waited_for(self) -> None:
+        """After Ctrl-C: otherwise the wait looks like a hang, and a second Ctrl-C like a way to lose the save."""
+        for save in self._saves:
+            if not save.done():
+                logger.warning(
+                    "interrupted; waiting until step %s is saved. Another Ctrl-C does not lose it.", save.step
+                )
 
     def _save_last(self, last: ReachedStep) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""

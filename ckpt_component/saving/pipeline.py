@@ -267,6 +267,7 @@ class SavePipeline:
         Raises:
             CheckpointTimeoutError: a save hung; its deadline is timeouts.write
             CheckpointError: the first error that was not raised yet
+            KeyboardInterrupt: while it waited; the saves continue, and the exit of the interpreter waits for them
         """
         if not self._home.is_here:
             return
@@ -274,20 +275,30 @@ class SavePipeline:
             if self._closed:
                 return
             self._closed = True
-        atexit.unregister(self._at_exit)
         self._retries.stop_pausing()
         is_idle = False
         try:
-            self.stager.close()
-        finally:
             try:
-                is_idle = self._drain()
+                self.stager.close()
             finally:
-                self.events.close(self._timeouts.close)
-                self._thread.shutdown(wait=is_idle)
-                self.caller.close(self._timeouts.close)
-                self.ranks.close()
+                is_idle = self._drain()
+        except (KeyboardInterrupt, SystemExit):
+            # To stop the writer process now would lose its save. What is registered at exit closes this.
+            self._closed = False
+            raise
+        except BaseException:
+            self._release(is_idle)
+            raise
+        self._release(is_idle)
         self.saves.raise_first()
+
+    def _release(self, is_idle: bool) -> None:
+        """Free everything; with `is_idle` False, while the save thread is still busy."""
+        atexit.unregister(self._at_exit)
+        self.events.close(self._timeouts.close)
+        self._thread.shutdown(wait=is_idle)
+        self.caller.close(self._timeouts.close)
+        self.ranks.close()
 
     def _drain(self) -> bool:
         """Wait until the save thread has nothing to do. Returns whether that is so."""

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from programs import run_program
 from strides import in_turn
 
 from ckpt_component import (
@@ -23,6 +24,7 @@ from ckpt_component import (
     CheckpointStageError,
     WorkerDiedError,
     build_checkpointer,
+    build_manager,
 )
 from ckpt_component.core.image.copy import CopyTasks
 from ckpt_component.stagers.background_copy import BackgroundCopy
@@ -255,3 +257,14 @@ def test_a_copy_that_fails_before_save_returns_gives_its_memory_back(
         assert not checkpointer.busy
         checkpointer.save(state_of(2), tmp_path / "two")[1].result(30)
     assert os.listdir(tmp_path) == ["two"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_does_not_lose_a_save(times: int, tmp_path: Path) -> None:
+    """The second one interrupts the wait of `close`; the save ends before the process does."""
+    script = Path(__file__).parent / "scripts" / "interrupted.py"
+    ended = run_program([str(script), str(tmp_path / "run"), str(times)], tmp_path)
+    assert ended.output.count("interrupted; waiting until step 5 is saved. Another Ctrl-C does not lose it.") == 1
+    assert ended.output.count("\nKeyboardInterrupt") == times
+    with build_manager("sync", dir=tmp_path / "run") as manager:
+        assert manager.steps() == [5]
