@@ -163,10 +163,14 @@ def test_a_save_that_finds_no_room_waits_for_the_deletions_after_the_last_one(
     tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def free_bytes(fs: FileStorage, path: str) -> int:
-        if any(tmp_path.glob(".ckpt-trash.*")):
-            threading.Timer(0.1, held.set).start()
-            return 0
-        return 1 << 40
+        if held.is_set() or not (tmp_path / "iter_0000002").exists():
+            return 1 << 40
+        deadline = time.monotonic() + 30
+        while not any(tmp_path.glob(".ckpt-trash.*")):  # the first step, which is deleted after the second
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        threading.Timer(0.1, held.set).start()
+        return 0
 
     monkeypatch.setattr(FileStorage, "free_bytes", free_bytes)
     with manager_in(tmp_path) as manager:
