@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from forker import Ended
 from ranks import fork_server
 
 #: Below pytest's own timeout, so that a program that hangs is ended here, with what it printed and where it is.
@@ -18,26 +20,43 @@ _SECONDS = 100.0
 
 
 def run_program(
-    arguments: Sequence[str], folder: Path, env: Mapping[str, str] | None = None, timeout: float = _SECONDS
-) -> Ended:
-    """Run `python ARGUMENTS` in a folder; the output has stdout and stderr.
+    arguments: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    apart: bool = False,
+    timeout: float = _SECONDS,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` in a folder, as `subprocess.run` does.
 
     Args:
         arguments: a script or `-m module`, and what follows; no other option of the interpreter
         folder: the working directory
         env: variables besides those of this process
-        timeout: seconds; a program that takes longer is killed, and has no exit code
+        apart: return stderr by itself, and not in stdout
+        timeout: seconds; a program that takes longer is killed
+
+    Raises:
+        AssertionError: it took longer; with what it printed and where it was
     """
     # As the test has it by now; the server has what was there when it began.
     variables = {**os.environ, **(env or {})}
-    server = fork_server()
-    child = server.fork("programs:run_and_leave", variables, arguments=list(arguments), folder=str(folder))
-    return server.wait(child, timeout)
+    with tempfile.NamedTemporaryFile("r", errors="replace") as errors:
+        server = fork_server()
+        words: dict[str, Any] = {"arguments": list(arguments), "folder": str(folder)}
+        child = server.fork("programs:run_and_leave", variables, errors=errors.name if apart else "", **words)
+        ended = server.wait(child, timeout)
+        assert ended.code is not None, f"{arguments} took more than {timeout:g} s:\n{ended.output}{errors.read()}"
+        return subprocess.CompletedProcess(words["arguments"], ended.code, ended.output, errors.read())
 
 
-def run_and_leave(arguments: Sequence[str], folder: str) -> None:
+def run_and_leave(arguments: Sequence[str], folder: str, errors: str) -> None:
     """Be the program; and of the interpreter's end what others can see."""
+    if errors:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
     os.chdir(folder)
+    # An interpreter does that when it starts, and this one started before.
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     name, *rest = arguments
     code: object = 0
     try:

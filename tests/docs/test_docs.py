@@ -86,9 +86,9 @@ def run(command: str, folder: Path) -> str:
 
 def run_script(name: str, folder: Path) -> str:
     """Run a script of blocks of Python; returns what it prints."""
-    ended = run_program([name], folder, environment(folder))
-    assert ended.code == 0, f"{name}\n{ended.output[-4000:]}"
-    return ended.output
+    done = run_program([name], folder, environment(folder))
+    assert done.returncode == 0, f"{name}\n{done.stdout[-4000:]}"
+    return done.stdout
 
 
 SCRIPTS = {

@@ -263,8 +263,8 @@ def test_a_copy_that_fails_before_save_returns_gives_its_memory_back(
 def test_ctrl_c_does_not_lose_a_save(times: int, tmp_path: Path) -> None:
     """The second one interrupts the wait of `close`; the save ends before the process does."""
     script = Path(__file__).parent / "scripts" / "interrupted.py"
-    ended = run_program([str(script), str(tmp_path / "run"), str(times)], tmp_path)
-    assert ended.output.count("interrupted; waiting until step 5 is saved. Another Ctrl-C does not lose it.") == 1
-    assert ended.output.count("\nKeyboardInterrupt") == times
+    done = run_program([str(script), str(tmp_path / "run"), str(times)], tmp_path)
+    assert done.stdout.count("interrupted; waiting until step 5 is saved. Another Ctrl-C does not lose it.") == 1
+    assert done.stdout.count("\nKeyboardInterrupt") == times
     with build_manager("sync", dir=tmp_path / "run") as manager:
         assert manager.steps() == [5]

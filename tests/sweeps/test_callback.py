@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +11,8 @@ from pathlib import Path
 import hydra
 import pytest
 from omegaconf import OmegaConf
+from programs import run_program
 
-import ckpt_component
 from ckpt_component.cli.reports.callback import SweepReport, report_sweep
 from ckpt_component.cli.reports.jobs import read_jobs
 from ckpt_component.cli.reports.result import write_result
@@ -59,15 +57,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(app: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "app.py", *words],
-        cwd=app,
-        env={**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return run_program(["app.py", *words], app, apart=True)
 
 
 @pytest.fixture(autouse=True)

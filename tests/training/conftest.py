@@ -103,8 +103,8 @@ def train(
     def trained(*arguments: str, tiny: Sequence[str] = TINY, **launch: Any) -> tuple[int, str]:
         if not launch:
             words = ["-m", "ckpt_component.train", *tiny, f"data.path={text_file}", *arguments]
-            ended = run_program(words, tmp_path / "run")
-            return -1 if ended.code is None else ended.code, ended.output
+            done = run_program(words, tmp_path / "run")
+            return done.returncode, done.stdout
         with start(*arguments, tiny=tiny, **launch) as process:
             try:
                 output, _ = process.communicate(timeout=100)
