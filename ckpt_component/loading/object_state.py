@@ -81,17 +81,39 @@ def load_state(stateful: Stateful, make_state: Callable[[], StateDict], what: st
     """
     try:
         state = make_state()
-        if isinstance(stateful, torch.optim.Optimizer) and isinstance(state.get("state"), dict):
-            # Its keys are numbers; stock DCP turns every key into a string.
-            state["state"] = {
-                int(key) if isinstance(key, str) and key.isdigit() else key: value
-                for key, value in state["state"].items()
-            }
+        if isinstance(stateful, torch.optim.Optimizer):
+            _fit_optimizer(stateful, state)
         stateful.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointLoadError(
-            f"{what} ({type(stateful).__name__}) did not take its state from {where}: {error}"
+            f"{what} ({type(stateful).__name__}) did not take its state from {where}: {str(error).rstrip('. ')}. "
+            "Other values are loaded already; with its name in ignore, it stays as it is."
         ) from error
+
+
+def takes_only_its_own_keys(stateful: Stateful) -> bool:
+    """Whether an object is a module that refuses keys which are not in its own state, and has no code that drops them."""
+    return isinstance(stateful, torch.nn.Module) and all(
+        not module._load_state_dict_pre_hooks
+        and type(module).load_state_dict is torch.nn.Module.load_state_dict
+        and type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        for module in stateful.modules()
+    )
+
+
+def _fit_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+    """Have the values of a checkpoint in the form in which an optimizer takes them."""
+    if isinstance(state.get("state"), dict):
+        # Its keys are numbers; stock DCP turns every key into a string.
+        state["state"] = {
+            int(key) if isinstance(key, str) and key.isdigit() else key: value for key, value in state["state"].items()
+        }
+    groups = state.get("param_groups")
+    if isinstance(groups, list) and len(groups) == len(optimizer.param_groups):
+        # The optimizer takes a group as it is, without those of its settings that the checkpoint lacks.
+        for group, own in zip(groups, optimizer.param_groups, strict=True):
+            if isinstance(group, dict):
+                group.update({key: value for key, value in own.items() if key not in group and key != "params"})
 
 
 def nested_value(path: Path, values: Mapping[Path, Any], containers: Sequence[tuple[Path, str]]) -> Any:

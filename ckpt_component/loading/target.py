@@ -18,7 +18,7 @@ from ..errors import CheckpointLoadError
 from .foreign.archives import RefusedObject
 from .forms import Forms
 from .mismatch import Misfit, Mismatches
-from .object_state import load_state, nested_value, state_of_object
+from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
 from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 
 
@@ -197,8 +197,15 @@ class Target:
             if above is not None:
                 self._new[key_of(above)] = None
                 self._compared[path] = above
-            for key in self._forms.below.get(place, []):
-                if key not in used and not self._match_as_part(path, stateful, key):
+            unused = [key for key in self._forms.below.get(place, []) if key not in used]
+            if unused and takes_only_its_own_keys(stateful):
+                # Refused now, because the module would refuse it when other values are loaded already.
+                for key in unused:
+                    fact = f"'{key}' in the checkpoint has no place in '{place}' ({type(stateful).__name__})"
+                    self.mismatches.add(Misfit(key, fact, "ignore leaves keys out"))
+                continue
+            for key in unused:
+                if not self._match_as_part(path, stateful, key):
                     self._replaced[contents.path_of(key)] = [key]
                     self._new[key] = None
 

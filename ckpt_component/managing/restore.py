@@ -85,13 +85,19 @@ class Restorer:
         found = Found(**ranks.meet("restore", None, lambda _: self._look(manifests)._asdict(), deadline))
         tag = f"restore/{ranks.meetings['restore']}"
         options = options or self._policy.load_options
-        if options and not self._policy.is_exact:
-            if ranks.is_leader and found.candidates:
-                text = "%s is for a checkpoint that checkpoint.resume names by step or path; this one loads as it is"
-                logger.info(text, " and ".join(options))
+        unused = "" if self._policy.is_exact or not found.candidates else " and ".join(options)
+        if unused:
             options = {}
+            if ranks.is_leader:
+                text = "%s is for a checkpoint that checkpoint.resume names by step or path; this one loads as it is"
+                logger.info(text, unused)
         load = partial(self._load_together, state, strict=strict, allow_dtype_cast=allow_dtype_cast, **options)
-        step, damaged = self._load_first(found.candidates, manifests, tag, load)
+        try:
+            step, damaged = self._load_first(found.candidates, manifests, tag, load)
+        except CheckpointLoadError as error:
+            if unused and ranks.is_leader and not isinstance(error, CheckpointCorruptError):
+                logger.warning("%s was not used; to use it, add checkpoint.resume=%d", unused, found.candidates[0][0])
+            raise
         never = self._policy.choice == "never"
         if self._policy.rewind or not never:
             suspects = [*found.suspects, *damaged]
