@@ -92,7 +92,7 @@ def load_state(stateful: Stateful, make_state: Callable[[], StateDict], what: st
 
 
 def takes_only_its_own_keys(stateful: Stateful) -> bool:
-    """Whether an object is a module that refuses keys which are not in its own state, and has no code that drops them."""
+    """Whether an object is a module that refuses keys that its own state lacks, and has no code that drops them."""
     return isinstance(stateful, torch.nn.Module) and all(
         not module._load_state_dict_pre_hooks
         and type(module).load_state_dict is torch.nn.Module.load_state_dict
