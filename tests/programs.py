@@ -65,7 +65,8 @@ def run_and_leave(arguments: Sequence[str], folder: str, errors: str) -> None:
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path[0] = [name, *rest], folder
-            runpy.run_path(name, run_name="__main__")
+            # Its globals live until the end, as those of a program do.
+            kept = runpy.run_path(name, run_name="__main__")  # noqa: F841
     except SystemExit as end:
         code = end.code
         if code is not None and not isinstance(code, int):

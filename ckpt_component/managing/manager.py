@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -22,7 +24,7 @@ from .policies import ReachedStep, SaveClock, SavePolicy, checked_step, refuse_e
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
 from .stop_signals import LAST_SAVE, StoppableLoop
-from .summary import contents_text, log_saves, warn_of_idle
+from .summary import contents_text, log_saves, warn_of_idle, warn_of_open, warn_of_wait
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class CheckpointManager(StoppableLoop):
         self._restorer = restorer
         self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is never built with third-party parts
         self._saves, self.reports = self._pipeline.saves, self._pipeline.reports
+        self._at_exit = atexit.register(_warn_if_open, weakref.ref(self))
 
     def __repr__(self) -> str:
         if not self.enabled:
@@ -376,6 +379,7 @@ class CheckpointManager(StoppableLoop):
         self._last = self._began_at = None  # the first refers to the state
         try:
             if self._checkpointer is not None:
+                atexit.unregister(self._at_exit)
                 self._checkpointer.close()
                 log_saves(self._run, self.reports)
         except BaseException:
@@ -402,7 +406,7 @@ class CheckpointManager(StoppableLoop):
             self._failed = True
             self._restored = None  # the loop may have failed before its first step
             if isinstance(error, KeyboardInterrupt):
-                self._say_what_is_waited_for()
+                warn_of_wait(self._saves)
             try:
                 self.close()
             except CheckpointError as failure:
@@ -415,14 +419,6 @@ class CheckpointManager(StoppableLoop):
         finally:
             self.close()
 
-    def _say_what_is_waited_for(self) -> None:
-        """After Ctrl-C: otherwise the wait looks like a hang, and a second Ctrl-C like a way to lose the save."""
-        for save in self._saves:
-            if not save.done():
-                logger.warning(
-                    "interrupted; waiting until step %s is saved. Another Ctrl-C does not lose it.", save.step
-                )
-
     def _save_last(self, last: ReachedStep) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
         if self.stopped_by is not None and self._ranks.is_leader:
@@ -430,6 +426,8 @@ class CheckpointManager(StoppableLoop):
             logger.info(LAST_SAVE, self.stopped_by.name, last.number, newest)
         self._saves.wait(self._timeouts.whole_save)
         failed = self._saves.deliver_failed()
+        if any(report.step == last.number and report.outcome == "failed" for report in self.reports):
+            logger.warning("trying once more to save step %d, because it is the last one", last.number)
         try:
             self._save(last, only_if_due=False)
         except CheckpointStepError as error:
@@ -440,3 +438,9 @@ class CheckpointManager(StoppableLoop):
         finally:
             if failed:
                 failed[0].result(0)  # the errors of the others are in the log and in the reports
+
+
+def _warn_if_open(manager: weakref.ref[CheckpointManager]) -> None:
+    alive = manager()
+    if alive is not None and alive._home.is_here and alive._last is not None and alive._policy.at_end:
+        warn_of_open(alive._run, None if alive._is_saved(alive._last.number) else alive._last.number)

@@ -6,13 +6,14 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..core.commit.names import MANIFEST
 from ..core.storage.locate import is_url
 from ..core.storage.space import amount
 from ..errors import CheckpointError
 from ..events import SaveReport
+from ..saving.in_flight import SaveHandle
 from .run_context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,21 @@ def warn_of_idle(run: RunContext, step: int | None) -> None:
     """Warn, on the leading rank, that a run ends at the step that it restored; None: it restored none."""
     if step is not None and run.ranks.is_leader:
         logger.warning("restored step %d from %s and saw no further step: nothing was trained", step, run.root)
+
+
+def warn_of_open(run: RunContext, step: int | None) -> None:
+    """Warn, on the leading rank, that the program ends without `close`, and so without a step; None: it is saved."""
+    if step is not None and run.ranks.is_leader:
+        text = "step %d is not saved: the program ended before the end of `with build_manager(...) as manager:`"
+        logger.warning(text, step)
+
+
+def warn_of_wait(saves: Iterable[SaveHandle]) -> None:
+    """After Ctrl-C: otherwise the wait looks like a hang, and a second Ctrl-C like the loss of the save."""
+    for save in saves:
+        if not save.done():
+            text = "interrupted; waiting until step %s is saved. Another Ctrl-C does not lose it."
+            logger.warning(text, save.step)
 
 
 def log_saves(run: RunContext, reports: Sequence[SaveReport]) -> None:

@@ -27,6 +27,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.image.copy import CopyTasks
+from ckpt_component.core.storage.locate import LOG, SPEC
 from ckpt_component.stagers.background_copy import BackgroundCopy
 
 
@@ -268,3 +269,31 @@ def test_ctrl_c_does_not_lose_a_save(times: int, tmp_path: Path) -> None:
     assert done.stdout.count("\nKeyboardInterrupt") == times
     with build_manager("sync", dir=tmp_path / "run") as manager:
         assert manager.steps() == [5]
+
+
+def test_a_program_that_forgets_close_says_which_step_is_not_saved(tmp_path: Path) -> None:
+    (tmp_path / "forgets.py").write_text(
+        "import torch\n"
+        "from ckpt_component import build_manager\n"
+        "manager = build_manager('async_persistent', ['checkpoint.save.every_steps=2'], dir='run')\n"
+        "for step in (1, 2, 3):\n"
+        "    manager.maybe_save(step, {'weight': torch.ones(2)})\n"
+    )
+    done = run_program(["forgets.py"], tmp_path)
+    assert done.returncode == 0 and done.stdout.count("step 3 is not saved: the program ended before the end of") == 1
+    with build_manager("sync", dir=tmp_path / "run") as manager:
+        assert manager.steps() == [2]
+
+
+def test_a_last_step_that_failed_is_tried_once_more_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(LOG, str(tmp_path / "operations"))
+    monkeypatch.setenv(SPEC, "create:path=iter_0000002:nth=1:action=raise:ENOSPC")
+    with (
+        build_manager("sync", dir=tmp_path / "run") as manager,
+        pytest.raises(CheckpointSaveError, match="No space left"),
+    ):
+        manager.save(2, state_of(2))
+    assert caplog.text.count("trying once more to save step 2, because it is the last one") == 1
+    assert manager.steps() == [2]
