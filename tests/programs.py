@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ranks import fork_server
+from ranks import finish_ranks, fork_server
 
 #: Below pytest's own timeout, so that a program that hangs is ended here, with what it printed and where it is.
 _SECONDS = 100.0
@@ -48,6 +49,23 @@ def run_program(
         ended = server.wait(child, timeout)
         assert ended.code is not None, f"{arguments} took more than {timeout:g} s:\n{ended.output}{errors.read()}"
         return subprocess.CompletedProcess(words["arguments"], ended.code, ended.output, errors.read())
+
+
+def run_on_ranks(arguments: Sequence[str], folder: Path, ranks: int) -> list[subprocess.CompletedProcess[str]]:
+    """Run `python ARGUMENTS` on so many ranks, with the variables that torchrun sets; see `run_program`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    words: dict[str, Any] = {"arguments": list(arguments), "folder": str(folder), "errors": ""}
+    children = [
+        fork_server().fork(
+            "programs:run_and_leave", {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **words
+        )
+        for rank in range(ranks)
+    ]
+    ended = finish_ranks(children, _SECONDS)
+    return [subprocess.CompletedProcess(words["arguments"], -1 if e.code is None else e.code, e.output) for e in ended]
 
 
 def run_and_leave(arguments: Sequence[str], folder: str, errors: str) -> None:

@@ -1,0 +1,75 @@
+"""The examples run as their first lines say, again and on other numbers of ranks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+from programs import run_on_ranks, run_program
+
+import ckpt_component
+from ckpt_component import build_checkpointer
+
+EXAMPLES = Path(ckpt_component.__file__).resolve().parents[1] / "examples"
+
+
+def run(name: str, folder: Path, *words: str) -> str:
+    done = run_program([str(EXAMPLES / name), *words], folder)
+    return output_of(done)
+
+
+def output_of(*runs: subprocess.CompletedProcess[str]) -> str:
+    for done in runs:
+        assert done.returncode == 0, "\n".join(each.stdout for each in runs)
+    return runs[0].stdout
+
+
+def test_they_are_short() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path.name
+
+
+def test_a_loop_resumes_and_its_result_is_evaluated(tmp_path: Path) -> None:
+    assert "step 200: loss" in run("loop.py", tmp_path)
+    whole = run("evaluate.py", tmp_path)
+    for step in (150, 200):
+        shutil.rmtree(tmp_path / "runs" / "loop" / f"iter_0000{step}")
+    assert "restored step 100" in run("loop.py", tmp_path)
+    assert run("evaluate.py", tmp_path) == whole and whole.startswith("step 200: loss")
+
+
+def test_a_hydra_app_takes_the_keys_of_a_preset(tmp_path: Path) -> None:
+    app = tmp_path / "hydra_app"
+    shutil.copytree(EXAMPLES / "hydra_app", app)
+    done = run_program(["hydra_app/app.py", "checkpoint=sync", "checkpoint.save.every_steps=30"], tmp_path)
+    assert "steps 1 to 60, checkpoints [30, 60]" in output_of(done)
+    sweep = run_program(["hydra_app/app.py", "-m", "checkpoint.writer.workers=1,2"], tmp_path)
+    assert output_of(sweep).count("steps 1 to 60, checkpoints [20, 40, 60]") == 2
+
+
+def test_fsdp_goes_from_two_ranks_to_one_and_to_four(tmp_path: Path) -> None:
+    script, folder = str(EXAMPLES / "fsdp.py"), tmp_path / "runs" / "fsdp"
+    first = output_of(*run_on_ranks([script, "--steps=50"], tmp_path, 2))
+    assert "steps 1 to 50 on 2 ranks: loss" in first
+    shutil.copytree(folder, tmp_path / "copy")
+    endings = []
+    for ranks in (1, 4):
+        told = output_of(*run_on_ranks([script, "--steps=60"], tmp_path, ranks))
+        assert f"steps 51 to 60 on {ranks} ranks: loss" in told
+        with build_checkpointer("sync") as checkpointer:
+            endings.append(checkpointer.load(folder / "iter_0000060"))
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "copy", folder)
+    for name, weight in endings[0]["model"].items():
+        torch.testing.assert_close(endings[1]["model"][name], weight)
+
+
+def test_ddp_with_mixed_precision_and_an_average_resumes(tmp_path: Path) -> None:
+    script, folder = str(EXAMPLES / "ddp.py"), tmp_path / "runs" / "ddp"
+    whole = output_of(*run_on_ranks([script], tmp_path, 2)).splitlines()
+    shutil.rmtree(folder / "iter_0000060")
+    again = output_of(*run_on_ranks([script], tmp_path, 2)).splitlines()
+    [loss] = [line.partition(": ")[2] for line in whole if line.startswith("steps 1 to 60")]
+    assert f"steps 41 to 60: {loss}" in again
