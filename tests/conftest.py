@@ -80,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     run |= {"slow", "soak"} if config.option.run_soak else {"slow"} if config.option.run_slow else set()
     for item in items:
         left = {mark for mark in _OPTIONS if item.get_closest_marker(mark)} - run
+        if item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.timeout(3600), append=item.get_closest_marker("timeout") is not None)
         if item.path in tests or (item.path in files and "soak" not in left) or config.option.collectonly:
             continue
         for mark in sorted(left)[-1:]:

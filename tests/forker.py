@@ -64,6 +64,7 @@ class Forker:
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
         )
+        self._requests = 0
         assert self._ask(do="hello") == "ready"
 
     def fork(self, call: str, env: dict[str, str] | None = None, **arguments: Any) -> int:
@@ -111,14 +112,17 @@ class Forker:
     def _ask(self, **request: Any) -> Any:
         pipe_in, pipe_out = self._server.stdin, self._server.stdout
         assert pipe_in is not None and pipe_out is not None
-        pipe_in.write(json.dumps(request) + "\n")
+        self._requests += 1
+        pipe_in.write(json.dumps({"number": self._requests} | request) + "\n")
         pipe_in.flush()
-        ready, _, _ = select.select([pipe_out], [], [], _START_SECONDS + request.get("timeout", 0))
-        line = pipe_out.readline() if ready else ""
-        assert line, f"the fork server gave no answer to {request}"
-        answer = json.loads(line)
-        assert "failed" not in answer, answer["failed"]
-        return answer["value"]
+        while True:
+            ready, _, _ = select.select([pipe_out], [], [], _START_SECONDS + request.get("timeout", 0))
+            line = pipe_out.readline() if ready else ""
+            assert line, f"the fork server gave no answer to {request}"
+            answer = json.loads(line)
+            if answer["number"] == self._requests:  # else of a test that was over before it came
+                assert "failed" not in answer, answer["failed"]
+                return answer["value"]
 
 
 def _namespace() -> tuple[str | None, Sequence[str]]:
@@ -313,10 +317,11 @@ def _serve(modules: Sequence[str], adopts: bool, private: bool) -> None:
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)
+        answer = {"number": request.pop("number")}
         try:
-            answer = {"value": getattr(server, request.pop("do"))(**request)}
+            answer["value"] = getattr(server, request.pop("do"))(**request)
         except Exception:
-            answer = {"failed": traceback.format_exc()}
+            answer["failed"] = traceback.format_exc()
         channel.write(json.dumps(answer) + "\n")
         channel.flush()
 
