@@ -102,6 +102,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         near = closest(chosen, COMMANDS)
         hint = f"did you mean ckpt {near}?" if near else "ckpt --help lists them."
         raise CheckpointConfigError(f"ckpt has no command '{chosen}'; {hint}")
+    if not arguments:
+        arguments = ["--help"]
     parsed, unknown = parser_of([] if chosen is None else [chosen]).parse_known_args(arguments)
     if unknown:
         hint = f"ckpt {parsed.command} --help lists what it takes."

@@ -36,13 +36,21 @@ def typed(key: str, value: str) -> str:
 
 
 #: Words that other programs have for ours.
-_OTHER_WORDS = {"continue": "warn", "ignore": "warn", "last": "auto", "latest": "auto", "newest": "auto"}
+_OTHER_WORDS = {
+    "continue": "warn",
+    "huggingface": "hf",
+    "ignore": "warn",
+    "last": "auto",
+    "latest": "auto",
+    "newest": "auto",
+}
 
 
 def invalid_choice(key: str, value: object, words: Sequence[str], descriptions: Sequence[str] = ()) -> str:
     """The message for an invalid value of `key`. `words`: valid values; `descriptions`: others, in words."""
-    meant = _OTHER_WORDS.get(str(value))
-    suggestion = meant if meant in words else closest(str(value), words)
+    others = {word: ours for word, ours in _OTHER_WORDS.items() if ours in words}
+    near = str(value) if value in others else closest(str(value), [*words, *others])
+    suggestion = others.get(near or "", near)
     *choices, last = [*words, *descriptions]
     choice = f"{', '.join(choices)} or {last}" if choices else last
     return f"{key} must be {choice}, got {value}." + (f" Did you mean {key}={suggestion}?" if suggestion else "")

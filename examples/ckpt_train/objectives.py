@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError
@@ -62,7 +64,8 @@ def objectives_of(names: list[str], figures: Mapping[str, Any]) -> float | list[
     values = [figures.get("first_stall_s") if _is_of_first(name, figures) else figures.get(name) for name in names]
     missing = [name for name, value in zip(names, values, strict=True) if value is None]
     if missing:
-        logger.info("this job has no %s, so it returns nothing to a sweeper", " and no ".join(missing))
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            logger.info("this job has no %s, so it returns nothing to a sweeper", " and no ".join(missing))
         return None
     numbers = [float(value) for value in values if value is not None]
     return numbers if len(names) > 1 else numbers[0]

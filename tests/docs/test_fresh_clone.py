@@ -61,7 +61,7 @@ def typed(line: str, folder: Path) -> str:
 def test_the_first_command_of_the_readme_trains_and_reports(tmp_path: Path) -> None:
     printed = typed(command("ckpt-train"), tmp_path)
     assert "Warning" not in printed, "the first thing that a new user sees"
-    for part in ("starting from scratch", "iter_0000060 committed", "rows with figures: 1 of 1"):
+    for part in ("starting from scratch", "iter_0000060 committed", "durable: until committed"):
         assert part in printed
 
 

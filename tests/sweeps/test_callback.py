@@ -110,7 +110,7 @@ def test_a_sweep_of_another_app_has_figures_and_failures(app: Path) -> None:
 
 @pytest.mark.soak
 def test_a_run_of_another_app_is_reported_too(app: Path) -> None:
-    assert "rows with figures: 1 of 1" in run(app).stdout
+    assert "stall: how long a later save kept training waiting (median)" in run(app).stdout
     # Again: what it resumes from leaves nothing to train.
     again = run(app, "hydra.run.dir=again")
     assert "completed: restored step 3 and trained nothing" in again.stdout, again.stderr

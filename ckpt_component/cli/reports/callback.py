@@ -71,11 +71,11 @@ class SweepReport(Callback):
         """
         if _leads() and kwargs["job_return"].status == JobStatus.COMPLETED:
             from .jobs import read_jobs
-            from .sweep_report import table
+            from .sweep_report import costs
 
             rows = read_jobs(Path(os.path.relpath(config.hydra.runtime.output_dir)))
             if not any(row.name for row in rows):
-                print(f"\n{table(rows)}")
+                print("", *map(costs, rows), sep="\n")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra before the first job."""

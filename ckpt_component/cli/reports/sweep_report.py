@@ -84,6 +84,13 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines_of(_blocks(rows), _WIDTH))
 
 
+def costs(row: Row) -> str:
+    """What the saves of a single job have cost: a figure a line, and what became of the job if that is not all."""
+    figures = [(figure, figure.text(row.figures[key])) for key, figure in FIGURES.items() if key in row.figures]
+    lines = [[text, f"{figure.column}: {figure.meaning}"] for figure, text in figures]
+    return "\n".join(lines_of([Table(lines, left=(1,))] if lines else [row.outcome], _WIDTH))
+
+
 def _blocks(rows: Sequence[Row]) -> Iterator[Element]:
     pareto, differences = best(rows), differing(rows)
     figures = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
