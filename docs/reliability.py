@@ -1,0 +1,44 @@
+"""The numbers of the last soak, and their table in docs/reliability.md: `python docs/reliability.py` writes it.
+
+`.ci/soak` runs the soak and writes the numbers to docs/reliability.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "reliability.md"
+NUMBERS = REPOSITORY / "docs" / "reliability.json"
+
+_MEANING = {
+    "simulated power cuts": "the power goes at an operation of a simulated disk, each with several states that may be left",
+    "simulated faults": "an operation of a simulated disk fails, once or from then on, is done and its answer lost, or cut short",
+    "kills": "`kill -9` of the trainer, the writer process, one rank or all, at a file operation or at a random moment",
+    "power cuts": "the power of a real ext4 is cut at a file operation",
+    "failing calls": "a file operation of a real run fails with EIO or ENOSPC, once or from then on",
+    "damages": "a random bit flip, cut, swap or hole in a file of a checkpoint, which is then loaded",
+    "requests": "a request to a bucket is cut before or after its answer, repeated, or refused from then on",
+}
+_TABLE = re.compile(r"(?<=<!-- Written by docs/reliability.py. -->\n\n).*?\n(?=\n#|\Z)", re.S)
+
+
+def page() -> str:
+    """docs/reliability.md with the table as it is to be."""
+    numbers = json.loads(NUMBERS.read_text())
+    violations = "no violation" if numbers["tests that failed"] == 0 else f"{numbers['tests that failed']} tests failed"
+    lines = [
+        f"{numbers['date']}, commit {numbers['commit']}, {numbers['tests']} tests, {numbers['minutes']} minutes of two cores: "
+        f"**{violations}**.",
+        "",
+        "| tried | how often |",
+        "|---|---|",
+        *(f"| {text} | {numbers['tried'][name]:,} |" for name, text in _MEANING.items() if name in numbers["tried"]),
+    ]
+    return _TABLE.sub(lambda _: "\n".join(lines) + "\n", PAGE.read_text())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
