@@ -5,14 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import hydra
 import pytest
 from ckpt_train.schema import register
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
-from programs import run_program
+from programs import run_on_ranks, run_program
 
 import ckpt_component
 from ckpt_component.config import config_dir, override_hints
@@ -95,21 +94,12 @@ def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str
 
 
 @pytest.fixture
-def train(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, text_file: Path
-) -> Callable[..., tuple[int, str]]:
-    """Run a tiny training in a process of its own; returns exit code and output."""
+def train(start: Callable[..., object], tmp_path: Path, text_file: Path) -> Callable[..., tuple[int, str]]:
+    """Run a tiny training in a process of its own, or one per rank; returns exit code and output."""
 
-    def trained(*arguments: str, tiny: Sequence[str] = TINY, **launch: Any) -> tuple[int, str]:
-        if not launch:
-            words = ["-m", "ckpt_component.train", *tiny, f"data.path={text_file}", *arguments]
-            done = run_program(words, tmp_path / "run")
-            return done.returncode, done.stdout
-        with start(*arguments, tiny=tiny, **launch) as process:
-            try:
-                output, _ = process.communicate(timeout=100)
-            finally:
-                process.kill()
-        return process.returncode, output
+    def trained(*arguments: str, tiny: Sequence[str] = TINY, ranks: int = 1) -> tuple[int, str]:
+        words, folder = ["-m", "ckpt_component.train", *tiny, f"data.path={text_file}", *arguments], tmp_path / "run"
+        runs = [run_program(words, folder)] if ranks == 1 else run_on_ranks(words, folder, ranks)
+        return max(done.returncode for done in runs), "".join(done.stdout for done in runs)
 
     return trained
