@@ -13,8 +13,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..core.storage.files import local_files
-from ..core.storage.storage import Storage
+from ...core.storage.files import local_files
+from ...core.storage.storage import Storage
 
 
 class StorageContract:
