@@ -152,6 +152,17 @@ def test_a_killed_tutorial_ends_like_one_that_was_not(tmp_path: Path) -> None:
     assert whole.splitlines()[0] == killed.splitlines()[1].removeprefix("killed") != ""
 
 
+@pytest.mark.slow
+def test_the_contract_of_the_page_tests_the_stager_of_the_page(tmp_path: Path) -> None:
+    script, contract = (
+        next(block.code for block in blocks("python") if block.page == "extending.md" and text in block.code)
+        for text in ("class TimedStager", "StagerContract")
+    )
+    (tmp_path / "my_app.py").write_text(script.partition("config = ")[0])
+    (tmp_path / "test_my_app.py").write_text(contract)
+    assert re.search(r"\d\d passed in", run("python -m pytest -q -p no:cacheprovider test_my_app.py", tmp_path))
+
+
 def test_every_block_runs_or_says_why_not() -> None:
     for block in blocks():
         where = f"{block.page}: {block.code[:60]!r}"

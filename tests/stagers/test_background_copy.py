@@ -91,17 +91,6 @@ def test_the_files_are_those_of_an_awaited_copy(caller: str, io: str, tmp_path: 
     assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "three")
 
 
-@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
-def test_tensors_of_all_kinds_are_saved_in_every_format(writer: str, tmp_path: Path) -> None:
-    state = {**STATE, "odd": torch.arange(300_000).reshape(300, 1000).t(), "none": torch.empty(0)}
-    state.update({f"small{number}": torch.full((number,), float(number)) for number in range(50)})
-    with build(f"checkpoint/writer={writer}", "checkpoint.writer.workers=3") as ours:
-        for number in range(3):
-            ours.save(state, tmp_path / str(number))[1].result(30)
-        loaded = ours.load(tmp_path / "2")
-    assert all(torch.equal(loaded[key], value) for key, value in state.items())
-
-
 def test_a_copy_that_fails_fails_its_save_and_no_other(held: Held, tmp_path: Path) -> None:
     held.error = CheckpointError("no such memory")
     with build("checkpoint.stager.arenas=1") as ours:

@@ -99,19 +99,6 @@ def test_a_tensor_that_changes_under_the_copy_fails_the_save_by_name(slow: SlowC
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
-def test_two_saves_in_flight_have_memory_of_their_own(tmp_path: Path) -> None:
-    state = {"weight": torch.zeros(1000)}
-    with checkpointer() as ours:
-        writes = []
-        for number in range(4):
-            state["weight"].fill_(number)
-            writes.append(ours.save(state, tmp_path / str(number))[1])
-            ours.wait_staged()
-        for number, write in enumerate(writes):
-            write.result(30)
-            assert ours.load(tmp_path / str(number))["weight"].eq(number).all()
-
-
 def test_tensors_that_are_made_anew_for_every_save_are_all_the_same_saved(tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer()
     with checkpointer() as ours:
@@ -127,16 +114,6 @@ def test_tensors_that_are_made_anew_for_every_save_are_all_the_same_saved(tmp_pa
             loaded = ours.load(tmp_path / str(number))
             assert loaded["made"].eq(number).all()
             assert all(torch.equal(loaded["model"][key], value) for key, value in expected.items())
-
-
-def test_close_takes_the_hook_off(tmp_path: Path) -> None:
-    _, optimizer = model_and_optimizer()
-    ours = checkpointer()
-    ours.guard(optimizer)
-    ours.guard(optimizer)
-    assert len(optimizer._optimizer_step_pre_hooks) == 1
-    ours.close()
-    assert len(optimizer._optimizer_step_pre_hooks) == 0
 
 
 @pytest.mark.gpu

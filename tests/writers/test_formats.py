@@ -22,15 +22,6 @@ def save(state: dict[str, Any], path: Path, *overrides: str) -> list[str]:
     return sorted(os.listdir(path))
 
 
-def test_workers_share_the_bytes(tmp_path: Path) -> None:
-    state = {f"t{number}": torch.zeros(1000 * (number + 1)) for number in range(9)}
-    names = save(state, tmp_path / "one", "checkpoint.writer.workers=3")
-    files = [name for name in names if name.endswith(".distcp")]
-    assert files == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
-    sizes = [(tmp_path / "one" / name).stat().st_size for name in files]
-    assert max(sizes) < 1.2 * min(sizes)
-
-
 def test_balanced_groups() -> None:
     sizes = [5, 4, 3, 3, 3]
     assert sorted(sum(sizes[number] for number in group) for group in balanced(sizes, 2)) == [8, 10]
