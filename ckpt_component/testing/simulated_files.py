@@ -63,6 +63,7 @@ class SimulatedFiles(FileStorage):
 
     Attributes:
         operations: `(name, path)` of each operation that has a number, in their order
+        is_off: whether the power is off
     """
 
     def __init__(
@@ -81,17 +82,22 @@ class SimulatedFiles(FileStorage):
         self._locks = locks
         self._counts = counts or (lambda path: True)
         self._lasting: Fault | None = None
-        self._off = False
+        self.is_off = False
         self._descriptors = itertools.count(_FIRST_DESCRIPTOR)
         self._open: dict[int, tuple[str, DiskFile]] = {}
         #: Open folder -> path, folder, and the lock that is held by it, if any.
         self._folders: dict[int, tuple[str, DiskFolder, int]] = {}
         self._lock = threading.RLock()
 
+    def turn_off(self) -> None:
+        """Let the power go off now: what still runs here gets `PowerCut`. Then call `Disk.cut_power`."""
+        with self._lock:
+            self.is_off = True
+
     @contextmanager
     def _look(self) -> Iterator[Disk]:
         with self._lock:
-            if self._off:
+            if self.is_off:
                 raise PowerCut
             yield self.disk
 
@@ -100,7 +106,7 @@ class SimulatedFiles(FileStorage):
         with self._look():
             fault = self._fault_at(operation, path)
             if fault is not None and fault.kind == "cut":
-                self._off = True
+                self.is_off = True
                 raise PowerCut
             if fault is not None and fault.kind == "fail":
                 raise OSError(fault.code, os.strerror(fault.code), path)
