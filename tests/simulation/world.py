@@ -38,7 +38,7 @@ USUAL = (
     "checkpoint.events=false",
     "checkpoint.timeouts.close=20",
 )
-_OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)
+OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)
 
 
 @functools.cache
@@ -218,7 +218,7 @@ def violations(run: Run, workload: Workload, *, fails: bool = False) -> list[str
     for name in files.names(ROOT):
         step = MEGATRON.step(name)
         if step is None:
-            if not name.startswith(_OURS) and name not in FIXED:
+            if not name.startswith(OURS) and name not in FIXED:
                 wrong.append(f"I3: {name} is nothing of ours")
         elif step not in listed and step not in found.unfinished:
             inside = files.names(os.path.join(ROOT, name))
