@@ -56,13 +56,6 @@ def manifest_of(path: Path) -> dict[str, Any]:
 # --- keep.best ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_temporal"])
-@pytest.mark.parametrize("commit", ["rename", "manifest"])
-def test_the_best_is_kept_beside_the_newest(preset: str, commit: str, tmp_path: Path) -> None:
-    losses = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.4, 5: 0.8}
-    assert trained(tmp_path, losses, f"checkpoint.commit={commit}", preset=preset) == [2, 5]
-
-
 def test_the_best_of_an_earlier_run_is_kept_until_there_is_a_better_one(tmp_path: Path) -> None:
     assert trained(tmp_path, {1: 0.5, 2: 0.2, 3: 0.4}) == [2, 3]
     assert trained(tmp_path, {4: 0.9, 5: 0.3}) == [2, 5]

@@ -111,21 +111,6 @@ def test_what_to_type_for_a_path_with_special_characters_works(tmp_path: Path) -
     assert restored(tmp_path / "new", *shlex.split(typed)) == 1
 
 
-def test_rewind_retires_what_follows_and_training_goes_on_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saved(tmp_path, 3, 6, 9, 12)
-    caplog.set_level(logging.INFO, "ckpt_component")
-    with manager_in(tmp_path, "checkpoint.resume=6", REWIND, "checkpoint.keep.last=2") as manager:
-        assert manager.restore(state_of(0)) == 6
-        assert manager.steps() == [3, 6] and (tmp_path / POINTER).read_text() == "6"
-        manager.save(9, state_of(9))
-    assert retired(tmp_path) == ["iter_0000009", "iter_0000012"]
-    assert "retired step 9 (checkpoint.rewind=true): kept as" in caplog.text
-    assert manager.steps() == [6, 9]  # the retired ones count for nothing
-    assert restored(tmp_path) == 9
-
-
 @pytest.mark.parametrize("counter", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restarted_job_does_not_retire_what_may_be_its_own(
     counter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,13 +138,15 @@ def test_rewind_without_renames_keeps_the_data_where_it_is(tmp_path: Path) -> No
     assert len(list(tmp_path.glob("iter_0000002/*/quarantined.json"))) == 1
 
 
-def test_a_damaged_step_that_follows_is_in_the_way_too(tmp_path: Path) -> None:
+def test_a_damaged_step_that_follows_is_in_the_way_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt_component")
     saved(tmp_path, 1, 2)
     (tmp_path / "iter_0000002" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointExistsError, match="step 2 would follow step 1"):
         restored(tmp_path, "checkpoint.resume=1")
     assert restored(tmp_path, "checkpoint.resume=1", REWIND) == 1
     assert retired(tmp_path) == ["iter_0000002"]
+    assert "retired step 2 (checkpoint.rewind=true): kept as" in caplog.text
 
 
 def test_nothing_is_retired_when_the_chosen_step_does_not_load(tmp_path: Path) -> None:

@@ -115,20 +115,6 @@ def test_resume_must_never_and_a_step(tmp_path: Path) -> None:
         manager.restore(fresh())
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with manager_in(tmp_path, "checkpoint.save.every_steps=1") as manager:
-        run(manager, range(1, 4), fresh())
-    damaged = tmp_path / "iter_0000003" / "__0_0.distcp"
-    whole = bytearray(damaged.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    damaged.write_bytes(whole)
-    target = fresh()
-    with manager_in(tmp_path) as manager:
-        assert manager.restore(target) == 2
-    assert target["step"] == 2 and target["weight"].eq(2).all()
-    assert "step 3 cannot be used, trying step 2" in caplog.text
-
-
 def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     from ckpt_component.core.commit.commit import begin, new_attempt
     from ckpt_component.core.commit.liveness import AttemptLock

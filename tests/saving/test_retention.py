@@ -110,17 +110,6 @@ def test_what_is_no_checkpoint_is_warned_about_once_in_a_run(tmp_path: Path, cap
         caplog.clear()
 
 
-@pytest.mark.parametrize(("last", "every", "kept"), [(1, None, [6]), (2, None, [5, 6]), (3, 2, [2, 4, 5, 6])])
-def test_the_newest_are_kept_and_those_of_every_so_many_steps(
-    last: int, every: int | None, kept: list[int], tmp_path: Path
-) -> None:
-    keep = [f"checkpoint.keep.last={last}", *([f"checkpoint.keep.every_steps={every}"] if every else [])]
-    with build_manager("sync", [*keep, "checkpoint.save.at_end=false"], dir=tmp_path) as manager:
-        for step in range(1, 7):
-            manager.save(step, state_of(step))
-    assert sorted(int(path.name.removeprefix("iter_")) for path in tmp_path.glob("iter_*")) == kept
-
-
 @pytest.mark.parametrize("damage", ["a_file_is_gone", "a_file_is_cut", "its_manifest_is_cut"])
 def test_one_that_is_damaged_meanwhile_is_not_counted_among_the_newest(damage: str, tmp_path: Path) -> None:
     with manager_in(tmp_path, "checkpoint.keep.last=2") as manager:
