@@ -64,7 +64,7 @@ def objectives_of(names: list[str], figures: Mapping[str, Any]) -> float | list[
     values = [figures.get("first_stall_s") if _is_of_first(name, figures) else figures.get(name) for name in names]
     missing = [name for name, value in zip(names, values, strict=True) if value is None]
     if missing:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             logger.info("this job has no %s, so it returns nothing to a sweeper", " and no ".join(missing))
         return None
     numbers = [float(value) for value in values if value is not None]
