@@ -19,7 +19,8 @@ The phases, in the order of a save. A fault happens before what is named here, e
     committed  the checkpoint is there, and neither the pointer nor the report is
     delete     `keep` is about to delete a checkpoint
 
-A fault replaces functions of the package for the length of its `with` block, so production code has no trace of it.
+Of two faults at one phase the inner block's happens first, but after that of the outer block at `write`, `vote` and
+`committed`. A fault replaces functions of the package for the length of its `with` block, so production code has no trace of it.
 Faults of single file operations are in `SimulatedFiles`, and for several processes in `CKPT_FAILPOINT`.
 """
 

@@ -22,7 +22,7 @@ from cloud.proxy import Answer, Call, CutAfter, FaultProxy, Request, Strip
 from cloud.server import S3Server
 from cloud.test_ckpt_s3 import ckpt
 from cloud.test_object_requests import is_manifest
-from faults.invariants import tidied
+from inside import tidied
 from strides import first_of
 
 from ckpt_component import CheckpointConfigError, CheckpointFencedError, build_manager

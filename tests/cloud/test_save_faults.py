@@ -13,7 +13,8 @@ from cloud.proxy import Answer, Call, CutAfter, CutBefore, Duplicate, FaultProxy
 from cloud.server import Bucket
 from cloud.test_object_requests import ALL, FAULTS, is_manifest
 from evidence import Record
-from faults.invariants import FIXED, blank_state, differences, state_of, tidied
+from faults.invariants import FIXED, blank_state, differences, state_of
+from inside import checkpointer_of, tidied
 from ranks import run_ranks
 from strides import first_of
 
@@ -65,7 +66,7 @@ def violations_in(bucket: Bucket, root: str, acknowledged: Sequence[int]) -> tup
     try:
         with manager_at(root, bucket, bucket.server.port) as manager:
             for step in scan.committed:
-                loaded = manager._checkpointer.load(manager.path_of(step))  # type: ignore[union-attr]
+                loaded = checkpointer_of(manager).load(manager.path_of(step))
                 wrong += [f"I1: step {step}: {text}" for text in differences(loaded, state_of(step))]
             target = blank_state()
             resumed = manager.restore(target) or 0

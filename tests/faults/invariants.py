@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from inside import checkpointer_of
 
-from ckpt_component import CheckpointError, CheckpointManager, build_manager
+from ckpt_component import CheckpointError, build_manager
 from ckpt_component.core.commit.names import (
     ALIVE_PREFIX,
     MEGATRON,
@@ -61,15 +62,6 @@ def differences(found: Any, expected: Any, key: str = "") -> list[str]:
         same = isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
         return [] if same else [f"{key} has other bytes"]
     return [] if found == expected else [f"{key} is {found!r} and not {expected!r}"]
-
-
-def tidied(manager: CheckpointManager) -> CheckpointManager:
-    """Wait for what follows the save that is over: the deletion of old checkpoints."""
-    task = manager._checkpointer.saver._last_task  # type: ignore[union-attr]
-    if task is not None:
-        task.result(60)
-    assert manager._restorer._folder.purge.wait(60)
-    return manager
 
 
 def age(root: str) -> None:
@@ -125,7 +117,7 @@ def violations_at(
     try:
         with build_manager(preset, [*usual, *overrides], dir=root) as manager:
             for step in listed:
-                loaded = manager._checkpointer.load(manager.path_of(step))  # type: ignore[union-attr]
+                loaded = checkpointer_of(manager).load(manager.path_of(step))
                 wrong += [f"I1: step {step}: {text}" for text in differences(loaded, state_of(step))]
             target = blank_state()
             resumed = manager.restore(target) or 0

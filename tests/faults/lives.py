@@ -12,6 +12,7 @@ from typing import Any
 
 from faults.invariants import blank_state, differences, state_of
 from faults.workloads import acknowledge, newest_ack, prepare
+from inside import checkpointer_of
 
 from ckpt_component import (
     CheckpointCorruptError,
@@ -149,7 +150,7 @@ def check_all(manager: CheckpointManager, acknowledged: int) -> tuple[list[str],
     wrong = [f"I2: step {resumed}: {text}" for text in differences(target, state_of(resumed))]
     if resumed < acknowledged:
         wrong.append(f"I1: step {acknowledged} was acknowledged, and step {resumed} is the newest: {manager.steps()}")
-    for step in manager.steps() if manager._ranks.is_leader else ():
-        loaded = manager._checkpointer.load(manager.path_of(step))  # type: ignore[union-attr]
+    for step in manager.steps() if os.environ.get("RANK", "0") == "0" else ():
+        loaded = checkpointer_of(manager).load(manager.path_of(step))
         wrong += [f"I1: step {step}: {text}" for text in differences(loaded, state_of(step))]
     return wrong, resumed

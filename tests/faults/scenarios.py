@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 import torch
-from faults.invariants import FIXED, blank_state, differences, state_of, tidied, violations_at
+from faults.invariants import FIXED, blank_state, differences, state_of, violations_at
 from faults.mounts import mount_tmpfs
 from faults.workloads import KEEP_ONE, prepare
+from inside import tidied
 
 from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
 from ckpt_component.core.commit.names import MEGATRON
@@ -29,6 +30,7 @@ from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import LOG, SPEC
 from ckpt_component.core.storage.new_names import NEW_PREFIX
+from ckpt_component.testing import faults
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 
@@ -43,7 +45,7 @@ def manager_at(root: str, preset: str, *overrides: str) -> CheckpointManager:
 
 
 def worker_pid(manager: CheckpointManager) -> int | None:
-    return getattr(manager._checkpointer.saver.caller, "pid", None)  # type: ignore[union-attr]
+    return next(iter(faults.writers()), None)
 
 
 def saved(manager: CheckpointManager, step: int) -> CheckpointSaveError | None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from evidence import Record
-from faults.invariants import MANIFEST_MODE, blank_state, differences, state_of, tidied
+from faults.invariants import MANIFEST_MODE, blank_state, differences, state_of
 from faults.object_store import ObjectStore
 from faults.test_kill_points import ASYNC_VICTIMS, MANY, enumerate_kills
 from forging import edit_manifest
 from forker import Forker
+from inside import tidied
 from strides import first_of
 
 from ckpt_component import (

@@ -5,18 +5,17 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import signal
 import threading
-from itertools import product
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from strides import in_turn
 
 from ckpt_component import (
     AsyncCheckpointer,
+    CheckpointBusyError,
     CheckpointExistsError,
     CheckpointFencedError,
     CheckpointGivenUpError,
@@ -33,8 +32,10 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.saving.pipeline import SavePipeline
+from ckpt_component.core.writing.process import ByteProcess
 from ckpt_component.saving.retry import ConsecutiveFailures, ErrorPolicy, is_retryable
+from ckpt_component.testing import faults
+from ckpt_component.testing.faults import SaveFault
 
 QUICK = ("checkpoint.retry.backoff_seconds=0.01", "checkpoint.save.at_end=false")
 OWN_FILES = {".ckpt-owner.json", "events", "latest_checkpointed_iteration.txt"}
@@ -46,12 +47,6 @@ def state_of(value: float) -> dict[str, Any]:
 
 def manager_in(root: Path, *overrides: str, preset: str = "async_persistent") -> CheckpointManager:
     return build_manager(preset, [*QUICK, *overrides], dir=root)
-
-
-def saver_of(manager: CheckpointManager) -> SavePipeline:
-    saver = manager._checkpointer.saver  # type: ignore[union-attr]
-    assert saver is not None
-    return saver
 
 
 def assert_holds(root: Path, step: int, value: float) -> None:
@@ -67,20 +62,9 @@ def checkpoints_in(root: Path) -> list[str]:
     return sorted(set(os.listdir(root)) - OWN_FILES)
 
 
-class FailingRuns:
-    """Has the writing fail with the given errors, one after the other, and then work."""
-
-    def __init__(self, saver: SavePipeline, *errors: BaseException) -> None:
-        self._run = saver.caller.run
-        self._errors = list(errors)
-        self.calls = 0
-        saver.caller.run = self  # type: ignore[method-assign,assignment]
-
-    def __call__(self, job: Any, deadline: float) -> Any:
-        self.calls += 1
-        if self._errors:
-            raise self._errors.pop(0)
-        return self._run(job, deadline)
+def failing(*errors: BaseException) -> SaveFault:
+    """The writing fails with the given errors, one after the other, and then works."""
+    return faults.at("write").raises(*errors)
 
 
 def disk_error() -> CheckpointSaveError:
@@ -127,25 +111,12 @@ def test_retry_commits_at_the_second_try_all_files_anew(
 @pytest.mark.parametrize("preset", ["async_persistent", "async_temporal", "async_zero_overhead"])
 def test_a_writer_killed_by_kill_9_is_replaced_and_the_second_try_commits(preset: str, tmp_path: Path) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=retry", preset=preset) as manager:
-        caller: Any = saver_of(manager).caller
-        send, killed = caller._send, []
-
-        def send_and_kill(process: Any, *arguments: Any) -> None:
-            if not killed:
-                killed.append(process.pid)
-                os.kill(process.pid, signal.SIGSTOP)  # so that it cannot answer first
-                send(process, *arguments)
-                os.kill(process.pid, signal.SIGKILL)
-            else:
-                send(process, *arguments)
-
-        caller._send = send_and_kill
         state = state_of(1)
-        manager.save(1, state)
-        manager.wait_staged()
-        state["weight"].fill_(-1)  # the second try writes the snapshot, not what training made of it
-        manager.wait()
-        assert caller.pid not in killed
+        with faults.at("write").kills("writer"):
+            manager.save(1, state)
+            manager.wait_staged()
+            state["weight"].fill_(-1)  # the second try writes the snapshot, not what training made of it
+            manager.wait()
         manager.save(2, state_of(2))
         manager.wait()
     assert [(report.outcome, report.attempts) for report in manager.reports] == [("committed", 2), ("committed", 1)]
@@ -156,30 +127,24 @@ def test_a_writer_killed_by_kill_9_is_replaced_and_the_second_try_commits(preset
 
 def test_the_snapshot_stays_leased_and_order_is_kept_until_the_last_try_is_over(tmp_path: Path) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=retry", "checkpoint.overlap=error") as manager:
-        saver = saver_of(manager)
-        busy: list[bool] = []
-        run = saver.caller.run
-
-        def fail_twice(job: Any, deadline: float) -> Any:
-            busy.append(saver.stager.busy)
-            if len(busy) < 3:
-                raise disk_error()
-            return run(job, deadline)
-
-        saver.caller.run = fail_twice  # type: ignore[method-assign]
-        manager.save(1, state_of(1))
-        manager.wait()
-        assert busy == [True, True, True] and not saver.stager.busy
+        state = state_of(1)
+        with failing(disk_error(), disk_error()), faults.at("write", nth=3).holds() as last:
+            manager.save(1, state)
+            last.wait()
+            with pytest.raises(CheckpointBusyError):
+                manager.save(2, state_of(2))
+            last.release()
+            manager.wait()
     assert manager.reports[0].attempts == 3
 
 
 def test_after_the_last_try_the_error_is_raised_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=retry", "checkpoint.retry.attempts=4") as manager:
-        runs = FailingRuns(saver_of(manager), *(disk_error() for _ in range(4)))
-        manager.save(1, state_of(1))
-        with pytest.raises(CheckpointSaveError, match="on fire"):
-            manager.wait()
-        assert runs.calls == 4
+        with failing(*(disk_error() for _ in range(4))) as runs:
+            manager.save(1, state_of(1))
+            with pytest.raises(CheckpointSaveError, match="on fire"):
+                manager.wait()
+        assert runs.reached == 4
         manager.save(2, state_of(2))
         manager.wait()
     assert "attempt 3 of 4 failed" in caplog.text and "attempt 4 of 4" not in caplog.text
@@ -202,11 +167,11 @@ def test_after_the_last_try_the_error_is_raised_once(tmp_path: Path, caplog: pyt
 )
 def test_what_would_fail_again_is_not_tried_again(error: Exception, tmp_path: Path) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=retry") as manager:
-        runs = FailingRuns(saver_of(manager), error)
-        manager.save(1, state_of(1))
-        with pytest.raises(type(error)):
-            manager.wait()
-        assert runs.calls == 1
+        with faults.at("send").raises(error) as runs:
+            manager.save(1, state_of(1))
+            with pytest.raises(type(error)):
+                manager.wait()
+        assert runs.reached == 1
 
 
 def test_which_errors_are_worth_another_try() -> None:
@@ -238,6 +203,20 @@ def test_pauses_double_up_to_a_limit() -> None:
     assert policy.pauses == 17
 
 
+def test_a_retry_waits_for_its_pause_and_the_next_for_twice_that(tmp_path: Path) -> None:
+    moments: list[float] = []
+    with (
+        manager_in(tmp_path, "checkpoint.on_error=retry", "checkpoint.retry.backoff_seconds=0.2") as manager,
+        faults.at("send", times=3).calls(lambda: moments.append(time.monotonic())),
+        failing(*[disk_error()] * 2),
+    ):
+        manager.save(1, state_of(1))
+        manager.wait()
+    first, second, third = moments
+    assert second - first >= 0.2
+    assert third - second >= 0.4
+
+
 def test_close_makes_no_pauses_and_lets_the_tries_end(tmp_path: Path) -> None:
     root = tmp_path / "run"
     manager = build_manager(
@@ -249,9 +228,9 @@ def test_close_makes_no_pauses_and_lets_the_tries_end(tmp_path: Path) -> None:
         ],
         dir=root,
     )
-    FailingRuns(saver_of(manager), disk_error())
-    manager.save(1, state_of(1))
-    manager.close()  # far sooner than the pause
+    with failing(disk_error()):
+        manager.save(1, state_of(1))
+        manager.close()  # far sooner than the pause
     assert manager.steps() == [1]
 
 
@@ -261,9 +240,9 @@ def test_close_makes_no_pauses_and_lets_the_tries_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_warn_logs_reports_and_goes_on(preset: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=warn", preset=preset) as manager:
-        FailingRuns(saver_of(manager), disk_error())
-        manager.save(1, state_of(1))
-        manager.wait()
+        with failing(disk_error()):
+            manager.save(1, state_of(1))
+            manager.wait()
         assert manager.save(1, state_of(1))  # a step that was not saved may be saved again
         manager.wait()
         assert manager.save(2, state_of(2))
@@ -310,20 +289,20 @@ def test_warn_path_by_path_gives_futures_that_failed_and_raises_nothing_by_itsel
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_the_breaker_raises_after_so_many_failures_in_a_row_and_names_the_last(preset: str, tmp_path: Path) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=warn", "checkpoint.give_up_after=2", preset=preset) as manager:
-        FailingRuns(saver_of(manager), disk_error())
-        manager.save(1, state_of(1))
-        manager.wait()
+        with failing(disk_error()):
+            manager.save(1, state_of(1))
+            manager.wait()
         manager.save(2, state_of(2))  # a success in between: the count begins anew
         manager.wait()
         last = CheckpointSaveError("the second in a row", errno.ENOSPC)
-        FailingRuns(saver_of(manager), disk_error(), last)
-        manager.save(3, state_of(3))
-        manager.wait()
-        with pytest.raises(
-            CheckpointGivenUpError, match=r"2 saves in a row.*give_up_after=2.*second in a row"
-        ) as caught:
-            manager.save(4, state_of(4))
+        with failing(disk_error(), last):
+            manager.save(3, state_of(3))
             manager.wait()
+            with pytest.raises(
+                CheckpointGivenUpError, match=r"2 saves in a row.*give_up_after=2.*second in a row"
+            ) as caught:
+                manager.save(4, state_of(4))
+                manager.wait()
         assert caught.value.errno == errno.ENOSPC
         assert manager.save(5, state_of(5))
         manager.wait()
@@ -347,8 +326,7 @@ def test_the_breaker_counts_saves_that_cannot_begin_and_null_never_breaks(tmp_pa
 
 def test_with_retry_a_save_counts_once_however_often_it_was_tried(tmp_path: Path) -> None:
     overrides = ("checkpoint.on_error=retry", "checkpoint.retry.attempts=2", "checkpoint.give_up_after=2")
-    with manager_in(tmp_path, *overrides) as manager:
-        FailingRuns(saver_of(manager), *(disk_error() for _ in range(4)))
+    with manager_in(tmp_path, *overrides) as manager, failing(*(disk_error() for _ in range(4))):
         manager.save(1, state_of(1))
         with pytest.raises(CheckpointSaveError) as first:
             manager.wait()
@@ -370,55 +348,37 @@ def test_failures_are_counted_in_a_row() -> None:
 
 def test_raise_is_what_happens_without_a_word(tmp_path: Path) -> None:
     with manager_in(tmp_path) as manager:
-        runs = FailingRuns(saver_of(manager), *(disk_error() for _ in range(5)))
-        for step in range(1, 6):
-            manager.save(step, state_of(step))
-            with pytest.raises(CheckpointSaveError) as caught:
-                manager.wait()
-            assert type(caught.value) is CheckpointSaveError
-        assert runs.calls == 5
+        with failing(*(disk_error() for _ in range(5))) as runs:
+            for step in range(1, 6):
+                manager.save(step, state_of(step))
+                with pytest.raises(CheckpointSaveError) as caught:
+                    manager.wait()
+                assert type(caught.value) is CheckpointSaveError
+        assert runs.reached == 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "overlap", "on_error"),
-    in_turn(product([2, 5], ["wait", "skip", "error"], ["raise", "warn", "retry"]), 2),
-)
-def test_overlapping_saves_keep_their_order_and_their_bytes(
-    count: int, overlap: str, on_error: str, tmp_path: Path
-) -> None:
-    from ckpt_component import CheckpointBusyError
-
-    go = threading.Event()
-    overrides = (f"checkpoint.overlap={overlap}", f"checkpoint.on_error={on_error}", "checkpoint.keep.last=null")
-    with manager_in(tmp_path, *overrides, "checkpoint.stager.arenas=2") as manager:
-        caller = saver_of(manager).caller
-        run, order = caller.run, []
-
-        def held(job: Any, deadline: float) -> Any:
-            assert go.wait(60)
-            order.append(int(os.path.basename(job.attempt.target)[-7:]))
-            return run(job, deadline)
-
-        caller.run = held  # type: ignore[method-assign]
+@pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
+def test_overlapping_saves_keep_their_order_and_their_bytes(overlap: str, tmp_path: Path) -> None:
+    overrides = (f"checkpoint.overlap={overlap}", "checkpoint.keep.last=null", "checkpoint.stager.arenas=2")
+    started: list[int] = []
+    with manager_in(tmp_path, *overrides) as manager, faults.at("write").holds() as held:
         state = state_of(0)
-        started: list[int] = []
-        for step in range(1, count + 1):
+        for step in range(1, 6):
             for name, value in state_of(step).items():
                 if isinstance(value, torch.Tensor):
                     state[name].copy_(value)
             state["step"] = step
             if step > 2 and overlap == "wait":
-                go.set()  # both arenas are taken: the next call waits until one comes back
+                held.release()  # both arenas are taken: the next call waits until one comes back
             if step > 2 and overlap == "error":
                 with pytest.raises(CheckpointBusyError):
                     manager.save(step, state)
             elif manager.save(step, state):
                 started.append(step)
-        go.set()
+        held.release()
         manager.wait()
-    assert started == (list(range(1, count + 1)) if overlap == "wait" else [1, 2])
-    assert order == started == manager.steps()
+    assert started == (list(range(1, 6)) if overlap == "wait" else [1, 2])
+    assert [report.step for report in manager.reports if report.outcome == "committed"] == started == manager.steps()
     for step in started:
         assert_holds(tmp_path, step, step)
 
@@ -427,8 +387,9 @@ def test_an_exception_in_training_while_a_save_fails_goes_through_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ZeroDivisionError), manager_in(tmp_path) as manager:
-        FailingRuns(saver_of(manager), disk_error())
-        manager.save(1, state_of(1))
+        with failing(disk_error()) as fault:
+            manager.save(1, state_of(1))
+            fault.wait()
         raise ZeroDivisionError
     assert "while closing the checkpoint manager: the disk is on fire" in caplog.text
     manager.close()
@@ -449,26 +410,24 @@ def test_closing_twice_or_from_two_threads_is_harmless(preset: str, tmp_path: Pa
     assert manager.steps() == [1]
 
 
-def test_a_huge_error_of_the_writer_process_arrives_as_text(tmp_path: Path) -> None:
+def test_a_huge_error_of_the_writer_process_arrives_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors cross as text, however long and of whatever kind; the process lives on."""
     with build_checkpointer("async_persistent") as checkpointer:
         assert isinstance(checkpointer, AsyncCheckpointer)
-        caller: Any = checkpointer.saver.caller
-        pid, process = caller.pid, caller._process
-        send = process.send
+        before, send = faults.writers(), ByteProcess.send
 
-        def send_nonsense(header: dict[str, Any], *arguments: Any, **more: Any) -> None:
+        def send_nonsense(process: ByteProcess, header: dict[str, Any], *arguments: Any, **more: Any) -> None:
             # A table that the process does not know: a KeyError with five million characters in it.
             nonsense = {"table": "x" * 5_000_000} if header["kind"] == "write" else {}
-            send({**header, **nonsense}, *arguments, **more)
+            send(process, {**header, **nonsense}, *arguments, **more)
 
-        process.send = send_nonsense
-        _, saved = checkpointer.save(state_of(1), tmp_path / "one")
-        with pytest.raises(CheckpointSaveError, match="KeyError"):
-            saved.result(60)
-        process.send = send
+        with monkeypatch.context() as patch:
+            patch.setattr(ByteProcess, "send", send_nonsense)
+            _, saved = checkpointer.save(state_of(1), tmp_path / "one")
+            with pytest.raises(CheckpointSaveError, match="KeyError"):
+                saved.result(60)
         assert checkpointer.save(state_of(2), tmp_path / "two")[1].result(30).outcome == "committed"
-        assert caller.pid == pid
+        assert faults.writers() == before
     assert os.listdir(tmp_path) == ["two"]
 
 
@@ -476,10 +435,9 @@ def test_a_failure_that_is_raised_is_no_warning_too(tmp_path: Path, caplog: pyte
     caplog.set_level(logging.INFO)
     for policy, level in (("raise", logging.INFO), ("warn", logging.WARNING)):
         caplog.clear()
-        with build_checkpointer("async_persistent", [f"checkpoint.on_error={policy}"]) as checkpointer:
-            saver = checkpointer.saver
-            assert saver is not None
-            FailingRuns(saver, disk_error())
+        overrides = [f"checkpoint.on_error={policy}"]
+        with build_checkpointer("async_persistent", overrides) as checkpointer, failing(disk_error()):
             futures = checkpointer.save(state_of(1), tmp_path / policy)
-            assert futures is not None and "on fire" in str(futures[1].exception(30))
+            assert futures is not None
+            assert "on fire" in str(futures[1].exception(30))
         assert [record.levelno for record in caplog.records if "on fire" in record.message] == [level]

@@ -22,6 +22,7 @@ from ckpt_component import (
 from ckpt_component.config.rules import checked_resume
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.managing.policies import ResumePolicy, SavePolicy
+from ckpt_component.testing import faults
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
 
@@ -141,29 +142,21 @@ def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
-def test_overlapping_saves(overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    with manager_in(tmp_path, f"checkpoint.overlap={overlap}", "checkpoint.save.at_end=false") as manager:
-        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
-        run_job = caller.run
-
-        def slow(job: Any, deadline: float) -> Any:
-            assert go.wait(30)
-            return run_job(job, deadline)
-
-        monkeypatch.setattr(caller, "run", slow)
+def test_overlapping_saves(overlap: str, tmp_path: Path) -> None:
+    overrides = (f"checkpoint.overlap={overlap}", "checkpoint.save.at_end=false")
+    with manager_in(tmp_path, *overrides) as manager, faults.at("write").holds() as held:
         state = fresh()
         assert manager.save(1, state)
         state["weight"].fill_(2)
         if overlap == "wait":
-            threading.Timer(0.2, go.set).start()
+            threading.Timer(0.2, held.release).start()
             assert manager.save(2, state)
         elif overlap == "skip":
             assert manager.save(2, state) is False
         else:
             with pytest.raises(CheckpointBusyError, match="overlap"):
                 manager.save(2, state)
-        go.set()
+        held.release()
         manager.wait()
         assert manager.steps() == ([1, 2] if overlap == "wait" else [1])
         outcomes = [report.outcome for report in manager.reports]
@@ -172,15 +165,9 @@ def test_overlapping_saves(overlap: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert checkpointer.load(manager.path_of(1))["weight"].eq(0).all()
 
 
-def test_a_failed_save_is_told_once_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_told_once_and_reported(tmp_path: Path) -> None:
     with manager_in(tmp_path, "checkpoint.save.at_end=false") as manager:
-        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
-
-        def fail(job: Any, deadline: float) -> Any:
-            raise CheckpointSaveError("the disk is on fire", 5)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(caller, "run", fail)
+        with faults.at("write").raises(CheckpointSaveError("the disk is on fire", 5)):
             manager.save(1, fresh())
             with pytest.raises(CheckpointSaveError, match="on fire"):
                 manager.wait()
@@ -193,26 +180,16 @@ def test_a_failed_save_is_told_once_and_reported(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
-def test_the_last_step_is_saved_although_earlier_saves_run_or_failed(
-    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_step_is_saved_although_earlier_saves_run_or_failed(overlap: str, tmp_path: Path) -> None:
     with (
+        faults.at("write").holds() as held,
+        faults.at("write").raises(CheckpointSaveError("the first one failed", 5)),
         pytest.raises(CheckpointSaveError, match="first"),
         manager_in(tmp_path, "checkpoint.save.every_steps=null", f"checkpoint.overlap={overlap}") as manager,
     ):
-        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
-        run_job, jobs, go = caller.run, [1, 2], threading.Event()
-
-        def hold_then_fail_once(job: Any, deadline: float) -> Any:
-            assert go.wait(30)
-            if jobs.pop(0) == 1:
-                raise CheckpointSaveError("the first one failed", 5)
-            return run_job(job, deadline)
-
-        monkeypatch.setattr(caller, "run", hold_then_fail_once)
         manager.save(1, fresh())
         assert manager.maybe_save(2, fresh()) is False
-        threading.Timer(0.2, go.set).start()
+        threading.Timer(0.2, held.release).start()
     assert manager.steps() == [2]
     assert [(report.step, report.outcome) for report in manager.reports] == [(1, "failed"), (2, "committed")]
 

@@ -158,6 +158,11 @@ class Own:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        (object(), "'a.b' holds a builtins.object"),
+        (torch.empty(2, device="meta"), "'a.b' is on the meta device"),
+        (torch.eye(2).to_sparse(), "'a.b' is sparse"),
+        ({"c.d": 1, "c": {"d": 2}}, "the same key 'a.b.c.d'"),
+        ({(1, 2): 3}, "use str or int keys"),
         (Half({"x": 1}), "'a.b' is a Half, which has state_dict() but no load_state_dict()"),
         (Whole(None), "'a.b' is a Whole, whose state_dict() returned a NoneType; a dict is expected"),
         (Whole(torch.ones(1)), "'a.b' is a Whole, whose state_dict() returned a Tensor"),

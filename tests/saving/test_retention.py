@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import tidied
 
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.core.storage.faults import LOG, SPEC
@@ -70,7 +71,7 @@ def test_close_waits_for_deletions_no_longer_than_its_timeout(
         assert "deleting old checkpoints took longer than 0.5 s (timeouts.close)" in caplog.text
     finally:
         held.set()
-        manager._checkpointer.saver._last_task.result(60)  # type: ignore[union-attr]
+        tidied(manager)
     assert manager.steps() == [2]
 
 
@@ -249,7 +250,7 @@ def test_close_waits_for_the_deletion_no_longer_than_its_timeout(
         manager.maybe_save(step + 1, state_of(step + 1))  # does not wait for it
     assert "deleting old checkpoints took longer than 0.5 s (timeouts.close)" in caplog.text
     held.set()
-    manager._checkpointer.saver._last_task.result(60)  # type: ignore[union-attr]
+    tidied(manager)
     assert manager.steps() == [3]
 
 

@@ -248,13 +248,13 @@ def test_of_several_ranks_the_first_writes_the_record(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_that_the_writer_process_commits_alone_has_record_and_metrics(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys, torch\n"
+        "import sys, torch\n"
         "from ckpt_component import build_manager\n"
-        "from ckpt_component.core.commit import commit\n"
-        "commit.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from ckpt_component.testing import faults\n"
         "manager = build_manager('async_persistent', dir=sys.argv[1])\n"
-        "manager.save(1, {'weight': torch.ones(10)}, metrics={'loss': 0.25})\n"
-        "manager.wait()\n"
+        "with faults.at('publish').kills('trainer'):\n"
+        "    manager.save(1, {'weight': torch.ones(10)}, metrics={'loss': 0.25})\n"
+        "    manager.wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, timeout=100, check=False)
     assert done.returncode == -9, done.stderr

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ckpt_component import (
+    CheckpointBusyError,
     CheckpointConfigError,
     CheckpointGivenUpError,
     CheckpointManager,
@@ -23,8 +24,8 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.core.image.copy import CopyTasks
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.testing import faults
 
 #: Far above `max_stall_s` in these tests, far below every other deadline.
 LONG = 20.0
@@ -48,9 +49,8 @@ def stopped() -> Iterator[list[int]]:
             os.kill(pid, signal.SIGCONT)
 
 
-def stop_writer(manager: CheckpointManager, stopped: list[int]) -> int:
-    saver = manager._checkpointer.saver  # type: ignore[union-attr]
-    pid = int(saver.caller.pid)  # type: ignore[union-attr]
+def stop_writer(stopped: list[int]) -> int:
+    [pid] = faults.writers()
     os.kill(pid, signal.SIGSTOP)
     stopped.append(pid)
     return pid
@@ -60,7 +60,7 @@ def test_a_hung_writer_stalls_the_next_save_by_max_stall_s_and_the_error_names_t
     tmp_path: Path, stopped: list[int]
 ) -> None:
     with manager_in(tmp_path) as manager:
-        pid = stop_writer(manager, stopped)
+        pid = stop_writer(stopped)
         manager.save(1, state_of(1))
         before = time.monotonic()
         with pytest.raises(
@@ -81,7 +81,7 @@ def test_with_warn_a_save_that_would_stall_is_skipped_and_counts_as_a_failure_in
     tmp_path: Path, stopped: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=warn") as manager:
-        pid = stop_writer(manager, stopped)
+        pid = stop_writer(stopped)
         manager.save(1, state_of(1))
         assert manager.save(2, state_of(2)) is False
         assert manager.save(3, state_of(3)) is False
@@ -99,7 +99,7 @@ def test_with_warn_a_save_that_would_stall_is_skipped_and_counts_as_a_failure_in
 
 def test_without_the_key_a_save_waits_as_long_as_the_phase_may_take(tmp_path: Path, stopped: list[int]) -> None:
     with manager_in(tmp_path, "checkpoint.max_stall_s=null", "checkpoint.timeouts.stage=0.5") as manager:
-        pid = stop_writer(manager, stopped)
+        pid = stop_writer(stopped)
         manager.save(1, state_of(1))
         with pytest.raises(CheckpointTimeoutError, match=r"after 0\.5 s \(timeouts\.stage\)") as caught:
             manager.save(2, state_of(2))
@@ -122,25 +122,18 @@ def test_storage_that_does_not_answer_whether_the_path_is_free(tmp_path: Path, m
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_the_fence_of_zero_overhead_lets_the_optimizer_go_and_the_snapshot_is_thrown_away(
-    on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_error: str, tmp_path: Path
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    goes_on, started = threading.Event(), threading.Event()
-    drain = CopyTasks.drain
-
-    def held(self: CopyTasks, *until: float) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            started.set()
-            assert goes_on.wait(60)
-        drain(self, *until)
-
-    monkeypatch.setattr(CopyTasks, "drain", held)
-    overrides = ("checkpoint.stager.arenas=1", f"checkpoint.on_error={on_error}")
-    with manager_in(tmp_path, *overrides, preset="async_zero_overhead") as manager:
+    overrides = ("checkpoint.stager.arenas=1", f"checkpoint.on_error={on_error}", "checkpoint.overlap=error")
+    with (
+        manager_in(tmp_path, *overrides, preset="async_zero_overhead") as manager,
+        faults.at("copy").holds() as held,
+    ):
         manager.guard(optimizer)
         manager.save(1, {"weight": parameter})
-        assert started.wait(30)
+        held.wait()
         for _ in range(3):
             parameter.grad = torch.ones_like(parameter)
             before = time.monotonic()
@@ -148,8 +141,10 @@ def test_the_fence_of_zero_overhead_lets_the_optimizer_go_and_the_snapshot_is_th
             assert time.monotonic() - before < LONG
         assert torch.equal(parameter.detach(), torch.full((1000,), -0.5))
         # The copy still runs, into memory that no other save may have before it ends.
-        assert manager._checkpointer.busy  # type: ignore[union-attr]
-        goes_on.set()
+        if on_error == "raise":
+            with pytest.raises(CheckpointBusyError):
+                manager.save(2, {"weight": parameter})
+        held.release()
         if on_error == "raise":
             with pytest.raises(CheckpointStallError, match=r"thrown away.*1 s.*max_stall_s"):
                 manager.wait()
@@ -164,26 +159,15 @@ def test_the_fence_of_zero_overhead_lets_the_optimizer_go_and_the_snapshot_is_th
         assert torch.equal(checkpointer.load(tmp_path / "iter_0000002")["weight"], torch.full((1000,), -0.5))
 
 
-def test_memory_goes_back_only_when_nothing_is_copied_into_it_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on = threading.Event()
-    drain = CopyTasks.drain
-
-    def held(self: CopyTasks, *until: float) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert goes_on.wait(60)
-        drain(self, *until)
-
-    monkeypatch.setattr(CopyTasks, "drain", held)
+def test_memory_goes_back_only_when_nothing_is_copied_into_it_any_more(tmp_path: Path) -> None:
     overrides = ["checkpoint.timeouts.stage=0.3", "checkpoint.stager.arenas=1"]
     checkpointer = build_checkpointer("async_zero_overhead", overrides)
-    futures = checkpointer.save(state_of(1), tmp_path / "one")
-    assert futures is not None
-    with pytest.raises(CheckpointTimeoutError, match="not complete"):
-        futures[1].result(30)
-    assert checkpointer.busy
-    goes_on.set()
+    with faults.at("copy").holds():
+        futures = checkpointer.save(state_of(1), tmp_path / "one")
+        assert futures is not None
+        with pytest.raises(CheckpointTimeoutError, match="not complete"):
+            futures[1].result(30)
+        assert checkpointer.busy
     checkpointer.wait_staged(30)
     futures = checkpointer.save(state_of(2), tmp_path / "two")
     assert futures is not None and futures[1].result(30).outcome == "committed"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from faults.invariants import FIXED, differences, state_of, tidied
+from faults.invariants import FIXED, differences, state_of
+from inside import checkpointer_of, tidied
 
 import ckpt_component.factory.graph as graph
 from ckpt_component import CheckpointError, CheckpointManager, build_manager
@@ -241,7 +242,7 @@ def violations(run: Run, workload: Workload, *, fails: bool = False) -> list[str
     try:
         with run.manager("checkpoint.save.every_steps=null", "checkpoint.verify=on_read") as manager:
             for step in listed[:-1]:  # the newest is restored
-                loaded = manager._checkpointer.load(manager.path_of(step))  # type: ignore[union-attr]
+                loaded = checkpointer_of(manager).load(manager.path_of(step))
                 wrong += [f"I1: step {step}: {text}" for text in differences(loaded, state_of(step))]
             target = state_of(0)
             resumed = manager.restore(target) or 0

@@ -9,20 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from inside import checkpointer_of
 
 from ckpt_component import Checkpointer, CheckpointExistsError, PerRank, RanksError, build_checkpointer, build_manager
-from ckpt_component.core.commit import commit
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.testing import faults
 
 STATE = {"weight": torch.full((1000,), 3.0), "other": torch.ones(500)}
 
 
-def checkpointer_of(folder: Path, **timeouts: float) -> Checkpointer:
+def checkpointer_in(folder: Path, **timeouts: float) -> Checkpointer:
     overrides = [f"checkpoint.timeouts.{name}={seconds}" for name, seconds in timeouts.items()]
     return build_checkpointer("async_persistent", overrides)
 
@@ -42,11 +44,10 @@ def leave() -> None:
 
 def killed_in_vote(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is killed while it writes: rank 0 hears of it by the heartbeat, and nothing is visible."""
-    checkpointer = checkpointer_of(folder, heartbeat=1.0, close=5.0)
+    checkpointer = checkpointer_in(folder, heartbeat=1.0, close=5.0)
     save(checkpointer, folder / "run" / "one")
-    if rank == 1:
-        checkpointer.saver.caller.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[union-attr]
-    with pytest.raises(RanksError, match="no heartbeat") as caught:
+    dies = faults.at("send").kills("trainer") if rank == 1 else nullcontext()
+    with dies, pytest.raises(RanksError, match="no heartbeat") as caught:
         save(checkpointer, folder / "run" / "two")
     assert set(caught.value.failures) == {1}
     assert os.listdir(folder / "run") == ["one"]
@@ -56,17 +57,9 @@ def killed_in_vote(rank: int, world_size: int, folder: Path) -> None:
 
 def leader_killed_after_commit(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 is killed after the rename: rank 1 cannot know, says so, and the disk decides."""
-    checkpointer = checkpointer_of(folder, heartbeat=1.0, close=5.0)
-    if rank == 0:
-        publish = commit.publish
-
-        def publish_and_die(*arguments: Any) -> int:
-            publish(*arguments)
-            os.kill(os.getpid(), signal.SIGKILL)
-            return 0
-
-        commit.publish = publish_and_die
-    with pytest.raises(RanksError, match="cannot reach the store"):
+    checkpointer = checkpointer_in(folder, heartbeat=1.0, close=5.0)
+    dies = faults.at("committed").kills("trainer") if rank == 0 else nullcontext()
+    with dies, pytest.raises(RanksError, match="cannot reach the store"):
         save(checkpointer, folder / "run" / "one")
     with pytest.raises(RanksError):
         checkpointer.save(STATE, folder / "run" / "two")
@@ -76,10 +69,9 @@ def leader_killed_after_commit(rank: int, world_size: int, folder: Path) -> None
 
 def leader_killed_in_the_decision(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 is killed when all have voted: rank 1 cannot know what became of it, and rank 0's writer commits."""
-    checkpointer = checkpointer_of(folder, heartbeat=1.0, close=5.0)
-    if rank == 0:
-        commit.publish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RanksError, match="cannot reach the store"):
+    checkpointer = checkpointer_in(folder, heartbeat=1.0, close=5.0)
+    dies = faults.at("publish").kills("trainer") if rank == 0 else nullcontext()
+    with dies, pytest.raises(RanksError, match="cannot reach the store"):
         save(checkpointer, folder / "run" / "one")
     checkpointer.close()
     leave()
@@ -87,46 +79,38 @@ def leader_killed_in_the_decision(rank: int, world_size: int, folder: Path) -> N
 
 def all_killed_in_mid_write(rank: int, world_size: int, folder: Path) -> None:
     """All trainers are killed while their writers write, in the first save or, after `one`, in the second."""
-    checkpointer = checkpointer_of(folder, heartbeat=2.0)
+    checkpointer = checkpointer_in(folder, heartbeat=2.0)
     if os.environ["SAVED_BEFORE"] == "1":
         save(checkpointer, folder / "run" / "one")
-    caller = checkpointer.saver.caller  # type: ignore[attr-defined]
-    (folder / f"writer-{rank}").write_text(str(caller.pid))
-    os.kill(caller.pid, signal.SIGSTOP)
-    send = caller._send
+    [pid] = faults.writers()
+    (folder / f"writer-{rank}").write_text(str(pid))
+    os.kill(pid, signal.SIGSTOP)
 
-    def send_and_die(*arguments: Any) -> None:
-        send(*arguments)
+    def die_together() -> None:
         (folder / f"sent-{rank}").touch()
         while len(list(folder.glob("sent-*"))) < world_size:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    caller._send = send_and_die
-    save(checkpointer, folder / "run" / "two")
+    with faults.at("write").calls(die_together):
+        save(checkpointer, folder / "run" / "two")
 
 
 def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 stops for longer than the heartbeat allows, and goes on: it learns that it came too late."""
-    with checkpointer_of(folder, heartbeat=1.0) as checkpointer:
+    with checkpointer_in(folder, heartbeat=1.0) as checkpointer:
         save(checkpointer, folder / "run" / "one")
-        caller = checkpointer.saver.caller  # type: ignore[attr-defined]
-        if rank == 1:
-            write = caller.run
 
-            def stop_then_write(*args: Any) -> Any:
-                caller.run = write
-                pid = os.getpid()
+        def stop() -> None:
+            pid, before = os.getpid(), time.monotonic()
+            deadline = before + 30
+            subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep 4; kill -CONT {pid}"])
+            while time.monotonic() - before < 2.0 and before < deadline:  # until the stop has come and gone
                 before = time.monotonic()
-                deadline = before + 30
-                subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep 4; kill -CONT {pid}"])
-                while time.monotonic() - before < 2.0 and before < deadline:  # until the stop has come and gone
-                    before = time.monotonic()
-                    time.sleep(0.05)
-                return write(*args)
+                time.sleep(0.05)
 
-            caller.run = stop_then_write
-        with pytest.raises(RanksError, match="no heartbeat") as caught:
+        stops = faults.at("send").calls(stop) if rank == 1 else nullcontext()
+        with stops, pytest.raises(RanksError, match="no heartbeat") as caught:
             save(checkpointer, folder / "run" / "two")
         assert set(caught.value.failures) == {1}
         assert not (folder / "run" / "two").exists()
@@ -138,10 +122,10 @@ def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
 
 def stopped_worker(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1's writer process hangs: it is given up at the deadline, on all ranks, and cannot commit later."""
-    with checkpointer_of(folder, heartbeat=1.0, stall=1.5, write=2.0) as checkpointer:
+    with checkpointer_in(folder, heartbeat=1.0, stall=1.5, write=2.0) as checkpointer:
         save(checkpointer, folder / "run" / "one")
         if rank == 1:
-            os.kill(checkpointer.saver.caller.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+            os.kill(faults.writers()[0], signal.SIGSTOP)
         with pytest.raises(RanksError, match=r"timeouts\.(stall|write)") as caught:
             save(checkpointer, folder / "run" / "two")
         assert set(caught.value.failures) == {1}
@@ -200,7 +184,7 @@ def late_view(rank: int, world_size: int, folder: Path) -> None:
             assert manager.maybe_save(step, state)
             manager.wait()
         with pytest.raises(CheckpointExistsError):
-            manager._checkpointer.save(state, folder / "run" / "iter_0000004")  # type: ignore[union-attr]
+            checkpointer_of(manager).save(state, folder / "run" / "iter_0000004")
     assert max(asked.values()) >= 3
     if rank == 0:
         assert sorted(path.name for path in (folder / "run").glob("iter_*")) == ["iter_0000003", "iter_0000004"]

@@ -6,11 +6,13 @@ import errno
 import os
 import signal
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from inside import checkpointer_of
 
 from ckpt_component import (
     CheckpointConfigError,
@@ -25,6 +27,8 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.testing import faults
+from ckpt_component.testing.faults import SaveFault
 
 #: Far above `max_stall_s` in these tests, far below every other deadline.
 LONG = 25.0
@@ -40,10 +44,6 @@ def manager_in(root: Path, *overrides: str) -> CheckpointManager:
     return build_manager("async_persistent", ["checkpoint.save.at_end=false", *overrides], dir=root)
 
 
-def caller_of(manager: CheckpointManager) -> Any:
-    return manager._checkpointer.saver.caller  # type: ignore[union-attr]
-
-
 def outcomes(manager: CheckpointManager) -> list[tuple[int | None, str, int]]:
     return [(report.step, report.outcome, report.attempts) for report in manager.reports]
 
@@ -56,29 +56,13 @@ def check(root: Path, step: int, rank: int) -> None:
     assert target["weight"].eq(step).all() and target["other"].eq(step).all() and target["mine"].value == rank + step
 
 
-def kill_first_writer(manager: CheckpointManager) -> None:
-    caller = caller_of(manager)
-    send = caller._send
-
-    def send_and_kill(process: Any, *arguments: Any) -> None:
-        caller._send = send
-        os.kill(process.pid, signal.SIGSTOP)  # so that it cannot answer first
-        send(process, *arguments)
-        os.kill(process.pid, signal.SIGKILL)
-
-    caller._send = send_and_kill
+def only(here: bool, fault: SaveFault) -> AbstractContextManager[Any]:
+    """A fault on one rank."""
+    return fault if here else nullcontext()
 
 
-def fail(manager: CheckpointManager, *errors: Exception) -> None:
-    caller, left = caller_of(manager), list(errors)
-    run = caller.run
-
-    def failing(job: Any, deadline: float) -> Any:
-        if left:
-            raise left.pop(0)
-        return run(job, deadline)
-
-    caller.run = failing
+def disk_errors(*texts: str) -> SaveFault:
+    return faults.at("write").raises(*(CheckpointSaveError(text, errno.EIO) for text in texts))
 
 
 def settle() -> None:
@@ -90,24 +74,22 @@ def retried(rank: int, world_size: int, folder: Path) -> None:
     """A writer of rank 1 is killed: all ranks try again, and commit. What fails for good is not tried again anywhere."""
     root = folder / "run"
     with manager_in(root, "checkpoint.on_error=retry", "checkpoint.retry.backoff_seconds=0.01") as manager:
-        if rank == 1:
-            kill_first_writer(manager)
-        manager.save(1, state_of(1, rank))
-        manager.wait()
-        if rank == 0:
-            fail(manager, CheckpointSaveError("rank 0's disk", errno.EIO), CheckpointSaveError("again", errno.EIO))
-        manager.save(2, state_of(2, rank))
-        manager.wait()
-        assert outcomes(manager) == [(1, "committed", 2), (2, "committed", 3)]
-        runs = []
-        if rank == 1:
-            fail(manager, CheckpointStageError("will never do"))
-        run = caller_of(manager).run
-        caller_of(manager).run = lambda job, deadline: (runs.append(1), run(job, deadline))[1]
-        manager.save(3, state_of(3, rank))
-        with pytest.raises(RanksError, match="will never do") as caught:
+        with only(rank == 1, faults.at("write").kills("writer")):
+            manager.save(1, state_of(1, rank))
             manager.wait()
-        assert caught.value.causes == {1: "CheckpointStageError"} and len(runs) == 1
+        with only(rank == 0, disk_errors("rank 0's disk", "again")):
+            manager.save(2, state_of(2, rank))
+            manager.wait()
+        assert outcomes(manager) == [(1, "committed", 2), (2, "committed", 3)]
+        with (
+            faults.at("send").calls(lambda: None) as runs,
+            only(rank == 1, faults.at("write").raises(CheckpointStageError("will never do"))),
+        ):
+            manager.save(3, state_of(3, rank))
+            with pytest.raises(RanksError, match="will never do") as caught:
+                manager.wait()
+        assert caught.value.causes == {1: "CheckpointStageError"}
+        assert runs.reached == 1
         manager.save(4, state_of(4, rank))
         manager.wait()
     settle()
@@ -121,16 +103,15 @@ def warned(rank: int, world_size: int, folder: Path) -> None:
     """With `warn` no rank is interrupted, until the breaker opens: then all are, at the next save."""
     overrides = ("checkpoint.on_error=warn", "checkpoint.give_up_after=2")
     with manager_in(folder / "run", *overrides) as manager:
-        if rank == 1:
-            fail(manager, *(CheckpointSaveError(f"failure {number}", errno.EIO) for number in (1, 2)))
-        assert manager.save(1, state_of(1, rank))
-        manager.wait()
-        assert outcomes(manager) == [(1, "failed", 1)]
-        assert manager.save(2, state_of(2, rank))
-        while not caller_idle(manager):
-            time.sleep(0.01)
-        with pytest.raises(CheckpointGivenUpError, match=r"2 saves in a row.*failure 2"):
-            manager.save(3, state_of(3, rank))
+        with only(rank == 1, disk_errors("failure 1", "failure 2")):
+            assert manager.save(1, state_of(1, rank))
+            manager.wait()
+            assert outcomes(manager) == [(1, "failed", 1)]
+            assert manager.save(2, state_of(2, rank))
+            while checkpointer_of(manager).busy:
+                time.sleep(0.01)
+            with pytest.raises(CheckpointGivenUpError, match=r"2 saves in a row.*failure 2"):
+                manager.save(3, state_of(3, rank))
         assert manager.save(3, state_of(3, rank))
         manager.wait()
         # What keeps a save from beginning: the path is taken.
@@ -140,17 +121,13 @@ def warned(rank: int, world_size: int, folder: Path) -> None:
     check(folder / "run", 3, rank)
 
 
-def caller_idle(manager: CheckpointManager) -> bool:
-    return not manager._checkpointer.busy  # type: ignore[union-attr]
-
-
 def stalled(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1's writer hangs: the next save is given up on both, naming the save that holds the memory."""
     for on_error in ("raise", "warn"):
         root = folder / on_error
         with manager_in(root, BOUND, f"checkpoint.on_error={on_error}") as manager:
             manager.prewarm(state_of(0, rank))
-            pid = caller_of(manager).pid
+            [pid] = faults.writers()
             if rank == 1:
                 os.kill(pid, signal.SIGSTOP)
             try:
@@ -243,10 +220,9 @@ def no_room(rank: int, world_size: int, folder: Path) -> None:
             manager.wait()
         FileStorage.free_bytes = free  # type: ignore[method-assign]
         # A disk that fills up on one rank meanwhile.
-        if rank == 1:
-            fail(manager, CheckpointSaveError("No space left on device", errno.ENOSPC))
-        manager.save(2, state)
-        with pytest.raises(RanksError, match="It needs 0.4.* are free there now") as caught:
+        full = faults.at("write").raises(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        with only(rank == 1, full), pytest.raises(RanksError, match="It needs 0.4.* are free there now") as caught:
+            manager.save(2, state)
             manager.wait()
         assert caught.value.errno == errno.ENOSPC and caught.value.causes == {1: "CheckpointStorageFullError"}
         assert manager.save(3, state)

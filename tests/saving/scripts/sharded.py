@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.core.commit import commit
+from ckpt_component.testing import faults
 
 WHOLE = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)
 
@@ -177,32 +178,20 @@ def failures(rank: int, world_size: int, folder: Path) -> None:
             futures[1].result(60)
         works("two")
         # A writer process that is killed with its job.
-        caller = checkpointer.saver.caller  # type: ignore[attr-defined]
-        if rank == 1:
-            send = caller._send
-
-            def send_and_kill(*arguments: Any) -> None:
-                caller._send = send
-                send(*arguments)
-                os.kill(caller.pid, signal.SIGKILL)
-
-            os.kill(caller.pid, signal.SIGSTOP)  # so that it cannot answer first
-            caller._send = send_and_kill
-        futures = checkpointer.save(state, folder / "three")
-        assert futures is not None
-        with pytest.raises(RanksError, match=r"Rank 1 failed.*SIGKILL"):
-            futures[1].result(60)
+        with faults.at("write").kills("writer") if rank == 1 else nullcontext():
+            futures = checkpointer.save(state, folder / "three")
+            assert futures is not None
+            with pytest.raises(RanksError, match=r"Rank 1 failed.*SIGKILL"):
+                futures[1].result(60)
         works("three")
         # An error that nobody asked for is told at the next save, on all ranks.
-        publish = commit.publish
-        if rank == 0:
-            commit.publish = _disk_full
-        futures = checkpointer.save(state, folder / "four")
-        assert futures is not None and futures[0].result(60) is None
-        while not futures[1].done():
-            checkpointer.wait_staged(1)
-        if rank == 0:
-            commit.publish = publish
+        full = faults.at("publish").raises(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        with full if rank == 0 else nullcontext():
+            futures = checkpointer.save(state, folder / "four")
+            assert futures is not None
+            assert futures[0].result(60) is None
+            while not futures[1].done():
+                checkpointer.wait_staged(1)
         with pytest.raises(Exception, match="No space left"):
             checkpointer.save(state, folder / "four")
         works("four")
@@ -215,10 +204,6 @@ def failures(rank: int, world_size: int, folder: Path) -> None:
     torch.distributed.barrier()
     left = sorted(name for name in os.listdir(folder) if not name.startswith("meeting"))
     assert left == ["five", "four", "one", "three", "two"]
-
-
-def _disk_full(*_: object) -> int:
-    raise OSError(28, "No space left on device")
 
 
 def managed(rank: int, world_size: int, folder: Path) -> None:

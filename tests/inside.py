@@ -1,0 +1,23 @@
+"""What tests see of a manager that its public methods do not show: no other file reads its private attributes."""
+
+from __future__ import annotations
+
+from ckpt_component import Checkpointer, CheckpointManager
+
+
+def checkpointer_of(manager: CheckpointManager) -> Checkpointer:
+    """The checkpointer of a manager, which loads and saves path by path with the manager's settings."""
+    checkpointer = manager._checkpointer
+    assert checkpointer is not None
+    return checkpointer
+
+
+def tidied(manager: CheckpointManager) -> CheckpointManager:
+    """Wait for what follows the save that is over: the deletion of old checkpoints."""
+    task = checkpointer_of(manager).saver._last_task  # type: ignore[union-attr]
+    if task is not None:
+        task.result(60)
+    restorer = manager._restorer
+    assert restorer is not None
+    assert restorer._folder.purge.wait(60)
+    return manager
