@@ -66,19 +66,18 @@ def test_a_frame_of_an_unknown_kind_fails_the_save_that_is_under_way_and_no_othe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build_checkpointer("async_persistent") as checkpointer:
-        caller = checkpointer.saver.caller  # type: ignore[attr-defined]
-        process = caller._process
-        send = process.send
+        send = ByteProcess.send
 
-        def send_more(header: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        def send_more(process: ByteProcess, header: dict[str, Any], *arguments: Any, **options: Any) -> None:
             if header["kind"] == "write":
-                send({"kind": "wirte"}, time.monotonic() + 5)
-            send(header, *arguments, **options)
+                send(process, {"kind": "wirte"}, time.monotonic() + 5)
+            send(process, header, *arguments, **options)
 
-        monkeypatch.setattr(process, "send", send_more)
         state = {"weight": torch.ones(3)}
-        with pytest.raises(CheckpointSaveError, match="frame of the unknown kind 'wirte'"):
-            checkpointer.save(state, tmp_path / "one")[1].result(30)  # type: ignore[index]
+        with monkeypatch.context() as patch:
+            patch.setattr(ByteProcess, "send", send_more)
+            with pytest.raises(CheckpointSaveError, match="frame of the unknown kind 'wirte'"):
+                checkpointer.save(state, tmp_path / "one")[1].result(30)  # type: ignore[index]
         checkpointer.save(state, tmp_path / "two")[1].result(30)  # type: ignore[index]
     assert os.listdir(tmp_path) == ["two"]
 
@@ -88,11 +87,11 @@ def test_an_answer_that_was_not_asked_for_fails_the_save(
     answer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build_checkpointer("async_persistent") as checkpointer:
-        caller = checkpointer.saver.caller  # type: ignore[attr-defined]
-        monkeypatch.setattr(caller._process, "receive", lambda deadline, key: answer)
         state = {"weight": torch.ones(3)}
-        with pytest.raises(CheckpointSaveError, match=f"answered request 0 with a frame '{answer['kind']}'"):
-            checkpointer.save(state, tmp_path / "one")[1].result(30)  # type: ignore[index]
+        with monkeypatch.context() as patch:
+            patch.setattr(ByteProcess, "receive", lambda process, deadline, key: answer)
+            with pytest.raises(CheckpointSaveError, match=f"answered request 0 with a frame '{answer['kind']}'"):
+                checkpointer.save(state, tmp_path / "one")[1].result(30)  # type: ignore[index]
         checkpointer.save(state, tmp_path / "two")[1].result(30)  # type: ignore[index]
     assert os.listdir(tmp_path) == ["two"]
 

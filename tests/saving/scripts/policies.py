@@ -115,9 +115,11 @@ def warned(rank: int, world_size: int, folder: Path) -> None:
         assert manager.save(3, state_of(3, rank))
         manager.wait()
         # What keeps a save from beginning: the path is taken.
-        manager._saved_step = None
-        assert manager.save(3, state_of(3, rank)) is False
-    assert [entry[:2] for entry in outcomes(manager)] == [(1, "failed"), (2, "failed"), (3, "committed"), (3, "failed")]
+        (folder / "run" / "iter_0000004").mkdir(exist_ok=True)
+        (folder / "run" / "iter_0000004" / "mine").touch()
+        settle()
+        assert manager.save(4, state_of(4, rank)) is False
+    assert [entry[:2] for entry in outcomes(manager)] == [(1, "failed"), (2, "failed"), (3, "committed"), (4, "failed")]
     check(folder / "run", 3, rank)
 
 
