@@ -170,7 +170,7 @@ def a_heart_that_misses_beats(rank: int, world_size: int, folder: Path) -> None:
 
 def a_heart_that_stops(rank: int, world_size: int, folder: Path) -> None:
     """The save fails at once where the heart stopped, with the cause, and on the others as for any rank that is gone."""
-    with lost_beats(math.inf if rank == 1 else 0), manager_in(folder) as manager:
+    with manager_in(folder) as manager, lost_beats(math.inf if rank == 1 else 0):
         if rank == 1:
             time.sleep(2.7)  # the heartbeat before is at most 0.5 s old; `timeouts.heartbeat` is 2 s
         with pytest.raises(RanksError, match="the switch is on fire" if rank == 1 else "sent no heartbeat for 2 s"):
