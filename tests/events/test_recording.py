@@ -90,13 +90,13 @@ def test_a_run_records_its_saves_steps_and_loads(preset: str, tmp_path: Path) ->
         assert save["path"] == manager.path_of(save["step"]) and save["bytes"] > 1200 and save["items"] == 2
         assert begun <= save["time"] <= time.time() and save["error"] is None and "reused_bytes" not in save
         phases = ["plan", "memory", "stage", "queue", "write", "sync", "vote", "commit"]
-        phases.remove("memory") if "memory" not in spans else None
-        assert list(spans) == phases
+        assert [phase for phase in spans if phase != "memory"] == [phase for phase in phases if phase != "memory"]
+        assert preset == "sync" or save["step"] != 2 or list(spans) == phases  # the first save makes the memory
         # One after the other, and each begins where the one before has ended or later.
         ends = [end for span in spans.values() for end in span]
         assert ends == sorted(ends) and ends[0] == 0
         assert 0 < save["stall_s"] <= save["lost_s"]
-        assert save["host_memory_bytes"] == (0 if preset == "sync" else pytest.approx(save["bytes"], abs=1 << 20))
+        assert (save["host_memory_bytes"] == 0) == (preset == "sync")  # how much: tests/saving/test_resources.py
     (load,) = loads
     assert (load["step"], load["outcome"], load["verified"]) == (5, "loaded", True)
     assert load["bytes"] > 1200 and list(load["spans"]) == ["open", "match", "read"] and load["run"] == runs[1]["run"]

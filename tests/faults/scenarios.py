@@ -344,15 +344,16 @@ def save_with_small_shm(root: str, preset: str) -> dict[str, Any]:
 
 
 def count_leaks(root: str, preset: str, saves: int) -> dict[str, list[int]]:
-    """Descriptors, threads, processes and memory (MB) of trainer and writer before and after many saves."""
+    """Descriptors, threads, processes and memory (MB) of trainer and writer before, amid and after many saves."""
     with manager_at(root, preset) as manager:
         for step in range(1, 11):  # warm: thread pools, arenas, import of modules
             assert saved(manager, step) is None
-        before = footprint()
+        seen = [footprint()]
         for step in range(11, 11 + saves):
             assert saved(manager, step) is None
-        after = footprint()
-    return {key: [before[key], after[key]] for key in before}
+            if step in (10 + saves // 2, 10 + saves):
+                seen.append(footprint())
+    return {key: [each[key] for each in seen] for key in seen[0]}
 
 
 def footprint() -> dict[str, int]:

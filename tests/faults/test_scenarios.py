@@ -67,7 +67,7 @@ def test_a_small_dev_shm(preset: str, forker: Forker, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", in_turn(PRESETS, 2))
-def test_thirty_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
+def test_twenty_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
     check_leaks(forker.run("faults.scenarios:count_leaks", root=str(tmp_path / "root"), preset=preset, saves=20))
 
 
@@ -83,9 +83,9 @@ def test_two_hundred_saves_leak_nothing(preset: str, forker: Forker, tmp_path: P
 def check_leaks(found: dict[str, list[int]]) -> None:
     print(found)
     megabytes = found.pop("rss_mb")
-    assert {key: after - before for key, (before, after) in found.items() if after > before} == {}
-    assert found["zombies"] == [0, 0]
-    assert megabytes[1] - megabytes[0] < 30, megabytes
+    assert {key: seen for key, seen in found.items() if seen[-1] > seen[0]} == {}
+    assert found["zombies"] == [0, 0, 0]
+    assert megabytes[2] - megabytes[1] < 8, megabytes  # what is made once is made in the first half
 
 
 @pytest.mark.soak

@@ -112,18 +112,22 @@ def random_tree(rng: random.Random, depth: int) -> Any:
     return torch.tensor(rng.random()) if kind == "tensor" else rng.choice([1, "text", None, 2.5, b"raw", {"n"}])
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_keys_are_those_of_stock_dcp_and_the_tree_comes_back(seed: int) -> None:
-    rng = random.Random(seed)
-    state = {"root": random_tree(rng, 4), "more": random_tree(rng, 3)}
-    try:
-        expected, _ = flatten_state_dict(state)
-    except ValueError:
-        pytest.skip("the random tree has two equal flat keys, which stock refuses too")
-    flat = flatten(state)
-    values = dict(zip([*flat.tensor_paths, *flat.object_paths], [*flat.tensors, *flat.objects], strict=True))
-    assert {key_of(path): id(value) for path, value in values.items()} == {k: id(v) for k, v in expected.items()}
-    assert_same(unflatten(values, flat.containers), state)
+def test_keys_are_those_of_stock_dcp_and_the_tree_comes_back() -> None:
+    compared = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        state = {"root": random_tree(rng, 4), "more": random_tree(rng, 3)}
+        try:
+            expected, _ = flatten_state_dict(state)
+        except ValueError:
+            continue  # the random tree has two equal flat keys, which stock refuses too
+        flat = flatten(state)
+        values = dict(zip([*flat.tensor_paths, *flat.object_paths], [*flat.tensors, *flat.objects], strict=True))
+        found = {key_of(path): id(value) for path, value in values.items()}
+        assert found == {key: id(value) for key, value in expected.items()}, f"seed {seed}"
+        assert_same(unflatten(values, flat.containers), state)
+        compared += 1
+    assert compared > 40
 
 
 def test_what_stock_forgets_comes_back() -> None:

@@ -14,7 +14,8 @@ from strides import in_turn
 from ckpt_component import CheckpointConfigError, build_checkpointer
 from ckpt_component.config.schema import PARTS
 
-PAIRS = list(itertools.product(*(PARTS[kind] for kind in ("stager", "caller", "writer"))))
+#: A part that is registered is here.
+PAIRS = list(itertools.product(PARTS["stager"], PARTS["caller"], PARTS["writer"]))
 REFUSED = [pair for pair in PAIRS if pair[0] == "none" and pair[1] != "inline"]
 WORKING = [pair for pair in PAIRS if pair not in REFUSED]
 

@@ -54,6 +54,8 @@ def test_when_its_time_is_over_it_ends_and_the_next_run_goes_on(
         manager.save(7, STATE)
         until(lambda: begun(tmp_path))
         (process,) = uploaders()
+        assert process.nice() > psutil.Process().nice()
+        assert tuple(process.ionice()) == (psutil.IOPRIO_CLASS_BE, 7)
     assert not process.is_running()
     assert "slow is 7 steps behind step 7" in caplog.text and "the next run goes on with it" in caplog.text
     (staging,) = {path.parent for path in begun(tmp_path)}
