@@ -59,6 +59,7 @@ class SimulatedFiles(FileStorage):
         faults: what happens at the operations with these numbers
         atomic_rename: see `Storage`
         locks: whether there are file locks
+        durable: False: nothing is synced, as with `durability=process_crash`
         counts: whether the operations at a path have numbers; None: at every path
 
     Attributes:
@@ -73,9 +74,10 @@ class SimulatedFiles(FileStorage):
         *,
         atomic_rename: bool = True,
         locks: bool = True,
+        durable: bool = True,
         counts: Callable[[str], bool] | None = None,
     ) -> None:
-        super().__init__(atomic_rename=atomic_rename, warns=False)
+        super().__init__(durable=durable, atomic_rename=atomic_rename, warns=False)
         self.disk = disk
         self.operations: list[tuple[str, str]] = []
         self._faults = faults or {}

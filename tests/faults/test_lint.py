@@ -1,4 +1,4 @@
-"""Every effect on the file system goes through `Storage`: what does not cannot be made to fail by the tests here."""
+"""Every effect on the file system goes through `Storage`, so that it can be made to fail; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -38,6 +38,25 @@ EXCEPTIONS = {
     "compat/spawn.py": "deletes the folder of tracebacks",
     "compat/worker_main.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
+#: Methods that wait as long as it takes, unless they are given a time.
+WAITS = {"wait", "result", "exception", "join", "acquire", "shutdown"}
+#: Whose methods of these names have deadlines of their own: checkpointers, managers, and the claim to a folder.
+BOUNDED = ("self", "saver", "checkpointer", "_manager", "ownership", "FencingToken(fs, root.path, names)")
+#: Where such calls are all the same, and why.
+WITHOUT_DEADLINE = {
+    "background/upload_process.py": "the process waits for its next job; the end of the trainer is one",
+    "compat/checkpoint_process.py": "the parent kills the process at the deadline; and a future that is done",
+    "compat/spawn.py": "torch's spawn waits for its processes",
+    "compat/worker_client.py": "what the thread does has ended",
+    "core/coordination/connection.py": "a lock that is free",
+    "core/image/copy.py": "copies of memory, which do not block",
+    "core/image/early_arenas.py": "a future that is done",
+    "core/memory/huge_pages.py": "about a millisecond",
+    "core/storage/bucket_set.py": "requests have the deadlines of the store's client",
+    "core/writing/range_writer.py": "memory is read, and summed, by threads of the same process",
+    "managing/purge.py": "deletions take as long as their storage; `close` has waited for `timeouts.close` before",
+    "saving/pipeline.py": "a future that is done",
+}
 #: Rooms that no checkpoint of a user's passes through: the commands write result files, reports and recipes, and what
 #: is simulated is no file.
 ROOMS_BESIDE = {"cli", "testing"}
@@ -73,9 +92,31 @@ def test_effects_on_files_go_through_fs_ops() -> None:
     assert EXCEPTIONS.keys() <= found.keys(), "an exception that is not needed any more"
 
 
+def waits_of(path: Path) -> Iterator[str]:
+    """Calls in a module that wait for another thread, process or future, and have no deadline."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or node.args or node.keywords or not isinstance(node.func, ast.Attribute):
+            continue
+        owner = ast.unparse(node.func.value)
+        if node.func.attr in WAITS and not owner.endswith(BOUNDED):
+            yield f"{owner}.{node.func.attr}()"
+
+
+def test_every_wait_has_a_deadline_or_a_reason() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): calls
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] != "testing" and (calls := list(waits_of(path)))
+    }
+    assert {name: calls for name, calls in found.items() if name not in WITHOUT_DEADLINE} == {}
+    assert WITHOUT_DEADLINE.keys() <= found.keys(), "a reason that is not needed any more"
+
+
 def test_the_lint_sees_what_it_forbids(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text(
         "import os\nopen('x', 'w')\nos.rename('a', 'b')\nPath('x').write_text('y')\nopen('x')\nfs.unlink('x')"
     )
     assert len(list(effects_of(bad))) == 3
+    bad.write_text("done.wait()\ndone.wait(1)\nfuture.result()\nself._manager.wait()\nfuture.result(timeout=1)")
+    assert [*waits_of(bad)] == ["done.wait()", "future.result()"]

@@ -49,6 +49,25 @@ def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(each, marks=[] if each.name == "first_save" else [pytest.mark.slow])
+        for each in WORKLOADS
+        if each.name != "collect"  # it cuts the power itself
+    ],
+    ids=str,
+)
+def test_a_kill_at_every_operation_without_any_sync(workload: Workload, protocol: str) -> None:
+    """`durability=process_crash` promises this, and no more."""
+    world, wrong = World(workload, protocol, durable=False), []
+    for number in range(1, len(world.operations) + 1):
+        wrong += told(world, number, world.kill_at(number))
+    assert not wrong, "\n".join(wrong)
+    assert not any("sync_folder" in name for name, _ in world.operations)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("protocol", PROTOCOLS)

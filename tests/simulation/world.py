@@ -144,9 +144,11 @@ class World:
     Args:
         workload: the workload
         protocol: `rename` or `manifest`
+        durable: see `SimulatedFiles`
     """
 
-    def __init__(self, workload: Workload, protocol: str) -> None:
+    def __init__(self, workload: Workload, protocol: str, *, durable: bool = True) -> None:
+        self._durable = durable
         self.workload = workload
         self._protocol = protocol
         run = self.run_on(Disk(), [])
@@ -164,7 +166,9 @@ class World:
 
     def run_on(self, disk: Disk, acknowledged: Sequence[int], faults: Mapping[int, Fault] | None = None) -> Run:
         rename = self._protocol == "rename"
-        files = SimulatedFiles(disk, faults, atomic_rename=rename, locks=rename, counts=is_counted)
+        files = SimulatedFiles(
+            disk, faults, atomic_rename=rename, locks=rename, durable=self._durable, counts=is_counted
+        )
         overrides = (f"checkpoint.commit={self._protocol}", *self.workload.overrides)
         return Run(files, overrides, list(acknowledged), self.workload.keep)
 
@@ -172,7 +176,11 @@ class World:
         """A run on a disk of its own, after what was done before."""
         return self.run_on(copy.deepcopy(self._disk), self._acknowledged, faults)
 
-    def cut_at(self, number: int, seeds: Sequence[int]) -> list[str]:
+    def kill_at(self, number: int) -> list[str]:
+        """The process is killed before an operation, and the computer is not: what is wrong after that."""
+        return self.cut_at(number, [None])
+
+    def cut_at(self, number: int, seeds: Sequence[int | None]) -> list[str]:
         """The power goes off before an operation: what is wrong in each of several states that may be left."""
         run = self.again({number: Fault("cut")})
         try:
@@ -184,7 +192,8 @@ class World:
         wrong = []
         for seed in seeds:
             disk = copy.deepcopy(run.files.disk)
-            disk.cut_power(seed)
+            if seed is not None:
+                disk.cut_power(seed)
             after = self.run_on(disk, run.acknowledged)
             wrong += [f"seed {seed}: {text}" for text in violations(after, self.workload)]
         return wrong
