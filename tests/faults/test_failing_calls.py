@@ -1,4 +1,7 @@
-"""Each file operation of a save fails, once and for good; short writes; a block of one of two writers."""
+"""File operations of a save fail, once and for good; short writes; a block of one of two writers.
+
+`tests/simulation` has each operation of a save in one process fail.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ from strides import first_of, in_turn
 from ckpt_component.core.storage.faults.operation_log import read_log
 
 pytestmark = pytest.mark.slow
+ALL = [pytest.mark.soak, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize(
+    ("preset", "stride"),
+    [("async_persistent", 23), *(pytest.param(each, 1, marks=ALL) for each in ("sync", "async_persistent"))],
+)
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_every_operation_fails(
     preset: str, sticky: bool, stride: int, forker: Forker, tmp_path: Path, record_property: Record
 ) -> None:
@@ -86,7 +92,7 @@ def test_operations_of_one_of_two_ranks_fail(
             for preset in ("sync", "async_persistent")
             for case in (("names", 3), ("size", 3), ("read", 3), ("flock", 1))
         ],
-        2,
+        4,
     ),
 )
 def test_looking_fails(preset: str, operation: str, stride: int, forker: Forker, tmp_path: Path) -> None:
@@ -105,15 +111,14 @@ def test_looking_fails(preset: str, operation: str, stride: int, forker: Forker,
     assert found["aborted"] + found["survived"] > 0
 
 
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_short_writes_are_continued(preset: str, forker: Forker, tmp_path: Path) -> None:
-    found = forker.run("faults.scenarios:cut_writes", root=str(tmp_path / "root"), preset=preset, logs=str(tmp_path))
+def test_short_writes_are_continued(forker: Forker, tmp_path: Path) -> None:
+    given = {"root": str(tmp_path / "root"), "preset": "async_persistent", "logs": str(tmp_path)}
+    found = forker.run("faults.scenarios:cut_writes", **given)
     assert found["fired"] >= 5
     assert found["error"] is None and found["wrong"] == []
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 5])
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize(("preset", "block"), [("sync", 5), ("async_persistent", 2)])
 def test_a_writer_thread_fails_in_the_nth_block(preset: str, block: int, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_block", root=str(tmp_path / "root"), preset=preset, block=block, logs=str(tmp_path)

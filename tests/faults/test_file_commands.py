@@ -160,10 +160,18 @@ def test_all_is_durable_before_it_is_visible(kind: str, commands: Forker, templa
         assert ("sync_folder", str(target.parent)) in calls[commit:gone]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
-@pytest.mark.parametrize("action", ["kill", "raise:EIO", "raise:ENOSPC"])
-@pytest.mark.parametrize("kind", [*COMMANDS])
+@pytest.mark.parametrize(
+    ("kind", "action", "stride"),
+    [
+        pytest.param("mv", "raise:EIO", 8, marks=pytest.mark.slow),  # cp, rm and gc: tests/simulation
+        pytest.param("mv across", "raise:ENOSPC", 12, marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, action, 1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])
+            for kind in COMMANDS
+            for action in ("kill", "raise:EIO", "raise:ENOSPC")
+        ),
+    ],
+)
 def test_a_fault_at_an_operation(
     kind: str, action: str, stride: int, commands: Forker, template: Path, tmp_path: Path, record_property: Record
 ) -> None:

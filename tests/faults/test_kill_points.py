@@ -1,4 +1,7 @@
-"""Kill -9 at every file operation of a save with retirement, until a run ends before its number comes up."""
+"""Kill -9 at file operations of a save with retirement, until a run ends before its number comes up.
+
+`tests/simulation` visits every operation of a save in one process, and this the border between trainer and writer.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,6 @@ def kill_at(stopped: int, trainer: int, victim: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "victim", "stride"),
     [
-        ("sync", "self", 31),
         ("async_persistent", "self", 29),
         ("async_persistent", "other", 23),
         ("async_persistent", "all", 27),
@@ -128,9 +130,7 @@ def test_kill_at_every_operation(
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
     [
-        ("sync", 0, "trainer", 45),
         ("async_persistent", 0, "trainer", 39),
-        ("async_persistent", 0, "writer", 26),
         ("async_persistent", 1, "writer", 18),
         *(pytest.param(*case, 1, marks=[pytest.mark.soak, pytest.mark.timeout(900)]) for case in RANKS),
     ],

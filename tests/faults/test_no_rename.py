@@ -18,7 +18,6 @@ from faults.test_kill_points import ASYNC_VICTIMS, MANY, enumerate_kills
 from forging import edit_manifest
 from forker import Forker
 from inside import tidied
-from strides import first_of
 
 from ckpt_component import (
     CheckpointConfigError,
@@ -509,12 +508,12 @@ def test_direct_io_is_refused() -> None:
         build_checkpointer("async_persistent", [MANIFEST_MODE, "checkpoint.writer.io=direct"])
 
 
-# --- kills, and failing calls ---------------------------------------------------------------------------------------
+# --- kills ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("preset", "victim", "stride"),
-    [("sync", "self", 29), ("async_persistent", "self", 31), ("async_persistent", "other", 23)],
+    [("async_persistent", "self", 31), ("async_persistent", "other", 23)],
 )
 def test_kill_at_every_operation(
     preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path, record_property: Record
@@ -536,27 +535,3 @@ def kills_without_violation(forker: Forker, folder: Path, preset: str, victim: s
     assert not wrong, "\n".join(wrong)
     assert 40 // stride - 1 <= kills < MANY // stride
     return kills
-
-
-@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
-@pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
-def test_every_operation_fails(
-    sticky: bool, stride: int, forker: Forker, tmp_path: Path, record_property: Record
-) -> None:
-    found = forker.run(
-        "faults.scenarios:fail_everywhere",
-        timeout=390,
-        first=first_of(stride),
-        stride=stride,
-        root=str(tmp_path / "root"),
-        preset="sync",
-        operation="any",
-        code="EIO",
-        sticky=sticky,
-        logs=str(tmp_path),
-        overrides=[MANIFEST_MODE],
-    )
-    record_property("failing calls", found["aborted"] + found["survived"])
-    assert found["wrong"] == []
-    assert found["aborted"] > 15 / stride
-    assert found["survived"] > 8 / stride - 1  # of pointer and retirement

@@ -125,7 +125,8 @@ def enumerate_cuts(
 @pytest.mark.parametrize(
     ("preset", "flag", "stride"),
     [
-        *((preset, flag, 31) for preset in PRESETS for flag in FLAGS),
+        ("async_persistent", LOG_FLUSH, 37),
+        ("async_persistent", NO_LOG_FLUSH, 31),
         *(pytest.param(preset, flag, 1, marks=pytest.mark.soak) for preset in PRESETS for flag in FLAGS),
     ],
 )
@@ -143,7 +144,11 @@ def test_power_cut_at_every_operation(
 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
-    [("sync", 0, "trainer", 45), ("async_persistent", 0, "trainer", 45), ("async_persistent", 1, "writer", 25)],
+    [
+        ("async_persistent", 1, "writer", 25),
+        pytest.param("sync", 0, "trainer", 3, marks=pytest.mark.soak),
+        pytest.param("async_persistent", 0, "trainer", 3, marks=pytest.mark.soak),
+    ],
 )
 def test_power_cut_with_two_ranks(
     preset: str, rank: int, process: str, stride: int, disk: Disk, tmp_path: Path, record_property: Record

@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from faults.invariants import differences, state_of, violations_at
+from faults.invariants import state_of, violations_at
 from omegaconf import DictConfig
 
 import ckpt_component.factory.graph as factory
-from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager, stored_metrics
+from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager
 from ckpt_component.config import Checkpoint, compose_checkpoint
 from ckpt_component.config.hydra.parts import part_class
 from ckpt_component.config.hydra.resolve import resolve_config
@@ -106,31 +106,6 @@ def crash_round(
 def check(root: str, acks: str, keep: int = 1, overrides: Sequence[str] = ()) -> list[str]:
     """The violations in a root after the last crash."""
     return violations_at(root, newest_ack(acks), keep, overrides=overrides)[0]
-
-
-def best_round(
-    root: str, preset: str, losses: Sequence[float], failpoint: str, log: str, overrides: Sequence[str] = ()
-) -> None:
-    """Save steps 1, 2, ... with these losses; the failpoint is set for the last one."""
-    *before, last = enumerate(losses, 1)
-    with build_manager("sync", (*KEEP_BEST, *overrides), dir=root) as manager:
-        for step, loss in before:
-            manager.save(step, state_of(step), metrics={"loss": loss})
-    os.environ |= {SPEC: failpoint, LOG: log}
-    with build_manager(preset, (*KEEP_BEST, *overrides), dir=root) as manager:
-        manager.restore(state_of(0))
-        manager.save(last[0], state_of(last[0]), metrics={"loss": last[1]})
-
-
-def check_best(root: str, loss: float, overrides: Sequence[str] = ()) -> list[str]:
-    """What is wrong with the best checkpoint after a crash; one with this loss, or a better one, must be there."""
-    state = state_of(0)
-    once = ("checkpoint.save.every_steps=null", "checkpoint.resume=best")
-    with build_manager("sync", (*KEEP_BEST, *once, *overrides), dir=root) as manager:
-        step = manager.restore(state) or 0
-        wrong = differences(state, state_of(step))
-        metrics = stored_metrics(manager.path_of(step))
-    return [*wrong, *([f"the best is step {step} with {metrics}"] if metrics["loss"] > loss else [])]
 
 
 def acknowledge(acks: str, step: int) -> None:

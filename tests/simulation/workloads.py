@@ -36,6 +36,12 @@ def save_the_best(run: Run) -> None:
         run.save(manager, 1, loss=0.5)
 
 
+def save_a_better(run: Run) -> None:
+    with run.manager() as manager:
+        manager.restore(state_of(0))
+        run.save(manager, 2, loss=0.1)
+
+
 def save_and_damage(run: Run) -> None:
     saves(1, 2)(run)
     damage(run.files.disk, run.path_of(2))
@@ -103,6 +109,9 @@ WORKLOADS = [
     Workload("retention", saves(2), saves(1), NO_POLICY),
     Workload("training_goes_on", saves(2, 3), saves(1), (*NO_POLICY, "checkpoint.on_error=warn"), keep=2),
     Workload("best", save_the_worse, save_the_best, (*NO_POLICY, "checkpoint.keep.best.metric=loss"), holds=(1,)),
+    Workload(
+        "better", save_a_better, save_the_best, (*NO_POLICY, "checkpoint.keep.best.metric=loss"), holds=(1,), instead=2
+    ),
     Workload("damaged", saves(3), save_and_damage, NO_POLICY, keep=2, damaged=2),
     Workload("rewind", rewind, saves(1, 2, 3), NO_POLICY, keep=3, goes_back=True),
     Workload("copy", copy, save_elsewhere, NO_POLICY, keep=2),

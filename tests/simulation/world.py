@@ -118,6 +118,7 @@ class Workload:
         keep: `keep.last`
         goes_back: whether it gives up acknowledged steps, as a run does that resumes an older one
         holds: steps that are never to be missing
+        instead: a step that may be there instead of them
         damaged: a step that was damaged before
     """
 
@@ -128,6 +129,7 @@ class Workload:
     keep: int = 1
     goes_back: bool = False
     holds: tuple[int, ...] = ()
+    instead: int = 0
     damaged: int = 0
 
     def __str__(self) -> str:
@@ -242,7 +244,7 @@ def violations(run: Run, workload: Workload, *, fails: bool = False) -> list[str
     pointer = os.path.join(ROOT, MEGATRON.pointer)
     if files.atomic_rename and files.exists(pointer) and not files.read(pointer, 100).isdigit():
         wrong.append(f"I3: the pointer says {files.read(pointer, 100)!r}")
-    holds = {*workload.holds} & {*run.acknowledged}
+    holds = {*workload.holds} & {*run.acknowledged} if workload.instead not in listed else set[int]()
     if not workload.goes_back:
         holds |= {*sorted({*run.acknowledged, *damaged})[-run.keep :]} - damaged
     missing = holds - {*listed}
