@@ -31,10 +31,9 @@ SURVIVORS = Path(__file__).with_name("survivors.txt")
 #: By room: the tests that a change of it must make fail, those that fail most often first.
 ROOMS = {
     "core/commit": (
-        *("tests/storage/test_commit.py", "tests/simulation", "tests/faults/test_no_rename.py"),
-        *("tests/saving/test_retention.py", "tests/saving/test_resume_scan.py", "tests/storage/test_copying.py"),
-        *("tests/storage/test_owner.py", "tests/saving/test_best.py", "tests/saving/test_manager.py"),
-        *("tests/saving/test_going_back.py", "tests/cli/test_ckpt_files.py"),
+        *("tests/saving/test_keep.py", "tests/simulation/test_protocols.py", "tests/storage/test_commit.py"),
+        *("tests/simulation", "tests/storage", "tests/saving/test_retention.py", "tests/saving/test_resume_scan.py"),
+        *("tests/saving/test_best.py", "tests/saving/test_going_back.py", "tests/cli/test_ckpt_files.py"),
     ),
     "core/coordination": ("tests/coordination", "tests/saving/test_alone.py"),
     "managing": ("tests/saving", "tests/simulation"),

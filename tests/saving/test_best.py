@@ -23,7 +23,6 @@ from ckpt_component import (
     CheckpointTypeError,
     build_manager,
 )
-from ckpt_component.core.commit.retention import BestPolicy, RetentionPolicy
 
 NAN = math.nan
 
@@ -135,13 +134,6 @@ def test_what_is_no_number_by_name_is_refused(metrics: Any, text: str, tmp_path:
         with pytest.raises(CheckpointTypeError, match=text):
             manager.save(1, state_of(1), metrics=metrics)
         assert manager.steps() == [] and manager.save(1, state_of(1), metrics={"loss": 1})
-
-
-def test_policies_compare_what_they_are_given() -> None:
-    metrics = {1: {"a": 2.0}, 2: {"a": 1.0}, 3: {"b": 0.0}, 4: {"a": NAN}, 5: {"a": 1.0}, 6: {"a": -math.inf}}
-    assert BestPolicy("a").ranked(metrics) == [6, 2, 5, 1]
-    assert BestPolicy("a", largest=True).ranked(metrics) == [1, 2, 5, 6]
-    assert RetentionPolicy(last=1).to_delete([1, 2, 3, 4], best=[2, 3]) == [1]
 
 
 # --- resume=best ----------------------------------------------------------------------------------------------------

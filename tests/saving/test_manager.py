@@ -20,7 +20,6 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.config.rules import checked_resume
-from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.managing.policies import ResumePolicy, SavePolicy
 from ckpt_component.testing import faults
 
@@ -208,9 +207,6 @@ def test_off_does_nothing(tmp_path: Path) -> None:
 def test_policies() -> None:
     assert SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 5.1)
     assert not SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 4.9)
-    assert RetentionPolicy(last=1).to_delete([1, 2, 3]) == [1, 2]
-    assert RetentionPolicy(last=1, every_steps=2).to_delete([1, 2, 3, 4, 5]) == [1, 3]
-    assert RetentionPolicy(last=None).to_delete([1, 2]) == []
     assert ResumePolicy(12).path is None and ResumePolicy("runs/x").path == os.path.abspath("runs/x")
     assert checked_resume("12") == 12
     with pytest.raises(CheckpointConfigError, match="auto, must, never"):

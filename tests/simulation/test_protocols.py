@@ -1,0 +1,172 @@
+"""The commit protocols by themselves: every fault at every operation of a commit, a deletion and a quarantine."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.cleanup import discard, quarantine
+from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
+from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
+from ckpt_component.core.commit.names import QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
+from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.errors import CheckpointError
+from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
+
+ROOT, TARGET = "/runs", "/runs/iter_0000001"
+FILES = {"data": b"1234567890", "more": b"abc"}
+FAULTS = {
+    "cut": Fault("cut"),
+    "fails": Fault("fail"),
+    "fails_from_then_on": Fault("fail", lasts=True),
+    "is_full": Fault("fail", errno.ENOSPC),
+    "answer_lost": Fault("lost"),
+    "writes_half": Fault("short"),
+}
+SEEDS = range(6)
+
+
+@dataclass
+class Trial:
+    """One life on a simulated disk.
+
+    Attributes:
+        files: its storage
+        acknowledged: whether the save was reported as committed
+        error: why it was not
+    """
+
+    files: SimulatedFiles
+    acknowledged: bool = False
+    error: BaseException | None = None
+    tokens: list[str] = field(default_factory=list)
+
+
+def save(trial: Trial) -> None:
+    files, attempt = trial.files, commit.new_attempt(trial.files, TARGET, new_token())
+    trial.tokens.append(attempt.token)
+    try:
+        commit.begin(attempt)
+        for name, data in FILES.items():
+            files.write_new(os.path.join(attempt.staging, name), data)
+        entries = [{"name": name, "size": len(data)} for name, data in FILES.items()]
+        commit.publish(attempt, [{"rank": 0, "files": entries}], {".metadata": b"m"}, {"format": "x"})
+        trial.acknowledged = True
+    except (CheckpointError, OSError) as error:
+        trial.error = error
+        commit.abandon(attempt)
+
+
+def delete(trial: Trial) -> None:
+    discard(trial.files, TARGET)
+
+
+def set_aside(trial: Trial) -> None:
+    try:
+        quarantine(trial.files, TARGET)
+    except (CheckpointError, OSError) as error:
+        trial.error = error
+
+
+def seen(files: SimulatedFiles) -> bool:
+    """Whether a reader finds a checkpoint, which must be whole."""
+    manifest = read_manifest(files, TARGET)
+    if manifest is None:
+        return False
+    folder = data_folder(files, TARGET, manifest)
+    check_files(files, folder, manifest)
+    for name, data in FILES.items():
+        assert files.read(os.path.join(folder, name), 100) == data
+    assert files.read(os.path.join(folder, ".metadata"), 100) == b"m"
+    return True
+
+
+def lives(act: Callable[[Trial], None], protocol: str, before: Callable[[Trial], None] | None, fault: str):  # type: ignore[no-untyped-def]
+    """Each life with the fault at one operation, and the states of the disk that it may leave."""
+    rename = protocol == "rename"
+
+    def on(disk: Disk, faults: dict[int, Fault]) -> Trial:
+        return Trial(SimulatedFiles(disk, faults, atomic_rename=rename, locks=rename))
+
+    first = on(Disk(), {})
+    first.files.make_folders(ROOT)
+    if before is not None:
+        before(first)
+        assert first.acknowledged
+    usual = on(copy.deepcopy(first.files.disk), {})
+    act(usual)
+    for number, operation in enumerate([*usual.files.operations, ("end", "")], 1):
+        trial = on(copy.deepcopy(first.files.disk), {number: FAULTS[fault]})
+        try:
+            act(trial)
+        except PowerCut:
+            assert fault == "cut"
+        for seed in SEEDS if fault == "cut" else [None]:
+            disk = copy.deepcopy(trial.files.disk)
+            if seed is not None:
+                disk.cut_power(seed)
+            yield f"{operation}, seed {seed}: {trial.error}", trial, on(disk, {}).files
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_a_save_is_there_whole_or_not_at_all(protocol: str, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = set()
+    for at, trial, files in lives(save, protocol, None, fault):
+        there = seen(files)
+        outcomes.add((trial.acknowledged, there))
+        assert there or not trial.acknowledged, f"{at}: acknowledged, and not there"
+        if fault not in ("cut", "fails_from_then_on"):
+            assert there == trial.acknowledged, f"{at}: reported as failed, and there"
+            names = [name for name in files.names(ROOT) if name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
+            left = [name for name in attempts_in(files, TARGET) if not there or name not in trial.tokens]
+            clean = (
+                trial.acknowledged
+                or fault == "answer_lost"
+                or not [*names, *left, *([] if there else files.names(TARGET))]
+            )
+            assert clean or "stays until the next start" in caplog.text or "could not be" in caplog.text, (
+                f"{at}: {names} {left}"
+            )
+        caplog.clear()
+        with caplog.at_level(logging.CRITICAL):
+            again = Trial(files)  # a second attempt, under the same name or refused
+            save(again)
+        assert seen(files) and again.acknowledged == (not there), f"{at}: {again.error}"
+    assert (True, True) in outcomes
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_what_is_deleted_is_there_whole_or_not_at_all(protocol: str, fault: str) -> None:
+    for at, _, files in lives(delete, protocol, save, fault):
+        there = seen(files)
+        assert discard(files, TARGET) or not there, at
+        assert not seen(files), at
+        if there:
+            assert not files.exists(TARGET), at
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_what_is_set_aside_keeps_its_data_and_frees_the_name(protocol: str, fault: str) -> None:
+    for at, trial, files in lives(set_aside, protocol, save, fault):
+        if seen(files):
+            assert fault == "cut" or trial.error is not None, at
+            quarantine(files, TARGET)
+        assert not seen(files), at
+        renamed = [os.path.join(ROOT, name) for name in files.names(ROOT) if name.startswith(QUARANTINE_PREFIX)]
+        marked = [os.path.join(TARGET, name) for name in attempts_in(files, TARGET)]
+        (folder,) = renamed or marked
+        assert renamed or is_quarantined(files, folder), at
+        assert files.read(os.path.join(folder, "data"), 100) == FILES["data"], at
+        again = Trial(files)
+        save(again)
+        assert again.acknowledged, f"{at}: {again.error}"
