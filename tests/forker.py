@@ -57,12 +57,13 @@ class Forker:
     def __init__(self, modules: Sequence[str], *, adopts: bool) -> None:
         self.unmountable, prefix = _namespace()
         options = {"modules": list(modules), "adopts": adopts, "private": bool(prefix)}
+        path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._server = subprocess.Popen(
             [*prefix, sys.executable, "-W", "ignore", __file__, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
         )
         self._requests = 0
         assert self._ask(do="hello") == "ready"

@@ -20,8 +20,8 @@ The phases, in the order of a save. A fault happens before what is named here, e
     delete     `keep` is about to delete a checkpoint
 
 Of two faults at one phase the inner block's happens first, but after that of the outer block at `write`, `vote` and
-`committed`. A fault replaces functions of the package for the length of its `with` block, so production code has no trace of it.
-Faults of single file operations are in `SimulatedFiles`, and for several processes in `CKPT_FAILPOINT`.
+`committed`. A fault replaces functions of the package for the length of its `with` block, so production code has no
+trace of it. Faults of single file operations are in `SimulatedFiles`, and for several processes in `CKPT_FAILPOINT`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_a_disk_without_inodes(preset: str, forker: Forker, small_disk: str) -> 
     assert found["failures"] > 5
 
 
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize("preset", [pytest.param("sync", marks=pytest.mark.soak), "async_persistent"])
 def test_a_disk_that_is_full_for_two_ranks(preset: str, forker: Forker, small_disk: str, tmp_path: Path) -> None:
     """Both ranks hear of it, nothing of the save is left, and the next run saves once there is room."""
     root, acks, failures = f"{small_disk}/root", str(tmp_path / "acks"), 0

@@ -66,7 +66,7 @@ def test_a_small_dev_shm(preset: str, forker: Forker, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", in_turn(PRESETS, 2))
+@pytest.mark.parametrize("preset", in_turn(PRESETS, 4))
 def test_twenty_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
     check_leaks(forker.run("faults.scenarios:count_leaks", root=str(tmp_path / "root"), preset=preset, saves=20))
 

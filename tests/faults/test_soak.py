@@ -135,10 +135,9 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 14), (2, 6)])
-def test_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Path) -> None:
-    soak = Soak(forker, tmp_path, ranks, SEED)
-    print(soak.run(kills))
+def test_random_kills(forker: Forker, tmp_path: Path) -> None:
+    soak = Soak(forker, tmp_path, ranks=2, seed=SEED)
+    print(soak.run(6))
     assert not soak.wrong, f"seed {SEED}:\n" + "\n".join(soak.wrong)
 
 

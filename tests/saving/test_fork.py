@@ -155,7 +155,7 @@ def test_the_end_of_uploads_reaches_them_past_a_child_that_has_their_pipe(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize("preset", [pytest.param("sync", marks=pytest.mark.soak), "async_persistent"])
 def test_children_that_end_as_programs_do_leave_the_run_alone(preset: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, preset, tmp_path / "run"], capture_output=True, text=True, timeout=180, check=False

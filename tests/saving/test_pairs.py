@@ -76,7 +76,7 @@ def load_by_stock(path: Path, writer: str, expected: dict[str, torch.Tensor]) ->
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("pair", in_turn(((pair,) for pair in WORKING), 2), ids="-".join)
+@pytest.mark.parametrize("pair", in_turn(((pair,) for pair in WORKING), 3), ids="-".join)
 def test_the_checkpoint_is_the_state_of_the_moment_of_save(pair: tuple[str, str, str], tmp_path: Path) -> None:
     model = make_state()
     expected = {key: as_bytes(value) for key, value in model.items()}

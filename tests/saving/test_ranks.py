@@ -42,7 +42,7 @@ def whole_target() -> dict[str, object]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("world_size", "other"), in_turn([(1, 4), (2, 3), (3, 4), (4, 2)], 2))
+@pytest.mark.parametrize(("world_size", "other"), in_turn([(1, 4), (2, 3), (3, 4), (4, 2)], 4))
 def test_shards_saved_by_some_ranks_load_on_others_and_by_stock_dcp(
     world_size: int, other: int, tmp_path: Path
 ) -> None:

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "scripts" / "stopped_holder.py"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("function", ["in_a_save", "in_a_wait"])
+@pytest.mark.parametrize(("function", "world_size"), [("in_a_save", 3), ("in_a_wait", 2)])
 def test_the_others_give_up_and_later_saves_are_committed(function: str, world_size: int, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, world_size, tmp_path)
 

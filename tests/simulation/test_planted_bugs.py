@@ -118,8 +118,8 @@ BUGS = [
     Bug(
         "a_checkpoint_is_deleted_under_its_name",
         "core/commit/rename_commit.py",
-        "        trash = self._moved(path, trash_path(path))\n",
-        "        trash = path\n",
+        "        self.storage.remove_tree(self._moved(path, trash_path(path)))\n",
+        "        self.storage.remove_tree(path)\n",
         "delete",
     ),
     Bug(

@@ -97,10 +97,7 @@ class RenameCommit(CommitProtocol):
 
     def _delete(self, path: str) -> None:
         # Rename it first, so that a reader never sees a partly deleted checkpoint.
-        trash = self._moved(path, trash_path(path))
-        if self.storage.size(os.path.join(trash, MANIFEST)) is not None:
-            self.storage.unlink(os.path.join(trash, MANIFEST))
-        self.storage.remove_tree(trash)
+        self.storage.remove_tree(self._moved(path, trash_path(path)))
 
     def quarantine(self, path: str) -> str:
         return self._moved(path, quarantine_path(path))
