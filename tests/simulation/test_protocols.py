@@ -17,7 +17,7 @@ from ckpt_component.core.commit.manifest import check_files, data_folder, read_m
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.errors import CheckpointError
+from ckpt_component.errors import CheckpointError, CheckpointExistsError
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
 
 ROOT, TARGET = "/runs", "/runs/iter_0000001"
@@ -113,6 +113,54 @@ def lives(act: Callable[[Trial], None], protocol: str, before: Callable[[Trial],
             if seed is not None:
                 disk.cut_power(seed)
             yield f"{operation}, seed {seed}: {trial.error}", trial, on(disk, {}).files
+
+
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_what_is_in_the_way_of_a_save(protocol: str) -> None:
+    for entry, is_refused in (("", False), ("a_file", True), ("manifest.json", True)):
+        files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename", locks=False)
+        files.make_folders(TARGET)
+        if entry:
+            files.write_new(os.path.join(TARGET, entry), b"mine")
+        trial = Trial(files)
+        save(trial)
+        assert isinstance(trial.error, CheckpointExistsError) == is_refused, entry
+        assert seen(files) if not is_refused else files.read(os.path.join(TARGET, entry), 9) == b"mine", entry
+    files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename", locks=False)
+    files.make_folders(ROOT)
+    files.write_new(TARGET, b"mine")
+    trial = Trial(files)
+    save(trial)
+    assert isinstance(trial.error, CheckpointExistsError)
+    assert files.read(TARGET, 9) == b"mine"
+
+
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_parents_are_made_but_not_the_folder_of_a_run_that_vanished(protocol: str) -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename", locks=False)
+    commit.begin(commit.new_attempt(files, "/new/folder/one", new_token()))
+    assert files.is_folder("/new/folder")
+    attempt = commit.new_attempt(files, "/gone/one", new_token(), owner="a run")
+    with pytest.raises(FileNotFoundError):
+        commit.begin(attempt)
+    assert not files.exists("/gone")
+
+
+def test_two_attempts_at_one_name_end_with_one_checkpoint() -> None:
+    for protocol in ("rename", "manifest"):
+        files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename", locks=False)
+        files.make_folders(ROOT)
+        one, other = (commit.new_attempt(files, TARGET, new_token()) for _ in range(2))
+        for attempt in (one, other):
+            commit.begin(attempt)
+        commit.publish(one, [{"rank": 0, "files": []}], {}, {})
+        with pytest.raises(CheckpointExistsError, match="was taken by another save"):
+            commit.publish(other, [{"rank": 0, "files": []}], {}, {})
+        commit.abandon(other)
+        assert (read_manifest(files, TARGET) or {})["attempt"] == one.token
+        assert not files.exists(other.staging)
+        assert commit.is_over(one)
+        assert commit.is_over(other)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

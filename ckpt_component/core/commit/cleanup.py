@@ -34,7 +34,7 @@ logger = logging.getLogger("ckpt_component.storage")
 
 
 def discard(storage: Storage, path: str) -> bool:
-    """Delete a checkpoint or a staging folder; no reader sees half of it. Logs a warning and returns False on failure."""
+    """Delete a checkpoint or a staging folder as a whole. Logs a warning and returns False on failure."""
     try:
         protocol = protocol_on_disk(storage, path)
     except OSError as error:
