@@ -17,7 +17,7 @@ from ckpt_component.core.commit.manifest import check_files, data_folder, read_m
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.errors import CheckpointError, CheckpointExistsError
+from ckpt_component.errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
 
 ROOT, TARGET = "/runs", "/runs/iter_0000001"
@@ -65,7 +65,7 @@ def save(trial: Trial) -> None:
 
 
 def delete(trial: Trial) -> None:
-    discard(trial.files, TARGET)
+    trial.acknowledged = discard(trial.files, TARGET)
 
 
 def set_aside(trial: Trial) -> None:
@@ -125,7 +125,17 @@ def test_what_is_in_the_way_of_a_save(protocol: str) -> None:
         trial = Trial(files)
         save(trial)
         assert isinstance(trial.error, CheckpointExistsError) == is_refused, entry
-        assert seen(files) if not is_refused else files.read(os.path.join(TARGET, entry), 9) == b"mine", entry
+        assert "already exists" in str(trial.error) or not is_refused
+        if is_refused:
+            assert files.read(os.path.join(TARGET, entry), 9) == b"mine", entry
+            continue
+        assert seen(files), entry
+        names = [*FILES, ".metadata", "manifest.json"]
+        found = [
+            *files.names(TARGET),
+            *(name for each in attempts_in(files, TARGET) for name in files.names(f"{TARGET}/{each}")),
+        ]
+        assert sorted(found) == sorted([*names, *attempts_in(files, TARGET)]), entry
     files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename", locks=False)
     files.make_folders(ROOT)
     files.write_new(TARGET, b"mine")
@@ -144,6 +154,74 @@ def test_parents_are_made_but_not_the_folder_of_a_run_that_vanished(protocol: st
     with pytest.raises(FileNotFoundError):
         commit.begin(attempt)
     assert not files.exists("/gone")
+
+
+def test_a_target_that_another_attempt_made_and_did_not_sync_is_durable_too() -> None:
+    for seed in SEEDS:
+        files = SimulatedFiles(Disk(), atomic_rename=False, locks=False)
+        files.make_folders(ROOT)
+        files.make_folder(TARGET)
+        trial = Trial(files)
+        save(trial)
+        assert trial.acknowledged
+        files.disk.cut_power(seed)
+        assert seen(SimulatedFiles(files.disk, atomic_rename=False, locks=False)), seed
+
+
+def test_a_single_file_needs_renames_and_a_store_must_keep_conditions() -> None:
+    class IgnoresConditions(SimulatedFiles):
+        def check_puts(self, folder: str, name: str) -> None:
+            raise OSError(errno.EIO, "ignores If-None-Match", folder)
+
+    files = SimulatedFiles(Disk(), atomic_rename=False, locks=False)
+    with pytest.raises(CheckpointConfigError, match="single file, which needs a rename"):
+        commit.begin(commit.new_attempt(files, TARGET, new_token(), file="one.pt"))
+    files = IgnoresConditions(Disk(), atomic_rename=False, locks=False)
+    with pytest.raises(OSError, match="ignores If-None-Match"):
+        commit.begin(commit.new_attempt(files, TARGET, new_token()))
+
+
+class LosesAnswers(SimulatedFiles):
+    """The put of the manifest is done and its answer lost; then so many reads of it fail."""
+
+    unreadable = 0
+
+    def put_new(self, path: str, data: bytes, draft: str) -> None:
+        super().put_new(path, data, draft)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        if path.endswith("manifest.json") and self.unreadable > 0:
+            self.unreadable -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return super().read(path, limit)
+
+
+def put(files: SimulatedFiles, seconds: float = 0.0) -> None:
+    attempt = commit.new_attempt(files, TARGET, new_token())
+    commit.begin(attempt)
+    commit.publish(attempt, [{"rank": 0, "files": []}], {}, {}, seconds)
+
+
+def test_a_lost_answer_is_looked_for_as_long_as_files_may_take_to_be_visible() -> None:
+    files = LosesAnswers(Disk(), atomic_rename=False, locks=False)
+    files.unreadable = 2
+    put(files, 5)
+    assert read_manifest(files, TARGET)
+    files = LosesAnswers(Disk(), atomic_rename=False, locks=False)
+    files.unreadable = 1000
+    with pytest.raises(CheckpointSaveError, match="Could not find out whether"):
+        put(files, 0.1)
+
+
+def test_what_is_damaged_and_of_another_attempt_is_not_taken_back() -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=False, locks=False)
+    attempt = commit.new_attempt(files, TARGET, new_token())
+    commit.begin(attempt)
+    files.write_new(os.path.join(TARGET, "manifest.json"), b"damaged")
+    with pytest.raises(CheckpointSaveError, match="Could not find out whether"):
+        commit.publish(attempt, [{"rank": 0, "files": []}], {}, {})
+    assert files.read(os.path.join(TARGET, "manifest.json"), 99) == b"damaged"
 
 
 def test_two_attempts_at_one_name_end_with_one_checkpoint() -> None:
@@ -194,8 +272,9 @@ def test_a_save_is_there_whole_or_not_at_all(protocol: str, fault: str, caplog: 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("protocol", ["rename", "manifest"])
 def test_what_is_deleted_is_there_whole_or_not_at_all(protocol: str, fault: str) -> None:
-    for at, _, files in lives(delete, protocol, save, fault):
+    for at, trial, files in lives(delete, protocol, save, fault):
         there = seen(files)
+        assert not (there and trial.acknowledged), f"{at}: reported as deleted"
         assert discard(files, TARGET) or not there, at
         assert not seen(files), at
         if there:
