@@ -105,43 +105,6 @@ def test_the_put_of_the_manifest_is_the_last_thing_and_alone_makes_the_checkpoin
     assert sorted(os.listdir(at_of(Path(attempt.target)))) == [".metadata", "data"]
 
 
-def test_with_hard_links_all_is_durable_before_the_put_and_the_put_before_success(root: Path) -> None:
-    calls: list[str] = []
-
-    class Recording(FileStorage):
-        def sync(self, fd: int) -> None:
-            calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
-            super().sync(fd)
-
-        def sync_folder(self, path: str) -> None:
-            calls.append("sync_folder " + os.path.basename(path))
-            super().sync_folder(path)
-
-        def link(self, source: str, target: str) -> None:
-            calls.append("link " + os.path.basename(target))
-            super().link(source, target)
-
-    attempt = committed(Recording(atomic_rename=False), root, 1)
-    at = calls.index
-    assert at("sync data") < at("sync .metadata") < at(f"sync {MANIFEST}.draft") < at(f"link {MANIFEST}")
-    before = calls[: at(f"link {MANIFEST}")]
-    assert before[-1] == f"sync_folder {attempt.token}"
-    assert {"sync_folder root", "sync_folder iter_0000001"} <= set(before)
-    assert calls[-2:] == [f"link {MANIFEST}", "sync_folder iter_0000001"]
-
-
-@pytest.mark.parametrize("unreadable", [0, 2])
-def test_a_put_that_was_done_and_not_answered_is_a_commit(unreadable: int, root: Path, uploads: str) -> None:
-    store = ObjectStore(uploads, puts=["lost"])
-    attempt = written(store, root, 1)
-    store.unreadable = unreadable
-    commit.publish(attempt, [RANK], {}, {}, 5.0)
-    assert scan_steps(store, str(root), MEGATRON).committed == [1]
-    assert at_of(Path(attempt.target)).name == attempt.token
-    commit.abandon(attempt)  # what fails after the commit, on another rank, takes nothing away
-    assert scan_steps(store, str(root), MEGATRON).committed == [1]
-
-
 def test_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root: Path, uploads: str) -> None:
     class Twice(ObjectStore):
         def put_new(self, path: str, data: bytes, draft: str) -> None:
@@ -150,18 +113,6 @@ def test_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root: Path,
 
     committed(Twice(uploads), root, 1)
     assert scan_steps(FileStorage(), str(root), MEGATRON).committed == [1]
-
-
-@pytest.mark.parametrize("outcome", ["refused", "torn"])
-def test_a_put_that_was_not_done_leaves_nothing(outcome: str, root: Path, uploads: str) -> None:
-    store = ObjectStore(uploads, puts=[outcome])
-    attempt = written(store, root, 1)
-    with pytest.raises(OSError, match="Input/output error"):
-        commit.publish(attempt, [RANK], {}, {})
-    assert scan_steps(store, str(root), MEGATRON).committed == []
-    commit.abandon(attempt)
-    assert os.listdir(root) == []
-    committed(store, root, 1)
 
 
 @pytest.mark.parametrize(("outcome", "found"), [("lost", [1]), ("refused", [])])
@@ -181,21 +132,6 @@ def test_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_later(
     Unfinished(store, str(root), MEGATRON).sweep()
     assert scan_steps(store, str(root), MEGATRON).committed == found
     assert os.listdir(root) == [MEGATRON.folder(step) for step in found]
-
-
-def test_a_folder_that_cannot_be_synced_after_the_put_is_taken_back(root: Path) -> None:
-    class Failing(FileStorage):
-        def sync_folder(self, path: str) -> None:
-            super().sync_folder(path)
-            if os.path.exists(os.path.join(path, MANIFEST)):
-                raise OSError(5, "Input/output error", path)
-
-    fs = Failing(atomic_rename=False)
-    attempt = written(fs, root, 1)
-    with pytest.raises(OSError, match="Input/output error"):
-        commit.publish(attempt, [RANK], {}, {})
-    commit.abandon(attempt)
-    assert os.listdir(root) == []
 
 
 @pytest.mark.parametrize("kind", ["store", "links"])

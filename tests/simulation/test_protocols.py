@@ -16,6 +16,7 @@ from ckpt_component.core.commit.cleanup import discard, quarantine
 from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
+from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
@@ -224,6 +225,17 @@ def test_what_is_damaged_and_of_another_attempt_is_not_taken_back() -> None:
     assert files.read(os.path.join(TARGET, "manifest.json"), 99) == b"damaged"
 
 
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_another_attempt_and_one_in_another_process_are_of_the_same_checkpoint(protocol: str) -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename", locks=False)
+    first, token = commit.new_attempt(files, TARGET, new_token(), "a run"), new_token()
+    assert first.again(token) == commit.new_attempt(files, TARGET, token, "a run")
+    assert first.again(token) != first
+    plain = first.to_plain()
+    assert plain == {"target": TARGET, "token": first.token, "staging": first.staging, "owner": "a run", "file": ""}
+    assert Attempt(first.protocol, **plain) == first
+
+
 def test_two_attempts_at_one_name_end_with_one_checkpoint() -> None:
     for protocol in ("rename", "manifest"):
         files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename", locks=False)
@@ -248,6 +260,7 @@ def test_a_save_is_there_whole_or_not_at_all(protocol: str, fault: str, caplog: 
     for at, trial, files in lives(save, protocol, None, fault):
         there = seen(files)
         outcomes.add((trial.acknowledged, there))
+        assert not isinstance(trial.error, CheckpointExistsError), f"{at}: nothing was in the way"
         assert there or not trial.acknowledged, f"{at}: acknowledged, and not there"
         if fault not in ("cut", "fails_from_then_on"):
             assert there == trial.acknowledged, f"{at}: reported as failed, and there"
