@@ -6,6 +6,7 @@ import copy
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -207,8 +208,10 @@ def put(files: SimulatedFiles, seconds: float = 0.0) -> None:
 def test_a_lost_answer_is_looked_for_as_long_as_files_may_take_to_be_visible() -> None:
     files = LosesAnswers(Disk(), atomic_rename=False, locks=False)
     files.unreadable = 2
-    put(files, 5)
+    begun = time.monotonic()
+    put(files, 20)
     assert read_manifest(files, TARGET)
+    assert time.monotonic() - begun < 10
     files = LosesAnswers(Disk(), atomic_rename=False, locks=False)
     files.unreadable = 1000
     with pytest.raises(CheckpointSaveError, match="Could not find out whether"):
@@ -223,6 +226,38 @@ def test_what_is_damaged_and_of_another_attempt_is_not_taken_back() -> None:
     with pytest.raises(CheckpointSaveError, match="Could not find out whether"):
         commit.publish(attempt, [{"rank": 0, "files": []}], {}, {})
     assert files.read(os.path.join(TARGET, "manifest.json"), 99) == b"damaged"
+
+
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_what_was_taken_back_stays_away_after_a_power_cut(protocol: str) -> None:
+    for at, trial, files in lives(save, protocol, None, "fails"):
+        for seed in SEEDS if not trial.acknowledged else ():
+            disk = copy.deepcopy(files.disk)
+            disk.cut_power(seed)
+            rename = protocol == "rename"
+            assert not seen(SimulatedFiles(disk, atomic_rename=rename, locks=rename)), f"{at}, cut {seed}"
+
+
+def test_a_single_file_replaces_the_one_before_and_no_folder() -> None:
+    files = SimulatedFiles(Disk())
+    files.make_folders(ROOT)
+    for data in (b"1", b"22"):
+        attempt = commit.new_attempt(files, TARGET, new_token(), file="one.pt")
+        commit.begin(attempt)
+        files.write_new(os.path.join(attempt.staging, "one.pt"), data)
+        assert not commit.is_over(attempt)
+        entry = {"name": "one.pt", "size": len(data)}
+        assert commit.publish(attempt, [{"rank": 0, "files": [entry]}], {}, {}) == 1
+        assert commit.is_over(attempt)
+        assert files.names(ROOT) == [os.path.basename(TARGET)]
+        for seed in SEEDS:
+            disk = copy.deepcopy(files.disk)
+            disk.cut_power(seed)
+            assert SimulatedFiles(disk).read(TARGET, 9) == data
+    files.unlink(TARGET)
+    files.make_folders(TARGET)
+    with pytest.raises(CheckpointExistsError, match="is a folder, and a file is to be saved there"):
+        commit.begin(commit.new_attempt(files, TARGET, new_token(), file="one.pt"))
 
 
 @pytest.mark.parametrize("protocol", ["rename", "manifest"])
