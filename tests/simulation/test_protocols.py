@@ -7,114 +7,30 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
+from simulation.trials import FAULTS, FILES, ROOT, SEEDS, TARGET, Trial, delete, lives, save, seen, set_aside
 
 from ckpt_component.core.commit import commit
-from ckpt_component.core.commit.cleanup import discard, quarantine
-from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
+from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
+from ckpt_component.core.commit.manifest import VERSION, encode_manifest, read_manifest
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
-from ckpt_component.core.commit.names import QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
+from ckpt_component.core.commit.names import MEGATRON, QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
 from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
-from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
+from ckpt_component.errors import CheckpointConfigError, CheckpointExistsError, CheckpointSaveError
+from ckpt_component.testing import Disk, SimulatedFiles
 
-ROOT, TARGET = "/runs", "/runs/iter_0000001"
-FILES = {"data": b"1234567890", "more": b"abc"}
-FAULTS = {
-    "cut": Fault("cut"),
-    "fails": Fault("fail"),
-    "fails_from_then_on": Fault("fail", lasts=True),
-    "is_full": Fault("fail", errno.ENOSPC),
-    "answer_lost": Fault("lost"),
-    "writes_half": Fault("short"),
-}
-SEEDS = range(6)
+ANOTHER = {"version": VERSION, "attempt": "0badc0de-12345678", "world_size": 1, "files": []}
 
 
-@dataclass
-class Trial:
-    """One life on a simulated disk.
-
-    Attributes:
-        files: its storage
-        acknowledged: whether the save was reported as committed
-        error: why it was not
-    """
-
-    files: SimulatedFiles
-    acknowledged: bool = False
-    error: BaseException | None = None
-    tokens: list[str] = field(default_factory=list)
-
-
-def save(trial: Trial) -> None:
-    files, attempt = trial.files, commit.new_attempt(trial.files, TARGET, new_token())
-    trial.tokens.append(attempt.token)
-    try:
-        commit.begin(attempt)
-        for name, data in FILES.items():
-            files.write_new(os.path.join(attempt.staging, name), data)
-        entries = [{"name": name, "size": len(data)} for name, data in FILES.items()]
-        commit.publish(attempt, [{"rank": 0, "files": entries}], {".metadata": b"m"}, {"format": "x"})
-        trial.acknowledged = True
-    except (CheckpointError, OSError) as error:
-        trial.error = error
-        commit.abandon(attempt)
-
-
-def delete(trial: Trial) -> None:
-    trial.acknowledged = discard(trial.files, TARGET)
-
-
-def set_aside(trial: Trial) -> None:
-    try:
-        quarantine(trial.files, TARGET)
-    except (CheckpointError, OSError) as error:
-        trial.error = error
-
-
-def seen(files: SimulatedFiles) -> bool:
-    """Whether a reader finds a checkpoint, which must be whole."""
-    manifest = read_manifest(files, TARGET)
-    if manifest is None:
-        return False
-    folder = data_folder(files, TARGET, manifest)
-    check_files(files, folder, manifest)
-    for name, data in FILES.items():
-        assert files.read(os.path.join(folder, name), 100) == data
-    assert files.read(os.path.join(folder, ".metadata"), 100) == b"m"
-    return True
-
-
-def lives(act: Callable[[Trial], None], protocol: str, before: Callable[[Trial], None] | None, fault: str):  # type: ignore[no-untyped-def]
-    """Each life with the fault at one operation, and the states of the disk that it may leave."""
-    rename = protocol == "rename"
-
-    def on(disk: Disk, faults: dict[int, Fault]) -> Trial:
-        return Trial(SimulatedFiles(disk, faults, atomic_rename=rename, locks=rename))
-
-    first = on(Disk(), {})
-    first.files.make_folders(ROOT)
-    if before is not None:
-        before(first)
-        assert first.acknowledged
-    usual = on(copy.deepcopy(first.files.disk), {})
-    act(usual)
-    for number, operation in enumerate([*usual.files.operations, ("end", "")], 1):
-        trial = on(copy.deepcopy(first.files.disk), {number: FAULTS[fault]})
-        try:
-            act(trial)
-        except PowerCut:
-            assert fault == "cut"
-        for seed in SEEDS if fault == "cut" else [None]:
-            disk = copy.deepcopy(trial.files.disk)
-            if seed is not None:
-                disk.cut_power(seed)
-            yield f"{operation}, seed {seed}: {trial.error}", trial, on(disk, {}).files
+@pytest.mark.parametrize(("atomic_rename", "goes"), [(False, True), (True, False)])
+def test_an_empty_folder_of_a_step_is_an_attempts_where_attempts_make_it(atomic_rename: bool, goes: bool) -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=atomic_rename, locks=atomic_rename)
+    files.make_folders(TARGET)
+    files.disk.now += 600
+    Unfinished(files, ROOT, MEGATRON).sweep()
+    assert files.exists(TARGET) != goes
 
 
 @pytest.mark.parametrize("protocol", ["rename", "manifest"])
@@ -216,6 +132,37 @@ def test_a_lost_answer_is_looked_for_as_long_as_files_may_take_to_be_visible() -
     files.unreadable = 1000
     with pytest.raises(CheckpointSaveError, match="Could not find out whether"):
         put(files, 0.1)
+
+
+@pytest.mark.parametrize("then", ["is_read", "cannot_be_read", "is_of_another"])
+def test_a_lost_answer_of_a_rename_is_looked_into(then: str) -> None:
+    class Renamed(SimulatedFiles):
+        is_readable = True
+
+        def rename_new(self, source: str, target: str) -> bool:
+            super().rename_new(source, target)
+            if then == "is_of_another":
+                self.unlink(os.path.join(target, "manifest.json"))
+                self.write_new(os.path.join(target, "manifest.json"), encode_manifest(ANOTHER))
+            self.is_readable = then != "cannot_be_read"
+            raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+
+        def read(self, path: str, limit: int) -> bytes:
+            if not self.is_readable:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return super().read(path, limit)
+
+    files = Renamed(Disk())
+    if then == "is_read":
+        put(files)
+        assert read_manifest(files, TARGET)
+    elif then == "cannot_be_read":
+        with pytest.raises(CheckpointSaveError, match="Could not find out whether"):
+            put(files)
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            put(files)
+        assert read_manifest(files, TARGET) == ANOTHER
 
 
 def test_what_is_damaged_and_of_another_attempt_is_not_taken_back() -> None:
