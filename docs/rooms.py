@@ -12,7 +12,10 @@ PAGE = REPOSITORY / "docs" / "design.md"
 #: A room imports from the storeys below its own, and from the rooms before it in its storey; `tests/test_rooms.py`
 #: checks it.
 STOREYS = {
-    "ground": ("errors", "_version", "core._lazy", "core.options", "core.spelling", "core.progress", "core.memory"),
+    "ground": (
+        *("errors", "_version", "core._lazy", "core.options", "core.spelling", "core.progress", "core.memory"),
+        "core.clock",
+    ),
     "outside": ("core.processes", "core.storage", "core.state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),
     "files": ("events", "core.writing", "core.formats"),

@@ -58,6 +58,7 @@ class SaveAttempts:
         self._ranks = context.ranks
         self._leads = context.ranks.is_leader
         self._timeouts = context.timeouts
+        self._clock = context.ranks.clock
         self._run = context.run
         self._indexes = RankIndexes(writer, context.run.files)
         #: By device: the faster I/O mode, where a request has made a trial.
@@ -83,7 +84,7 @@ class SaveAttempts:
             CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks
         """
         request, ranks, tag, own = staged.admitted.request, self._ranks, attempt.token, list[Written]()
-        deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
+        deadline = self._clock.now() + self._timeouts.stage + self._timeouts.write
 
         def write() -> Mapping[str, Any]:
             own.append(self._write(staged, attempt, number))
@@ -164,7 +165,8 @@ class SaveAttempts:
         encoded, storage, events = snapshot.encoded, request.storage, self._context.events
         name = os.path.basename(request.path)
         if not self._leads:
-            wait_visible(lambda: storage.is_folder(attempt.staging), attempt.staging, self._timeouts.visible)
+            visible = partial(storage.is_folder, attempt.staging)
+            wait_visible(visible, attempt.staging, self._timeouts.visible, self._clock)
         if wait_futures([snapshot.staged], self._timeouts.stage).not_done:
             raise CheckpointTimeoutError(
                 f"The snapshot for {request.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
@@ -195,7 +197,7 @@ class SaveAttempts:
         if self._shows_progress:
             self._writing = attempt.token, self._caller.progress()
         with self._typed_errors(request, encoded.file_bytes):
-            result = self._caller.run(job, time.monotonic() + self._timeouts.write)
+            result = self._caller.run(job, self._clock.now() + self._timeouts.write)
         written = Written(result, number)
         if events.has_listeners:
             events.progressed(report_of(request, "written", staged, written))

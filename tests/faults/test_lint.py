@@ -112,6 +112,20 @@ def test_every_wait_has_a_deadline_or_a_reason() -> None:
     assert WITHOUT_DEADLINE.keys() <= found.keys(), "a reason that is not needed any more"
 
 
+def test_coordination_and_commit_take_time_and_threads_from_a_clock() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for room in ("core/coordination", "core/commit")
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+        if name in ("time", "threading", "queue", "sched", "asyncio", "concurrent.futures")
+    }
+    # It copies files in parallel, and no rank waits for it.
+    assert found == {"core/commit/copying.py imports concurrent.futures"}
+
+
 def test_the_lint_sees_what_it_forbids(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text(

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -117,7 +116,7 @@ def publish(
         "version": VERSION,
         "attempt": attempt.token,
         "world_size": len(ranks),
-        "created": time.time(),
+        "created": storage.clock.date(),
         "files": files,
         **manifest_fields,
         **protocol.manifest_fields(attempt),
@@ -147,4 +146,4 @@ def abandon(attempt: Attempt) -> None:
 def _wait_for_size(storage: Storage, path: str, size: int, seconds: float) -> None:
     """Wait for another rank's file to become visible with its full size."""
     with contextlib.suppress(CheckpointTimeoutError):  # the caller reports the size it finds
-        wait_visible(lambda: storage.size(path) == size, path, seconds)
+        wait_visible(lambda: storage.size(path) == size, path, seconds, storage.clock)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -149,7 +148,7 @@ def _copy_files(
     pace: Callable[[int], None] | None,
 ) -> None:
     """Copy files, each durable when the next one starts on its thread."""
-    stopped = threading.Event()
+    stopped = storage.clock.latch()
     local = local_files(storage)
 
     def copy(entry: Mapping[str, Any]) -> None:
@@ -158,7 +157,7 @@ def _copy_files(
         writing = storage.create(os.path.join(target, name), 0 if local is not None else size)
         try:
             for offset in range(0, size, step):
-                if stopped.is_set():
+                if stopped.is_set:
                     return
                 length = min(step, size - offset)
                 if pace is not None:

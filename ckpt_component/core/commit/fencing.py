@@ -12,8 +12,8 @@ import errno
 import json
 import logging
 import os
-import time
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
 
 from ...errors import CheckpointFencedError, CheckpointSaveError
 from ..processes.running import ProcessName
@@ -66,7 +66,7 @@ class Owner:
         return self.process == ProcessName.current()
 
     def __str__(self) -> str:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        when = datetime.fromtimestamp(self.since).isoformat(" ", "seconds")
         return f"process {self.pid} on {self.host} since {when}"
 
 
@@ -134,7 +134,8 @@ class FencingToken:
         self._fenced = self._unfinished().left_by_owners()
         generation = 1 if predecessor is None else predecessor.generation + 1
         this = ProcessName.current()
-        claim = Owner(generation, self.token, this.host, this.pid, time.time(), this.space, this.started)
+        now = self._storage.clock.date()
+        claim = Owner(generation, self.token, this.host, this.pid, now, this.space, this.started)
         if not self.root_exists:
             self._storage.make_folders(self._root)
         elif not self._storage.is_folder(self._root):

@@ -11,11 +11,10 @@ import errno
 import fcntl
 import logging
 import os
-import threading
-import time
 from collections.abc import Sequence
 from functools import cached_property
 
+from ..clock import Latch, Thread
 from ..processes.running import ProcessName
 from ..storage.files import FileStorage, local_files
 from ..storage.new_names import new_token
@@ -52,17 +51,16 @@ class AttemptLock:
         self._storage = storage
         self._attempt = attempt
         self._root = os.path.dirname(attempt.target)
-        self._over = threading.Event()
         self._mark: str | None = None
-        self._thread: threading.Thread | None = None
+        self._touching: tuple[Thread, Latch] | None = None
         files = local_files(storage)
         self._lock = None if files is None else _locked(files, attempt.staging)
         if self._lock is None:
             process = ProcessName.current().key
             self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{process}.{new_token()}")
             storage.close(storage.create(self._mark))
-            self._thread = threading.Thread(target=self._touch, args=(self._mark,), name="ckpt-alive", daemon=True)
-            self._thread.start()
+            over = storage.clock.latch()
+            self._touching = storage.clock.start("ckpt-alive", self._touch, self._mark, over), over
 
     def held_by_others(self) -> bool:
         """Whether another live process holds a lock on the attempt."""
@@ -82,12 +80,13 @@ class AttemptLock:
 
     def close(self) -> None:
         """Release the attempt."""
-        self._over.set()
         if self._lock is not None:
             files, fd = self._lock
             files.close_folder(fd)
-        if self._thread is not None:
-            self._thread.join(1.0)  # it takes longer only when the storage hangs
+        if self._touching is not None:
+            thread, over = self._touching
+            over.set()
+            thread.join(1.0)  # it takes longer only when the storage hangs
         if self._mark is not None:
             try:
                 self._storage.unlink(self._mark)
@@ -96,9 +95,9 @@ class AttemptLock:
             except OSError as error:
                 logger.warning("%s could not be deleted and stays until a later start: %s", self._mark, error)
 
-    def _touch(self, mark: str) -> None:
+    def _touch(self, mark: str, over: Latch) -> None:
         warned = False
-        while not self._over.wait(TOUCH_SECONDS):
+        while not over.wait(TOUCH_SECONDS):
             try:
                 self._storage.touch(mark)
             except FileNotFoundError:
@@ -158,17 +157,17 @@ class LifeSigns:
             return self._storage.try_folder(self.root, f"{TRIAL_PREFIX}{new_token()}")
         except OSError as error:
             logger.info("could not read the clock of %s, using this host's: %s", self.root, error)
-            return time.time()
+            return self._storage.clock.date()
 
 
 def _locked(files: FileStorage, folder: str) -> tuple[FileStorage, int] | None:
     """Lock a folder, as long as its descriptor is open; None: the file system has no locks."""
-    fd, locked, deadline = files.open_folder(folder), None, time.monotonic() + _LOOK_SECONDS
+    fd, locked, deadline = files.open_folder(folder), None, files.clock.now() + _LOOK_SECONDS
     try:
         while (locked := try_lock(files, fd, fcntl.LOCK_SH, folder)) is False:  # another process probes it
-            if time.monotonic() > deadline:
+            if files.clock.now() > deadline:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), folder)
-            time.sleep(_LOOK_PAUSE)
+            files.clock.sleep(_LOOK_PAUSE)
     finally:
         if not locked:
             files.close_folder(fd)

@@ -88,7 +88,7 @@ class ManifestCommit(CommitProtocol):
         """After a failed or unanswered put: return if the manifest was created nevertheless, else raise."""
         target = attempt.target
         with contextlib.suppress(CheckpointTimeoutError):  # the read below raises
-            wait_visible(lambda: self._is_readable(target), target, timeout)
+            wait_visible(lambda: self._is_readable(target), target, timeout, self.storage.clock)
         try:
             token = self._committed_token(target)
         except CheckpointCorruptError as read_error:

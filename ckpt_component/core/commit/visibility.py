@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from ...errors import CheckpointTimeoutError
+from ..clock import CLOCK, Clock
 
 #: Polling intervals.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
 
-def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float) -> None:
+def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float, clock: Clock = CLOCK) -> None:
     """Poll until `is_visible` returns True.
 
     Args:
         is_visible: whether another rank's file is visible here
         what: what to name in the error message
         seconds: `timeouts.visible`
+        clock: that of the storage
 
     Raises:
         CheckpointTimeoutError: it did not become visible in time
     """
-    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    deadline, pause = clock.now() + seconds, _FIRST_PAUSE
     while not is_visible():
-        remaining = deadline - time.monotonic()
+        remaining = deadline - clock.now()
         if remaining <= 0:
             raise CheckpointTimeoutError(
                 f"{what}, which another rank made, cannot be seen from here after {seconds:g} s (timeouts.visible); "
                 "all ranks need one checkpoint.dir on a file system that they share."
             )
-        time.sleep(min(pause, remaining))
+        clock.sleep(min(pause, remaining))
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,11 +80,12 @@ class Lookout:
         waits_for: Callable[[], list[int]],
     ) -> None:
         self._store = store
+        self._clock = store.clock
         self._name = name
         self._place = place
         self._missing = missing
         self._waits_for = waits_for
-        self._began = time.monotonic()
+        self._began = self._clock.now()
         self._next = self._began + _LOOK_SECONDS
         self._warned = False
 
@@ -95,11 +95,11 @@ class Lookout:
         Raises:
             RanksError: a rank has continued and will not make the call
         """
-        now = time.monotonic()
+        now = self._clock.now()
         if now < self._next:
             return
         places = self._places(self._waits_for())
-        self._next = time.monotonic() + _LOOK_SECONDS
+        self._next = self._clock.now() + _LOOK_SECONDS
         past = {rank: str(place) for rank, place in places.items() if place is not None and place.is_past(self._place)}
         if past:
             raise RanksError(f"{self._text()}.", None, past)

@@ -11,15 +11,13 @@ import logging
 import math
 import os
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
 from ...errors import CheckpointTimeoutError, RanksError
+from ..clock import CLOCK, Clock, Latch, Queue
 
 logger = logging.getLogger("ckpt_component.coordination")
 
@@ -34,21 +32,19 @@ class _Call:
 
     __slots__ = ("done", "error", "function", "given_up", "result")
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any], done: Latch) -> None:
         self.function = function
         self.given_up = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.done = threading.Lock()  # cheaper than an Event
-        self.done.acquire()
+        self.done = done
 
     def wait(self, seconds: float) -> bool:
         """Wait until it is done; returns whether it is."""
-        while not self.done.acquire(timeout=min(seconds, _TURN_SECONDS)):
+        while not self.done.wait(min(seconds, _TURN_SECONDS)):
             seconds -= _TURN_SECONDS
             if seconds <= 0:
                 return False
-        self.done.release()
         return True
 
 
@@ -59,28 +55,32 @@ class StoreConnection:
         store: a `torch.distributed` store
         timeout: seconds after which a call that was not answered fails
         opens: open another connection to the same store with the first call; else `store` is used itself
+        clock: the time and the threads of this rank
+
+    Attributes:
+        clock: the same
     """
 
-    def __init__(self, store: Any, timeout: float, *, opens: bool) -> None:
+    def __init__(self, store: Any, timeout: float, *, opens: bool, clock: Clock = CLOCK) -> None:
+        self.clock = clock
         #: The store; from the first call on the connection, so as not to keep a server of rank 0 alive.
         self._store = [store]
         self._timeout = timeout
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls = clock.queue()
         self._unanswered: _Call | None = None
         self._since = 0.0
-        arguments = (self._calls, self._store, opens)
-        threading.Thread(target=_make_calls, args=arguments, name="ckpt-store", daemon=True).start()
+        clock.start("ckpt-store", _make_calls, self._calls, self._store, opens)
         # The thread holds no reference to this object, and ends when it is collected.
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def another(self) -> StoreConnection:
         """Another connection to the same store. Does not wait: it is opened with its first call."""
-        return StoreConnection(self._store[0], self._timeout, opens=True)
+        return StoreConnection(self._store[0], self._timeout, opens=True, clock=self.clock)
 
     @property
     def is_blocked(self) -> bool:
         """Whether a call that its caller gave up has still no answer."""
-        return self._unanswered is not None and self._unanswered.done.locked()
+        return self._unanswered is not None and not self._unanswered.done.is_set
 
     def call(self, function: Callable[[Any], Any], deadline: float = math.inf) -> Any:
         """Call `function` with the store on the connection's thread, and return what it returns.
@@ -94,10 +94,10 @@ class StoreConnection:
             RanksError: the store did not answer for `timeout`
             RuntimeError: of the store
         """
-        now = time.monotonic()
+        now = self.clock.now()
         timeout = min(self._timeout, _LEAST_SECONDS) if self.is_blocked else self._timeout
         seconds = min(timeout, max(deadline - now, _LEAST_SECONDS))
-        call = _Call(function)
+        call = _Call(function, self.clock.latch())
         self._calls.put(call)
         if not call.wait(seconds):
             call.given_up = True
@@ -117,7 +117,7 @@ class StoreConnection:
             except Exception as error:
                 logger.debug("a late call to the store failed: %s", error)
 
-        self._calls.put(_Call(attempt))
+        self._calls.put(_Call(attempt, self.clock.latch()))
 
     def holder(self) -> str:
         """Describe the process that holds the store."""
@@ -129,7 +129,7 @@ class StoreConnection:
         return who if host is None else f"{who} at {host}:{port}"
 
     def _no_answer(self) -> CheckpointTimeoutError | RanksError:
-        seconds = time.monotonic() - self._since
+        seconds = self.clock.now() - self._since
         text = (
             f"The process that holds the store which all ranks share, {self.holder()}, has not answered for "
             f"{seconds:.0f} s: it is stopped or hangs, or its host cannot be reached"
@@ -146,7 +146,8 @@ class MadeHere:
 
     is_blocked = False
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, clock: Clock) -> None:
+        self.clock = clock
         self._store = store
 
     def call(self, function: Callable[[Any], Any], deadline: float) -> Any:
@@ -158,8 +159,8 @@ def _is_held_by_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _make_calls(calls: SimpleQueue[_Call | None], store: list[Any], opens: bool) -> None:
-    while (call := calls.get()) is not None:
+def _make_calls(calls: Queue, store: list[Any], opens: bool) -> None:
+    while isinstance(call := calls.get(), _Call):
         if call.given_up:
             continue
         try:
@@ -169,7 +170,7 @@ def _make_calls(calls: SimpleQueue[_Call | None], store: list[Any], opens: bool)
             call.result = call.function(store[0])
         except BaseException as error:
             call.error = error
-        call.done.release()
+        call.done.set()
         del call  # its result may be large
 
 

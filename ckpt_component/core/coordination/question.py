@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ...errors import CheckpointTimeoutError, name_ranks, ranks_failed
@@ -102,7 +101,7 @@ class Question:
             late = dict.fromkeys(self.missing(), "did not finish before timeouts.write was over")
             raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
         if self.count("failed"):
-            time.sleep(_COMPANY_SECONDS)
+            self.store.clock.sleep(_COMPANY_SECONDS)
         silent = set() if self.has_all() else set(self.missing())
         present = [rank for rank in range(self.store.world_size) if rank not in silent]
         votes = dict(zip(present, self.values(present), strict=True))
@@ -129,11 +128,15 @@ _KEPT = 64
 
 
 class AnsweredQuestions:
-    """Removes old questions from the store when a new one is added. Used by several threads."""
+    """Removes old questions from the store when a new one is added. Used by several threads.
 
-    def __init__(self) -> None:
+    Args:
+        lock: held while questions are removed
+    """
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._tags: deque[str] = deque()
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def add(self, question: Question) -> None:
         """Add a question, and remove those that every rank has read, or that are so old that a rank must be dead."""

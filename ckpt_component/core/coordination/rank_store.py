@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,11 +31,15 @@ class RankStore:
         world_size: number of ranks
         prefix: prefix of all keys; the same on all ranks, and used for one purpose only
         deadline: monotonic seconds for all calls; see `until`
+
+    Attributes:
+        clock: that of the connection, by which all waits for other ranks go
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, prefix: str, deadline: float = math.inf) -> None:
         is_connection = isinstance(store, (StoreConnection, MadeHere))
         self._connection = store if is_connection else StoreConnection(store, _ANSWER_SECONDS, opens=False)
+        self.clock = self._connection.clock
         self.rank = rank
         self.world_size = world_size
         self._prefix = prefix
@@ -103,7 +106,7 @@ class RankStore:
 
     def once_answered(self, action: Callable[[RankStore], None]) -> None:
         """Let a blocked connection do something as soon as the store answers again. Does not wait."""
-        self._connection.call_later(lambda store: action(self._over(MadeHere(store))))
+        self._connection.call_later(lambda store: action(self._over(MadeHere(store, self.clock))))
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value.
@@ -151,10 +154,10 @@ class RankStore:
         """
         pause = max(_FIRST_POLL, _FIRST_POLL_PER_RANK * self.world_size)
         while not ready():
-            remaining = deadline - time.monotonic()
+            remaining = deadline - self.clock.now()
             if remaining <= 0:
                 raise CheckpointTimeoutError(f"Timed out waiting for {what()}.")
-            time.sleep(min(pause, remaining))
+            self.clock.sleep(min(pause, remaining))
             pause = min(pause * 1.5, max(_LONGEST_POLL, pause))
 
     def _over(self, connection: StoreConnection | MadeHere, deadline: float = math.inf) -> RankStore:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..clock import CLOCK, Clock
 from .safe_open import READ_TWICE
 
 if TYPE_CHECKING:
@@ -36,7 +37,12 @@ class Storage(ABC):
         atomic_rename: whether a folder can be renamed in one step; only files have it, see `FileStorage`
         options: `checkpoint.storage.options`, which a bucket was opened with; may hold secrets, so it is never logged
         warns: whether to warn, once, if there are no locks. A writer process leaves that to its trainer.
+
+    Attributes:
+        clock: of the process that uses the storage: waits for what happens there go by it
     """
+
+    clock: Clock = CLOCK
 
     def __init__(
         self,
