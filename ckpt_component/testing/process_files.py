@@ -1,0 +1,31 @@
+"""`ProcessFiles`: the files of a simulated disk, as a simulated process sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .disk import Disk
+from .simulated_files import SimulatedFiles
+from .simulation import SimulatedProcess
+
+
+class ProcessFiles(SimulatedFiles):
+    """Each operation is a turn of the process. All processes share the disk, its faults, and its locks.
+
+    Args:
+        process: the process
+        files: the files; used by nobody else but others of this class
+    """
+
+    def __init__(self, process: SimulatedProcess, files: SimulatedFiles) -> None:
+        vars(self).update(vars(files))
+        self.clock = process.clock
+        self.process = process
+
+    @contextmanager
+    def _look(self) -> Iterator[Disk]:
+        self.process.turn()
+        with super()._look() as disk:
+            disk.now = max(disk.now, 1e9 + self.process.simulation.now)
+            yield disk
