@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch.distributed  # noqa: F401  (a connection is one to its store)
+import torch.distributed
 
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
@@ -157,3 +160,41 @@ def test_the_thread_of_a_connection_ends_with_it(held: Held) -> None:
     del store
     thread.join(30)
     assert not thread.is_alive()
+
+
+def break_connections(port: int) -> int:
+    """Break the connections of this process to a port, as a router that forgets them does; returns how many."""
+    broken = 0
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.getpeername()[1] == port:
+                connection.shutdown(socket.SHUT_RDWR)
+                broken += 1
+    return broken
+
+
+def test_a_connection_that_broke_is_opened_again() -> None:
+    master = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = RankStore(StoreConnection(master, 5.0, opens=True), 0, 2, "test/")
+    store.set("key", b"value")
+    assert break_connections(master.port)
+    assert store.peek("key") == b"value"  # a read is repeated
+    assert store.add("count", 1) == 1
+    assert break_connections(master.port)
+    with pytest.raises(RanksError, match=f"its connection to rank 0 at 127.0.0.1:{master.port} broke"):
+        store.add("count", 1)  # unknown whether it was done
+    assert store.add("count", 1) in (2, 3)
+
+
+def test_a_store_that_has_ended_is_noticed_at_once() -> None:
+    master = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    port = master.port
+    client = torch.distributed.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    store = RankStore(StoreConnection(client, 60.0, opens=True), 1, 2, "test/")
+    store.set("key", b"value")
+    del master
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(RanksError, match="cannot reach the store"):
+            store.peek("key")
+    assert time.monotonic() - began < 10

@@ -3,6 +3,9 @@
 The calls of torch's stores wait for an answer without end if the process that holds the store is stopped, or its host
 is unreachable. So a thread of the connection makes them, and the caller waits as long as it may. The thread is a
 daemon: if the store never answers, neither the caller nor the end of the interpreter waits for it.
+
+A connection of torch's that broke stays broken, so after an error the thread opens another one. A call that may be made
+twice is made again at once; of others it is unknown whether they were done, and the caller gets the error.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -25,15 +29,20 @@ logger = logging.getLogger("ckpt_component.coordination")
 _LEAST_SECONDS = 1.0
 #: A wait is counted in turns of this length, so that time for which this process itself was stopped does not count.
 _TURN_SECONDS = 1.0
+#: A process that dies may close its connections a moment before it takes no others.
+_DYING_SECONDS = 0.2
+#: For so long to look whether the process of a store still takes connections.
+_LISTEN_SECONDS = 5.0
 
 
 class _Call:
     """A call that the connection's thread makes."""
 
-    __slots__ = ("done", "error", "function", "given_up", "result")
+    __slots__ = ("done", "error", "function", "given_up", "repeatable", "result")
 
-    def __init__(self, function: Callable[[Any], Any], done: Latch) -> None:
+    def __init__(self, function: Callable[[Any], Any], done: Latch, *, repeatable: bool = False) -> None:
         self.function = function
+        self.repeatable = repeatable
         self.given_up = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -69,7 +78,7 @@ class StoreConnection:
         self._calls = clock.queue()
         self._unanswered: _Call | None = None
         self._since = 0.0
-        clock.start("ckpt-store", _make_calls, self._calls, self._store, opens)
+        clock.start("ckpt-store", _make_calls, self._calls, self._store, opens, clock)
         # The thread holds no reference to this object, and ends when it is collected.
         weakref.finalize(self, self._calls.put, None).atexit = False
 
@@ -82,12 +91,13 @@ class StoreConnection:
         """Whether a call that its caller gave up has still no answer."""
         return self._unanswered is not None and not self._unanswered.done.is_set
 
-    def call(self, function: Callable[[Any], Any], deadline: float = math.inf) -> Any:
+    def call(self, function: Callable[[Any], Any], deadline: float = math.inf, *, repeatable: bool = False) -> Any:
         """Call `function` with the store on the connection's thread, and return what it returns.
 
         Args:
             function: makes a request; if its answer is late, it is discarded
             deadline: monotonic seconds; the call fails earlier if nothing is answered for `timeout`
+            repeatable: whether the request may be made twice
 
         Raises:
             CheckpointTimeoutError: the store did not answer by the deadline
@@ -97,7 +107,7 @@ class StoreConnection:
         now = self.clock.now()
         timeout = min(self._timeout, _LEAST_SECONDS) if self.is_blocked else self._timeout
         seconds = min(timeout, max(deadline - now, _LEAST_SECONDS))
-        call = _Call(function, self.clock.latch())
+        call = _Call(function, self.clock.latch(), repeatable=repeatable)
         self._calls.put(call)
         if not call.wait(seconds):
             call.given_up = True
@@ -121,9 +131,7 @@ class StoreConnection:
 
     def holder(self) -> str:
         """Describe the process that holds the store."""
-        (store,) = self._store
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
+        store = _innermost(*self._store)
         who = "the torchrun agent" if _is_held_by_agent() else "rank 0"
         host, port = getattr(store, "host", None), getattr(store, "port", None)
         return who if host is None else f"{who} at {host}:{port}"
@@ -150,7 +158,7 @@ class MadeHere:
         self.clock = clock
         self._store = store
 
-    def call(self, function: Callable[[Any], Any], deadline: float) -> Any:
+    def call(self, function: Callable[[Any], Any], deadline: float, *, repeatable: bool = False) -> Any:
         """Call a function with the store."""
         return function(self._store)
 
@@ -159,19 +167,46 @@ def _is_held_by_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _make_calls(calls: Queue, store: list[Any], opens: bool) -> None:
+def _make_calls(calls: Queue, store: list[Any], opens: bool, clock: Clock) -> None:
     while isinstance(call := calls.get(), _Call):
         if call.given_up:
             continue
-        try:
-            if opens:
-                store[0] = another_connection(sys.modules["torch.distributed"], store[0])
-                opens = False
-            call.result = call.function(store[0])
-        except BaseException as error:
-            call.error = error
+        while True:
+            try:
+                if opens:
+                    store[0] = another_connection(sys.modules["torch.distributed"], store[0])
+                    opens = False
+                call.result, call.error = call.function(store[0]), None
+            except BaseException as error:
+                call.error = call.error or error
+                if not opens:
+                    clock.sleep(_DYING_SECONDS)
+                    opens = _is_listening(store[0])
+                    if opens and call.repeatable and not call.given_up:
+                        continue
+            break
         call.done.set()
         del call  # its result may be large
+
+
+def _is_listening(store: Any) -> bool:
+    """Whether another connection to a store can be opened. torch keeps trying for minutes if its process has ended."""
+    store = _innermost(store)
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if host is None or port is None:
+        return hasattr(store, "clone")
+    try:
+        socket.create_connection((host, port), _LISTEN_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _innermost(store: Any) -> Any:
+    """The store that wrappers such as `PrefixStore` call."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 def another_connection(dist: ModuleType, store: Any) -> Any:

@@ -54,7 +54,7 @@ class Place(NamedTuple):
 class Heartbeat:
     """A thread that writes a heartbeat of this rank to the store every two seconds, until `stop`.
 
-    A heartbeat that could not be sent is retried over a new connection. `check` raises the cause once retries have
+    A heartbeat that could not be sent is retried. `check` raises the cause once retries have
     failed for so long that the other ranks consider this one dead.
 
     Args:
@@ -115,8 +115,6 @@ class Heartbeat:
         while True:
             pause = self._pause
             try:
-                if self._failure is not None and not self._store.is_blocked:
-                    self._store = self._store.clone()  # a connection that broke stays broken
                 self._send(self._store)
             except Exception as error:
                 if self._failure is None:

@@ -115,31 +115,42 @@ class RankStore:
             RanksError: the store is unreachable or has not answered for the timeout; as do all methods here
             CheckpointTimeoutError: it did not answer until the deadline; as do all methods here
         """
-        self._call(lambda store: store.set(self._prefix + key, value))
+        self._call(lambda store: store.set(self._prefix + key, value), repeatable=True)
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which starts at 0, and return its new value. An amount of 0 reads it."""
-        return int(self._call(lambda store: store.add(self._prefix + key, amount)))
+    def add(self, key: str, amount: int, *, repeatable: bool = False) -> int:
+        """Add to a counter, which starts at 0, and return its new value. An amount of 0 reads it.
+
+        If the connection breaks, a `repeatable` addition may be made twice, and another one not at all.
+        """
+        return int(
+            self._call(lambda store: store.add(self._prefix + key, amount), repeatable=repeatable or amount == 0)
+        )
 
     def peek(self, key: str) -> bytes | None:
         """Return the value, or None if there is none yet. Does not wait."""
         full_key = self._prefix + key
-        return self._call(lambda store: bytes(store.get(full_key)) if store.check([full_key]) else None)
+
+        def look(store: Any) -> bytes | None:
+            return bytes(store.get(full_key)) if store.check([full_key]) else None
+
+        found: bytes | None = self._call(look, repeatable=True)
+        return found
 
     def has(self, key: str) -> bool:
         """Whether a key has a value. Does not read it."""
-        return bool(self._call(lambda store: store.check([self._prefix + key])))
+        return bool(self._call(lambda store: store.check([self._prefix + key]), repeatable=True))
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that exist."""
         if not keys:
             return []
-        return [bytes(value) for value in self._call(lambda store: store.multi_get([self._prefix + k for k in keys]))]
+        names = [self._prefix + key for key in keys]
+        return [bytes(value) for value in self._call(lambda store: store.multi_get(names), repeatable=True)]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, whether or not they exist."""
         names = [self._prefix + key for key in keys]
-        self._call(lambda store: [store.delete_key(name) for name in names])
+        self._call(lambda store: [store.delete_key(name) for name in names], repeatable=True)
 
     def wait_until(self, ready: Callable[[], bool], deadline: float, what: Callable[[], str]) -> None:
         """Wait until `ready()` returns True.
@@ -163,13 +174,13 @@ class RankStore:
     def _over(self, connection: StoreConnection | MadeHere, deadline: float = math.inf) -> RankStore:
         return RankStore(connection, self.rank, self.world_size, self._prefix, deadline)
 
-    def _call(self, function: Callable[[Any], Any]) -> Any:
+    def _call(self, function: Callable[[Any], Any], *, repeatable: bool) -> Any:
         try:
-            return self._connection.call(function, self._deadline)
+            return self._connection.call(function, self._deadline, repeatable=repeatable)
         except CheckpointError:
             raise
         except RuntimeError as error:  # all errors of torch's stores are RuntimeErrors
             raise RanksError(
-                f"Rank {self.rank} cannot reach the store that all {self.world_size} ranks share; the process that "
-                f"holds it, {self._connection.holder()}, has ended: {str(error).splitlines()[0]}"
+                f"Rank {self.rank} cannot reach the store that all {self.world_size} ranks share; its connection to "
+                f"{self._connection.holder()} broke, or it has ended: {str(error).splitlines()[0]}"
             ) from error
