@@ -142,11 +142,10 @@ class AnsweredQuestions:
         """Add a question, and remove those that every rank has read, or that are so old that a rank must be dead."""
         readers = question.store.world_size - 1
         with self._lock:
-            old, self._tags = self._tags, deque()
+            old = [*self._tags]
+            self._tags.append(question.tag)
             for number, tag in enumerate(old):
                 earlier = Question(question.store, tag)
-                if len(old) - number <= _KEPT and earlier.count("left") < readers:
-                    self._tags.append(tag)
-                else:
+                if len(old) - number > _KEPT or earlier.count("left") >= readers:
                     earlier.delete()
-            self._tags.append(question.tag)
+                    self._tags.remove(tag)

@@ -203,10 +203,14 @@ class StoreCoordinator(Coordinator):
         return results
 
     def _leave(self, question: Question) -> None:
-        if self.is_leader:
-            self._answered.add(question)
-        else:
-            question.count("left", 1)
+        """This rank has no more use for a question. What was decided does not depend on it, so errors are logged."""
+        try:
+            if self.is_leader:
+                self._answered.add(question)
+            else:
+                question.count("left", 1)
+        except (CheckpointTimeoutError, RanksError) as error:
+            logger.debug("rank %d leaves keys of '%s' behind: %s", self.rank, question.tag, error)
 
     def close(self) -> None:
         """Stop the heartbeat. The keys of the last questions stay, for ranks that have not read them yet."""
@@ -303,7 +307,7 @@ class StoreCoordinator(Coordinator):
         else:
             question.answer(result=result)
         finally:
-            self._answered.add(question)
+            self._leave(question)
         return result
 
     def _read_answer(self, question: Question, data: bytes, about: str = "") -> Any:
