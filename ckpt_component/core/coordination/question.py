@@ -31,7 +31,8 @@ class Question:
 
     def count(self, counter: str, amount: int = 0) -> int:
         """Add to one of the question's counters, and return its new value."""
-        return self.store.add(f"{self.tag}/{counter}", amount)
+        # Of failures it only matters whether there is one.
+        return self.store.add(f"{self.tag}/{counter}", amount, repeatable=counter == "failed")
 
     def post(self, value: Any) -> None:
         """Post this rank's value."""
@@ -99,7 +100,8 @@ class Question:
             self.store.wait_until(lambda: self.is_over(detector, lost), deadline, lambda: "all ranks to write")
         except CheckpointTimeoutError as error:
             late = dict.fromkeys(self.missing(), "did not finish before timeouts.write was over")
-            raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
+            if late:  # else a rank has died between its vote and the count
+                raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
         if self.count("failed"):
             self.store.clock.sleep(_COMPANY_SECONDS)
         silent = set() if self.has_all() else set(self.missing())

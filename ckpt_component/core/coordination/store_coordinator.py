@@ -178,9 +178,11 @@ class StoreCoordinator(Coordinator):
             if failure is not None:
                 question.count("failed", 1)
         except RanksError as error:
+            against = partial(_vote_against, tag, error_as_plain(error))
             if question.store.is_blocked:
-                question.store.once_answered(partial(_vote_against, tag, error_as_plain(error)))
-            raise
+                question.store.once_answered(against)
+                raise
+            against(question.store)
 
     def count(self, tag: str, deadline: float, watch: FailureDetector | None = None) -> list[Any]:
         """The second half of `all_succeed`: wait for the votes of all ranks, or the first failure.
@@ -321,7 +323,7 @@ class StoreCoordinator(Coordinator):
 
 
 def _vote_against(tag: str, failure: dict[str, Any], store: RankStore) -> None:
-    """Post that this rank has failed, as its vote may have reached the store in part: the leader would wait for it."""
+    """Post that this rank has failed, as its vote may not have been counted: the leader would wait for it."""
     question = Question(store, tag)
     if not store.has(f"{tag}/answer"):
         store.set(f"{tag}/posts/{store.rank}", pack({"error": failure}))
