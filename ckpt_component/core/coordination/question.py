@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...errors import CheckpointTimeoutError, name_ranks, ranks_failed
+from ...errors import CheckpointTimeoutError, RanksError, name_ranks, ranks_failed
 from .heartbeat import FailureDetector
 from .rank_store import RankStore
 
@@ -33,6 +33,15 @@ class Question:
         """Add to one of the question's counters, and return its new value."""
         # Of failures it only matters whether there is one.
         return self.store.add(f"{self.tag}/{counter}", amount, repeatable=counter == "failed")
+
+    def close(self) -> int:
+        """Close the question; returns how often it was closed. Above 1, it may have been this rank."""
+        try:
+            return self.count("closed", 1)
+        except RanksError:
+            if self.store.is_blocked:
+                raise
+            return self.count("closed", 1)  # it is unknown whether the first one was done
 
     def post(self, value: Any) -> None:
         """Post this rank's value."""

@@ -102,7 +102,7 @@ class StoreCoordinator(Coordinator):
                 raise
         if data is None:
             # The first rank to close the question answers it or gives it up, so that none continues without the others.
-            if question.count("closed", 1) == 1:
+            if question.close() == 1:
                 if failure is None:
                     return self._answer(question, lambda: decide(question.values(range(self.world_size))))
                 self._give_up(question, error_as_plain(failure), about)
@@ -110,6 +110,8 @@ class StoreCoordinator(Coordinator):
             try:
                 data = self._await_answer(question, self.clock.now() + _ANSWER_SECONDS)
             except CheckpointTimeoutError as error:
+                if self.is_leader:  # it may have closed the question itself: others answer it with an error, or not
+                    self._give_up(question, error_as_plain(failure or error), about)
                 raise failure or error from None
         return self._read_answer(question, data, about)
 
