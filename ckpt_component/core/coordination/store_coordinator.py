@@ -306,13 +306,22 @@ class StoreCoordinator(Coordinator):
         try:
             result = action()
         except Exception as error:
-            question.answer(error=error_as_plain(error))
+            self._post_answer(question, error=error_as_plain(error))
             raise
         else:
-            question.answer(result=result)
+            self._post_answer(question, result=result)
         finally:
             self._leave(question)
         return result
+
+    def _post_answer(self, question: Question, **fields: Any) -> None:
+        """On the leader: what was done is done, such as a commit, so no error of the store changes the outcome."""
+        try:
+            question.answer(**fields)
+        except (CheckpointTimeoutError, RanksError) as error:
+            logger.warning("rank %d could not answer '%s' in time: %s", self.rank, question.tag, error)
+            if question.store.is_blocked:
+                question.store.once_answered(lambda store: Question(store, question.tag).answer(**fields))
 
     def _read_answer(self, question: Question, data: bytes, about: str = "") -> Any:
         self._leave(question)
