@@ -1,0 +1,75 @@
+"""Two to four ranks commit together, under hundreds of schedules: what must never be is not, and all calls return."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from simulation.ranks import LIMIT, Job, Schedule, each_request, files_of, unsafe
+
+from ckpt_component.testing.simulation import Simulation
+
+#: Schedules that one test tries, and how many tests there are of each kind.
+EACH, QUICK, SOAK = 30, 4, 60
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)  # thousands of failures are reported
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+@pytest.mark.parametrize(
+    "part", [*range(QUICK), *(pytest.param(part, marks=pytest.mark.soak) for part in range(QUICK, SOAK))]
+)
+def test_ranks_commit_together_or_not_at_all(part: int, protocol: str) -> None:
+    wrong = []
+    for seed in range(part * EACH, (part + 1) * EACH):
+        schedule = Schedule(seed, protocol)
+        wrong += [f"seed {seed}: {', '.join(schedule.what)}: {text}" for text in schedule.wrong]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", ["lost", "unanswered", "late"])
+def test_each_request_of_a_save_meets_a_fault_once(kind: str) -> None:
+    wrong = each_request(kind, "rename")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_seed_is_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(seed: int) -> tuple[int, int, list[float]]:
+        simulation = Simulation(seed)
+        monkeypatch.setattr(os, "urandom", simulation.random.randbytes)  # for the names of attempts
+        job = Job(simulation, files_of("rename"), 3)
+        job.start()
+        assert simulation.run(1000.0)
+        return simulation.turns, job.store.requests, [each.ended for each in job.outcomes]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [200, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_many_ranks_commit_and_the_cost_per_rank_hardly_grows(
+    world_size: int, record_property: Callable[[str, object], None]
+) -> None:
+    began = time.process_time()
+    job = Job(Simulation(1, quickest=5e-5, slowest=5e-4), files_of("rename"), world_size, steps=(1,))
+    job.start()
+    assert job.simulation.run(LIMIT)
+    assert [each.error for each in job.outcomes] == [None] * world_size
+    assert not unsafe(job.files, job)
+    requests = job.store.requests / world_size
+    seconds = max(each.ended - each.began for each in job.outcomes)
+    used = time.process_time() - began
+    text = f"{world_size} ranks: {requests:.0f} requests per rank, {seconds:.1f} simulated s, {used:.1f} s of CPU"
+    record_property("cost", text)
+    print(text)
+    assert requests < 60  # each polls more often the longer the others take
+    assert seconds < 10
