@@ -80,7 +80,7 @@ class SimulatedFiles(FileStorage):
         super().__init__(durable=durable, atomic_rename=atomic_rename, warns=False)
         self.disk = disk
         self.operations: list[tuple[str, str]] = []
-        self._faults = faults or {}
+        self._faults = {} if faults is None else faults
         self._locks = locks
         self._counts = counts or (lambda path: True)
         self._lasting: Fault | None = None

@@ -26,9 +26,6 @@ from greenlet import getcurrent, greenlet
 
 from ..core.clock import Clock, Latch
 
-#: The time of an operation: log-uniform between these, so that what is slow may be overtaken a hundred times.
-_QUICKEST, _SLOWEST = 1e-4, 1e-2
-
 
 class Killed(SystemExit):
     """The process of this thread has ended: raised by each wait and operation.
@@ -42,6 +39,8 @@ class Simulation:
 
     Args:
         seed: decides every choice
+        quickest: the least time of an operation, in seconds
+        slowest: the most; the time is log-uniform between them, so that a slow one is overtaken many times
 
     Attributes:
         now: simulated seconds since the beginning
@@ -50,10 +49,11 @@ class Simulation:
         failures: exceptions that a thread did not catch
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, quickest: float = 1e-4, slowest: float = 1e-2) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
         self.turns = 0
+        self._quickest, self._slowest = quickest, slowest
         self.failures: list[BaseException] = []
         self._numbers = itertools.count()
         #: (when, number, thread or action, which wait of the thread is over)
@@ -114,6 +114,10 @@ class Simulation:
             what.greenlet.switch()
             self._current = None
 
+    def duration(self) -> float:
+        """How long an operation takes."""
+        return self._quickest * (self._slowest / self._quickest) ** self.random.random()
+
     @property
     def current(self) -> SimulatedThread:
         """The thread that runs."""
@@ -170,9 +174,7 @@ class SimulatedProcess:
 
     def turn(self) -> None:
         """An operation: it takes a while, and other threads run. Raises Killed."""
-        choice = self.simulation.random.random()
-        seconds = _QUICKEST * (_SLOWEST / _QUICKEST) ** choice * self.slowness
-        self.simulation.park(self.simulation.now + seconds)
+        self.simulation.park(self.simulation.now + self.simulation.duration() * self.slowness)
 
     def kill(self) -> None:
         """End it, as SIGKILL does: no thread does anything more."""

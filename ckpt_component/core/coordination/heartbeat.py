@@ -15,6 +15,8 @@ logger = logging.getLogger("ckpt_component.coordination")
 _BEAT_SECONDS = 2.0
 #: Replaces the heartbeat of a rank that sends none for now and is not to be considered dead.
 RESTING = b"[0, -1]"
+#: Seconds before the first look at the heartbeats of those that are waited for.
+_LOOK_SECONDS = 1.0
 #: Seconds between attempts once the other ranks consider this one dead.
 _LATE_PAUSE = 30.0
 #: Seconds for which the last heartbeat waits for one in progress.
@@ -153,7 +155,8 @@ class FailureDetector:
         #: By rank: the last heartbeat, and the bytes written by then; and since when each has not changed.
         self._beats: dict[int, tuple[bytes | None, float]] = {}
         self._bytes: dict[int, tuple[int, float]] = {}
-        self._next = self._clock.now()
+        # Most waits are over before the first look, which takes several requests per missing rank.
+        self._next = self._clock.now() + min(_LOOK_SECONDS, timeout / 4)
         #: The lost ranks that are dead; the others are hung.
         self._dead: set[int] = set()
 

@@ -47,7 +47,7 @@ class PolledCoordinator(StoreCoordinator):
 
     def leave(self, tag: str) -> None:
         """Declare that this rank has no more use for a question; its keys are removed when all ranks have left it."""
-        self._leave(self._question(tag))
+        self._leave(self._question(tag), answered=False)
 
     def rest(self) -> None:
         """Like `close`, but the other ranks do not consider this one dead: it may start another coordinator."""

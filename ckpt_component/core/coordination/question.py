@@ -86,9 +86,20 @@ class Question:
         self.store.delete([key])
         return unpack(data)
 
-    def delete(self) -> None:
-        """Remove all keys of the question."""
-        names = [f"posts/{rank}" for rank in range(self.store.world_size)]
+    def leave(self, *, answered: bool) -> None:
+        """This rank has no more use for the question.
+
+        Args:
+            answered: nothing that was posted is needed any more; each rank removes its own, since rank 0 would take
+                long to do so for all
+        """
+        if answered:
+            self.store.delete([f"{self.tag}/posts/{self.store.rank}"])
+        self.count("left", 1)
+
+    def delete(self, ranks: Iterable[int]) -> None:
+        """Remove all keys of the question; of what was posted, that of these ranks."""
+        names = [f"posts/{rank}" for rank in ranks]
         self.store.delete([f"{self.tag}/{name}" for name in (*names, "count", "failed", "closed", "answer", "left")])
 
     def is_over(self, detector: FailureDetector, lost: dict[int, str]) -> bool:
@@ -157,6 +168,9 @@ class AnsweredQuestions:
             self._tags.append(question.tag)
             for number, tag in enumerate(old):
                 earlier = Question(question.store, tag)
-                if len(old) - number > _KEPT or earlier.count("left") >= readers:
-                    earlier.delete()
+                all_left = earlier.count("left") >= readers
+                if all_left or len(old) - number > _KEPT:
+                    # A rank that left before the answer was there has left its failure for rank 0 to read.
+                    own = all_left and not earlier.count("failed")
+                    earlier.delete([0] if own else range(question.store.world_size))
                     self._tags.remove(tag)

@@ -206,13 +206,13 @@ class StoreCoordinator(Coordinator):
         self.run_on_leader(tag, collect, deadline)
         return results
 
-    def _leave(self, question: Question) -> None:
+    def _leave(self, question: Question, *, answered: bool = True) -> None:
         """This rank has no more use for a question. What was decided does not depend on it, so errors are logged."""
         try:
             if self.is_leader:
                 self._answered.add(question)
             else:
-                question.count("left", 1)
+                question.leave(answered=answered)
         except (CheckpointTimeoutError, RanksError) as error:
             logger.debug("rank %d leaves keys of '%s' behind: %s", self.rank, question.tag, error)
 
