@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
+from simulation.ranks import Schedule, each_request
 from simulation.workloads import WORKLOADS
 from simulation.world import World, configs_are_kept
 
 from ckpt_component.testing import Fault
 
+#: How many schedules of several ranks are tried.
+SCHEDULES = 150
+
 
 def find(name: str, protocol: str) -> int:
     """Print the first violation. Returns 1; 0 if there is none."""
+    if name == "ranks":
+        return find_in_schedules(protocol)
     workload = next(workload for workload in WORKLOADS if workload.name == name)
     with configs_are_kept():
         try:
@@ -22,4 +30,19 @@ def find(name: str, protocol: str) -> int:
             if found:
                 print(f"violation at {number} {operation}: {found[0]}")
                 return 1
+    return 0
+
+
+def find_in_schedules(protocol: str) -> int:
+    """The same for several ranks."""
+    logging.disable(logging.CRITICAL)
+    for kind in ("lost", "unanswered", "late"):
+        if wrong := each_request(kind, protocol):
+            print(f"violation: {wrong[0]}")
+            return 1
+    for seed in range(SCHEDULES):
+        schedule = Schedule(seed, protocol)
+        if schedule.wrong:
+            print(f"violation with seed {seed} ({', '.join(schedule.what)}): {schedule.wrong[0]}")
+            return 1
     return 0

@@ -165,6 +165,69 @@ BUGS = [
         "        return path\n",
         "damaged",
     ),
+    Bug(
+        "rank_0_does_not_wait_for_the_last_vote",
+        "core/coordination/question.py",
+        '        if self.has_all() or self.count("failed"):\n',
+        '        if self.count("count") >= self.store.world_size - 1 or self.count("failed"):\n',
+        "ranks",
+    ),
+    Bug(
+        "a_dead_rank_is_no_reason_to_fail",
+        "core/coordination/question.py",
+        "        if failures or lost:\n",
+        "        if failures:\n",
+        "ranks",
+    ),
+    Bug(
+        "a_rank_that_could_not_write_votes_for_the_save",
+        "core/coordination/store_coordinator.py",
+        "        self.cast(tag, result, failure)\n",
+        '        self.cast(tag, result or {"rank": self.rank, "files": []})\n',
+        "ranks",
+    ),
+    Bug(
+        "a_run_that_was_replaced_commits",
+        "core/commit/commit.py",
+        "        check_owner(storage, os.path.dirname(attempt.target), attempt.owner)\n",
+        "        pass\n",
+        "ranks",
+    ),
+    Bug(
+        "a_rank_without_a_heartbeat_is_not_dead",
+        "core/coordination/heartbeat.py",
+        "elif beat is not None and now - since >= self._timeout:\n                self._dead.add(rank)",
+        "elif False:\n                self._dead.add(rank)",
+        "ranks",
+    ),
+    Bug(
+        "a_connection_that_broke_stays_broken",  # ours
+        "core/coordination/connection.py",
+        "                    opens = _is_listening(store[0])\n",
+        "                    opens = False\n",
+        "ranks",
+    ),
+    Bug(
+        "a_commit_that_is_not_announced_is_reported_as_failed",  # ours
+        "core/coordination/store_coordinator.py",
+        "            self._post_answer(question, result=result)\n",
+        "            question.answer(result=result)\n",
+        "ranks",
+    ),
+    Bug(
+        "a_vote_that_is_not_counted_is_waited_for",  # ours
+        "core/coordination/store_coordinator.py",
+        "            against(question.store)\n",
+        "            raise\n",
+        "ranks",
+    ),
+    Bug(
+        "what_a_dead_run_left_stays",
+        "core/commit/fencing.py",
+        "        if self._fenced:\n            self._clean_up()\n",
+        "",
+        "ranks",
+    ),
 ]
 PROGRAM = """
 import faulthandler, sys
