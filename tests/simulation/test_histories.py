@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import random
-import time
-import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from hypothesis.stateful import (
 from simulation.history import LONG, Event, History
 from simulation.world import configs_are_kept
 
-from ckpt_component.core.commit import commit, fencing
 from ckpt_component.core.writing import write_job
 from ckpt_component.testing import Fault
 
@@ -139,12 +136,9 @@ class OneByOne:
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
     """A history is the same whenever it happens: the names of attempts, the order of operations, and the time."""
-    clock = types.SimpleNamespace(**{**vars(time), "time": lambda: 1e9})
     with configs_are_kept(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "urandom", NAMES.randbytes)
         patch.setattr(write_job, "ThreadPoolExecutor", OneByOne)
-        patch.setattr(commit, "time", clock)
-        patch.setattr(fencing, "time", clock)
         yield
 
 
