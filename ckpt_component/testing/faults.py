@@ -31,6 +31,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -51,6 +52,8 @@ from ..stagers.base import Stager
 _WRITER = "ckpt_component.core.writing.worker"
 #: The longest that a fault holds a save.
 _HOLD_SECONDS = 60.0
+#: The longest that a process takes to end after SIGKILL.
+_END_SECONDS = 10.0
 
 
 class FaultError(CheckpointError, ValueError):
@@ -279,6 +282,8 @@ def _to_writers(process: str, number: signal.Signals) -> Callable[[], None]:
         if not found:
             raise FaultError("There is no writer process; use checkpoint/caller=persistent or temporal.")
         _signal(found, number)
+        if number == signal.SIGKILL:
+            _wait_for_end(found)
 
     return send
 
@@ -287,6 +292,22 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _wait_for_end(pids: list[int]) -> None:
+    """A process that was killed still looks alive for a moment, in which the next save would be handed to it."""
+    deadline = time.monotonic() + _END_SECONDS
+    while any(map(_runs, pids)):
+        if time.monotonic() > deadline:
+            raise FaultError(f"The writer process was killed and still runs after {_END_SECONDS:g} s.")
+        time.sleep(0.001)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _children() -> Iterator[psutil.Process]:
