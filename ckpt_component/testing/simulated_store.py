@@ -21,8 +21,9 @@ class MessageFault:
 
     Attributes:
         kind: `lost`: it does not arrive, and the connection breaks. `unanswered`: it is done, and the connection breaks
-            before the answer. `late`: it arrives late; so do those behind it.
-        seconds: how late
+            before the answer. `late`: it arrives late; so do those behind it. `stopped`: its sender is stopped before
+            it arrives.
+        seconds: how late, or stopped for how long
     """
 
     kind: str
@@ -122,6 +123,8 @@ class SimulatedConnection:
         if self._is_broken:
             raise RuntimeError("broken pipe (simulated)")
         fault = store.fault()
+        if fault is not None and fault.kind == "stopped":
+            self._process.stop(fault.seconds)
         self._process.turn()
         if fault is not None and fault.kind == "late":
             simulation.park(simulation.now + fault.seconds)

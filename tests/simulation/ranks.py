@@ -286,7 +286,7 @@ def overtaken(files: SimulatedFiles, *jobs: Job) -> list[str]:
 
 
 def each_request(kind: str, protocol: str) -> list[str]:
-    """What is wrong if one request is lost, unanswered or late: each of the first save of two ranks in turn."""
+    """What is wrong if one request is lost, unanswered or late, or its sender stopped: each of a save of two ranks."""
 
     def job(number: int, *steps: int) -> Job:
         # The same seed, so that all is the same up to this request.
@@ -298,6 +298,6 @@ def each_request(kind: str, protocol: str) -> list[str]:
     wrong = []
     for number in range(1, job(0, 1).store.requests + 1):
         done = job(number, 1, LAST)
-        found = unsafe(done.files, done) + late(done, LONGEST_SAVE if kind == "late" else SOON) + stuck(done)
+        found = unsafe(done.files, done) + late(done, LONGEST_SAVE if kind in ("late", "stopped") else SOON) + stuck(done)
         wrong += [f"request {number} {kind}: {text}" for text in found]
     return wrong

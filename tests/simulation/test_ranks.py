@@ -35,7 +35,7 @@ def test_ranks_commit_together_or_not_at_all(part: int, protocol: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("kind", ["lost", "unanswered", "late"])
+@pytest.mark.parametrize("kind", ["lost", "unanswered", "late", "stopped"])
 def test_each_request_of_a_save_meets_a_fault_once(kind: str) -> None:
     wrong = each_request(kind, "rename")
     assert not wrong, "\n".join(wrong)

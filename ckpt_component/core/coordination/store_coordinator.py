@@ -121,7 +121,8 @@ class StoreCoordinator(Coordinator):
         if question.count("closed", 1) == 1:
             self._give_up(question, failure, about)
         else:
-            self._leave(question)
+            question.count("failed", 1)  # so that rank 0 removes the post, which it may be about to read
+            self._leave(question, answered=False)
 
     def _give_up(self, question: Question, failure: dict[str, Any], about: str) -> None:
         """Answer a question, that this rank has closed, with this rank's error."""
