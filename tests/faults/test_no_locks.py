@@ -104,7 +104,9 @@ def test_what_a_dead_run_left_goes_and_one_warning_says_why(
     root = tmp_path / "root"
     dead = begun(NoLocks(atomic_rename=mode != MANIFEST_MODE), root, 7)
     left = AttemptLock(NoLocks(), dead)
-    left._over.set()  # as if it were killed: its file stays, and is touched no more
+    [mark] = marks(root)
+    left.close()
+    mark.touch()  # as if it were killed: its file stays, and is touched no more
     age(str(root))
     caplog.clear()
     with manager_in(root, mode, preset="async_persistent") as manager:
