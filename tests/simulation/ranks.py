@@ -298,6 +298,8 @@ def each_request(kind: str, protocol: str) -> list[str]:
     wrong = []
     for number in range(1, job(0, 1).store.requests + 1):
         done = job(number, 1, LAST)
-        found = unsafe(done.files, done) + late(done, LONGEST_SAVE if kind in ("late", "stopped") else SOON) + stuck(done)
+        found = (
+            unsafe(done.files, done) + late(done, LONGEST_SAVE if kind in ("late", "stopped") else SOON) + stuck(done)
+        )
         wrong += [f"request {number} {kind}: {text}" for text in found]
     return wrong
