@@ -218,13 +218,12 @@ class TemporalAsyncCaller(ProcessCaller):
     """Starts a process for each request; several may run at the same time.
 
     With several ranks, a request that failed on another rank is killed here, so that no process writes to a save that
-    has ended.
+    has ended. The other arguments are those of `ProcessCaller`.
 
     Args:
         start_method: `spawn` and `forkserver` import the modules of `async_fn` anew, which takes seconds if they
             import torch. `fork` starts in milliseconds and pickles nothing, but the next update of the weights copies
             memory page by page and is slow, shared memory stays shared, and it is refused if CUDA is in use.
-        options: as for `ProcessCaller`
 
     Raises:
         StartMethodError: `start_method` cannot be used
@@ -256,11 +255,11 @@ class PersistentAsyncCaller(ProcessCaller):
 
     Requests run one after the other. A failed request does not affect others; if it kills the process, the next one
     gets a new process. With several ranks, a request that failed on another rank is skipped here, or finishes if it has
-    begun, so that two requests never write at the same time.
+    begun, so that two requests never write at the same time. The other arguments are those of `ProcessCaller`.
 
     Args:
         start_method: `spawn` or `forkserver`; `fork` is refused where CUDA is in use
-        options: as for `ProcessCaller`; `write_timeout` counts once a request is sent to the process
+        write_timeout: seconds for one request, once it is sent to the process
 
     Raises:
         StartMethodError: `start_method` cannot be used

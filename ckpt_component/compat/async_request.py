@@ -27,7 +27,7 @@ class _Fields(NamedTuple):
 class AsyncRequest(_Fields):
     """A call to run in the background, and functions to call on the trainer when it is done on all ranks.
 
-    Args:
+    Attributes:
         async_fn: function to run; None: run only the finalize functions
         async_fn_args: its positional arguments
         finalize_fns: called without arguments, in order, after `async_fn` is done on all ranks
