@@ -253,7 +253,24 @@ def test_the_page_of_symbols_has_all_public_names() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 200
+    words = [word for word in (REPOSITORY / "README.md").read_text().split() if re.search(r"\w", word)]
+    assert 600 < len(words) <= 1000
+
+
+def test_the_map_and_the_site_have_every_page() -> None:
+    pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")} - {"index.md"}
+    assert pages - {*re.findall(r"\]\(([\w.]+)\)", (REPOSITORY / "docs" / "index.md").read_text())} == set()
+    nav = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert pages - {*re.findall(r": ([\w.]+\.md)$", nav, re.MULTILINE)} == set()
+
+
+def test_links_of_the_site_lead_to_its_pages() -> None:
+    pages = runpy.run_path(str(REPOSITORY / "docs" / "site_pages.py"))["pages"]()
+    for page, text in pages.items():
+        for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", FENCE.sub("", text)):
+            assert os.path.normpath(os.path.join(os.path.dirname(page), target)) in pages, f"{page} links to {target}"
+    reference = re.findall(r"^::: ckpt_component\.(\w+)$", pages["reference.md"], re.MULTILINE)
+    assert sorted(reference) == sorted({*ckpt_component.__all__} - {"__version__"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,98 @@
+"""Write the pages of the site to build/docs, which `mkdocs.yml` names: `python docs/site_pages.py`.
+
+README.md and its neighbours, the examples, and the API reference become pages next to those of docs. Links are written
+for GitHub, so those to pages that lie elsewhere in the site are rewritten.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+#: Files at the top of the repository and the pages that they become; README.md would be taken for the front page.
+PAGES = {
+    "README.md": "overview.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "LICENSE": "license.md",
+}
+_LINK = re.compile(r"(?<=\]\()([\w./-]+)(?=[#)])|(?<= src=\")([\w./-]+)(?=\")")
+#: What follows the language of a fence is for the tests.
+_MARK = re.compile(r"^(```\w+) (?:notest|slow|soak).*$", re.MULTILINE)
+
+
+def code_page(path: Path) -> str:
+    """The page of an example, or of a folder of examples: the code."""
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.suffix in (".py", ".yaml"))
+        return "\n".join([f"# {path.name}\n", *(code_page(each).replace("# ", "## ", 1) for each in files)])
+    return f"# {path.relative_to(REPOSITORY)}\n\n```{path.suffix[1:]}\n{path.read_text()}```\n"
+
+
+def reference_page() -> str:
+    """The docstrings of all public names, in the groups of docs/api.md."""
+    from ckpt_component import __all__ as public
+
+    parts = ["# API reference\n\nFrom the docstrings. [Symbols](api.md) has one line for each.\n"]
+    left = {name for name in public if not name.startswith("_")}
+    for section in re.split(r"^## ", (REPOSITORY / "docs" / "api.md").read_text(), flags=re.MULTILINE)[1:]:
+        title, _, text = section.partition("\n")
+        names = [name for name in dict.fromkeys(re.findall(r"`(\w+)", text)) if name in left]
+        left -= {*names}
+        if names:
+            parts += [f"## {title}\n", *(f"::: ckpt_component.{name}\n" for name in names)]
+    return "\n".join(parts)
+
+
+def examples() -> dict[str, Path]:
+    """Pages of the examples, and what they show; `ckpt_train` is an app of many modules, and has none."""
+    paths = [path for path in (REPOSITORY / "examples").iterdir() if path.suffix == ".py" or path.name == "hydra_app"]
+    return {f"examples/{path.stem}.md": path for path in sorted(paths)}
+
+
+def page_of(path: str) -> str | None:
+    """The page of the site that shows a file of the repository."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    shown = {os.path.relpath(file, REPOSITORY): page for page, file in examples().items()}
+    return {**PAGES, **shown, "examples": "examples/index.md"}.get(path)
+
+
+def for_the_site(path: Path) -> str:
+    """A page with its links rewritten, and without the marks of its blocks."""
+
+    def rewritten(match: re.Match[str]) -> str:
+        target = os.path.relpath((path.parent / match[0]).resolve(), REPOSITORY)
+        return page_of(target) or match[0]
+
+    return _LINK.sub(rewritten, _MARK.sub(r"\1", path.read_text()))
+
+
+def pages() -> dict[str, str]:
+    """All pages of the site by their paths."""
+    listed = [f"- [{path.name}]({os.path.basename(page)})" for page, path in examples().items()]
+    return {
+        **{path.name: for_the_site(path) for path in (REPOSITORY / "docs").glob("*.md")},
+        **{page: for_the_site(REPOSITORY / name) for name, page in PAGES.items()},
+        **{page: code_page(path) for page, path in examples().items()},
+        "examples/index.md": "\n".join(["# Examples", "", *listed, ""]),
+        "reference.md": reference_page(),
+    }
+
+
+def write(folder: Path) -> None:
+    """Write the pages, and the pictures next to them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for page, content in pages().items():
+        (folder / page).parent.mkdir(parents=True, exist_ok=True)
+        (folder / page).write_text(content)
+    if (REPOSITORY / "docs" / "pictures").exists():
+        shutil.copytree(REPOSITORY / "docs" / "pictures", folder / "pictures")
+
+
+if __name__ == "__main__":
+    write(REPOSITORY / "build" / "docs")
