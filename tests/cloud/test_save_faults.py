@@ -137,7 +137,7 @@ def test_every_request_of_a_save(
     record_property("requests", rounds)
     assert not wrong, "\n".join(wrong)
     assert rounds > 40 // stride
-    assert times is not None or failed or stride > 40  # late requests are those of the retirement
+    assert times is not None or failed or stride > 1  # late requests are those of the retirement
 
 
 def test_two_jobs_race_for_a_step_and_one_wins(bucket: Bucket, proxy: FaultProxy) -> None:
