@@ -1,8 +1,8 @@
 """Seeded random kills of writer process, trainer, rank, and all, over a loop of lives of a training job.
 
-pytest tests/faults/test_soak.py                                     the short form
-pytest --run-soak -m soak tests/faults                                          500 kills, on one and on two ranks
-CKPT_SOAK_SEED=7 CKPT_SOAK_KILLS=2000 pytest --run-soak -m soak -s tests/faults     another seed, more of them
+pytest tests/faults/test_soak.py                                the short form
+pytest --run-soak tests/faults/test_soak.py                     500 kills, on one and on two ranks
+CKPT_SOAK_SEED=7 CKPT_SOAK_KILLS=2000 pytest --run-soak ...     another seed, more of them
 """
 
 from __future__ import annotations

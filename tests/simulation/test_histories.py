@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from evidence import Record
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.stateful import (
@@ -168,11 +169,13 @@ def explore(examples: int, steps: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)  # 10 s of CPU
-def test_any_history(tmp_path: Path) -> None:
+def test_any_history(tmp_path: Path, record_property: Record) -> None:
     explore(40, 12, tmp_path)
+    record_property("histories", 40)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_any_long_history(tmp_path: Path) -> None:
+def test_any_long_history(tmp_path: Path, record_property: Record) -> None:
     explore(2000, 30, tmp_path)
+    record_property("histories", 2000)

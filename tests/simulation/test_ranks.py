@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from evidence import Record
 from simulation.ranks import LIMIT, Job, Schedule, each_request, files_of, unsafe
 
 from ckpt_component.testing.simulation import Simulation
@@ -27,11 +28,12 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize(
     "part", [*range(QUICK), *(pytest.param(part, marks=pytest.mark.soak) for part in range(QUICK, SOAK))]
 )
-def test_ranks_commit_together_or_not_at_all(part: int, protocol: str) -> None:
+def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_property: Record) -> None:
     wrong = []
     for seed in range(part * EACH, (part + 1) * EACH):
         schedule = Schedule(seed, protocol)
         wrong += [f"seed {seed}: {', '.join(schedule.what)}: {text}" for text in schedule.wrong]
+    record_property("schedules", EACH)
     assert not wrong, "\n".join(wrong)
 
 
