@@ -55,6 +55,7 @@ def records_of(stream: io.BytesIO) -> dict[str, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:.*support is experimental")  # of torch, at the first tensor of a new dtype
 def test_every_dtype_and_shape_has_the_pickle_of_torch_save() -> None:
     rng = random.Random(1)
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - PACKED_DTYPES

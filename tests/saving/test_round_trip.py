@@ -116,3 +116,29 @@ def test_what_is_saved_comes_back_to_the_bit_or_is_refused_by_key(writer: str, t
             ours.load(path, target, strict=True)
             assert same(state, target), (seed, state)
     assert kept > 40
+
+
+@pytest.mark.filterwarnings("ignore:.*support is experimental")  # of torch, at the first tensor of a new dtype
+@pytest.mark.parametrize("writer", ["dcp", "torch_save"])
+def test_every_dtype_of_this_torch_comes_back_or_is_refused_when_it_is_saved(writer: str, tmp_path: Path) -> None:
+    """One that only the load refused would make a committed checkpoint that nothing can read."""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+    saved = 0
+    with build_checkpointer("sync", [f"checkpoint/writer={writer}"]) as checkpointer:
+        for dtype in sorted(dtypes - quantized, key=str):
+            tensor = torch.arange(32, dtype=torch.uint8)
+            try:
+                tensor = tensor.view(dtype)
+            except RuntimeError:  # it has less than a byte
+                continue
+            path = tmp_path / str(dtype)
+            try:
+                checkpointer.save({"tensor": tensor}, path)
+            except CheckpointStageError as error:
+                assert "'tensor'" in str(error) and not path.exists()
+                continue
+            found = checkpointer.load(path)["tensor"]
+            assert found.dtype is dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+            saved += 1
+    assert saved > 20

@@ -10,7 +10,7 @@ WIDTHS = {
     **dict.fromkeys(("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu"), 1),
     "float4_e2m1fn_x2": 1,
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "bcomplex32", "qint32"), 4),
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }

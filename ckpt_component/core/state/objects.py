@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import CheckpointStageError
 from .dense_tensors import has_plain_bytes
+from .dtypes import WIDTHS
 from .instead import instead_of
 from .paths import TAG
 from .shards import is_spread
@@ -32,6 +33,12 @@ PACKED_DTYPES = frozenset(
 )
 #: A view of integers as one of these says that it is not quantized, and torch ends the process on what is loaded.
 QUANTIZED_DTYPES = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+#: Those that a load knows and can restore. A newer torch may have more, which must not end up in a checkpoint.
+STORED_DTYPES = (
+    frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype) and str(value)[6:] in WIDTHS)
+    - PACKED_DTYPES
+    - QUANTIZED_DTYPES
+)
 _ALLOWED = (
     "dict, list, tuple, set, numbers, str, bytes, None, tensors, numpy arrays and numbers, torch.Size, dtype and device"
 )
@@ -137,6 +144,8 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
         problem = (f"is {tensor.dtype} without a scale", "save the integers that it is a view of")
     elif tensor.dtype in PACKED_DTYPES:
         problem = (f"is {tensor.dtype}", "save its .view(torch.uint8)")
+    elif tensor.dtype not in STORED_DTYPES:
+        problem = (f"is {tensor.dtype}, of a torch newer than this package", "save its .view(torch.uint8)")
     elif not has_plain_bytes(tensor):
         problem = (f"is a {type(tensor).__name__}", "save the plain tensors it is made of")
     if problem is not None:

@@ -17,10 +17,10 @@ import torch
 from ...errors import CheckpointStageError
 from .dense_tensors import BATCH, ORDINARY
 from .flatten import FlatState
-from .objects import PACKED_DTYPES, QUANTIZED_DTYPES, check_tensor
+from .objects import STORED_DTYPES, check_tensor
 from .paths import Path, key_of, keys_of
 
-_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_COMPLEX = frozenset(dtype for dtype in STORED_DTYPES if dtype.is_complex)
 
 #: (tensor, other, distance): the data pointer of a tensor minus that of another, in bytes.
 Relation = tuple[int, int, int]
@@ -249,8 +249,7 @@ def _check(flat: FlatState) -> None:
             or tensor.is_meta
             or tensor.is_nested
             or tensor.layout is not torch.strided
-            or tensor.dtype in QUANTIZED_DTYPES
-            or tensor.dtype in PACKED_DTYPES
+            or tensor.dtype not in STORED_DTYPES
         ):
             check_tensor(tensor, key_of(path))
     paths = [*flat.tensor_paths, *flat.object_paths]
