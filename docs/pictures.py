@@ -89,7 +89,7 @@ def saves(numbers: Mapping[str, Any]) -> str:
     """Two saves in time: what training, the copy and the writer process do."""
     lanes = numbers["lanes"]
     end = max(span[1] for lane in lanes for span in lane["spans"])
-    scale = (_WIDTH - _LEFT - 20) / end
+    scale = (_WIDTH - _LEFT - _RIGHT) / end
     parts = [text(8, 20, numbers["title"], "bold")]
     entries = [("train", "training steps"), ("wait", "training waits"), ("copy", "copy"), ("write", "write and sync")]
     parts += legend(42, entries)

@@ -16,6 +16,8 @@ NUMBERS = REPOSITORY / "docs" / "reliability.json"
 _MEANING = {
     "simulated power cuts": "the power goes at an operation of a simulated disk, each with several states that may be left",
     "simulated faults": "an operation of a simulated disk fails, once or from then on, is done and its answer lost, or cut short",
+    "schedules": "two to four simulated ranks save while messages get lost or late, ranks stop and die, and disks fail",
+    "histories": "a random history of saves, faults, damage, restarts, rewinds, copies and deletions",
     "kills": "`kill -9` of the trainer, the writer process, one rank or all, at a file operation or at a random moment",
     "power cuts": "the power of a real ext4 is cut at a file operation",
     "failing calls": "a file operation of a real run fails with EIO or ENOSPC, once or from then on",

@@ -28,7 +28,9 @@ def summary(*reports: Path) -> dict[str, Any]:
             skipped += int(suite.get("skipped", 0))
             seconds += float(suite.get("time", 0))
             for each in suite.iter("property"):
-                tried[str(each.get("name"))] += int(str(each.get("value")))
+                value = str(each.get("value"))
+                if value.isdigit():  # others are figures, in words
+                    tried[str(each.get("name"))] += int(value)
     commit = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
     return {
         "commit": commit.stdout.strip(),

@@ -247,6 +247,11 @@ def test_the_table_of_rooms_is_current() -> None:
     assert (REPOSITORY / "docs" / "design.md").read_text() == page, "run python docs/rooms.py"
 
 
+def test_the_numbers_of_the_last_soak_are_current() -> None:
+    page = runpy.run_path(str(REPOSITORY / "docs" / "reliability.py"))["page"]()
+    assert (REPOSITORY / "docs" / "reliability.md").read_text() == page, "run python docs/reliability.py"
+
+
 def test_the_page_of_symbols_has_all_public_names() -> None:
     text = (REPOSITORY / "docs" / "api.md").read_text()
     assert [name for name in ckpt_component.__all__ if name not in text] == []
@@ -306,3 +311,8 @@ def test_tables_of_the_benchmark_and_the_recipes_are_complete() -> None:
     recipes = [path.stem for path in (REPOSITORY / "recipes").rglob("*.yaml")]
     tuning = (REPOSITORY / "docs" / "tuning.md").read_text()
     assert [name for name in recipes if f"`{name}`" not in tuning] == []
+
+
+def test_the_pictures_are_drawn_from_the_measured_numbers() -> None:
+    drawn = runpy.run_path(str(REPOSITORY / "docs" / "pictures.py"))["pictures"]()
+    assert {path: path.read_text() for path in drawn} == drawn, "run python docs/pictures.py"
