@@ -15,7 +15,7 @@ class ProcessFiles(SimulatedFiles):
 
     Args:
         process: the process
-        files: the files; used by nobody else but others of this class
+        files: the files; used by objects of this class alone
     """
 
     def __init__(self, process: SimulatedProcess, files: SimulatedFiles) -> None:
