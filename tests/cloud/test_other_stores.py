@@ -178,7 +178,12 @@ def test_what_is_gone_already_is_removed(container: Container) -> None:
     for name in ("one", "two", "three"):
         storage.write_new(f"{root}/{name}", b"1")
     removal = Call(lambda request: other.unlink(f"{root}/one"))
-    container.proxy.add(removal, where=lambda request: request.method in ("DELETE", "POST"))
+
+    def removes_one(request: Request) -> bool:
+        """Google's store is asked for each object by itself, for several at a time: only "one" is not removed yet."""
+        return request.method == "POST" or (request.method == "DELETE" and request.key.endswith("one"))
+
+    container.proxy.add(removal, where=removes_one)
     storage.remove_tree(root)
     assert storage.names(root) == []
     storage.write_new(f"{root}/one", b"1")
