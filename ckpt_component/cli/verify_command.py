@@ -140,7 +140,7 @@ def _lines(result: dict[str, Any], output: Output) -> Iterator[str]:
         yield f"{path}: {output.style('not verified', 'yellow')}: {result['error']}"
         return
     files = counted(result["files"], "file")
-    data = f"{amount(result['bytes'])} in {counted(result['items'], 'item')} of {files}"
+    data = f"{amount(result['file_bytes'])} in {counted(result['items'], 'item')} of {files}"
     if "keys" in result:
         data = f"{counted(result['keys'], 'key')}, {amount(result['bytes'])}"
     if not damaged and result["state"] == "verified":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -122,6 +123,8 @@ class WriteAccess:
                 # A dead run's files may fill the disk; they are deleted when this run restores.
                 logger.warning("%s is full (%s); saves fail until there is free space", root, error)
                 return
+            if error.errno == errno.ENOTDIR:
+                raise CheckpointConfigError(f"{self._named} is a file, or lies below one. Name a folder.") from error
             raise CheckpointConfigError(
                 f"{self._named} cannot be written to: {error}. Name another folder; a script that only "
                 "restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
