@@ -46,14 +46,26 @@ _OTHER_WORDS = {
 }
 
 
-def invalid_choice(key: str, value: object, words: Sequence[str], descriptions: Sequence[str] = ()) -> str:
-    """The message for an invalid value of `key`. `words`: valid values; `descriptions`: others, in words."""
+def invalid_choice(
+    key: str, value: object, words: Sequence[str], descriptions: Sequence[str] = (), *, form: str = "{}={}"
+) -> str:
+    """The message for an invalid value of a key.
+
+    Args:
+        key: its name
+        value: what it was given
+        words: valid values
+        descriptions: other valid values, in words
+        form: what is typed to give `key` one of `words`
+    """
     others = {word: ours for word, ours in _OTHER_WORDS.items() if ours in words}
     near = str(value) if value in others else closest(str(value), [*words, *others])
     suggestion = others.get(near or "", near)
     *choices, last = [*words, *descriptions]
     choice = f"{', '.join(choices)} or {last}" if choices else last
-    return f"{key} must be {choice}, got {value}." + (f" Did you mean {key}={suggestion}?" if suggestion else "")
+    return f"{key} must be {choice}, got {value}." + (
+        f" Did you mean {form.format(key, suggestion)}?" if suggestion else ""
+    )
 
 
 def member(key: str, value: E | str, words: type[E]) -> E:

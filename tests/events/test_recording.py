@@ -278,7 +278,7 @@ def test_what_a_save_costs_is_estimated_from_the_steps(monkeypatch: pytest.Monke
 
 def test_listeners_that_cannot_be_built_are_refused(tmp_path: Path) -> None:
     for value, text in (
-        ("[tensorbord]", "Did you mean checkpoint.listeners=tensorboard"),
+        ("[tensorbord]", r"Did you mean checkpoint\.listeners=\[tensorboard\]"),
         ("[3]", "give names"),
         ("[{_target_: torch.nn.Linear}]", "is not a"),
     ):

@@ -182,7 +182,7 @@ def build_listeners(entries: Sequence[Any]) -> list[CheckpointListener]:
     listeners = []
     for number, entry in enumerate(entries):
         if isinstance(entry, str) and entry not in LISTENERS:
-            raise HydraConfigError(invalid_choice("checkpoint.listeners", entry, list(LISTENERS)))
+            raise HydraConfigError(invalid_choice("checkpoint.listeners", entry, list(LISTENERS), form="{}=[{}]"))
         if not isinstance(entry, (str, Mapping)):
             raise HydraConfigError(
                 f"checkpoint.listeners has {entry!r:.200}; give names ({', '.join(LISTENERS)}) or dicts with _target_. "
