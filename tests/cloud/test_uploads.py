@@ -68,7 +68,9 @@ def test_an_upload_goes_on_after_any_request_that_is_cut(
         assert sum("uploaded" in message for message in messages) <= 1
         assert scan_steps(storage_at(target), target, MEGATRON).committed == [2]
         assert verify_checkpoint(storage_at(target), f"{target}/iter_0000002")
-        assert sum(is_manifest(request) and request.status == 200 for request in proxy.log) == 1
+        # Of a request that is cut afterwards the client knows no status, and the store has the manifest.
+        done = [request for request in rule.hits if fault is CutAfter]
+        assert sum(is_manifest(request) and (request.status == 200 or request in done) for request in proxy.log) == 1
         if not rule.hits:
             break
     assert failed

@@ -210,9 +210,23 @@ def test_ranks_try_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(FileStorage, "create", together)
     sample = memoryview(mmap.mmap(-1, 1 << 20))
     with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(io_mode.direct_is_faster, FileStorage(), str(tmp_path), sample) for _ in range(2)]
-    assert all(isinstance(each.result(), bool) for each in found)
+        found = [pool.submit(io_mode.try_modes, FileStorage(), str(tmp_path), sample) for _ in range(2)]
+    assert all(each.result()[0] > 0 for each in found)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("direct", "waiting", "beside"),
+    [
+        (0.9, "direct", "direct"),
+        (1.4, "buffered", "direct"),  # training gets the core that copying would take
+        (1.6, "buffered", "buffered"),
+        (None, "buffered", "buffered"),
+    ],
+)
+def test_direct_may_take_longer_beside_training(direct: float | None, waiting: str, beside: str) -> None:
+    assert io_mode.better_mode(1.0, direct, beside_training=False) == waiting
+    assert io_mode.better_mode(1.0, direct, beside_training=True) == beside
 
 
 def test_small_images_are_not_worth_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ...core.storage.locate import file_storage
 from ...core.storage.new_names import new_token
 from ...core.storage.safe_open import kind_of
 from ...core.storage.space import FULL, amount, rate
-from ...core.writing.io_mode import BLOCK_BYTES, TRIED_BYTES, try_modes
+from ...core.writing.io_mode import BLOCK_BYTES, TRIED_BYTES, better_mode, try_modes
 from .finding import FAILS, NOTE, OK, Finding
 
 #: Less free space than this cannot hold a checkpoint of any use.
@@ -110,6 +110,6 @@ def _modes(fs: FileStorage, trial: str) -> Finding:
     rates = f"{amount(TRIED_BYTES)} durable at {rate(TRIED_BYTES / buffered)} buffered"
     if direct is None:
         return Finding("direct I/O", NOTE, f"none there; {rates}")
-    chosen = "direct" if direct < buffered and not fs.in_memory(trial) else "buffered"
+    chosen = "buffered" if fs.in_memory(trial) else better_mode(buffered, direct, beside_training=True)
     text = f"{rates}, {rate(TRIED_BYTES / direct)} direct; checkpoint.writer.io=auto takes {chosen}"
     return Finding("direct I/O", OK, text)

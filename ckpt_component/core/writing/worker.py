@@ -133,7 +133,8 @@ class ByteWorker:
             fs = self._storage_in(job["request"])
             request = WriteRequest.from_parts(job["request"], fs, table, blob, self._arenas[job["arena"]])
             lock = AttemptLock(request.fs, request.attempt)
-            result = run_write_job(request, checksum_home, keeps_cached=self._keeps_cached and CachedFiles.fit(request))
+            keeps_cached = self._keeps_cached and CachedFiles.fit(request)
+            result = run_write_job(request, checksum_home, beside_training=True, keeps_cached=keeps_cached)
         except Exception as error:
             if lock is not None:
                 lock.close()

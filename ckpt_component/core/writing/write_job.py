@@ -25,13 +25,18 @@ from .request import WriteRequest, WriteResult
 
 
 def run_write_job(
-    request: WriteRequest, checksum_home: str | None = None, *, keeps_cached: bool = False
+    request: WriteRequest,
+    checksum_home: str | None = None,
+    *,
+    beside_training: bool = False,
+    keeps_cached: bool = False,
 ) -> WriteResult:
     """Write a rank's files into the staging folder, each fsynced, and the integrity file last.
 
     Args:
         request: what to write, and where; the staging folder must exist
         checksum_home: where the checksum's package is installed, for a process without site-packages
+        beside_training: whether training continues during the write
         keeps_cached: leave in the page cache what buffered writes put there
 
     Raises:
@@ -42,7 +47,7 @@ def run_write_job(
     started = time.perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     in_memory = fs.in_memory(folder)
-    io = choose_io(request, in_memory=in_memory)
+    io = choose_io(request, in_memory=in_memory, beside_training=beside_training)
     descriptors: dict[str, int] = {}
     direct: dict[str, int] = {}
     sizes = {spec.name: spec.size for spec in table.files}
