@@ -35,6 +35,7 @@ class Purge:
         self._in_use = in_use
         self._known = KnownSteps(run.fs, run.root, run.names)
         self._found: Scan | None = None
+        self._damaged: set[int] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-purge")
         self._last: Future[None] | None = None
 
@@ -43,11 +44,16 @@ class Purge:
         scan.manifests.clear()  # they take memory for each file of a checkpoint
         self._found = scan
 
+    def leave_damaged(self, step: int) -> None:
+        """Neither count nor delete the checkpoint of a step: its bytes are damaged, and it could not be quarantined."""
+        self._damaged.add(step)
+
     def after_save(self, step: int) -> None:
         """Start to delete what is not kept beside a new checkpoint, never that one.
 
         Called on the save thread, so that what is listed has no checkpoint of a later save.
         """
+        self._damaged.discard(step)
         self._begin(partial(self._after_save, step), f"step {step} is committed")
 
     def after_restore(self, step: int) -> None:
@@ -106,9 +112,12 @@ class Purge:
         # After a later save, what is in use now is deleted too.
         in_use = {run.step_of(path) for paths in self._in_use for path in paths()}
         while True:
-            best = [] if run.best is None else run.best_of(scan)[: run.best.last]
-            old = self._keep.to_delete(scan.committed, [*best, *in_use, newest])
-            kept = {*best, *self._keep.newest(scan.committed)}
+            committed = [step for step in scan.committed if step not in self._damaged]
+            best = (
+                [] if run.best is None else [step for step in run.best_of(scan) if step in committed][: run.best.last]
+            )
+            old = self._keep.to_delete(committed, [*best, *in_use, newest])
+            kept = {*best, *self._keep.newest(committed)}
             unsure = {*old, *kept} - examined if old else set()
             if not unsure:
                 self._known.keep_manifests(kept)

@@ -270,6 +270,8 @@ class Restorer:
                 target = quarantine(self._run.storage_of(path), path)
             except OSError as error:
                 logger.error("%s is damaged and could not be quarantined: %s", path, error)
+                if path == self._run.path_of(step):
+                    self._folder.purge.leave_damaged(step)
                 continue
             logger.error("%s is damaged; it is kept as %s, which nothing uses or deletes", path, target)
             self._run.note("quarantine", step, target)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from forging import edit_manifest
+from inside import tidied
 from ranks import run_ranks
 
 from ckpt_component import (
@@ -223,9 +224,18 @@ def test_a_rename_that_fails_does_not_stop_the_run(
     def fail(self: FileStorage, source: str, target: str) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
 
-    monkeypatch.setattr(FileStorage, "rename_new", fail)
-    assert restored(tmp_path) == 1
-    assert "could not be quarantined" in caplog.text
+    with manager_in(tmp_path, "checkpoint.keep.last=2") as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStorage, "rename_new", fail)
+            assert manager.restore(target()) == 1
+        assert "could not be quarantined" in caplog.text
+        manager.save(3, target())
+        tidied(manager)
+        # The damaged one is neither counted nor deleted: a good one would go in its place.
+        assert manager.steps() == [1, 2, 3]
+        manager.save(4, target())
+        tidied(manager)
+        assert manager.steps() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("text", [b"", b"garbage", b"7", b"-1", b"\xff\xfe", b"9" * 100, b"1", None])
