@@ -14,7 +14,7 @@ PAGE = REPOSITORY / "docs" / "design.md"
 STOREYS = {
     "ground": (
         *("errors", "_version", "core._lazy", "core.options", "core.spelling", "core.progress", "core.memory"),
-        "core.clock",
+        *("core.clock", "core.deprecation"),
     ),
     "outside": ("core.processes", "core.storage", "core.state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),
