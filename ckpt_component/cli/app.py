@@ -48,6 +48,7 @@ COMMANDS = {
     "recipes": ("config_files_command", "list the recipes, or print one"),
     "keys": ("keys_command", "list every config key, with type, default and one line"),
     "report": ("report_command", "what saving costs a run, or a comparison of the jobs of a sweep"),
+    "watch": ("watch_command", "follow a run on one screen: steps, saves phase by phase, uploads, failures"),
     "trace": ("trace_command", "write the timeline of a run, for Perfetto and chrome://tracing"),
     "tune": ("ckpt_bench.tuning.command", "measure which settings suit this machine, a folder and a size of state"),
     "completion": ("completion_command", "print a script that completes ckpt in bash, zsh or fish"),
