@@ -14,7 +14,8 @@ from programs import run_on_ranks, run_program
 import ckpt_component
 from ckpt_component import build_checkpointer
 
-EXAMPLES = Path(ckpt_component.__file__).resolve().parents[1] / "examples"
+REPOSITORY = Path(ckpt_component.__file__).resolve().parents[1]
+EXAMPLES = REPOSITORY / "examples"
 
 
 def run(name: str, folder: Path, *words: str) -> str:
@@ -76,3 +77,36 @@ def test_ddp_with_mixed_precision_and_an_average_resumes(tmp_path: Path) -> None
     again = output_of(*run_on_ranks([script], tmp_path, 2))
     [loss] = re.findall(r"steps 1 to 60: (loss [\d.]+)", whole)
     assert f"steps 41 to 60: {loss}" in again
+
+
+def python_of(page: str) -> str:
+    """The blocks of a page that run, one after the other."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.slow
+def test_a_whole_training_state_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(python_of("training.md"))
+    whole = output_of(run_program(["training.py"], tmp_path))
+    shutil.rmtree(tmp_path / "runs")
+    assert "step 60: " in output_of(run_program(["training.py"], tmp_path, {"STEPS": "60"}))
+    again = output_of(run_program(["training.py"], tmp_path))
+    assert whole.startswith("step 100: loss") and again.splitlines()[-1] == whole.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_old_checkpoints_are_imported_as_the_page_says(tmp_path: Path) -> None:
+    blocks = python_of("migration.md")
+    (tmp_path / "before.py").write_text(blocks)
+    output_of(run_program(["before.py"], tmp_path))
+    imports = re.findall(
+        r"\bckpt (import old\S+ runs/migrated --step 100)\b", (REPOSITORY / "docs/migration.md").read_text()
+    )
+    assert {line.split()[1] for line in imports} == {"old.pt", "old/step_100"}
+    manager, _, _ = blocks.partition("import torch.distributed")
+    (tmp_path / "after.py").write_text(manager + "print(start, manager.steps())")
+    for line in imports:
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        output_of(run_program(["-m", "ckpt_component.cli", *line.split()], tmp_path))
+        assert output_of(run_program(["after.py"], tmp_path)).splitlines()[-1] == "100 [100, 150, 200]"

@@ -6,6 +6,8 @@ import itertools
 import json
 import logging
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointTypeError, build_checkpointer
 from ckpt_component.core.commit.run_record import stored_metrics
@@ -420,3 +423,15 @@ def test_wrong_use_of_a_built_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointConfigError, match="FSDPStrategy shards it"):
         fake = type("Trainer", (), {"strategy": pl.strategies.FSDPStrategy.__new__(pl.strategies.FSDPStrategy)})
         CheckpointCallback(dir=tmp_path).on_fit_start(fake, None)
+
+
+def test_the_example_resumes_to_the_same_loss(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "lightning_loop.py"
+    if not script.is_file():
+        pytest.skip("needs the checkout, which has the example")
+    whole = run_program([str(script), "--steps=60"], tmp_path).stdout
+    shutil.rmtree(tmp_path / "runs" / "lightning" / "iter_0000060")
+    again = run_program([str(script), "--steps=60"], tmp_path).stdout
+    [ending] = re.findall(r"^step 60: loss [\d.]+$", whole, re.MULTILINE)
+    assert "Continuing after step 50 from" in again
+    assert ending in again
