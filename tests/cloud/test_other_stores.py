@@ -1,8 +1,13 @@
 """Azure's and Google's storage: whole runs, requests whose answers are lost, and what a user mistypes.
 
-Azure is Azurite. No emulator of Google's speaks the part of its XML API that obstore uses (docs/storage.md says which
-were tried), so `gs://` is moto's S3 server, which has the same requests (`server.py`): that shows what this package and
-obstore do, and not what Google's servers answer.
+Azure is Azurite: `npm install --prefix azurite azurite@3.37.0`, then AZURITE=azurite/node_modules/.bin/azurite-blob. By
+hand: AZURE_STORAGE_ENDPOINT=http://127.0.0.1:10000/devstoreaccount1, AZURE_ALLOW_HTTP=true, and its account's name and key.
+
+No emulator of Google's speaks the part of its XML API that obstore uses, so `gs://` is moto's S3 server, which has the
+same requests but for one header (`server.py`): that shows what this package and obstore do, and not what Google's servers
+answer. Tried with obstore 0.12.1: fake-gcs-server 1.54.0 refuses puts (`invalid uploadType`); storage-testbench 0.45.0 and
+gcp-storage-emulator 2026.7.19 answer without an ETag and have neither listings nor multipart uploads, but storage-testbench
+does answer a second conditional put with 412.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The same GPT trained by Megatron-LM's own loop with and without our flag: same losses, same files, both directions.
 
-Needs a working tree of Megatron-LM, MEGATRON_LM=FOLDER; see docs/megatron.md. What it asks of a GPU is done on the CPU
-(cpu/sitecustomize.py); its code, and the commands, are those of a user.
+Needs a working tree of Megatron-LM, MEGATRON_LM=FOLDER, and NumPy; CONTRIBUTING.md has the command. Core 0.16.1 needs
+`six`, `regex`, `einops` and `pydantic` too, and the wheel of core 0.19.2 `triton`. What it asks of a GPU is done on the CPU
+(cpu/sitecustomize.py), and nothing is compiled; its code, and the commands, are those of a user.
 """
 
 from __future__ import annotations
