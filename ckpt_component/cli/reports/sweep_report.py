@@ -22,6 +22,8 @@ _CSV_COLUMNS = [
     *("reason", "overrides"),
 ]
 #: Where lines of the text are wrapped.
+#: With more rows than this, the picture says of the Pareto rows alone what differs.
+_NAMED = 12
 _WIDTH = 120
 _COLOURS = ("#1b6ca8", "#d08c60", "#5a8f5a", "#8d99ae")
 
@@ -131,29 +133,46 @@ def _times(row: Row) -> tuple[float, float] | None:
 
 
 def _picture(rows: Sequence[Row]) -> Any:
-    """Plot stall against durable time, one point per row."""
+    """Plot stall against durable time, one point per row, and a line through the Pareto rows of each workload."""
     figure = new_figure(9, 6)
     axis = figure.subplots()
+    pareto, differences = best(rows), differing(rows)
     workloads = list(dict.fromkeys(row.workload for row in rows))
     middle = max(row.figures["durable_s"] for row in rows) / 2
-    for row in rows:
-        place = row.figures["durable_s"], row.stall_s
+    for place, (row, words) in enumerate(zip(rows, differences, strict=True)):
+        at = row.figures["durable_s"], row.stall_s
+        colour = _COLOURS[workloads.index(row.workload) % len(_COLOURS)]
         # A point at zero lies on an axis, and the text of one at the right goes to the left, or both would be cut off.
-        axis.plot(*place, "o", color=_COLOURS[workloads.index(row.workload) % len(_COLOURS)], clip_on=False)
-        name, side = f"{row.job} {row.name}".rstrip(), "left" if place[0] < middle else "right"
+        axis.plot(*at, "o", color=colour, clip_on=False, alpha=1 if place in pareto else 0.4)
+        named = place in pareto or len(rows) <= _NAMED
+        label = " ".join(filter(None, [row.job, row.name, *(_short(word) for word in words if named)]))
+        side = "left" if at[0] < middle else "right"
         offset = (5 if side == "left" else -5, 3)
-        axis.annotate(name, place, offset, textcoords="offset points", ha=side, fontsize=7)
-    for workload in workloads if len(workloads) > 1 else ():
+        slope = {"rotation": 20 if side == "left" else -20, "rotation_mode": "anchor"}  # neighbours do not overlap
+        axis.annotate(label, at, offset, textcoords="offset points", ha=side, fontsize=7, **slope)
+    for workload in workloads:
         colour = _COLOURS[workloads.index(workload) % len(_COLOURS)]
-        axis.plot([], [], "o", color=colour, label=workload or "as configured")
+        front = sorted(
+            (rows[at].figures["durable_s"], rows[at].stall_s) for at in pareto if rows[at].workload == workload
+        )
+        name = workload or "as configured"
+        axis.plot(*zip(*front, strict=True), "--", linewidth=0.8, color=colour, label=name)
+    if len(workloads) > 1:
         axis.legend(fontsize=7, frameon=False)
-    axis.set_xlabel("durable, s", fontsize=8)
-    axis.set_ylabel("stall, s", fontsize=8)
+    axis.set_title("Saves of a sweep: on the line, no job has less of both", fontsize=9, loc="left")
+    axis.set_xlabel("durable: until committed, or synced (s)", fontsize=8)
+    axis.set_ylabel("stall: how long a save kept training waiting (s)", fontsize=8)
     axis.margins(0.15)
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)
     without_frame(axis)
     return figure
+
+
+def _short(override: str) -> str:
+    """The end of an override, as `workers=4` and `stager=pinned`."""
+    key, _, value = override.partition("=")
+    return f"{key.replace('/', '.').rpartition('.')[2]}={value}"
 
 
 def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
