@@ -12,7 +12,6 @@ import errno
 import itertools
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +69,8 @@ class ObjectStorage(Storage):
         options: obstore's settings of the store (`endpoint`, `region`, `access_key_id`, `allow_http`, `timeout`, ...);
             those that are missing come from the environment. And `max_retries` of a request.
         home: the folder that obstore is imported from, for a process without site-packages
+        client: what makes the requests in the place of obstore's functions, for a simulation; then `path` is what all
+            paths of the bucket begin with
 
     Attributes:
         root: scheme and bucket
@@ -78,12 +79,19 @@ class ObjectStorage(Storage):
         CheckpointConfigError: the scheme is none of `SCHEMES`, obstore is not installed, or an option is wrong
     """
 
-    def __init__(self, path: str, *, options: Mapping[str, Any] | None = None, home: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        home: str | None = None,
+        client: Any = None,
+    ) -> None:
         super().__init__(atomic_rename=False, options=options, warns=False)
-        self.root = bucket_of(path)
-        self._obstore = package(self.root, home)
-        self._home = home or os.path.dirname(os.path.dirname(self._obstore.__file__))
-        self._store = open_store(self._obstore, self.root, self.options)
+        self.root = path if client is not None else bucket_of(path)
+        self._obstore = client if client is not None else package(self.root, home)
+        self._home = home
+        self._store = None if client is not None else open_store(self._obstore, self.root, self.options)
         self._uploads: dict[int, _OpenObject] = {}
         self._numbers = itertools.count(1)
         self._checked = False
@@ -94,7 +102,7 @@ class ObjectStorage(Storage):
 
     @property
     def home(self) -> str:
-        return self._home
+        return self._home or os.path.dirname(os.path.dirname(self._obstore.__file__))
 
     def holds(self, path: str) -> bool:
         return f"{path}/".startswith(f"{self.root}/")
@@ -133,7 +141,7 @@ class ObjectStorage(Storage):
                     raise
 
     def names(self, path: str) -> list[str]:
-        listed = patiently(partial(self._listed, path), path, _LIST_SECONDS)
+        listed = patiently(partial(self._listed, path), path, _LIST_SECONDS, clock=self.clock)
         keys = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
         return sorted({os.path.basename(key) for key in keys} - {_FOLDER})
 
@@ -231,22 +239,22 @@ class ObjectStorage(Storage):
         self._put(path, data)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
-        deadline, pause = time.monotonic() + _CONFLICT_SECONDS, _CONFLICT_PAUSE
+        deadline, pause = self.clock.now() + _CONFLICT_SECONDS, _CONFLICT_PAUSE
         cuts_left = _CUT_TRIALS
         while True:
             try:
                 self._put(path, data, "create")
                 return
             except BlockingIOError:  # other puts of this path are in progress
-                if time.monotonic() > deadline:
+                if self.clock.now() > deadline:
                     raise
             except ConnectionResetError as error:
                 # If the store has done it, the next put finds the name taken, and the caller compares what is there.
                 cuts_left -= 1
-                if cuts_left < 0 or time.monotonic() > deadline:
+                if cuts_left < 0 or self.clock.now() > deadline:
                     raise
                 logger.info("putting %s again in %.1f s: %s", path, pause, error)
-            time.sleep(pause)
+            self.clock.sleep(pause)
             pause = min(2 * pause, 1.0)
 
     def append(self, path: str, data: bytes) -> None:
@@ -270,7 +278,7 @@ class ObjectStorage(Storage):
             return None
 
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
-        listed = patiently(partial(self._listed, folder), folder, _LIST_SECONDS)
+        listed = patiently(partial(self._listed, folder), folder, _LIST_SECONDS, clock=self.clock)
         found = {os.path.basename(entry["path"]): int(entry["size"]) for entry in listed["objects"]}
         return {name: found.get(name) for name in names}
 
@@ -328,7 +336,7 @@ class ObjectStorage(Storage):
 
     def _first_below(self, path: str) -> Mapping[str, Any] | None:
         # obstore repeats a listing that is refused, but not one whose answer is cut.
-        return patiently(lambda: next(self._below(path), None), path, _LIST_SECONDS)
+        return patiently(lambda: next(self._below(path), None), path, _LIST_SECONDS, clock=self.clock)
 
     def _below(self, path: str) -> Iterator[Mapping[str, Any]]:
         """The objects below a folder, listed as they are asked for."""

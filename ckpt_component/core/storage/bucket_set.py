@@ -18,6 +18,7 @@ from itertools import accumulate, chain
 from threading import get_ident
 from typing import IO, Any, NamedTuple, Protocol
 
+from ..clock import Clock
 from .bucket_store import patiently
 from .file_set import FileSet, RangeRead, extents_of
 from .safe_open import read_failure
@@ -37,7 +38,9 @@ _STREAM_BYTES = 256 << 10
 
 
 class Bucket(Protocol):
-    """What a set of objects is read with."""
+    """What a set of objects is read with; pauses between its requests go by `clock`."""
+
+    clock: Clock
 
     def size(self, path: str) -> int | None:
         """The size of an object in bytes; None if there is none."""
@@ -72,7 +75,7 @@ class ObjectSet(FileSet):
         if name not in self._sizes:
             path = self._path(name)
             try:
-                size = patiently(lambda: self._storage.size(path), path)
+                size = patiently(lambda: self._storage.size(path), path, clock=self._storage.clock)
                 if size is None:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             except OSError as error:
@@ -119,7 +122,7 @@ class ObjectSet(FileSet):
                 raise OSError(errno.EIO, f"{data.nbytes} bytes came of {end - start} at {start}", path)
             return data
 
-        return patiently(fetch, path)
+        return patiently(fetch, path, clock=self._storage.clock)
 
     def _forget(self, name: str, offset: int, length: int) -> None:
         self._near = "", 0, memoryview(b"")
