@@ -9,9 +9,9 @@ from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.testing import Disk, DiskFile, Fault, PowerCut, SimulatedFiles
+from ckpt_component.testing import Bucket, Disk, DiskFile, Fault, PowerCut
 
-from .world import ROOT, Run, Workload
+from .world import ROOT, Run, Workload, storage_on
 
 ELSEWHERE = "/runs/elsewhere"
 
@@ -48,7 +48,7 @@ def save_and_damage(run: Run) -> None:
     run.acknowledged.remove(2)
 
 
-def damage(disk: Disk, folder: str) -> None:
+def damage(disk: Disk | Bucket, folder: str) -> None:
     """Flip a bit of a tensor."""
     path = max((path for path in disk.walk(folder) if path.endswith(".distcp")), key=lambda path: disk.file(path).size)
     file: DiskFile = disk.file(path)
@@ -91,7 +91,7 @@ def leave_debris(run: Run) -> None:
     saves(1)(run)
     disk = run.files.disk
     for number in (12, 30):
-        off = SimulatedFiles(disk, {number: Fault("cut")}, atomic_rename=run.files.atomic_rename, locks=False)
+        off = storage_on(disk, "rename" if run.files.atomic_rename else "manifest", {number: Fault("cut")}, locks=False)
         try:
             saves(2)(Run(off, run.overrides, keep=run.keep))
         except PowerCut:

@@ -30,7 +30,7 @@ from ckpt_component.core.commit.names import (
 )
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage.new_names import NEW_PREFIX
-from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
+from ckpt_component.testing import Bucket, Disk, Fault, PowerCut, SimulatedBucket, SimulatedFiles
 
 ROOT = "/runs/one"
 USUAL = (
@@ -79,7 +79,7 @@ class Run:
         keep: `keep.last`
     """
 
-    files: SimulatedFiles
+    files: SimulatedFiles | SimulatedBucket
     overrides: tuple[str, ...] = ()
     acknowledged: list[int] = field(default_factory=list)
     keep: int = 1
@@ -140,12 +140,29 @@ def is_counted(path: str) -> bool:
     return path.startswith(ROOT)
 
 
+def storage_on(
+    disk: Disk | Bucket,
+    protocol: str,
+    faults: Mapping[int, Fault] | None = None,
+    *,
+    locks: bool = True,
+    durable: bool = True,
+) -> SimulatedFiles | SimulatedBucket:
+    """A client of a disk or bucket; `locks` and `durable` as of `SimulatedFiles`. Only `rename` has locks."""
+    if isinstance(disk, Bucket):
+        return SimulatedBucket(disk, faults, counts=is_counted)
+    rename = protocol == "rename"
+    return SimulatedFiles(
+        disk, faults, atomic_rename=rename, locks=rename and locks, durable=durable, counts=is_counted
+    )
+
+
 class World:
     """A workload on a protocol: what is there before it, and each run of it from there.
 
     Args:
         workload: the workload
-        protocol: `rename` or `manifest`
+        protocol: `rename` or `manifest`, on a disk; or `bucket`
         durable: see `SimulatedFiles`
     """
 
@@ -153,7 +170,7 @@ class World:
         self._durable = durable
         self.workload = workload
         self._protocol = protocol
-        run = self.run_on(Disk(), [])
+        run = self.run_on(Bucket() if protocol == "bucket" else Disk(), [])
         run.files.make_folders(ROOT)
         if workload.before is not None:
             workload.before(run)
@@ -166,12 +183,12 @@ class World:
         found = violations(self.run_on(first.files.disk, first.acknowledged), workload)
         assert not found, found
 
-    def run_on(self, disk: Disk, acknowledged: Sequence[int], faults: Mapping[int, Fault] | None = None) -> Run:
-        rename = self._protocol == "rename"
-        files = SimulatedFiles(
-            disk, faults, atomic_rename=rename, locks=rename, durable=self._durable, counts=is_counted
-        )
-        overrides = (f"checkpoint.commit={self._protocol}", *self.workload.overrides)
+    def run_on(
+        self, disk: Disk | Bucket, acknowledged: Sequence[int], faults: Mapping[int, Fault] | None = None
+    ) -> Run:
+        files = storage_on(disk, self._protocol, faults, durable=self._durable)
+        commit = "rename" if self._protocol == "rename" else "manifest"
+        overrides = (f"checkpoint.commit={commit}", *self.workload.overrides)
         return Run(files, overrides, list(acknowledged), self.workload.keep)
 
     def again(self, faults: Mapping[int, Fault] | None = None) -> Run:
@@ -281,7 +298,7 @@ def violations(run: Run, workload: Workload, *, fails: bool = False) -> list[str
     return wrong
 
 
-def is_set_aside(files: SimulatedFiles, name: str) -> bool:
+def is_set_aside(files: SimulatedFiles | SimulatedBucket, name: str) -> bool:
     """Whether it holds what was damaged, or what followed when a run went back: that is kept."""
     folder = os.path.join(ROOT, name)
     return name.startswith(QUARANTINE_PREFIX) or any(

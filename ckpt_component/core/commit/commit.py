@@ -97,10 +97,11 @@ def publish(
     for rank in ranks:
         for entry in rank["files"]:
             size = sizes[entry["name"]]
-            if rank["rank"] and size != entry["size"]:
+            if size != entry["size"]:
                 path = os.path.join(staging, entry["name"])
-                _wait_for_size(storage, path, entry["size"], visibility_timeout)
-                size = storage.size(path)
+                if rank["rank"]:
+                    _wait_for_size(storage, path, entry["size"], visibility_timeout)
+                size = storage.size(path)  # some stores list what was so a moment ago
             if size != entry["size"]:
                 raise CheckpointSaveError(
                     f"{entry['name']} has {size} bytes on disk and its writer reported {entry['size']}; not committed."
