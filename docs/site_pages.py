@@ -1,14 +1,16 @@
 """Write the pages of the site to build/docs, which `mkdocs.yml` names: `python docs/site_pages.py`.
 
-README.md and its neighbours, the examples, and the API reference become pages next to those of docs. Links are written
-for GitHub, so those to pages that lie elsewhere in the site are rewritten.
+README.md and its neighbours, the examples, the API reference and the reference of `ckpt` become pages next to those of
+docs. Links are written for GitHub, so those to pages that lie elsewhere in the site are rewritten.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -48,6 +50,57 @@ def reference_page() -> str:
     return "\n".join(parts)
 
 
+def commands_page() -> str:
+    """What `ckpt COMMAND --help` prints, for all commands; the options that all take stand once."""
+    from ckpt_component.cli.app import COMMANDS, parser_of
+
+    subparsers = next(
+        action for action in parser_of(list(COMMANDS))._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    of_each = [list(argument_rows(subparsers.choices[name])) for name in COMMANDS]
+    shared = [row for row in of_each[0] if all(row in rows for rows in of_each)]
+    parts = [
+        "# Commands\n\n`ckpt COMMAND --help` prints the same. [The command ckpt](ckpt.md) shows them by task.\n",
+        "Every command takes:\n",
+        *table(shared),
+    ]
+    for name, rows in zip(COMMANDS, of_each, strict=True):
+        command = subparsers.choices[name]
+        command.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
+        usage = re.sub(
+            r" \[-h\]| \[-o KEY=VALUE\]| \[--json\]| \[-v\]| \[-q\]", "", " ".join(command.format_usage().split())
+        )
+        parts += [
+            f"\n## `ckpt {name}`\n\n{cell(' '.join((command.description or '').split()))}\n",
+            f"```text\n{usage.removeprefix('usage: ')}\n```\n",
+            *table([row for row in rows if row not in shared]),
+            f"\n```text\n{(command.epilog or '').strip()}\n```",
+        ]
+    return "\n".join([*parts, ""])
+
+
+def argument_rows(command: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """The names and the help of each argument of a command."""
+    formatter = command._get_formatter()
+    for action in command._actions:
+        if action.dest != "help":
+            value = "" if action.nargs == 0 else formatter._format_args(action, action.dest.upper())
+            names = ", ".join(action.option_strings)
+            yield f"`{f'{names} {value}'.strip()}`", cell(formatter._expand_help(action) if action.help else "")
+
+
+def table(rows: list[tuple[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    escaped = [(name.replace("|", "\\|"), meaning) for name, meaning in rows]
+    return ["| argument | meaning |", "|---|---|", *(f"| {name} | {meaning} |" for name, meaning in escaped)]
+
+
+def cell(text: str) -> str:
+    """Plain text in Markdown."""
+    return re.sub(r"([|*<\[\]_])", r"\\\1", text)
+
+
 def examples() -> dict[str, Path]:
     """Pages of the examples, and what they show; `ckpt_train` is an app of many modules, and has none."""
     paths = [path for path in (REPOSITORY / "examples").iterdir() if path.suffix == ".py" or path.name == "hydra_app"]
@@ -81,6 +134,7 @@ def pages() -> dict[str, str]:
         **{page: code_page(path) for page, path in examples().items()},
         "examples/index.md": "\n".join(["# Examples", "", *listed, ""]),
         "reference.md": reference_page(),
+        "commands.md": commands_page(),
     }
 
 

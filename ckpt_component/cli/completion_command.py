@@ -20,7 +20,7 @@ from .output import Output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that sources the script")
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:

@@ -6,6 +6,10 @@ command finishes.
 example:
   ckpt cp checkpoints@200 backup/
   ckpt cp checkpoints@best other@300
+
+ROOT@300 as DST: only for formats whose files do not hold the step. A
+step inside the training state stays as it is.
+--commit manifest is for a mounted object store.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ values are compared by checksum, and nothing is read. Exit code 1 if they differ
 
 example:
   ckpt diff checkpoints@100 checkpoints@200 'model.*' --norm
+
+Where checksums cannot be compared (another format or number of ranks,
+no checksums), the values are read block by block. --norm needs torch,
+and also compares values of different dtypes.
 """
 
 from __future__ import annotations

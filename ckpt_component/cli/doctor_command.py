@@ -5,6 +5,9 @@ URL: access, conditional puts, rates. Leaves nothing behind. Exit code 1: saves 
 
 example:
   ckpt doctor checkpoints
+
+note: works, but slower or with less protection. FAIL: saves would fail;
+the line says what to do.
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ example:
 
 hf without --prefix exports the model, if the state has one;
 --prefix '' exports everything.
+hf and safetensors hold tensors only: objects are named once and left
+out. Tied tensors are stored once, under their first name. torch holds
+the nested state; load it with torch.load(OUT, weights_only=True), or
+False if it has numpy values.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("format", metavar="FORMAT", help=f"{', '.join(FORMATS)}")
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint, of any format that loads; or ROOT@newest")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create for hf, else a file")
-    parser.add_argument("--prefix", metavar="NAME", help="only what is below NAME, which is taken away: model")
+    parser.add_argument("--prefix", metavar="NAME", help="only what is below NAME, and without that prefix: model")
     add_key_map(parser)
     parser.add_argument("--dtype", help="convert floating-point tensors: float64, float32, float16, bfloat16")
     parser.add_argument("--max-shard-size", metavar="BYTES", help="the most tensors in a file of hf (5GB)")

@@ -1,11 +1,13 @@
 """`ckpt gc ROOT`: delete what dead runs left, and checkpoints that need not be kept.
 
 Delete what dead runs left in a folder of checkpoints: unfinished and half-deleted ones. What a live process works on
-stays, and so does the debris of other hosts, unless --ended. With --keep-last, also delete older checkpoints, but
-those that the run keeps for good (checkpoint.keep.every_steps and keep.best).
+stays, and so does the debris of other hosts, unless --ended. With --keep-last, also delete older checkpoints, except
+those that the run keeps permanently (checkpoint.keep.every_steps and keep.best).
 
 example:
   ckpt gc checkpoints --keep-last 3 --dry-run
+
+Quarantined checkpoints stay; delete them with ckpt rm.
 """
 
 from __future__ import annotations

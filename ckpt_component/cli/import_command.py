@@ -5,6 +5,8 @@ committed checkpoint of the format dcp, with checksums. Tensors are read one at 
 
 example:
   ckpt import base_model checkpoints --step 0 --prefix model
+
+A run on any number of ranks resumes from the result.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ fraction of time that is training. Every figure names its formula or source.
 examples:
   ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200
   ckpt plan --state 40GB --ranks 8 --measured checkpoints
+
+?: a figure that needs another option.
 """
 
 from __future__ import annotations

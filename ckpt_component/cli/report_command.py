@@ -7,6 +7,10 @@ sweep.html.
 examples:
   ckpt report checkpoints
   ckpt report multirun/2026-11-21/10-30-00
+
+Training kept: the share of the time between the first and the last
+recorded step that saves did not cost. Loads, and the wait for the last
+save of a run, are not in it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ asked. Refused are the last good checkpoint of a root, and those of a run that i
 
 example:
   ckpt rm checkpoints@200 checkpoints@300
+
+A run on another host or in another container counts as alive, unless
+--ended.
 """
 
 from __future__ import annotations

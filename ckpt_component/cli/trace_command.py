@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of its checkpoints")
     parser.add_argument("--out", type=Path, metavar="FILE", default=Path("trace.json"), help="(trace.json)")
     parser.add_argument("--run", type=int, metavar="N", dest="number", help="this one, 1 is the oldest")
-    parser.add_argument("--last", type=int, metavar="N", help="only from the N-th last save on")
+    parser.add_argument("--last", type=int, metavar="N", help="only the last N saves")
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:

@@ -6,6 +6,9 @@ is damaged.
 
 example:
   ckpt verify checkpoints@200 --key 'model.*'
+
+What was verified is noted every few seconds in ~/.cache/ckpt_component.
+--resume skips it if no file of the checkpoint has changed since.
 """
 
 from __future__ import annotations
