@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -27,6 +28,16 @@ REPOSITORY = Path(ckpt_component.__file__).resolve().parents[1]
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((REPOSITORY / "docs").glob("*.md"))
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: A block of text right after one of commands is what the commands print; its line `...` stands for any lines.
+OUTPUT = re.compile(r"\n+```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: What differs from run to run and from machine to machine.
+VARYING = {
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "DATE",
+    r"\b[0-9a-f]{8}-[0-9a-f]{8}\b": "TOKEN",
+    r"\b\d+(\.\d+)? (bytes|[kMGT]B)\b": "SIZE",
+    r"\b\d+(\.\d+)? (ms|s|min|h|days?)\b": "TIME",
+    r"[ \t]+": " ",
+}
 #: Pages whose commands tests of their own run, to compare what they print with what the page says.
 SHOWN = ("README.md", "tutorial.md")
 #: The page whose commands work on what its Python blocks leave.
@@ -37,12 +48,21 @@ SMALL = "model=gpt_nano model.context=16 train.batch_size=2 train.eval_every=nul
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page; `mark` is what follows the language: `notest: why`, `slow` or `soak`."""
+    """A block of code of a page.
+
+    Attributes:
+        page: the name of the page
+        language: of the block
+        mark: what follows the language: `notest: why`, `slow` or `soak`
+        code: the block
+        output: the block of text right after it; None: there is none
+    """
 
     page: str
     language: str
     mark: str
     code: str
+    output: str | None = None
 
     @property
     def runs(self) -> bool:
@@ -50,12 +70,14 @@ class Block:
 
 
 def blocks(language: str = "") -> list[Block]:
-    return [
-        Block(page.name, *(text.strip() for text in match))
-        for page in PAGES
-        for match in FENCE.findall(page.read_text())
-        if language in ("", match[0])
-    ]
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in FENCE.finditer(text):
+            if language in ("", match[1]):
+                output = OUTPUT.match(text, match.end())
+                found.append(Block(page.name, *map(str.strip, match.groups()), output[1] if output else None))
+    return found
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -66,6 +88,7 @@ def environment(folder: Path) -> dict[str, str]:
         "PATH": path,
         "PYTHONPATH": str(REPOSITORY),
         "HOME": str(folder),
+        "COLUMNS": "100",  # pages have the lines of a wide terminal
         "OMP_WAIT_POLICY": "PASSIVE",
     }
 
@@ -82,6 +105,20 @@ def run(command: str, folder: Path) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout + done.stderr
+
+
+def normalized(output: str, folder: Path) -> str:
+    """Output without what varies, in the home folder of the pages, without empty lines."""
+    output = output.replace(str(folder), "/home/me").replace(f" on {socket.gethostname()},", " on vm,")
+    for pattern, name in VARYING.items():
+        output = re.sub(pattern, name, output)
+    return "".join(f"{line.strip()}\n" for line in output.splitlines() if line.strip())
+
+
+def shows(page: str, printed: str) -> bool:
+    """Whether a page shows what was printed, both normalized."""
+    lines = ["(?:.*\n)*?" if line == "..." else re.escape(f"{line}\n") for line in page.splitlines()]
+    return re.fullmatch("".join(lines), printed) is not None
 
 
 def run_script(name: str, folder: Path) -> str:
@@ -196,10 +233,32 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_commands_run(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if block.page == PREPARED:
         shutil.copytree(request.getfixturevalue("prepared"), tmp_path, dirs_exist_ok=True)
+    printed = ""
     for command in block.code.splitlines():
         if command.startswith("ckpt-train"):
             command += f" train.steps=6 checkpoint.save.every_steps=3 {SMALL}"
-        run(command, tmp_path)
+        printed += run(command, tmp_path)
+    if block.output is not None:
+        page, printed = normalized(block.output, tmp_path), normalized(printed, tmp_path)
+        assert shows(page, printed), f"{block.page} shows\n{page}\nbut the commands print\n{printed}"
+
+
+def test_a_page_that_shows_something_else_is_noticed() -> None:
+    printed = normalized("ran 0.3 s on /tmp/x/runs\nwrote 12 bytes\n\nrename  atomic\n", Path("/tmp/x"))
+    for page in (
+        "ran 25 ms on /home/me/runs\nwrote 3.20 MB\nrename atomic\n",
+        "...\nrename   atomic\n",
+        "ran 1 h on /home/me/runs\n...\n",
+    ):
+        assert shows(normalized(page, Path("/tmp/x")), printed)
+    for page in (
+        "",
+        "ran 25 ms on /home/me/runs\n",
+        "...\nwrote 3.20 MB\n",
+        "...\nrename loose\n",
+        "ran 1 h on /home/you\n...\n",
+    ):
+        assert not shows(normalized(page, Path("/tmp/x")), printed)
 
 
 @pytest.mark.slow
