@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_component.config.keys import keys
+from ckpt_component.config.keys import Key, keys
 from ckpt_component.config.schema import PARTS
 
 HEAD = """# Configuration
 
 <!-- Written by docs/configuration.py from ckpt_component/config/schema.py. -->
 
-`ckpt keys` prints these keys, and `ckpt keys PATTERN` those with a word in them, such as `ckpt keys timeout`.
-
-A slash picks a part, a dot sets a value:
+`ckpt keys` prints these keys; `ckpt keys timeout` those with a word in them. A slash picks a part, a dot sets a value:
 
 ```bash slow
 ckpt-train model=gpt_nano train.steps=10 checkpoint=async_persistent checkpoint/stager=pinned checkpoint.writer.workers=4
@@ -25,26 +24,41 @@ ckpt-train model=gpt_nano train.steps=10 checkpoint=async_persistent checkpoint/
 """
 
 NOTES = """
-All combinations of parts work but one: `stager=none` lets the writer read the live tensors, so it needs `caller=inline`.
+All parts combine, except that `stager=none` lets the writer read the live tensors and needs `caller=inline`.
 
-Sizes and times take units: `8MB` (10^6 bytes), `2GiB` (2^30), `90s`, `30m`, `2h`. `~` and `$VAR` in folders are expanded; quote `~`
-for Hydra: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder, in a Hydra multirun in the job's output folder.
-
-In Python: `build_manager("async_persistent", overrides=["checkpoint.keep.last=2"])`. In a Hydra app: `build_manager(cfg.checkpoint)`
-or `instantiate(cfg.checkpoint)`, see [Hydra](hydra.md).
-Installing the package adds these groups, and nothing else, to every Hydra app of the environment; `--info searchpath` shows it.
-Suggestions for mistyped keys are in our commands, and in an app [that asks for them](hydra.md#mistyped-overrides).
+Sizes and times take units: `8MB` (10^6 bytes), `2GiB` (2^30), `90s`, `30m`, `2h`. `~` and `$VAR` in folders are expanded; for Hydra,
+quote `~`: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder, in a Hydra multirun in the job's output folder.
+How to pass a config in Python and in a Hydra app: [Hydra](hydra.md).
 """
 
 
-def rows(option: str, prefix: str) -> list[str]:
-    """A table row for each key of `checkpoint` (`option` is empty), or of an option of a part."""
-    return [
-        f"{f'| `{option}` ' if option else ''}| `{key.name}` | {key.kind.replace('|', ', ')} | `{key.default}` | "
-        f"{key.text.replace('|', chr(92) + '|')}{f' ({key.limits})' if key.limits else ''} |"
-        for key in keys()
-        if key.option == option and key.name.startswith(prefix)
-    ]
+def limits(key: Key) -> str:
+    """The range of a number, short."""
+    for words, short in (("a finite number above ", "> "), ("at least ", ">= "), ("from ", "")):
+        if key.limits.startswith(words):
+            return f" ({short}{key.limits.removeprefix(words)})"
+    return f" ({key.limits})" if key.limits else ""
+
+
+def row(key: Key, default: str) -> str:
+    """The cells of a key: name, type, default, meaning."""
+    text = key.text.replace("|", chr(92) + "|")
+    return f"| `{key.name}` | {key.kind.replace('|', ', ')} | {default} | {text}{limits(key)} |"
+
+
+def of_parts(kind: str) -> Iterator[str]:
+    """A row for each key of `checkpoint/<kind>`, which several of its options may have."""
+    alike: dict[str, list[Key]] = {}
+    for key in keys():
+        if key.option and key.name.startswith(f"{kind}."):
+            alike.setdefault(key.name, []).append(key)
+    for name, of_options in alike.items():
+        assert len({(key.kind, key.limits, key.text) for key in of_options}) == 1, f"{name} differs by option"
+        usual = of_options[0].default
+        default = ", ".join(
+            [f"`{usual}`", *(f"`{key.option}`: `{key.default}`" for key in of_options if key.default != usual)]
+        )
+        yield f"| {', '.join(f'`{key.option}`' for key in of_options)} {row(of_options[0], default)}"
 
 
 def page() -> str:
@@ -58,16 +72,13 @@ def page() -> str:
         "## Keys of `checkpoint`\n",
         "| key | type | default | meaning |",
         "|---|---|---|---|",
-        *rows("", ""),
+        *(row(key, f"`{key.default}`") for key in keys() if not key.option),
+        "\n## Keys of the parts\n",
+        "Below `checkpoint`, of the options in the first column.\n",
+        "| options | key | type | default | meaning |",
+        "|---|---|---|---|---|",
+        *(line for kind in PARTS for line in of_parts(kind)),
     ]
-    for kind, options in PARTS.items():
-        lines += [
-            f"\n## Keys of `checkpoint/{kind}`\n",
-            "| option | key | type | default | meaning |",
-            "|---|---|---|---|---|",
-        ]
-        for name in options:
-            lines += rows(name, f"{kind}.") or [f"| `{name}` | - | - | - | no keys |"]
     return "\n".join(lines) + "\n"
 
 
