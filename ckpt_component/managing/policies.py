@@ -167,4 +167,7 @@ def refuse_earlier(step: int, newest: int | None, how: str) -> None:
         if how == "restored"
         else f"steps only increase; to go back, start a run with checkpoint.resume={step} checkpoint.rewind=true"
     )
-    raise CheckpointStepError(f"Step {step} is not after step {newest}, which this run {how}: {advice}.")
+    raise CheckpointStepError(
+        f"Step {step} is not after step {newest}, which this run {how}: {advice} "
+        "(docs/failures.md#going-back-to-an-earlier-step)."
+    )

@@ -273,7 +273,12 @@ class Restorer:
                 if path == self._run.path_of(step):
                     self._folder.purge.leave_damaged(step)
                 continue
-            logger.error("%s is damaged; it is kept as %s, which nothing uses or deletes", path, target)
+            logger.error(
+                "%s is damaged; it is kept as %s, which nothing uses or deletes "
+                "(docs/failures.md#a-damaged-checkpoint)",
+                path,
+                target,
+            )
             self._run.note("quarantine", step, target)
             moved.append(step)
         for at, steps in zip(filter(None, (self._run, self._run.remote)), found.committed, strict=True):

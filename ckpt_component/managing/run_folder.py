@@ -174,7 +174,8 @@ class RunFolder:
             text = (
                 f"checkpoint.resume={self.resume.choice}, and in {self.run.roots} {steps} would follow step {step}. To "
                 f"keep them, type {typed('checkpoint.resume', path)} checkpoint.dir=<new folder>; {retire}; to "
-                f"continue from the newest, checkpoint.resume=auto. {RESTORE_ONLY}"
+                f"continue from the newest, checkpoint.resume=auto (docs/failures.md#going-back-to-an-earlier-step). "
+                f"{RESTORE_ONLY}"
             )
         raise CheckpointExistsError(self._beside_others(text))
 

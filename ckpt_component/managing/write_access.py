@@ -86,7 +86,7 @@ class WriteAccess:
             raise CheckpointInUseError(
                 f"{self._named}: another run saves there, {other}, which is still running. End it, or use another "
                 "checkpoint.dir; with checkpoint.takeover=true this run takes the folder, and the next save of the "
-                f"other fails. {RESTORE_ONLY}"
+                f"other fails (docs/failures.md#two-runs-in-one-folder). {RESTORE_ONLY}"
             )
 
     def _check_shared(self, deadline: float) -> None:

@@ -249,7 +249,10 @@ def test_a_forked_queue_finalizes_and_ends_nothing(make: Make, log: Log, tmp_pat
         finally:
             os._exit(0)  # never back into the tests
     assert os.waitpid(pid, 0)[1] == 0
-    assert told.read_text() == f"This queue belongs to process {os.getpid()}; build one after the fork."
+    assert (
+        told.read_text()
+        == f"This queue belongs to process {os.getpid()}; build one after the fork (docs/failures.md#forks)."
+    )
     gate.touch()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0] and log == ["done"]
 

@@ -291,9 +291,22 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = (page.parent / target) if target else page
         assert path.exists(), f"{page.name} links to {target}"
         if anchor:
-            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert anchor[1:] in slugs, f"{page.name} links to {target}{anchor}"
+            assert anchor[1:] in anchors(path), f"{page.name} links to {target}{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_pages_that_messages_name_exist() -> None:
+    named = {match for literal in literals() for match in re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", literal)}
+    assert len(named) > 4
+    for path, anchor in named:
+        page = REPOSITORY / path
+        assert page.exists(), f"a message names {path}"
+        assert not anchor or anchor in anchors(page), f"a message names {path}#{anchor}"
 
 
 def test_the_page_of_keys_is_current() -> None:
@@ -345,19 +358,26 @@ def test_tests_that_pages_name_exist(page: Path) -> None:
     assert set(re.findall(r"`(test_\w+)`", page.read_text())) <= defined
 
 
+def literals() -> list[str]:
+    """All strings of the package, those between the values of an f-string too."""
+    return [
+        node.value
+        for path in (REPOSITORY / "ckpt_component").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
 def test_messages_of_the_troubleshooting_table_are_those_of_the_code() -> None:
     """A quoted message has `...` in the place of each value, so what is between is literal in some text of the code."""
-    literals = []
-    for path in (REPOSITORY / "ckpt_component").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                literals += re.split(r"%[a-z]|%\.\w+|\{\w*\}", node.value)
-    table = (REPOSITORY / "docs" / "failures.md").read_text().partition("## Troubleshooting")[2]
-    quotes = re.findall(r"^\| `([^`]+)`(?! of Hydra)", table, re.MULTILINE)
-    assert len(quotes) > 10
+    known = [piece for literal in literals() for piece in re.split(r"%[a-z]|%\.\w+|\{\w*\}", literal)]
+    table = (REPOSITORY / "docs" / "failures.md").read_text().partition("## Messages")[2]
+    cells = [cell for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) if "of Hydra" not in cell]
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell.partition(", such as")[0])]
+    assert len(quotes) > 20
     for quote in quotes:
         for piece in filter(None, map(str.strip, quote.split("..."))):
-            assert any(piece in literal for literal in literals), f"no message has {piece!r} of {quote!r}"
+            assert any(piece in literal for literal in known), f"no message has {piece!r} of {quote!r}"
 
 
 def test_tables_of_the_benchmark_and_the_recipes_are_complete() -> None:

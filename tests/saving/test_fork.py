@@ -79,7 +79,7 @@ def test_a_forked_manager_refuses_and_closes_nothing(preset: str, tmp_path: Path
         )
         silent = (manager.exit_if_stopped, lambda: manager.__exit__(None, None, None), manager.close)
         told = in_child(tmp_path / "told", *refused, *silent)
-        text = f"This manager belongs to process {os.getpid()}; build one after the fork."
+        text = f"This manager belongs to process {os.getpid()}; build one after the fork (docs/failures.md#forks)."
         assert told == [text] * len(refused) + ["ok"] * len(silent)
         manager.wait()
         assert manager.save(2, state)
@@ -99,7 +99,7 @@ def test_a_forked_checkpointer_refuses_and_closes_nothing(preset: str, tmp_path:
             lambda: checkpointer.prewarm(state),
             checkpointer.close,
         )
-        text = f"This checkpointer belongs to process {os.getpid()}; build one after the fork."
+        text = f"This checkpointer belongs to process {os.getpid()}; build one after the fork (docs/failures.md#forks)."
         assert told == [text] * 4 + ["ok"]
         checkpointer.save(state, tmp_path / "two")
         checkpointer.wait()

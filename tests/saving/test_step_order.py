@@ -52,7 +52,8 @@ def test_a_loop_that_ignores_what_restore_returned_is_refused_at_its_first_save(
         assert manager.save(1001, state_of(1001))
     assert manager.steps() == [950, 1000, 1001]
     assert str(caught.value) == (
-        "Step 50 is not after step 1000, which this run restored: begin at (manager.restore(state) or 0) + 1."
+        "Step 50 is not after step 1000, which this run restored: begin at (manager.restore(state) or 0) + 1 "
+        "(docs/failures.md#going-back-to-an-earlier-step)."
     )
 
 

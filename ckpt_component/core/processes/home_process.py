@@ -30,4 +30,6 @@ class HomeProcess:
             CheckpointError: it is another
         """
         if not self.is_here:
-            raise CheckpointError(f"This {self._what} belongs to process {self._pid}; build one after the fork.")
+            raise CheckpointError(
+                f"This {self._what} belongs to process {self._pid}; build one after the fork (docs/failures.md#forks)."
+            )

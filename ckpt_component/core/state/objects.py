@@ -78,7 +78,7 @@ def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
         return _encode_numpy(numpy, value, key)
     raise CheckpointStageError(
         f"'{key}' holds a {kind.__module__}.{kind.__qualname__}, which safe loading would refuse; "
-        f"{instead_of(value)}. Checkpoints take {_ALLOWED}."
+        f"{instead_of(value)}. Checkpoints take {_ALLOWED} (docs/state.md#what-is-refused-and-what-to-do)."
     )
 
 
