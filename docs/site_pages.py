@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import runpy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,7 +113,8 @@ def page_of(path: str) -> str | None:
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     shown = {os.path.relpath(file, REPOSITORY): page for page, file in examples().items()}
-    return {**PAGES, **shown, "examples": "examples/index.md"}.get(path)
+    made = {"examples": "examples/index.md", "benchmarks/ckpt_bench/schema.py": "benchmark.md"}
+    return {**PAGES, **shown, **made}.get(path)
 
 
 def for_the_site(path: Path) -> str:
@@ -135,6 +137,7 @@ def pages() -> dict[str, str]:
         "examples/index.md": "\n".join(["# Examples", "", *listed, ""]),
         "reference.md": reference_page(),
         "commands.md": commands_page(),
+        "benchmark.md": runpy.run_path(str(REPOSITORY / "docs" / "benchmark.py"))["page"](),
     }
 
 
