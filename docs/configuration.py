@@ -43,7 +43,9 @@ def limits(key: Key) -> str:
 def row(key: Key, default: str) -> str:
     """The cells of a key: name, type, default, meaning."""
     text = key.text.replace("|", chr(92) + "|")
-    return f"| `{key.name}` | {key.kind.replace('|', ', ')} | {default} | {text}{limits(key)} |"
+    choices = key.kind.split("|")
+    kind = "choice" if len(choices) > 1 and all(f"`{choice}`" in text for choice in choices) else ", ".join(choices)
+    return f"| `{key.name}` | {kind} | {default} | {text}{limits(key)} |"
 
 
 def of_parts(kind: str) -> Iterator[str]:

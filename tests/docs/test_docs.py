@@ -345,7 +345,9 @@ def test_links_of_the_site_lead_to_its_pages() -> None:
     pages = runpy.run_path(str(REPOSITORY / "docs" / "site_pages.py"))["pages"]()
     for page, text in pages.items():
         for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", FENCE.sub("", text)):
-            assert os.path.normpath(os.path.join(os.path.dirname(page), target)) in pages, f"{page} links to {target}"
+            path = os.path.normpath(os.path.join(os.path.dirname(page), target))
+            picture = path.startswith("pictures/") and (REPOSITORY / "docs" / path).exists()
+            assert picture or path in pages, f"{page} links to {target}"
     reference = re.findall(r"^::: ckpt_component\.(\w+)$", pages["reference.md"], re.MULTILINE)
     assert sorted(reference) == sorted({*ckpt_component.__all__} - {"__version__"})
 
@@ -374,7 +376,7 @@ def test_messages_of_the_troubleshooting_table_are_those_of_the_code() -> None:
     table = (REPOSITORY / "docs" / "failures.md").read_text().partition("## Messages")[2]
     cells = [cell for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) if "of Hydra" not in cell]
     quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell.partition(", such as")[0])]
-    assert len(quotes) > 20
+    assert len(quotes) > 15
     for quote in quotes:
         for piece in filter(None, map(str.strip, quote.split("..."))):
             assert any(piece in literal for literal in known), f"no message has {piece!r} of {quote!r}"
