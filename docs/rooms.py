@@ -29,10 +29,11 @@ _TABLE = re.compile(r"(?<=<!-- Written by docs/rooms.py. -->\n\n).*?\n(?=\n|\Z)"
 
 
 def sentence(room: str) -> str:
-    """The first line of a room's docstring."""
+    """The first sentence of a room's docstring."""
     path = REPOSITORY / "ckpt_component" / Path(*room.split("."))
     module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n")[0]
+    line = (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n")[0]
+    return re.split(r"(?<=[\w)][.;]) ", line)[0].rstrip(".;")
 
 
 def page() -> str:
