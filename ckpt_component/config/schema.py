@@ -120,7 +120,7 @@ class Upload:
     max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
     """The most that is uploaded per second; null: no limit."""
     finish_seconds: float = above(0, 300.0, SECONDS)
-    """How long uploads go on after the run has ended, in whatever way; the next run does the rest."""
+    """How long uploads continue after the run has ended in any way; the next run does the rest."""
     max_lag_steps: int | None = at_least(1, None)
     """How many steps `checkpoint.dir` may be behind before `on_lag` applies; null: any number."""
     on_lag: OnLag = OnLag.warn
@@ -183,11 +183,11 @@ class Export:
     every_steps: int | None = at_least(1, None)
     """Also export the checkpoint of every n-th step; null: only the last one of a run that comes to its end."""
     prefix: str | None = None
-    """Only what is below this name, which is taken away; null: with `hf` the model, if the state has one, else all."""
+    """Export only what is below this prefix, without it; null: with `hf` the model, otherwise everything."""
     rename: Any = None
-    """Names in the checkpoint and in the export, such as {blocks: transformer.h}, after the prefix was taken away."""
+    """Names in the checkpoint and in the export, such as {blocks: transformer.h}, after the prefix is stripped."""
     ignore: list[str] = field(default_factory=list)
-    """Names in the checkpoint that are left out, after the prefix was taken away; `*` stands for any text."""
+    """Names in the checkpoint that are left out, after the prefix is stripped; `*` stands for any text."""
     dtype: str | None = None
     """Convert floating-point tensors: `float64`, `float32`, `float16`, `bfloat16`; null: as they are."""
     config_from: str | None = field(default=None, metadata={"path": True})
