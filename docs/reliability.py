@@ -16,6 +16,7 @@ NUMBERS = REPOSITORY / "docs" / "reliability.json"
 _MEANING = {
     "simulated power cuts": "the power goes at an operation of a simulated disk, each with several states that may be left",
     "simulated faults": "an operation of a simulated disk fails, once or from then on, is done and its answer lost, or cut short",
+    "simulated requests": "a request to a simulated bucket fails, once or from then on, is done twice or its answer lost, or the client is killed",
     "schedules": "two to four simulated ranks save while messages get lost or late, ranks stop and die, and disks fail",
     "histories": "a random history of saves, faults, damage, restarts, rewinds, copies and deletions",
     "kills": "`kill -9` of the trainer, the writer process, one rank or all, at a file operation or at a random moment",

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from .disk import Disk, DiskFile, DiskFolder
-from .simulated_bucket import Bucket, SimulatedBucket
+from .simulated_bucket import SimulatedBucket, SimulatedObjects
 from .simulated_files import Fault, PowerCut, SimulatedFiles
 
-__all__ = ["Bucket", "Disk", "DiskFile", "DiskFolder", "Fault", "PowerCut", "SimulatedBucket", "SimulatedFiles"]
+__all__ = [
+    "Disk",
+    "DiskFile",
+    "DiskFolder",
+    "Fault",
+    "PowerCut",
+    "SimulatedBucket",
+    "SimulatedFiles",
+    "SimulatedObjects",
+]

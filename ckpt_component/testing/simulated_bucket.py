@@ -38,7 +38,7 @@ _PAGE = 3
 
 
 @dataclass
-class Bucket:
+class SimulatedObjects:
     """What the store holds, which outlives its clients.
 
     Attributes:
@@ -105,7 +105,7 @@ class SimulatedBucket(ObjectStorage):
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: SimulatedObjects,
         faults: Mapping[int, Fault] | None = None,
         *,
         counts: Callable[[str], bool] | None = None,
@@ -129,11 +129,11 @@ class _AheadClock(Clock):
 
 
 class _Requests:
-    """The functions of obstore that `ObjectStorage` calls, on a `Bucket`."""
+    """The functions of obstore that `ObjectStorage` calls, on simulated objects."""
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: SimulatedObjects,
         faults: Mapping[int, Fault],
         counts: Callable[[str], bool],
         operations: list[tuple[str, str]],
@@ -183,8 +183,8 @@ class _Requests:
     def head(self, store: None, key: str) -> dict[str, Any]:
         return self.request("head", f"/{key}", lambda: self._entry(f"/{key}"))
 
-    def get(self, store: None, key: str) -> _Answer:
-        return self.request("get", f"/{key}", lambda: _Answer(bytes(self._bucket.file(f"/{key}").data)))
+    def get(self, store: None, key: str) -> _Fetched:
+        return self.request("get", f"/{key}", lambda: _Fetched(bytes(self._bucket.file(f"/{key}").data)))
 
     def get_range(self, store: None, key: str, *, start: int, length: int) -> bytes:
         path = f"/{key}"
@@ -208,8 +208,8 @@ class _Requests:
 
         return self.request("list", folder, effect)
 
-    def open_writer(self, store: None, key: str, *, buffer_size: int, max_concurrency: int) -> _Writer:
-        return _Writer(self, self._bucket, f"/{key}")
+    def open_writer(self, store: None, key: str, *, buffer_size: int, max_concurrency: int) -> _PartsWriter:
+        return _PartsWriter(self, self._bucket, f"/{key}")
 
     def _page(self, folder: str, last: str) -> _Entries:
         """The entries after a path; other changes may come between two pages."""
@@ -222,7 +222,7 @@ class _Requests:
         return {"path": path[1:], "size": file.size, "last_modified": modified}
 
 
-class _Answer:
+class _Fetched:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.meta = {"size": len(data)}
@@ -231,10 +231,10 @@ class _Answer:
         return self._data
 
 
-class _Writer:
+class _PartsWriter:
     """An object that is written in parts: each write sends one, and the last request makes it visible."""
 
-    def __init__(self, requests: _Requests, bucket: Bucket, path: str) -> None:
+    def __init__(self, requests: _Requests, bucket: SimulatedObjects, path: str) -> None:
         self._requests, self._bucket, self._path = requests, bucket, path
         self._parts: dict[int, bytes] = {}
 

@@ -13,7 +13,7 @@ from simulation.world import Workload, World, configs_are_kept
 from ckpt_component import build_manager
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.testing import Bucket, Fault, SimulatedBucket
+from ckpt_component.testing import Fault, SimulatedBucket, SimulatedObjects
 
 FAULTS = {
     "fails": Fault("fail"),
@@ -53,12 +53,14 @@ def test_every_request(workload: Workload, record_property: Record) -> None:
 @pytest.mark.parametrize("lag", [1, 3, 10])
 def test_a_listing_that_lags_loses_nothing(lag: int) -> None:
     """A run whose listings are some changes old keeps what it saved, and a later one finds it."""
-    bucket = Bucket(lag=lag)
+    bucket = SimulatedObjects(lag=lag)
     settings = ["checkpoint.save.every_steps=null", "checkpoint.keep.last=2", "checkpoint.events=false"]
     with build_manager("sync", settings, dir="/runs/one", storage_of=lambda path: SimulatedBucket(bucket)) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"step": step})
-            assert step in {*scan_steps(SimulatedBucket(Bucket(bucket.objects)), "/runs/one", MEGATRON).committed}
+            assert step in {
+                *scan_steps(SimulatedBucket(SimulatedObjects(bucket.objects)), "/runs/one", MEGATRON).committed
+            }
     bucket.lag = 0
     state = {"step": 0}
     with build_manager("sync", settings, dir="/runs/one", storage_of=lambda path: SimulatedBucket(bucket)) as manager:

@@ -9,7 +9,7 @@ from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.testing import Bucket, Disk, DiskFile, Fault, PowerCut
+from ckpt_component.testing import Disk, DiskFile, Fault, PowerCut, SimulatedObjects
 
 from .world import ROOT, Run, Workload, storage_on
 
@@ -48,7 +48,7 @@ def save_and_damage(run: Run) -> None:
     run.acknowledged.remove(2)
 
 
-def damage(disk: Disk | Bucket, folder: str) -> None:
+def damage(disk: Disk | SimulatedObjects, folder: str) -> None:
     """Flip a bit of a tensor."""
     path = max((path for path in disk.walk(folder) if path.endswith(".distcp")), key=lambda path: disk.file(path).size)
     file: DiskFile = disk.file(path)

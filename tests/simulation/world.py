@@ -30,7 +30,7 @@ from ckpt_component.core.commit.names import (
 )
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage.new_names import NEW_PREFIX
-from ckpt_component.testing import Bucket, Disk, Fault, PowerCut, SimulatedBucket, SimulatedFiles
+from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedBucket, SimulatedFiles, SimulatedObjects
 
 ROOT = "/runs/one"
 USUAL = (
@@ -141,7 +141,7 @@ def is_counted(path: str) -> bool:
 
 
 def storage_on(
-    disk: Disk | Bucket,
+    disk: Disk | SimulatedObjects,
     protocol: str,
     faults: Mapping[int, Fault] | None = None,
     *,
@@ -149,7 +149,7 @@ def storage_on(
     durable: bool = True,
 ) -> SimulatedFiles | SimulatedBucket:
     """A client of a disk or bucket; `locks` and `durable` as of `SimulatedFiles`. Only `rename` has locks."""
-    if isinstance(disk, Bucket):
+    if isinstance(disk, SimulatedObjects):
         return SimulatedBucket(disk, faults, counts=is_counted)
     rename = protocol == "rename"
     return SimulatedFiles(
@@ -170,7 +170,7 @@ class World:
         self._durable = durable
         self.workload = workload
         self._protocol = protocol
-        run = self.run_on(Bucket() if protocol == "bucket" else Disk(), [])
+        run = self.run_on(SimulatedObjects() if protocol == "bucket" else Disk(), [])
         run.files.make_folders(ROOT)
         if workload.before is not None:
             workload.before(run)
@@ -184,7 +184,7 @@ class World:
         assert not found, found
 
     def run_on(
-        self, disk: Disk | Bucket, acknowledged: Sequence[int], faults: Mapping[int, Fault] | None = None
+        self, disk: Disk | SimulatedObjects, acknowledged: Sequence[int], faults: Mapping[int, Fault] | None = None
     ) -> Run:
         files = storage_on(disk, self._protocol, faults, durable=self._durable)
         commit = "rename" if self._protocol == "rename" else "manifest"
