@@ -39,10 +39,15 @@ def run(*words: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the source distribution, as it is for a release."""
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, CHECKOUT, cwd=folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, CHECKOUT, cwd=folder)
+    version = ckpt_component.__version__
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"ckpt_component-{version}-py3-none-any.whl",
+        f"ckpt_component-{version}.tar.gz",
+    ]
+    return folder / f"ckpt_component-{version}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
