@@ -10,7 +10,7 @@ from faults.object_store import ObjectStore
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.testing import Disk, SimulatedFiles
+from ckpt_component.testing import Disk, SimulatedBucket, SimulatedFiles, SimulatedObjects
 from ckpt_component.testing.conformance import StorageContract
 
 
@@ -48,3 +48,10 @@ class TestObjects(StorageContract):
     def storage(self, tmp_path: Path) -> tuple[Storage, str]:
         pytest.importorskip("obstore", reason="pip install 'ckpt_component[cloud]'")
         return storage_at("memory://bucket"), f"memory://bucket/{tmp_path.name}"
+
+
+class TestSimulatedObjects(StorageContract):
+    """By the same contract as the bucket of obstore: what holds in the simulation holds of requests, too."""
+
+    def storage(self, tmp_path: Path) -> tuple[Storage, str]:
+        return SimulatedBucket(SimulatedObjects()), "/root"
