@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from strides import STRIDE_OFFSET
@@ -229,7 +230,7 @@ def presets_are_composed_once() -> Iterator[None]:
             return compose(preset, overrides)
         return config
 
-    def resolve_once(config: object, overrides: Sequence[str] = ()) -> object:
+    def resolve_once(config: Any, overrides: Sequence[str] = ()) -> object:
         text = repr(OmegaConf.to_container(config)) if isinstance(config, DictConfig) and not overrides else "~"
         if {*"$~/"} & {*text}:  # it depends on the environment, or on files
             return resolve(config, overrides)

@@ -91,10 +91,10 @@ def run_and_leave(arguments: Sequence[str], folder: str, errors: str) -> None:
             print(code, file=sys.stderr)
             code = 1
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code or 0)
+    os._exit(int(str(code or 0)))

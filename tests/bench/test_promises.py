@@ -67,7 +67,13 @@ def verdict(cases: list[Case], words: str, **more: int) -> Verdict:
 
 
 def test_medians_have_their_range_and_leave_out_what_failed() -> None:
-    runs = [{"durable": 3.0}, {"durable": 1.0}, {"error": "it broke"}, {"durable": 2.0}, {"durable": 9.0}]
+    runs: list[dict[str, Any]] = [
+        {"durable": 3.0},
+        {"durable": 1.0},
+        {"error": "it broke"},
+        {"durable": 2.0},
+        {"durable": 9.0},
+    ]
     one = Case("large", "disk", {"sync": runs})
     found = spread(one, "sync", "durable")
     assert found is not None
@@ -79,9 +85,16 @@ def test_medians_have_their_range_and_leave_out_what_failed() -> None:
 def test_good_figures_hold_and_bad_ones_fail() -> None:
     good = judge([case()], cores=2, loop_threads=1)
     assert not [one.line() for one in good if one.holds is False]
-    bad = OURS | {"staged": 0.13, "durable": 2.0, "lost": 0.5, "memory": 4 * GB, "load_warm": 0.6, "load_cold": 2.0}
+    bad: Any = OURS | {
+        "staged": 0.13,
+        "durable": 2.0,
+        "lost": 0.5,
+        "memory": 4 * GB,
+        "load_warm": 0.6,
+        "load_cold": 2.0,
+    }
     bad |= {"step_ratio": 1.1, "stall": 0.04}
-    worse = judge([case(**dict.fromkeys(rows_of("ours"), bad))], cores=2, loop_threads=1)
+    worse = judge([case(**{name: bad for name in rows_of("ours")})], cores=2, loop_threads=1)
     measured = [one for one in worse if one.measured is not None]
     assert [one.promise for one in measured if one.holds] == ["torn tensors in snapshots of ours, large on disk, none"]
     # Lost time of two rows, three stalls, two of the durable saves (the fast checksums' are not there), three loads, and memory and
@@ -112,7 +125,7 @@ def test_ratios_are_those_of_the_best_that_may_be_compared() -> None:
 
 
 def test_the_bound_goes_with_the_checksum() -> None:
-    stock = {name: PEER | {"durable": 16.8} for name in ("dcp_save_t1", "dcp_save_t2")}
+    stock: dict[str, Any] = {name: PEER | {"durable": 16.8} for name in ("dcp_save_t1", "dcp_save_t2")}
     small = [case("many_small", **stock)]
     slow, fast = (
         verdict(small, f"many_small on disk: dcp.save over ours, {name}") for name in ("crc32", "async_persistent_fast")

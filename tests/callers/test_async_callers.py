@@ -90,10 +90,10 @@ def test_a_request_is_what_it_was_when_it_was_scheduled(
     kind: Any, start_method: str, make: Make, tmp_path: Path
 ) -> None:
     caller, gate, out = make(kind, start_method), tmp_path / "gate", tmp_path / "out"
-    state = {"list": [1], "text": bytearray(b"now")}
+    state: dict[str, Any] = {"list": [1], "text": bytearray(b"now")}
     caller.schedule_async_call(AsyncRequest(write_when_open, (str(gate), state, str(out))))
-    state["list"].append(2)  # type: ignore[attr-defined]
-    state["text"][:] = b"new"  # type: ignore[index]
+    state["list"].append(2)
+    state["text"][:] = b"new"
     gate.touch()
     assert caller.is_current_async_call_done(blocking=True)
     assert out.read_text() == "{'list': [1], 'text': bytearray(b'now')}"
@@ -121,10 +121,13 @@ def test_tensors_are_those_of_the_moment_of_schedule(make: Make, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_preload_runs_here_and_now_and_replaces_argument_one(kind: Any, make: Make, out: Path) -> None:
-    caller, ran = make(kind), []
-    request = AsyncRequest(
-        join_to, (str(out), None, "end"), preload_fn=lambda: ran.append(threading.get_ident()) or "preloaded"
-    )
+    caller, ran = make(kind), list[int]()
+
+    def preload() -> str:
+        ran.append(threading.get_ident())
+        return "preloaded"
+
+    request = AsyncRequest(join_to, (str(out), None, "end"), preload_fn=preload)
     caller.schedule_async_call(request)
     assert ran == [threading.get_ident()]
     assert caller.is_current_async_call_done(blocking=True)
@@ -391,9 +394,9 @@ def test_a_caller_that_is_collected_waits_for_nothing_and_loses_nothing(kind: An
 
 
 def test_a_caller_that_was_never_used_or_could_not_be_made_is_deleted(make: Make) -> None:
-    for kind in KINDS:
+    for kind in (TemporalAsyncCaller, PersistentAsyncCaller):
         kind().__del__()
-        kind.__del__(kind.__new__(kind))
+        kind.__new__(kind).__del__()
     caller = make(PersistentAsyncCaller)
     caller.__del__()
     caller.schedule_async_call(AsyncRequest(calls.facts))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 import pytest
@@ -107,7 +106,18 @@ class Foreign(NamedTuple):
 
 def test_a_foreign_request_is_taken_by_its_fields() -> None:
     assert AsyncRequest.of(Foreign(print, ("a",), [nothing])) == AsyncRequest(print, ("a",), [nothing])
-    newer = namedtuple("newer", [*Foreign._fields, "more"])(None, (), [nothing], {}, None, False, 3, "more")
+
+    class Newer(NamedTuple):
+        async_fn: Any
+        async_fn_args: Any
+        finalize_fns: Any
+        async_fn_kwargs: Any
+        preload_fn: Any
+        is_frozen: bool
+        call_idx: int
+        more: str
+
+    newer = Newer(None, (), [nothing], {}, None, False, 3, "more")
     assert AsyncRequest.of(newer) == AsyncRequest(None, (), [nothing], call_idx=3)
     request = AsyncRequest(print)
     assert AsyncRequest.of(request) is request

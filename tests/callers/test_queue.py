@@ -34,7 +34,7 @@ def persistent(request: pytest.FixtureRequest) -> bool:
 def make(persistent: bool) -> Iterator[Make]:
     made: list[AsyncCallsQueue] = []
 
-    def make(start_method: str = "fork", **options: float) -> AsyncCallsQueue:
+    def make(start_method: str = "fork", **options: Any) -> AsyncCallsQueue:
         made.append(AsyncCallsQueue(persistent, start_method=start_method, **options))
         return made[-1]
 
@@ -101,7 +101,12 @@ def test_finalize_goes_only_up_to_the_first_that_is_not_done(make: Make, log: Lo
     queue.schedule_async_request(AsyncRequest(calls.wait_for, (str(gate),), [log.note("second")]))
     queue.schedule_async_request(AsyncRequest(None, (), [log.note("third")]))
     finalized: list[int] = []
-    eventually(lambda: finalized.extend(queue.maybe_finalize_async_calls()) or finalized)
+
+    def poll() -> list[int]:
+        finalized.extend(queue.maybe_finalize_async_calls())
+        return finalized
+
+    eventually(poll)
     assert finalized == [first] and log == ["first"] and queue.get_num_unfinalized_calls() == 2
     gate.touch()
     assert queue.maybe_finalize_async_calls(blocking=True, no_dist=True) == [1, 2]
@@ -158,7 +163,7 @@ def test_errors_are_torchs_checkpoint_exception_too(make: Make) -> None:
             queue.close() if closes else queue.maybe_finalize_async_calls(blocking=True)
         error = caught.value
         assert isinstance(error, CheckpointSaveError) and error.errno == 28
-        assert error.failures[0][0] is error and error.failures[0][1][-1].name  # type: ignore[attr-defined]
+        assert error.failures[0][0] is error and error.failures[0][1][-1].name
         assert str(error).startswith(f"Request {int(closes)} failed in the ")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ckpt_component import (
     AsyncCallsQueue,
@@ -34,13 +35,20 @@ def save(folder: Path, size: int) -> None:
 
 def size_in(folder: Path, cached: bool = True) -> int:
     metadata = CachedMetadataFileSystemReader(folder, cache_metadata=cached).read_metadata()
-    return metadata.state_dict_metadata["weight"].size[0]
+    weight = metadata.state_dict_metadata["weight"]
+    assert isinstance(weight, TensorStorageMetadata)
+    return weight.size[0]
 
 
 def test_metadata_is_read_once_until_the_folder_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     original = FileSystemReader.read_metadata
-    monkeypatch.setattr(FileSystemReader, "read_metadata", lambda self: reads.append(str(self.path)) or original(self))
+
+    def read_metadata(reader: FileSystemReader) -> Metadata:
+        reads.append(str(reader.path))
+        return original(reader)
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", read_metadata)
     save(tmp_path / "one", 3)
     save(tmp_path / "two", 4)
     assert [size_in(tmp_path / name) for name in ("one", "two", "one", "two")] == [3, 4, 3, 4]

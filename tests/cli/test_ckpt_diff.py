@@ -82,7 +82,7 @@ def test_equal_values_in_other_formats_and_of_other_releases(a: str, b: str, ckp
 
 
 def test_one_element_in_another_format(ckpt: Callable[..., Any], tmp_path: Path) -> None:
-    state = {"a": torch.ones(2_000_000), "b": torch.ones(3), "n": 3}
+    state: dict[str, Any] = {"a": torch.ones(2_000_000), "b": torch.ones(3), "n": 3}
     build_checkpointer("sync").save(state, tmp_path / "one")
     state["a"][1_900_000] = 2
     build_checkpointer("sync", overrides=["checkpoint/writer=torch_save"]).save({**state, "n": 4}, tmp_path / "two")

@@ -130,8 +130,8 @@ def test_safetensors_with_renames_and_dtype(
     out = tmp_path / "weights.safetensors"
     arguments = ("export", "safetensors", saved, out, "--prefix", "model.", "--dtype", "bfloat16")
     assert ckpt(capsys, *arguments, "--rename", "body.*.weight=layers.*.w")[0] == 0
-    assert load_file(out)["layers.1.w"].equal(model.body[1].weight.bfloat16())
-    assert load_file(out)["steps"].equal(model.steps)
+    assert load_file(out)["layers.1.w"].equal(model.state_dict()["body.1.weight"].bfloat16())
+    assert load_file(out)["steps"].equal(model.state_dict()["steps"])
     code, _, error = ckpt(capsys, *arguments)
     assert code == 2 and "already exists" in error and "--replace" in error
     assert ckpt(capsys, *arguments[:-1], "float32", "--replace")[0] == 0
@@ -270,9 +270,10 @@ def test_other_views_of_one_storage_are_not_tied(tmp_path: Path, capsys: pytest.
 def test_parts_of_ranks_are_put_together_in_small_blocks(block: int, tmp_path: Path) -> None:
     """Any box of any dimension, cut again and again, as shards of several parallel dimensions are."""
     chance = random.Random(block)
-    for shape in ((7,), (6, 5), (3, 4, 5), (2, 3, 4, 3), (5, 2, 1, 7)):
+    shapes: list[tuple[int, ...]] = [(7,), (6, 5), (3, 4, 5), (2, 3, 4, 3), (5, 2, 1, 7)]
+    for shape in shapes:
         whole = torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape)
-        boxes = [((0,) * len(shape), shape)]
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((0,) * len(shape), shape)]
         for _ in range(6):
             offsets, sizes = boxes.pop(chance.randrange(len(boxes)))
             along = chance.randrange(len(shape))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -30,7 +31,7 @@ def test_every_key_can_be_typed_with_its_default() -> None:
     settings = resolve_config("async_persistent")
     for kind, options in PARTS.items():
         for option, schema in options.items():
-            part = {kind: {"_target_": f"ckpt_component.{kind}s.{schema.__name__}"}}
+            part: dict[str, Any] = {kind: {"_target_": f"ckpt_component.{kind}s.{schema.__name__}"}}
             typed = [f"checkpoint.{key.name}={key.default}" for key in keys() if key.option in (option, "")]
             typed = [text for text in typed if text.startswith(f"checkpoint.{kind}.") or option == "dcp"]
             chosen = resolve_config(dataclasses.replace(settings, **part))

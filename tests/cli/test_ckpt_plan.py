@@ -166,12 +166,12 @@ def test_two_runs_are_better_than_one(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_overlap_that_the_stager_gave_up_is_not_planned_with(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine("async_persistent")
     stall, _ = machine.save(1e9)
     machine.preset = "async_zero_overhead"
-    machine.save = lambda size: Machine().save(size)  # type: ignore[method-assign]
+    monkeypatch.setattr(machine, "save", Machine().save)
     machine.events(tmp_path, [1e9])
     measured = ("--state", "1GB", "--measured", str(tmp_path), "--preset", machine.preset)
     assert figures(capsys, *measured)["stall"] == pytest.approx(stall)

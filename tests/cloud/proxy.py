@@ -311,7 +311,7 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = self.server_address[:2]  # without asking for the name of 127.0.0.1
+        self.server_name, self.server_port = self.socket.getsockname()[:2]  # without asking for the name of 127.0.0.1
 
     def get_request(self) -> tuple[socket.socket, Any]:
         connection, address = super().get_request()

@@ -122,8 +122,8 @@ def _serve() -> None:
     import logging
 
     from flask import request
-    from moto.s3.models import s3_backends  # type: ignore[import-untyped]
-    from moto.server import create_backend_app  # type: ignore[import-untyped]
+    from moto.s3.models import s3_backends
+    from moto.server import create_backend_app
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

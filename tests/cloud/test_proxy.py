@@ -122,7 +122,11 @@ def test_what_is_on_its_way_when_the_server_stops_is_cut(bucket: Bucket, proxy: 
     stopped = threading.Event()
 
     def stop(request: Any) -> None:
-        threading.Thread(target=lambda: (proxy.stop(), stopped.set())).start()
+        def stop_it() -> None:
+            proxy.stop()
+            stopped.set()
+
+        threading.Thread(target=stop_it).start()
         assert stopped.wait(10)
 
     proxy.add(Call(stop))

@@ -20,5 +20,5 @@ def save_and_restore(rank: int, world_size: int, folder: Path) -> None:
             )
     state = {"all": torch.zeros(9), f"of_{rank}": torch.zeros(9, dtype=torch.int64)}
     with build_manager("async_persistent", url) as manager:
-        step = manager.restore(state)
-    print(step, state["all"][0].item(), state[f"of_{rank}"][0].item())
+        restored = manager.restore(state)
+    print(restored, state["all"][0].item(), state[f"of_{rank}"][0].item())

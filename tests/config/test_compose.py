@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hydra import initialize_config_dir
@@ -177,7 +178,7 @@ def test_hydra_is_left_as_it_was() -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_a_session_of_the_users_goes_on(tmp_path, hydra_version) -> None:
+def test_a_session_of_the_users_goes_on(tmp_path: Path, hydra_version: dict[str, str]) -> None:
     (tmp_path / "config.yaml").write_text("lr: 1\n")
     with initialize_config_dir(str(tmp_path), **hydra_version):
         session = GlobalHydra.instance().hydra
@@ -187,7 +188,7 @@ def test_a_session_of_the_users_goes_on(tmp_path, hydra_version) -> None:
         assert GlobalHydra.instance().hydra is session
 
 
-def test_parts_of_the_app_that_runs_are_found(tmp_path, hydra_version) -> None:
+def test_parts_of_the_app_that_runs_are_found(tmp_path: Path, hydra_version: dict[str, str]) -> None:
     folder = tmp_path / "checkpoint" / "stager"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("_target_: my_app.Stager\nfoo: 3\n")
@@ -196,7 +197,7 @@ def test_parts_of_the_app_that_runs_are_found(tmp_path, hydra_version) -> None:
     assert config.stager == {"_target_": "my_app.Stager", "foo": 4}
 
 
-def test_a_folder_of_ones_own_can_be_added_in_a_script(tmp_path) -> None:
+def test_a_folder_of_ones_own_can_be_added_in_a_script(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint" / "stager"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("_target_: my_app.Stager\n")
@@ -204,7 +205,7 @@ def test_a_folder_of_ones_own_can_be_added_in_a_script(tmp_path) -> None:
     assert compose_checkpoint("sync", overrides).stager == {"_target_": "my_app.Stager"}
 
 
-def test_an_argparse_script_composes_without_torch(tmp_path) -> None:
+def test_an_argparse_script_composes_without_torch(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import argparse, sys\n"

@@ -35,7 +35,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             "sweep": {"dir": "multirun"},
             "overrides": {"task": [f"number={number}"]},
         }
-        HydraConfig.instance().cfg = OmegaConf.create({"hydra": settings})
+        HydraConfig.instance().cfg = OmegaConf.create({"hydra": settings})  # type: ignore[assignment]
         return folder
 
     yield begin

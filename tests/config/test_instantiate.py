@@ -36,11 +36,11 @@ from ckpt_component.managing.manager import CheckpointManager
 
 #: Hydra 1.4 warns of every target that the caller has not allowed.
 allowed: Callable[[], AbstractContextManager[Any]] = (
-    (lambda: hydra.utils.execution_whitelist("ckpt_component.*"))
+    (lambda: vars(hydra.utils)["execution_whitelist"]("ckpt_component.*"))
     if hasattr(hydra.utils, "execution_whitelist")
     else nullcontext
 )
-SYNC = {"stager": LiveStager(), "caller": InlineCaller(), "writer": DcpWriter()}
+SYNC: dict[str, Any] = {"stager": LiveStager(), "caller": InlineCaller(), "writer": DcpWriter()}
 
 
 @pytest.fixture(autouse=True)

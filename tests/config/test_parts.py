@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class Base(ABC):
 
 
 @pytest.fixture
-def my_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def my_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A module `my_app_parts` of a user's, with good and bad parts."""
     (tmp_path / "my_app_parts.py").write_text(
         """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ckpt_component import CheckpointConfigError, build_checkpointer, build_manager, compose_checkpoint
 from ckpt_component.config import resolve_config
@@ -41,6 +41,7 @@ def test_a_time_may_have_a_unit(text: str, number: float) -> None:
 def test_a_unit_may_stand_in_yaml_and_on_top_of_a_config() -> None:
     composed = compose_checkpoint("async_zero_overhead", ["checkpoint.min_free_bytes=2GiB"])
     config = OmegaConf.merge(composed, OmegaConf.create("{retry: {backoff_seconds: 2s}, writer: {block_bytes: 1MiB}}"))
+    assert isinstance(config, DictConfig)
     done = resolve_config(config, ["checkpoint.writer.max_bytes_per_second=1GB/s"])
     assert done.retry.backoff_seconds == 2
     assert (done.min_free_bytes, done.writer["block_bytes"]) == (2 << 30, 1 << 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from omegaconf import OmegaConf
@@ -47,7 +47,7 @@ def test_all_forms_of_a_config_give_the_same() -> None:
     composed = compose_checkpoint("async_persistent")
     expected = resolve_config("async_persistent")
     assert resolve_config(composed) == expected
-    assert resolve_config(OmegaConf.to_container(composed)) == expected
+    assert resolve_config(cast(dict[str, Any], OmegaConf.to_container(composed))) == expected
     assert resolve_config(PARTS) == expected
     assert resolve_config(expected) == expected
 

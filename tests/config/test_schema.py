@@ -54,7 +54,7 @@ def test_every_key_is_documented_in_one_line_and_every_number_has_a_range() -> N
             if isinstance(statement, ast.AnnAssign) and not (cls in OWN_PARTS and "_target_" in ast.unparse(statement)):
                 text = ast.unparse(statement)
                 assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), text
-                assert "\n" not in following.value.value
+                assert isinstance(following.value.value, str) and "\n" not in following.value.value
         for item in fields(cls):
             if isinstance(item.default, (int, float)) and not isinstance(item.default, bool):
                 assert "range" in item.metadata, f"{cls.__name__}.{item.name}"

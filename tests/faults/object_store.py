@@ -103,7 +103,7 @@ class ObjectStore(FileStorage):
     def link(self, source: str, target: str) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM), target)
 
-    def rename_new(self, source: str, target: str) -> None:
+    def rename_new(self, source: str, target: str) -> bool:
         raise AssertionError(f"{source} was to be renamed")
 
     def replace(self, source: str, target: str) -> None:

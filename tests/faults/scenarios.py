@@ -373,7 +373,7 @@ def footprint() -> dict[str, int]:
 def many_items(root: str, count: int) -> dict[str, Any]:
     """Save and load a state of very many small tensors."""
     base = torch.arange(count * 4, dtype=torch.int32).view(count, 4)
-    state = {f"layer{number // 1000}": {} for number in range(0, count, 1000)}
+    state: dict[str, dict[str, torch.Tensor]] = {f"layer{number // 1000}": {} for number in range(0, count, 1000)}
     for number in range(count):
         state[f"layer{number // 1000}"][f"weight{number}"] = base[number].clone()
     with manager_at(root, "async_persistent") as manager:

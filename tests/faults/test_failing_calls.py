@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evidence import Record
@@ -59,7 +60,14 @@ def test_operations_of_one_of_two_ranks_fail(
     for number in range(first_of(stride), 300, stride):
         log, before = str(tmp_path / f"ops{number}"), newest_ack(acks)
         failpoint = f"any:rank={rank}:process={process}:nth={number}:action=raise:EIO"
-        common = {"root": root, "acks": acks, "saves": 1, "log": log, "preset": preset, "all_live": True}
+        common: dict[str, Any] = {
+            "root": root,
+            "acks": acks,
+            "saves": 1,
+            "log": log,
+            "preset": preset,
+            "all_live": True,
+        }
         pids = [
             forker.fork("faults.lives:live_on_ranks", rank=each, world_size=2, failpoint=failpoint, **common)
             for each in range(2)
@@ -112,7 +120,7 @@ def test_looking_fails(preset: str, operation: str, stride: int, forker: Forker,
 
 
 def test_short_writes_are_continued(forker: Forker, tmp_path: Path) -> None:
-    given = {"root": str(tmp_path / "root"), "preset": "async_persistent", "logs": str(tmp_path)}
+    given: dict[str, Any] = {"root": str(tmp_path / "root"), "preset": "async_persistent", "logs": str(tmp_path)}
     found = forker.run("faults.scenarios:cut_writes", **given)
     assert found["fired"] >= 5
     assert found["error"] is None and found["wrong"] == []

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults.lives import KEEP
@@ -54,7 +55,7 @@ def test_a_disk_that_is_full_for_two_ranks(preset: str, forker: Forker, small_di
         forker.here("faults.mounts:mount_tmpfs", folder=small_disk, options=f"size={size}", remount=remount)
 
     def live(name: str) -> list[str | None]:
-        common = {
+        common: dict[str, Any] = {
             "root": root,
             "acks": acks,
             "saves": 1,

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evidence import Record
@@ -145,7 +146,7 @@ def test_kill_one_of_two_ranks(
     root, acks, wrong, kills = str(tmp_path / "root"), str(tmp_path / "acks"), [], 0
     for number in range(first_of(stride), MANY, stride):
         log = str(tmp_path / f"ops{number}")
-        common = {"root": root, "acks": acks, "saves": 3, "log": log, "preset": preset, "world_size": 2}
+        common: dict[str, Any] = {"root": root, "acks": acks, "saves": 3, "log": log, "preset": preset, "world_size": 2}
         failpoint = f"any:rank={rank}:process={process}:nth={number}:action=kill"
         pids = [
             forker.fork("faults.lives:live_on_ranks", rank=each, failpoint=failpoint, **common) for each in range(2)

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evidence import Record
@@ -155,7 +156,13 @@ def test_power_cut_with_two_ranks(
 ) -> None:
     """Two ranks make two saves; the power goes at every few operations of one of their processes."""
     forker, acks, wrong, cuts = disk.forker, str(tmp_path / "acks"), [], 0
-    common = {"root": f"{disk.folder}/root", "acks": acks, "saves": 2, "preset": preset, "world_size": 2}
+    common: dict[str, Any] = {
+        "root": f"{disk.folder}/root",
+        "acks": acks,
+        "saves": 2,
+        "preset": preset,
+        "world_size": 2,
+    }
     for number in range(first_of(stride), MANY, stride):
         log = str(tmp_path / f"ops{number}")
         failpoint = f"any:rank={rank}:process={process}:nth={number}:action=stop"

@@ -14,6 +14,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evidence import Record
@@ -76,7 +77,13 @@ class Soak:
 
     def start(self, preset: str, log: str, failpoint: str) -> list[int]:
         """The processes of a job."""
-        common = {"root": self.root, "acks": self.acks, "saves": SAVES, "log": log, "failpoint": failpoint}
+        common: dict[str, Any] = {
+            "root": self.root,
+            "acks": self.acks,
+            "saves": SAVES,
+            "log": log,
+            "failpoint": failpoint,
+        }
         if self.ranks == 1:
             return [self.forker.fork("faults.lives:live", preset=preset, **common)]
         return [

@@ -28,7 +28,7 @@ def test_each_is_stored_once_and_the_bytes_are_even() -> None:
     keys: list[str] = []
     loads = []
     for rank, ((structure, state), mine) in enumerate(zip(ranks, stored, strict=True)):
-        part = Selection(structure, mine).of(flatten(state, rank))  # type: ignore[arg-type]
+        part = Selection(structure, mine).of(flatten(state, rank))
         keys += map(key_of, [*part.tensor_paths, *part.object_paths])
         loads.append(sum(tensor.nbytes for tensor in part.tensors))
     assert len(keys) == len(set(keys)) == 20 + 4 + 1 + 4
@@ -46,7 +46,7 @@ def test_tied_tensors_go_together() -> None:
     stored = share_out([holdings(structure) for structure, _ in ranks])
     holders = []
     for rank, ((structure, state), mine) in enumerate(zip(ranks, stored, strict=True)):
-        part = Selection(structure, mine).of(flatten(state, rank))  # type: ignore[arg-type]
+        part = Selection(structure, mine).of(flatten(state, rank))
         names = {key_of(path) for path in part.tensor_paths}
         assert ("w3" in names) == ("again" in names)
         holders += [rank] * ("w3" in names)

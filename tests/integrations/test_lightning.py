@@ -54,6 +54,7 @@ def run() -> Iterator[Run]:
     def start(folder: Path, losses: str, **options: object) -> int:
         request = [str(folder), losses, *(f"{key}={value}" for key, value in options.items())]
         print(json.dumps(request), file=server.stdin, flush=True)
+        assert server.stdout is not None
         return int(server.stdout.readline())
 
     yield start
@@ -193,7 +194,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(run: Run, tmp_path: 
 def test_lightnings_own_handlers_stay_if_asked_for(tmp_path: Path) -> None:
     handlers: list[Any] = []
 
-    class Look(pl.Callback):  # type: ignore[misc, name-defined]
+    class Look(pl.Callback):  # type: ignore[name-defined]
         def on_train_batch_start(self, *arguments: Any) -> None:
             handlers.append(signal.getsignal(signal.SIGTERM))
 
@@ -244,7 +245,7 @@ def test_the_package_under_its_other_name(run: Run, tmp_path: Path) -> None:
     assert other == whole[:13] + whole[12:]  # from step 12
 
 
-class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
+class Line(pl.LightningModule):  # type: ignore[name-defined]
     """The smallest module."""
 
     def __init__(self) -> None:
@@ -260,13 +261,15 @@ class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(torch.randn(8, 64), batch_size=1)
+        rows: Any = torch.randn(8, 64)
+        return torch.utils.data.DataLoader(rows, batch_size=1)
 
     def validation_step(self, batch: Any, number: int) -> None:
         pass
 
     def val_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(torch.randn(1, 64), batch_size=1)
+        rows: Any = torch.randn(1, 64)
+        return torch.utils.data.DataLoader(rows, batch_size=1)
 
 
 def trainer(folder: Path, **arguments: Any) -> Any:
@@ -406,7 +409,7 @@ def test_a_wrong_argument_is_refused_at_once(build: Callable[[], object], text: 
 )
 def test_an_argument_of_modelcheckpoint_is_refused_with_ours(argument: str, text: str) -> None:
     with pytest.raises(CheckpointTypeError, match=text):
-        CheckpointCallback(**{argument: 1})
+        CheckpointCallback(**dict[str, Any]({argument: 1}))
 
 
 def test_wrong_use_of_a_built_one_is_refused(tmp_path: Path) -> None:

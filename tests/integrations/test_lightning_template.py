@@ -41,7 +41,7 @@ def composed(*overrides: str) -> DictConfig:
         return hydra.compose(overrides=[SEARCHPATH, "+callbacks=ckpt", *overrides])
 
 
-class Module(L.LightningModule):  # type: ignore[misc,name-defined]
+class Module(L.LightningModule):  # type: ignore[name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)

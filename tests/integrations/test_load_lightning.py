@@ -16,7 +16,7 @@ lightning = pytest.importorskip("lightning", "2.5", reason="needs lightning: pip
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+class Module(lightning.LightningModule):  # type: ignore[name-defined]
     def __init__(self, width: int, extra: Any) -> None:
         super().__init__()
         self.save_hyperparameters()

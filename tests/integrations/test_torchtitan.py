@@ -119,6 +119,12 @@ def test_a_typo_is_refused_before_training(wrong: dict[str, Any], text: str, tmp
     from ckpt_component.integrations.torchtitan import TorchTitanCheckpointManager
 
     config = TorchTitanCheckpointManager.Config(enable=True, **wrong)
-    parts = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
+    parts: dict[str, Any] = {
+        "dataloader": None,
+        "model_parts": [],
+        "optimizers": None,
+        "lr_schedulers": None,
+        "sd_adapter": None,
+    }
     with pytest.raises(CheckpointConfigError, match=text):
         config.build(**parts, states={}, base_folder=str(tmp_path))

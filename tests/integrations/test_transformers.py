@@ -153,7 +153,13 @@ def test_the_best_model_and_the_limit_are_trainers(tmp_path: Path, limit: int, l
     outcomes = []
     for name, callbacks in (("theirs", []), ("ours", [CheckpointCallback()])):
         # The rate makes the loss worse in the end, so that the best checkpoint is not the last.
-        settings = {**EVALUATING, "learning_rate": 3e-2, "every": 2, "steps": 8, "save_total_limit": limit}
+        settings: dict[str, Any] = {
+            **EVALUATING,
+            "learning_rate": 3e-2,
+            "every": 2,
+            "steps": 8,
+            "save_total_limit": limit,
+        }
         trainer = trained(tmp_path / name, *callbacks, **settings)
         best = Path(trainer.state.best_model_checkpoint)
         assert best.parent == tmp_path / name and best.is_dir()
@@ -205,6 +211,8 @@ def test_the_script_of_the_page_resumes(tmp_path: Path, monkeypatch: pytest.Monk
 
 class Preempted(TrainerCallback):
     """Asks for a save as SIGTERM does with `enable_jit_checkpoint`."""
+
+    manager: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 6:

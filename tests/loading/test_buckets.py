@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ class Bytes:
             if not files.fill("file", buffer, offset) or buffer != self.data[offset : offset + length]:
                 self.wrong.append(offset)
 
-        files.read_all([RangeRead("file", *each, lambda each=each: one(*each)) for each in ranges])
+        files.read_all([RangeRead("file", *each, partial(one, *each)) for each in ranges])
 
 
 PIECE = 16 << 10

@@ -127,7 +127,7 @@ def test_a_target_learns_that_it_was_changed(tmp_path: Path) -> None:
 
 def test_a_damaged_item_is_found_and_its_neighbours_are_left_alone(tmp_path: Path) -> None:
     files = Stored(tmp_path, [100] * 50, [0] * 50, files=1)
-    _, offset, length, payload, _, _ = files.rows[30]
+    offset, length, payload = (int(str(each)) for each in files.rows[30][1:4])
     for place in (offset, payload + 50, offset + length - 1):
         data = bytearray((tmp_path / "f0").read_bytes())
         data[place] ^= 4

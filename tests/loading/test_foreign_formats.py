@@ -133,7 +133,10 @@ def in_map(**changes: Any) -> Callable[[Path], None]:
 
 
 def text(content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / INDEX).write_text(content) and None
+    def write(folder: Path) -> None:
+        (folder / INDEX).write_text(content)
+
+    return write
 
 
 def second_copy(folder: Path) -> None:

@@ -641,7 +641,7 @@ def test_nothing_else_than_our_errors_comes_out_of_forged_tables(
 
 @pytest.mark.parametrize("value", [None, -1, 1, HUGE, "x", []], ids=str)
 def test_a_forged_index_of_torch_save_gives_our_errors_or_the_state(value: Any, tmp_path: Path) -> None:
-    state = {"w": torch.arange(6.0).view(2, 3), "v": torch.arange(4), "n": 4}
+    state: dict[str, Any] = {"w": torch.arange(6.0).view(2, 3), "v": torch.arange(4), "n": 4}
     with build_checkpointer("sync", ["checkpoint/writer=torch_save"]) as ours:
         ours.save(state, tmp_path / "one")
         whole = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}

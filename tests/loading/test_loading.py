@@ -168,12 +168,12 @@ class Standing(torch.Tensor):
 
     @staticmethod
     def __new__(cls, behind: torch.Tensor) -> Standing:
-        made: Standing = torch.Tensor._make_wrapper_subclass(cls, behind.shape, dtype=behind.dtype)  # type: ignore[attr-defined]
+        made: Standing = torch.Tensor._make_wrapper_subclass(cls, behind.shape, dtype=behind.dtype)
         made.behind = behind
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         found = func(*(each.behind if isinstance(each, cls) else each for each in args), **(kwargs or {}))
         return args[0] if func is torch.ops.aten.copy_.default else found
 

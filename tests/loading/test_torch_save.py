@@ -25,7 +25,7 @@ def bytes_read() -> int:
 
 @pytest.mark.parametrize("into", ["a new dict", "a target", "a target of another dtype"])
 def test_a_verified_load_reads_the_file_once(into: str, ours: SyncCheckpointer, tmp_path: Path) -> None:
-    state = {"large": torch.rand(1 << 21), "small": [torch.rand(100) for _ in range(50)], "step": 3}
+    state: dict[str, Any] = {"large": torch.rand(1 << 21), "small": [torch.rand(100) for _ in range(50)], "step": 3}
     ours.save(state, tmp_path / "one")
     target: dict[str, Any] | None = None
     if into != "a new dict":

@@ -147,7 +147,7 @@ def with_nvrx_before(rank: int, world: int, folder: Path) -> None:
     ckpt_component.megatron.install()
     check()
     core = importlib.import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
-    assert core.__file__.startswith(str(folder))
+    assert str(core.__file__).startswith(str(folder))
     calls = core.AsyncCallsQueue(persistent=True)
     calls.schedule_async_request(core.AsyncRequest(sleep, (60,)))
     core.abort_nvrx_checkpoint()
@@ -210,7 +210,7 @@ def options(rank: int, world: int, folder: Path) -> None:
     ckpt_component.megatron.install(["checkpoint.timeouts.write=1h", "checkpoint.durability=process_crash"])
     variables = importlib.import_module("megatron.training.global_vars")
     given = {"async_save": True, "dist_ckpt_workers": 3, "async_ckpt_cpu_priority": 12, "async_ckpt_io_priority": 3}
-    variables._GLOBAL_ARGS = types.SimpleNamespace(save=str(folder / "it's here"), **given)
+    vars(variables)["_GLOBAL_ARGS"] = types.SimpleNamespace(save=str(folder / "it's here"), **given)
     names = get_async_strategy("nvrx")
     writer = names["FileSystemWriterAsync"](folder, thread_count=1, use_cached_data_structure=True)
     assert (writer.thread_count, writer.sync_files) == (3, False)

@@ -113,7 +113,6 @@ def mcore(rank: int, world: int, folder: Path) -> None:
 
 def installed_late(rank: int, world: int, folder: Path) -> None:
     """Installed when Megatron is imported already, and this module has its class by name."""
-    global AsyncCallsQueue
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 

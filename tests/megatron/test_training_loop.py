@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,7 +114,7 @@ class Loop:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def loop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
+def loop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loop:
     """With one run that nothing disturbs and that knows nothing of us."""
     loop = Loop(tmp_path_factory.mktemp("loop"), LAYOUTS[request.param])
     losses = loop.plain("plain")

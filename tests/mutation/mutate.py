@@ -103,8 +103,10 @@ def mutants_of(source: str) -> Iterator[tuple[str, str]]:
                     put(parent, field, value, number, change)
                     yield name + f" #{seen[name]}" * (seen[name] > 1), ast.unparse(ast.fix_missing_locations(tree))
                     put(parent, field, value, number, node)
-                named = isinstance(node, ast.FunctionDef | ast.ClassDef)
-                yield from visit(node, f"{place}.{node.name}".lstrip(".") if named else place)
+                within = place
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    within = f"{place}.{node.name}".lstrip(".")
+                yield from visit(node, within)
 
     def put(parent: ast.AST, field: str, value: object, number: int, node: ast.AST) -> None:
         if isinstance(value, list):
@@ -178,9 +180,10 @@ def main() -> int:
         ignored = shutil.ignore_patterns("__pycache__", ".*")
         for name in ("ckpt_component", "tests", "conf", "recipes", "docs", "pyproject.toml"):
             place = REPOSITORY / name
-            (shutil.copytree if place.is_dir() else shutil.copy)(  # type: ignore[operator]
-                place, Path(folder) / name, **({"ignore": ignored} if place.is_dir() else {})
-            )
+            if place.is_dir():
+                shutil.copytree(place, Path(folder) / name, ignore=ignored)
+            else:
+                shutil.copy(place, Path(folder) / name)
         os.chdir(folder)
         sys.dont_write_bytecode = True
         os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=f"{folder}{os.pathsep}{folder}/tests")

@@ -66,7 +66,7 @@ def test_every_process_gets_its_index(start_method: str, tmp_path: Path, temp: P
 
 
 def test_no_start_method_is_the_default_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
     multiprocessing.set_start_method("fork")
     # Only a forked process runs what cannot be pickled.
     start_processes(lambda index: calls.append_index(index, str(tmp_path / "out")), start_method=None)

@@ -26,6 +26,7 @@ from ckpt_component import (
 from ckpt_component.core.image.copy import CopyTasks
 from ckpt_component.core.storage.locate import LOG, SPEC
 from ckpt_component.stagers.background_copy import BackgroundCopy
+from ckpt_component.testing import faults
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -39,9 +40,8 @@ def build(*overrides: str, preset: str = "async_persistent") -> AsyncCheckpointe
 
 
 def worker_of(checkpointer: AsyncCheckpointer) -> int:
-    pid = checkpointer.saver.caller.pid
-    assert pid is not None
-    return int(pid)
+    (pid,) = faults.writers()
+    return pid
 
 
 def test_a_write_error_in_the_worker_keeps_errno_and_leaves_nothing(tmp_path: Path) -> None:

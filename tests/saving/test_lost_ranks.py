@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -59,7 +60,7 @@ def test_a_leader_killed_in_the_decision(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def trainers_killed_in_mid_write(folder: Path, before: int, locks: bool = True) -> Iterator[list[psutil.Process]]:
     """The stopped writer processes of two ranks whose trainers are dead."""
-    env = {"SAVED_BEFORE": str(before)}
+    env: dict[str, Any] = {"SAVED_BEFORE": str(before)}
     if not locks:
         env |= {SPEC: "flock:action=raise:ENOLCK", LOG: str(folder / "ops")}
     ranks = start_ranks(SCRIPT, "all_killed_in_mid_write", 2, folder, **env)

@@ -22,6 +22,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.testing import faults
 
 SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
 
@@ -115,7 +116,7 @@ def test_a_disk_that_fills_up_meanwhile_is_the_same_error_with_numbers(
 def test_a_file_that_grows_too_large_in_the_writer_process(tmp_path: Path) -> None:
     with build_checkpointer("async_persistent") as checkpointer:
         assert isinstance(checkpointer, AsyncCheckpointer)
-        pid = checkpointer.saver.caller.pid
+        (pid,) = faults.writers()
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         _, saved = checkpointer.save(state(), tmp_path / "one")
         with pytest.raises(

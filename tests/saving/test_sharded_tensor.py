@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_shards_come_back_also_by_stock_dcp_and_on_other_ranks(tmp_path: Path) -
             found = checkpointer.load(tmp_path / name)
             assert torch.equal(found["rows"], whole) and torch.equal(found["columns"], whole + 100)
             assert torch.equal(found["blocks"], whole - 50) and found["list"][0].tolist() == [0, 1]
-    stock = {"rows": torch.zeros(9, 4), "list": [torch.zeros(2, dtype=torch.int64)]}
+    stock: dict[str, Any] = {"rows": torch.zeros(9, 4), "list": [torch.zeros(2, dtype=torch.int64)]}
     dcp.load(stock, checkpoint_id=tmp_path / "ours-1")
     assert torch.equal(stock["rows"], whole) and stock["list"][0].tolist() == [0, 1]
 

@@ -52,8 +52,9 @@ class Job:
 
     def end(self) -> str:
         left = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
-        for process in [self.process, *left]:
+        for process in left:
             process.kill()
+        self.process.kill()
         return self.process.communicate(timeout=30)[0] if self.process.stdout else ""
 
     def last_step(self) -> int:

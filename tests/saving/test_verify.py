@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.saving.adapters import CheckpointReader
 
 
 def saved(root: Path, writer: str) -> Path:
@@ -86,7 +87,7 @@ def test_a_reader_of_somebody_elses_gets_what_it_knows() -> None:
 
         def close(self) -> None: ...
 
-    ours = SyncCheckpointer(Nothing(), Theirs())
+    ours = SyncCheckpointer(Nothing(), cast(CheckpointReader, Theirs()))
     assert ours.load("x", {}, strict=True) == {"path": "x"}
     ours.close()
 

@@ -85,7 +85,8 @@ class Histories(RuleBasedStateMachine):
     def go_back(self, data: st.DataObject, rewind: bool, event: Event | None) -> None:
         """Start a run from an older step, or from scratch."""
         self.history.end(None)
-        choice = data.draw(st.sampled_from(["never", *self.history.listed]))
+        choices: list[str | int] = ["never", *self.history.listed]
+        choice = data.draw(st.sampled_from(choices))
         self.history.begin(choice, rewind, event)
 
     @rule(event=EVENTS, seconds=st.sampled_from([0, 30, 120]))

@@ -82,7 +82,11 @@ def test_a_killed_process_does_nothing_more_and_a_stopped_one_does_it_later() ->
 
 def test_what_a_thread_does_not_catch_is_raised() -> None:
     simulation = Simulation(1)
-    simulation.process("one").start(lambda: 1 / 0)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    simulation.process("one").start(fail)
     with pytest.raises(ZeroDivisionError):
         simulation.run(1.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -25,30 +26,30 @@ from ckpt_component import (
     build_checkpointer,
 )
 from ckpt_component.core.image.copy import CopyTasks
+from ckpt_component.saving.pipeline import SavePipeline
+from ckpt_component.testing import faults
 
+#: A copy does its first tasks, and never all of them, in this time.
+FIRST_SECONDS = 0.003
 #: So many tasks of a copy.
 STATE = {f"weight{number}": torch.full((8 << 20,), number, dtype=torch.uint8) for number in range(8)}
 
 
 class Held:
-    """Copies beside training stop before their last tasks, until they are let go."""
+    """Copies beside training stop after their first tasks, until they are let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
         self.error: BaseException | None = None
         drain = CopyTasks.drain
-        copy_large = CopyTasks._copy_large
 
-        def held_copy(tasks: CopyTasks, target: int, number: int, start: int, nbytes: int) -> None:
-            if number >= 4 and threading.current_thread().name.startswith("ckpt-stage"):
+        def held_drain(tasks: CopyTasks, until: float = math.inf, threads: int = 1) -> None:
+            if threading.current_thread().name.startswith("ckpt-stage"):
+                drain(tasks, time.monotonic() + FIRST_SECONDS)
                 assert self.go.wait(60)
                 if self.error is not None:
                     raise self.error
-            copy_large(tasks, target, number, start, nbytes)
-
-        def held_drain(tasks: CopyTasks, *until: float) -> None:
-            tasks._todo = type(tasks._todo)((held_copy if task is copy_large else task, at) for task, at in tasks._todo)
-            drain(tasks, *until)
+            drain(tasks, until, threads)
 
         monkeypatch.setattr(CopyTasks, "drain", held_drain)
 
@@ -106,14 +107,14 @@ def test_a_copy_that_fails_fails_its_save_and_no_other(held: Held, tmp_path: Pat
 
 def test_a_writer_process_that_dies_during_the_copy_is_started_again(held: Held, tmp_path: Path) -> None:
     with build() as ours:
-        pid = ours.saver.caller.pid
+        (writer,) = faults.writers()
         staged, write = ours.save(STATE, tmp_path / "one")
-        os.kill(pid, signal.SIGKILL)
-        eventually(lambda: ours.saver.caller.pid is None)
+        os.kill(writer, signal.SIGKILL)
+        eventually(lambda: not faults.writers())
         assert not staged.done()
         held.go.set()
         write.result(30)
-        assert ours.saver.caller.pid != pid
+        assert faults.writers() not in ([], [writer])
         loaded = ours.load(tmp_path / "one")
     assert all(torch.equal(loaded[key], value) for key, value in STATE.items())
 
@@ -131,14 +132,14 @@ def test_a_save_that_cannot_begin_fails_before_the_copy_has_ended(held: Held, tm
 
 def test_a_copy_that_does_not_end_fails_at_its_deadline(held: Held, tmp_path: Path) -> None:
     with build("checkpoint.timeouts.stage=0.5") as ours:
-        pid = ours.saver.caller.pid
+        before = faults.writers()
         staged, write = ours.save(STATE, tmp_path / "one")
         with pytest.raises(CheckpointTimeoutError, match=r"not complete after 0\.5 s \(timeouts\.stage\)"):
             write.result(10)
         assert not staged.done() and not os.listdir(tmp_path)
         held.go.set()
         ours.save(STATE, tmp_path / "two")[1].result(30)
-        assert ours.saver.caller.pid == pid
+        assert faults.writers() == before
 
 
 KILLED = """
@@ -146,17 +147,16 @@ KILLED = """
     import torch
     from ckpt_component import build_checkpointer
     from ckpt_component.core.image.copy import CopyTasks
+    from ckpt_component.testing import faults
 
     drain = CopyTasks.drain
 
     def part(tasks, *until):
         if not threading.current_thread().name.startswith("ckpt-stage"):
             return drain(tasks, *until)
-        while len(tasks._todo) > 4:
-            tasks._todo.pop()
-        drain(tasks, *until)
+        drain(tasks, time.monotonic() + 0.003)
         time.sleep(0.2)
-        print(ours.saver.caller.pid, flush=True)
+        print(faults.writers()[0], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with build_checkpointer("async_zero_overhead", ["checkpoint.writer.block_bytes=1048576"]) as ours:
@@ -190,6 +190,7 @@ def test_a_trainer_killed_in_mid_copy_leaves_nothing_visible_and_no_writer(tmp_p
 
 def test_every_block_is_written_once(tmp_path: Path) -> None:
     with build("checkpoint.writer.io=buffered") as ours:
+        assert isinstance(ours.saver, SavePipeline)
         caller = ours.saver.caller
         before = caller.progress()
         report = ours.save(STATE, tmp_path / "one")[1].result(30)

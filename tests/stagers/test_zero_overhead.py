@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ class SlowCopies:
         drain, take = CopyTasks.drain, ZeroOverheadStager.take
         taking = threading.local()
 
-        def slow_drain(tasks: CopyTasks, *until: float) -> None:
+        def slow_drain(tasks: CopyTasks, until: float = math.inf, threads: int = 1) -> None:
             if not getattr(taking, "now", False):
                 self.helped |= threading.current_thread() is threading.main_thread()
                 assert self.go.wait(30)
-            drain(tasks, *until)
+            drain(tasks, until, threads)
 
         def quick_take(stager: ZeroOverheadStager, plan: Any) -> Any:
             taking.now = True
@@ -109,7 +110,8 @@ def test_tensors_that_are_made_anew_for_every_save_are_all_the_same_saved(tmp_pa
             state = {"model": model, "optimizer": optimizer, "made": torch.full((9,), float(number))}
             expected = {key: value.clone() for key, value in model.state_dict().items()}
             if number == 2:
-                model[0].weight.data = model[0].weight.data.clone()  # it lies somewhere else now
+                weight = model.get_parameter("0.weight")
+                weight.data = weight.data.clone()  # it lies somewhere else now
             ours.save(state, tmp_path / str(number))[1].result(30)
             loaded = ours.load(tmp_path / str(number))
             assert loaded["made"].eq(number).all()

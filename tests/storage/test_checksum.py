@@ -79,7 +79,7 @@ def test_whole_and_in_pieces_it_is_the_same_value(provider: Provider, monkeypatc
 
 
 def test_auto_is_the_fastest_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
+    taken = list[str]()
     while not taken or taken[-1] != "zlib":
         found = fastest()
         taken.append(found.package)

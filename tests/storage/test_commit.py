@@ -33,9 +33,9 @@ class Recording(FileStorage):
         self.calls.append("sync_folder " + os.path.basename(path))
         super().sync_folder(path)
 
-    def rename_new(self, source: str, target: str) -> None:
+    def rename_new(self, source: str, target: str) -> bool:
         self.calls.append(f"rename {os.path.basename(target)}")
-        super().rename_new(source, target)
+        return super().rename_new(source, target)
 
 
 def begun(fs: FileStorage, target: Path) -> Attempt:

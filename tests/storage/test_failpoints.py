@@ -79,7 +79,9 @@ def test_the_nth_match_fails_and_no_other(tmp_path: Path, log: str, monkeypatch:
 def test_a_skipped_operation_is_not_done(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SPEC, "rename_new:action=skip")
     (tmp_path / "a").mkdir()
-    storage_at(".").rename_new(str(tmp_path / "a"), str(tmp_path / "b"))
+    storage = storage_at(".")
+    assert isinstance(storage, FileStorage)
+    storage.rename_new(str(tmp_path / "a"), str(tmp_path / "b"))
     assert not (tmp_path / "b").exists()
 
 

@@ -131,7 +131,12 @@ def test_a_checkpointer_tries_the_store_once(root: str, monkeypatch: pytest.Monk
         ignoring.setattr(ObjectStorage, "_put", lambda self, path, data, mode="": put(self, path, data))
         with pytest.raises(CheckpointSaveError, match="ignores If-None-Match"):
             checkpointer.save({"value": 1}, f"{root}/one")
-    monkeypatch.setattr(ObjectStorage, "try_folder", lambda *of: tries.append(of[1]) or trial(*of))
+
+    def counted(storage: ObjectStorage, path: str, name: str) -> float:
+        tries.append(path)
+        return trial(storage, path, name)
+
+    monkeypatch.setattr(ObjectStorage, "try_folder", counted)
     with build_checkpointer("sync") as checkpointer:
         for name in ("two", "three"):
             checkpointer.save({"value": 1}, f"{root}/{name}")

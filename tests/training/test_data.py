@@ -67,7 +67,7 @@ def test_the_fingerprint_tells_texts_of_one_size_apart(tmp_path: Path) -> None:
 
 def refusal(path: Path, **arguments: int) -> str:
     with pytest.raises(CheckpointConfigError) as caught:
-        load(path, **arguments)  # type: ignore[arg-type]
+        load(path, **arguments)
     text = str(caught.value)
     assert "\n" not in text
     return text

@@ -61,7 +61,11 @@ def test_the_fence_is_timed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) ->
         now[0] += 2.0
 
     optimizer.register_step_pre_hook(tick)  # not the guard's: before
-    clock = time_fence(optimizer, lambda guarded: guarded.register_step_pre_hook(tick))
+
+    def guard(guarded: torch.optim.Optimizer) -> None:
+        guarded.register_step_pre_hook(tick)
+
+    clock = time_fence(optimizer, guard)
     optimizer.register_step_pre_hook(tick)  # not the guard's: after
     optimizer.step()
     optimizer.step()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ckpt_train.model import Gpt
@@ -12,7 +14,7 @@ def optimizer() -> torch.optim.AdamW:
     return build_optimizer(Gpt(Model(layers=1, heads=1, width=8, context=4)), Train(lr=1.0, weight_decay=0.1))
 
 
-def rates(*steps: int, **shape: int) -> list[float]:
+def rates(*steps: int, **shape: Any) -> list[float]:
     settings = Train(**{"lr": 1.0, "min_lr_ratio": 0.2, "warmup_steps": 4, "decay_steps": 12, **shape})
     return [learning_rate(step, settings) for step in steps]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def draw() -> float:
 
 
 @pytest.fixture(autouse=True)
-def generators_are_as_before():
+def generators_are_as_before() -> Iterator[None]:
     before = RngState(CPU).state_dict()
     yield
     RngState(CPU).load_state_dict(before)

@@ -176,8 +176,9 @@ def workers_of(torchrun: subprocess.Popen[str]) -> list[psutil.Process]:
 def end(torchrun: subprocess.Popen[str]) -> None:
     """End torchrun and all that it started, however the test went."""
     left = psutil.Process(torchrun.pid).children(recursive=True) if torchrun.poll() is None else []
-    for process in [torchrun, *left]:
+    for process in left:
         process.kill()
+    torchrun.kill()
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.soak), "tp"])
@@ -190,8 +191,9 @@ def test_sigterm_to_all_processes_saves_once_and_leaves_in_time(
             read_until(process, "step      10/1000000")
             workers = workers_of(process)
             asked = time.monotonic()
-            for one in [*workers, process]:
-                one.send_signal(signal.SIGTERM)
+            for worker in workers:
+                worker.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
             output, _ = process.communicate(timeout=60)
             _, alive = psutil.wait_procs(workers, timeout=5)
         finally:

@@ -28,7 +28,7 @@ def test_every_key_has_a_line_on_what_it_does(node: type) -> None:
         part for part in ast.parse(inspect.getsource(schema)).body if getattr(part, "name", "") == node.__name__
     ).body  # type: ignore[attr-defined]
     documented = {
-        key.target.id
+        ast.unparse(key.target)
         for key, line in pairwise(body)
         if isinstance(key, ast.AnnAssign) and isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
     }

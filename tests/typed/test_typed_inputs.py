@@ -426,11 +426,9 @@ def resolved() -> dict[str, Any]:
 def suggestions(text: str) -> list[str]:
     """What a text says to type; "..." stands for the user's own value."""
     quoted = re.findall(r"""'checkpoint[\w.]*="[^"]+"'""", text)
-    advice = text[
-        re.search(
-            r"Did you mean |Use |use a slash: |with dots: |type |name a folder: |null instead, .*: |$", text
-        ).end() :
-    ]  # type: ignore[union-attr]
+    found = re.search(r"Did you mean |Use |use a slash: |with dots: |type |name a folder: |null instead, .*: |$", text)
+    assert found is not None
+    advice = text[found.end() :]
     plain = re.findall(r"\+?\b(?:checkpoint|recipe)[\w./]*=(?:\[[^\]]*\]|[\w.]+)", advice.split(" can be:")[0])
     return quoted or [item.rstrip(".") for item in plain if "..." not in item]
 

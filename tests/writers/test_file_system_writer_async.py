@@ -68,7 +68,7 @@ def plan(writer: FileSystemWriterAsync, values: dict[str, Any]) -> Metadata:
 def finish(writer: FileSystemWriterAsync, metadata: Metadata) -> None:
     results = writer.retrieve_write_results()
     if _is_wrapped_exception(results):
-        raise results[0]
+        raise results[0]  # type: ignore[misc]
     writer.finish(metadata, [results])  # type: ignore[list-item]
 
 
@@ -144,6 +144,7 @@ def test_items_are_the_archives_of_torch_save(tmp_path: Path) -> None:
             archive = stream.read(place.length)
         if index.fqn == "model.a":
             assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), torch.arange(5.0))
+    assert metadata.storage_meta is not None
     assert isinstance(metadata.storage_meta.checkpoint_id, str)
     assert metadata.storage_meta.save_id == writer.save_id
 
@@ -177,6 +178,7 @@ def test_the_copy_travels_as_a_reference(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "ck", thread_count=2)
     plan(writer, {"model": {"a": torch.ones(1_000_000), "b": torch.ones(1_000_000)}})
     _, preload, _ = writer.get_save_function_and_args()
+    assert preload is not None
     buckets = preload()
     assert len(pickle.dumps(buckets)) < 10_000
 
@@ -185,6 +187,7 @@ def test_a_save_that_was_given_up_cannot_be_written(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "ck")
     plan(writer, {"a": torch.ones(10)})
     _, preload, _ = writer.get_save_function_and_args()
+    assert preload is not None
     late = pickle.dumps(preload())
     assert _is_wrapped_exception(writer.retrieve_write_results())  # gives the copy up
     with pytest.raises(CheckpointSaveError, match="given"):
@@ -196,6 +199,7 @@ def test_without_preloading_it_copies_before_it_writes(tmp_path: Path) -> None:
     values = state()
     metadata = plan(writer, values)
     function, _, args = writer.get_save_function_and_args()
+    assert function is not None
     function(*args)
     finish(writer, metadata)
     check(tmp_path / "ck", values)
@@ -327,6 +331,7 @@ def test_an_earlier_checkpoint_is_never_mixed_with_a_new_one(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="existing checkpoint"):
         metadata = plan(writer, values)
     function, _, args = writer.get_save_function_and_args()
+    assert function is not None
     function(*args)
     assert not (tmp_path / "ck" / ".metadata").exists()  # new files, so what is old is none any more
     finish(writer, metadata)
@@ -337,6 +342,7 @@ def test_metadata_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "ck", fs_ops=FullFs(".metadata"))
     metadata = plan(writer, {"a": torch.ones(3)})
     function, _, args = writer.get_save_function_and_args()
+    assert function is not None
     function(*args)
     with pytest.raises(OSError, match="No space"):
         finish(writer, metadata)
@@ -347,7 +353,7 @@ def test_metadata_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 def test_one_bucket_by_the_queues_of_the_reference(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "ck")
     plan(writer, {"a": torch.ones(3)})
-    (bucket,) = FileSystemWriterAsync.preload_tensors(writer.write_buckets, True)
+    (bucket,) = FileSystemWriterAsync.preload_tensors(writer.write_buckets or [], True)
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     counts: queue.Queue[int] = queue.Queue()
     counts.put(0)

@@ -153,7 +153,8 @@ def test_steps_that_follow_are_refused_or_retired(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_set_aside_if_there_is_an_older_one(tmp_path: Path) -> None:
-    for step in saved(tmp_path, 5, 10) and (10, 5):
+    saved(tmp_path, 5, 10)
+    for step in (10, 5):
         with open(tmp_path / f"checkpoint-{step}" / "optimizer.pt", "r+b") as file:
             file.seek(200)
             file.write(b"!")

@@ -24,7 +24,7 @@ from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.writing import io_mode
 from ckpt_component.core.writing.range_writer import Throttle
 
-STATE = {
+STATE: dict[str, Any] = {
     "odd": torch.arange(12_345, dtype=torch.float32),
     "small": {str(number): torch.full((number,), float(number)) for number in range(50)},
     "none": torch.empty(0),

@@ -63,7 +63,7 @@ def load(path: Path, target: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_one_rank_saves_and_stock_dcp_loads(tmp_path: Path) -> None:
-    values = {"a": torch.randn(5, 5).t(), "nested": {"b": torch.ones(2, dtype=torch.int8)}, "step": 3}
+    values: dict[str, Any] = {"a": torch.randn(5, 5).t(), "nested": {"b": torch.ones(2, dtype=torch.int8)}, "step": 3}
     save(tmp_path / "ck", values, thread_count=2)
     found = load(
         tmp_path / "ck", {"a": torch.zeros(5, 5), "nested": {"b": torch.zeros(2, dtype=torch.int8)}, "step": 0}
@@ -132,10 +132,19 @@ def test_without_a_cache_object_nothing_is_kept(planners: type[CountedPlanner], 
 def test_saves_of_a_series_use_the_same_memory_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     arena = bucket_image.Arena
-    monkeypatch.setattr(bucket_image, "Arena", lambda nbytes, **how: made.append(nbytes) or arena(nbytes, **how))
+
+    def counted(nbytes: int, **how: Any) -> Any:
+        made.append(nbytes)
+        return arena(nbytes, **how)
+
+    monkeypatch.setattr(bucket_image, "Arena", counted)
     cache = CheckpointMetadataCache()
     for number, text in enumerate(["a", "bb", "c" * 500, "d"]):  # objects change their length
-        values = {"a": torch.full((100_000,), float(number)), "b": torch.ones(3, 3) * number, "text": text}
+        values: dict[str, Any] = {
+            "a": torch.full((100_000,), float(number)),
+            "b": torch.ones(3, 3) * number,
+            "text": text,
+        }
         save(tmp_path / str(number), values, cache, thread_count=2)
         found = load(tmp_path / str(number), {"a": torch.zeros(100_000), "b": torch.zeros(3, 3), "text": ""})
         assert torch.equal(found["a"], values["a"]) and torch.equal(found["b"], values["b"]) and found["text"] == text
@@ -155,11 +164,12 @@ def test_saves_of_a_series_use_the_same_memory_in_turn(tmp_path: Path, monkeypat
 
 
 def test_errors_are_torchs_checkpoint_exception_too(tmp_path: Path) -> None:
-    for values, options, kind in (
+    failures: list[tuple[dict[str, Any], dict[str, Any], type[CheckpointError]]] = [
         ({"m": torch.empty(1, device="meta")}, {}, CheckpointStageError),
         ({"m": torch.ones(1)}, {"fs_ops": FullFs("distcp")}, CheckpointSaveError),
         ({"m": torch.ones(1)}, {"fs_ops": FullFs(".metadata")}, RanksError),
-    ):
+    ]
+    for values, options, kind in failures:
         with pytest.raises(CheckpointException) as caught:
             save(tmp_path / "a", values, **options)
         assert isinstance(caught.value, kind)
@@ -171,7 +181,11 @@ def test_errors_are_torchs_checkpoint_exception_too(tmp_path: Path) -> None:
 
 def test_options_that_do_nothing_say_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log_once.cache_clear()
-    asked = {"is_multiproc_io": True, "use_cached_data_structure": True, "use_cpu_shm_for_gpu_tensors": True}
+    asked: dict[str, Any] = {
+        "is_multiproc_io": True,
+        "use_cached_data_structure": True,
+        "use_cpu_shm_for_gpu_tensors": True,
+    }
     for _ in range(2):
         writer = FileSystemWriterAsync(tmp_path, **asked)
         save_state_dict_async_plan({"a": 1}, writer, enable_cache=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt_component import CheckpointStageError
 from ckpt_component.core.state.flatten import flatten
@@ -44,6 +44,7 @@ def test_metadata_is_that_of_all_ranks(plain: bool, monkeypatch: pytest.MonkeyPa
     assert isinstance(found.state_dict_metadata["o.1"], BytesStorageMetadata)
     for number in (0, 199, 200, 449):
         entry = found.state_dict_metadata[f"m.w{number}"]
+        assert isinstance(entry, TensorStorageMetadata)
         assert entry.size == torch.Size([8, number]) and entry.properties.dtype is torch.float32
         assert [(chunk.offsets, chunk.sizes) for chunk in entry.chunks] == [
             (torch.Size([offset, 0]), torch.Size([4, number])) for offset in (0, 4)

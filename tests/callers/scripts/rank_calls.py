@@ -8,11 +8,11 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import rank_worker
 import torch.distributed as dist
 import worker_calls as calls
+from callers.scripts import rank_worker
 from torch.distributed.checkpoint.api import CheckpointException
 from waiting import eventually, is_gone, pid_in
 
@@ -70,7 +70,7 @@ class Bench:
 
     def schedule(self, function: Any, *args: Any, finalize: str = "", **fields: Any) -> int:
         finalize_fns = [self.note(finalize)] if finalize else []
-        number = self.queue.schedule_async_request(Foreign(function, args, finalize_fns, **fields))
+        number = self.queue.schedule_async_request(cast(AsyncRequest, Foreign(function, args, finalize_fns, **fields)))
         assert number == self.scheduled, (number, self.scheduled)
         self.scheduled += 1
         return number
@@ -310,7 +310,9 @@ def callers_and_sync(rank: int) -> None:
     AsyncRequest(done.append, ("ran",), [lambda: done.append("finalized")]).execute_sync()
     assert done == ["ran", "finalized"]
     for fail_early in (True, False):
-        functions = (calls.fail, calls.facts) if fail_early else (calls.facts, calls.fail)
+        functions: tuple[Callable[..., Any], ...] = (
+            (calls.fail, calls.facts) if fail_early else (calls.facts, calls.fail)
+        )
         if rank == 1:
             functions = (calls.facts, calls.facts)
         try:

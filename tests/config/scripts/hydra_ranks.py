@@ -20,7 +20,7 @@ def in_job(folder: str | Path, number: int) -> None:
         "sweep": {"dir": "multirun"},
         "overrides": {"task": [f"number={number}"]},
     }
-    HydraConfig.instance().cfg = OmegaConf.create({"hydra": settings})
+    HydraConfig.instance().cfg = OmegaConf.create({"hydra": settings})  # type: ignore[assignment]
 
 
 def save_in_own_output(rank: int, world_size: int, folder: Path) -> None:

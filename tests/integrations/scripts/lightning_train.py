@@ -60,7 +60,7 @@ class Noise(Dataset[torch.Tensor]):
         return self.data[number] + 0.01 * shift
 
 
-class Counted(DataLoader):  # type: ignore[type-arg]
+class Counted(DataLoader[Any]):
     """A loader with a state of its own: which batches are left of the epoch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +103,7 @@ def main(losses: str, given: list[str]) -> None:
     pl = importlib.import_module(options["package"])
     pl.seed_everything(options["seed"])
 
-    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(pl.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.save_hyperparameters({"path": Path("x"), "lr": 0.1})
@@ -142,7 +142,7 @@ def main(losses: str, given: list[str]) -> None:
         def val_dataloader(self) -> Any:
             return DataLoader(Noise(), batch_size=16)
 
-    class Signals(pl.Callback):  # type: ignore[misc, name-defined]
+    class Signals(pl.Callback):  # type: ignore[name-defined]
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
             if trainer.fit_loop.epoch_loop.total_batch_idx == options["kill_at"]:
                 # So that it is known which checkpoint the next run finds.

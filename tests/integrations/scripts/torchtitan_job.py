@@ -125,7 +125,7 @@ def set_gradient_divide_factor(self: FSDPModule, factor: float) -> None:
     without_sum(self, factor)
 
 
-FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor
+FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor  # type: ignore[method-assign]
 dist_utils.set_pg_timeouts = lambda **kwargs: None  # its barrier names a device, which gloo refuses
 LOSSES = sys.argv.pop(1)
 config_registry.tiny = tiny

@@ -48,7 +48,7 @@ def train(
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Dropout(0.2), torch.nn.Linear(300, 300))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    rows = torch.randn(24, 300, generator=torch.Generator().manual_seed(0))
+    rows: Any = torch.randn(24, 300, generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     counter = Counter()

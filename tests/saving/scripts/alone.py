@@ -153,7 +153,7 @@ def lost_beats(failures: float) -> Iterator[threading.Event]:
             return
         send(store, key, value)
 
-    RankStore.set = lose  # type: ignore[method-assign]
+    RankStore.set = lose  # type: ignore[assignment, method-assign]
     try:
         yield works_again
     finally:

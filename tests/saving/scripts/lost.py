@@ -175,7 +175,7 @@ def late_view(rank: int, world_size: int, folder: Path) -> None:
             setattr(FileStorage, name, never)
     else:
         late("size", lambda path: ".ckpt-tmp." not in path or not re.search("__1_|integrity-1", path), None)
-    state = {"weight": torch.zeros(1000), "mine": PerRank(rank)}
+    state: dict[str, Any] = {"weight": torch.zeros(1000), "mine": PerRank(rank)}
     saves = ["checkpoint.save.every_steps=1", "checkpoint.keep.last=2", "checkpoint.save.at_end=false"]
     with build_manager("async_persistent", saves, dir=folder / "run") as manager:
         assert manager.restore(state) is None
@@ -197,7 +197,7 @@ def own_files(rank: int, world_size: int, folder: Path) -> None:
         futures = checkpointer.save(state, folder / "own")
         assert futures is not None
         futures[1].result(60)
-        target = {"weight": torch.zeros(10), "rank": -1}
+        target: dict[str, Any] = {"weight": torch.zeros(10), "rank": -1}
         checkpointer.load(folder / "own", target, strict=True)
         assert target["rank"] == rank and target["weight"].eq(rank).all()
         plain = torch.load(folder / "own" / f"checkpoint_{rank}.pt", weights_only=True)

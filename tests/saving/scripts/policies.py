@@ -187,7 +187,7 @@ def root_not_writable(rank: int, world_size: int, folder: Path) -> None:
     for bad in (0, 1):
         try_folder = FileStorage.try_folder
 
-        def refuse(self: FileStorage, path: str, name: str) -> None:
+        def refuse(self: FileStorage, path: str, name: str) -> float:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
         if rank == bad:

@@ -198,7 +198,7 @@ def failures(rank: int, world_size: int, folder: Path) -> None:
         # A structure that changes on one rank alone.
         state["mine"] = PerRank(torch.full((10 + 5 * rank,), float(rank)))
         works("five")
-        target = {"weight": torch.zeros(1000), "mine": PerRank(torch.zeros(10 + 5 * rank))}
+        target: dict[str, Any] = {"weight": torch.zeros(1000), "mine": PerRank(torch.zeros(10 + 5 * rank))}
         checkpointer.load(folder / "five", target, strict=True)
         assert target["mine"].value.eq(rank).all() and target["weight"].eq(3).all()
     torch.distributed.barrier()
@@ -245,7 +245,7 @@ def on_cuda(rank: int, world_size: int, folder: Path) -> None:
     mesh = init_device_mesh("cuda", (world_size,))
     for stager in ("pinned", "zero_overhead", "shared_memory"):
         rows = distribute_tensor(WHOLE.cuda(), mesh, [Shard(0)])
-        state = {"rows": rows, "alike": torch.full((1000,), 3.0, device="cuda"), "rank": PerRank(rank)}
+        state: dict[str, Any] = {"rows": rows, "alike": torch.full((1000,), 3.0, device="cuda"), "rank": PerRank(rank)}
         with build_checkpointer("async_persistent", [f"checkpoint/stager={stager}"]) as checkpointer:
             futures = checkpointer.save(state, folder / stager)
             assert futures is not None

@@ -94,7 +94,7 @@ def both_ways(rank: int, world_size: int, folder: Path) -> None:
 def refused(rank: int, world_size: int, folder: Path) -> None:
     """Where its parts cannot be told: by key."""
     warnings.simplefilter("error", FutureWarning)
-    texts = [
+    texts: list[tuple[str, dict[str, Any], str]] = [
         ("dcp", {"a": (1, cut(WHOLE, rank, world_size))}, "'a' holds a ShardedTensor in a tuple.* dict or a list"),
         ("torch_save", {"a": cut(WHOLE, rank, world_size)}, r"'a' is a part .*\(9, 4\).*writer=dcp"),
         ("safetensors", {"a": cut(FEW, rank, world_size)}, "'a' is a tensor of other ranks.*writer=dcp"),
@@ -114,7 +114,7 @@ def resharded(rank: int, world_size: int, folder: Path) -> None:
             target = wiped(rank, world_size)
             checkpointer.load(folder / name, target, strict=True)
             check(target, rank, world_size)
-            whole = {"rows": torch.zeros(9, 4), "list": [torch.zeros(2, dtype=torch.int64)]}
+            whole: dict[str, Any] = {"rows": torch.zeros(9, 4), "list": [torch.zeros(2, dtype=torch.int64)]}
             checkpointer.load(folder / name, whole, strict=True)
             assert torch.equal(whole["rows"], WHOLE) and torch.equal(whole["list"][0], FEW)
 
@@ -151,7 +151,10 @@ def fsdp(rank: int, world_size: int, folder: Path) -> None:
         losses = [train(module, optimizer) for _ in range(3)]
         other, its_optimizer = job(2)
         train(other, its_optimizer)
-        target = {"model": other, "optimizer": FullyShardedDataParallel.optim_state_dict(other, its_optimizer)}
+        target: dict[str, Any] = {
+            "model": other,
+            "optimizer": FullyShardedDataParallel.optim_state_dict(other, its_optimizer),
+        }
         checkpointer.load(folder / "fsdp", target, strict=True)
     its_state = FullyShardedDataParallel.optim_state_dict_to_load(other, its_optimizer, target["optimizer"])
     its_optimizer.load_state_dict(its_state)

@@ -99,7 +99,7 @@ def resumes_of_others(rank: int, world_size: int, folder: Path) -> None:
     for saved, kind in (("one", "fsdp"), ("one", "tp"), ("ddp", "tp"), ("tp", "ddp"), ("tp", "fsdp"), ("fsdp", "tp")):
         if not (folder / saved).exists():
             continue
-        over = (f"parallel={kind}", "checkpoint.save.at_end=false", "checkpoint.save.every_steps=null")
+        over: tuple[str, ...] = (f"parallel={kind}", "checkpoint.save.at_end=false", "checkpoint.save.every_steps=null")
         over += (f"train.steps={2 * N + 2}", "model.dropout=0")
         _, found = trained(config_of(folder, *over), ranks, folder / saved)
         if rank == 0:

@@ -6,6 +6,7 @@ import errno
 import os
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def save(path: Path, values: dict[str, Any], cache: CheckpointMetadataCache | No
         values, FileSystemWriterAsync(path, **options), planner=DefaultSavePlanner(), metadata_cache=cache, timeout=60
     )
     function, preload, args = planned[0].get_save_function_and_args()
-    if function is not None:
+    if function is not None and preload is not None:
         function(args[0], preload(), *args[2:])
     save_state_dict_async_finalize(*planned)
 
@@ -106,7 +107,7 @@ def in_the_background(rank: int, world: int, folder: Path) -> None:
         )
         function, preload, args = planned[0].get_save_function_and_args()
         request = AsyncRequest(function, args, [], preload_fn=preload)
-        request.add_finalize_fn(lambda planned=planned: save_state_dict_async_finalize(*planned))
+        request.add_finalize_fn(partial(save_state_dict_async_finalize, *planned))
         assert calls.schedule_async_request(request) == number
         for value in values.values():
             if isinstance(value, torch.Tensor):
@@ -165,15 +166,14 @@ def other_ranks(rank: int, world: int, folder: Path) -> None:
 def errors(rank: int, world: int, folder: Path) -> None:
     """Whatever fails on one rank is raised on all, soon, and the next save works."""
     cache = CheckpointMetadataCache()
-    for number, options in enumerate(
-        [
-            {"fs_ops": FullAtTheEnd()},  # the coordinator cannot finish, with plans and results gathered
-            {"fs_ops": Full() if rank == 1 else None},
-            {"overwrite": False, "path": folder / ("taken" if rank == 0 else "free")},
-            {},
-            {"fs_ops": FullAtTheEnd()},  # and with all known
-        ]
-    ):
+    saves: list[dict[str, Any]] = [
+        {"fs_ops": FullAtTheEnd()},  # the coordinator cannot finish, with plans and results gathered
+        {"fs_ops": Full() if rank == 1 else None},
+        {"overwrite": False, "path": folder / ("taken" if rank == 0 else "free")},
+        {},
+        {"fs_ops": FullAtTheEnd()},  # and with all known
+    ]
+    for number, options in enumerate(saves):
         path = options.pop("path", folder / str(number))
         if "overwrite" in options and rank == 0:
             path.mkdir()
@@ -210,7 +210,7 @@ def in_a_group(rank: int, world: int, folder: Path) -> None:
         path = folder / f"{name}-{rank if name == 'own' else 0}"
         planned = save_state_dict_async_plan(values, FileSystemWriterAsync(path), group, timeout=60)
         function, preload, args = planned[0].get_save_function_and_args()
-        if function is not None:
+        if function is not None and preload is not None:
             function(args[0], preload(), *args[2:])
         save_state_dict_async_finalize(*planned)
     own = {"a": torch.zeros(3)}
