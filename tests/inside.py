@@ -12,6 +12,11 @@ def checkpointer_of(manager: CheckpointManager) -> Checkpointer:
     return checkpointer
 
 
+def make_due(manager: CheckpointManager) -> None:
+    """As if `save.every_seconds` had passed."""
+    manager._clock.last_save = -1e9
+
+
 def tidied(manager: CheckpointManager) -> CheckpointManager:
     """Wait for what follows the save that is over: the deletion of old checkpoints."""
     task = checkpointer_of(manager).saver._last_task  # type: ignore[union-attr]

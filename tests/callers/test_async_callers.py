@@ -180,7 +180,7 @@ def test_an_idle_process_that_is_killed_is_replaced(make: Make, out: Path) -> No
     assert caller.is_current_async_call_done(blocking=True)
     pid = caller.pid
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not caller._worker.process.alive)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     caller.schedule_async_call(AsyncRequest(calls.append, (str(out), "next")))
     assert caller.is_current_async_call_done(blocking=True)
     assert out.read_text() == "next" and caller.pid != pid

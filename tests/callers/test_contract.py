@@ -88,13 +88,13 @@ class Deaf(PersistentCaller):
 class Irreplaceable(PersistentCaller):
     """Has one process and no other."""
 
-    started = 0
+    first: int | None = None
 
-    def _running(self, timeout: float) -> Any:
-        if self._process is None or not self._process.alive:
-            self.started += 1
-            assert self.started == 1, "no other process"
-        return super()._running(timeout)
+    def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
+        assert self.first is None or self.pid == self.first, "no other process"
+        result = super().run(request, deadline)
+        self.first = self.pid
+        return result
 
 
 class Uncounted(InlineCaller):

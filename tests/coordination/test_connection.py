@@ -121,14 +121,15 @@ def test_a_call_that_was_not_begun_is_not_made_later(held: Held) -> None:
 
 
 def test_a_question_is_withdrawn_once_the_store_answers(held: Held) -> None:
-    ranks = [StoreCoordinator(connected(held, timeout, rank), timeout) for rank, timeout in ((0, 60), (1, 0.3))]
+    stores = [connected(held, timeout, rank) for rank, timeout in ((0, 60), (1, 0.3))]
+    ranks = [StoreCoordinator(store, timeout) for store, timeout in zip(stores, (60, 0.3), strict=True)]
     deadline = time.monotonic() + 60
     held.answers.clear()
     with pytest.raises(RanksError, match="has not answered"):
         ranks[1].meet("save", "b", len, deadline, "path")
     held.answers.set()
     # The connection's thread withdraws before it makes another call.
-    assert ranks[1]._store().add("another", 1) == 1
+    assert stores[1].add("another", 1) == 1
     with pytest.raises(RanksError, match="has not answered"):
         ranks[0].meet("save", "a", len, deadline, "path")
     assert [rank.meetings["save"] for rank in ranks] == [1, 1]

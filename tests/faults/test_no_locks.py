@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import subprocess
 import time
 from itertools import product
@@ -22,7 +23,6 @@ from ckpt_component.core.commit.cleanup import Unfinished
 from ckpt_component.core.commit.liveness import QUIET_SECONDS, AttemptLock
 from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON
 from ckpt_component.core.commit.protocol import Attempt
-from ckpt_component.core.processes import running as processes
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import LOG, SPEC
 from ckpt_component.core.storage.new_names import new_token
@@ -164,9 +164,10 @@ def test_a_process_that_was_killed_here_is_not_waited_for(tmp_path: Path, monkey
     assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).living()  # another process works on it
     own.close()
     name = os.path.basename(attempt.staging)
-    with monkeypatch.context() as elsewhere:  # in another container, or after a boot, it would not be seen
-        elsewhere.setattr(processes, "_space", lambda: "0a1b2c3d")
-        assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).living() == [name]
+    # Of another container, or of before a boot, it would not be seen.
+    foreign = ended.rename(ended.with_name(re.sub(r"[0-9a-f]{8}(-\d+-)", r"0a1b2c3d\1", ended.name)))
+    assert foreign != ended and Unfinished(NoLocks(), str(tmp_path), MEGATRON).living() == [name]
+    foreign.rename(ended)
     assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).living() == []
     assert (
         Unfinished(NoLocks(), str(tmp_path), MEGATRON).sweep() == []

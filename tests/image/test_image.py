@@ -252,28 +252,25 @@ def test_ties_gaps_and_views_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     assert [structure.stride_of(number) for number in range(6)] == [(1,), (1,), (1,), (3, 1), (2,), (2,)]
 
 
+class Walked(dict[Any, Any]):
+    """Is walked value by value, whatever its width."""
+
+
 @pytest.mark.parametrize("container", [dict, OrderedDict], ids=repr)
-def test_wide_dicts_are_walked_as_others_are(container: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    values: Any = container((f"w{number}", torch.full((1,), number)) for number in range(40))
-    states = [
-        {"model": values, "n": 1},
-        values,
-        {"model": container([*values.items(), ("text", "x")])},
-        {"model": container([*values.items(), (7, torch.ones(1))])},
-        {
-            "model": container(
-                [*values.items(), ("p", torch.nn.Parameter(torch.ones(1))), ("b", torch.nn.Buffer(torch.ones(1)))]
-            )
-        },
-    ]
-    for state in states:
-        found = flatten(state)
-        with monkeypatch.context() as context:
-            context.setattr("ckpt_component.core.state.flatten._WIDE", 1 << 30)
-            expected = flatten(state)
-        assert found.tensor_paths == expected.tensor_paths and found.object_paths == expected.object_paths
-        assert list(map(id, found.tensors)) == list(map(id, expected.tensors))
-        assert found.containers == expected.containers and found.shards == expected.shards
+def test_wide_dicts_are_walked_as_others_are(container: Any) -> None:
+    plain = [(f"w{number}", torch.full((1,), number)) for number in range(40)]
+    special = [("p", torch.nn.Parameter(torch.ones(1))), ("b", torch.nn.Buffer(torch.ones(1)))]
+    for items in (plain, [*plain, ("text", "x")], [*plain, (7, torch.ones(1))], [*plain, *special]):
+        for state, walked in (
+            ({"model": container(items), "n": 1}, {"model": Walked(items), "n": 1}),
+            (container(items), Walked(items)),
+        ):
+            found, expected = flatten(state), flatten(walked)
+            assert found.tensor_paths == expected.tensor_paths and found.object_paths == expected.object_paths
+            assert list(map(id, found.tensors)) == list(map(id, expected.tensors))
+            place = ("model",) if "model" in state else ()
+            assert expected.containers == [] and found.shards == expected.shards
+            assert found.containers == ([(place, "odict")] if container is OrderedDict else [])
 
 
 def test_slots_are_views_of_the_arena_at_their_addresses() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from ckpt_component import build_checkpointer
 from ckpt_component.core.commit.run_record import stored_metrics
 from ckpt_component.core.formats import open_index
-from ckpt_component.core.storage import bucket_set as object_set
 from ckpt_component.core.storage import bucket_store
 from ckpt_component.core.storage.bucket import ObjectStorage
 from ckpt_component.core.storage.bucket_set import ObjectSet
@@ -141,6 +144,26 @@ def test_what_is_not_there_or_damaged(fs: ObjectStorage, tmp_path: Path, put: Pu
         Reader().read(url)
 
 
+class Held:
+    """How many answers of a store are in memory."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def counted(self, answer: memoryview) -> memoryview:
+        array = np.frombuffer(answer, dtype=np.uint8)
+        weakref.finalize(array, self._drop)
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        return memoryview(array)  # type: ignore[arg-type]
+
+    def _drop(self) -> None:
+        with self._lock:
+            self.now -= 1
+
+
 class Bytes:
     """An object of random bytes, and what was fetched of it."""
 
@@ -152,9 +175,10 @@ class Bytes:
 
         def read_range(path: str, offset: int, length: int) -> memoryview:
             self.fetched.append((offset, length))
-            return genuine(path, offset, length)
+            return self.held.counted(genuine(path, offset, length))
 
         monkeypatch.setattr(fs, "read_range", read_range)
+        self.held = Held()
         self.wrong: list[int] = []
 
     def read(self, files: ObjectSet, ranges: list[tuple[int, int]]) -> None:
@@ -166,47 +190,38 @@ class Bytes:
         files.read_all([RangeRead("file", *each, partial(one, *each)) for each in ranges])
 
 
-PIECE = 16 << 10
+#: What is fetched in one request, at most, and what may be fetched between two ranges.
+PIECE, GAP = 4 << 20, 256 << 10
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_PIECE_BYTES", PIECE), ("_GAP_BYTES", 1000), ("_NEAR_BYTES", 1000)):
-        monkeypatch.setattr(object_set, name, value)
-    monkeypatch.setattr(ObjectSet, "_batch_bytes", PIECE)
-    monkeypatch.setattr(ObjectSet, "_least_batch_bytes", PIECE // 4)
-
-
-@pytest.mark.usefixtures("small_pieces")
 def test_each_byte_is_fetched_once_and_nothing_else(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = Bytes(fs, 50 * PIECE, monkeypatch)
-    one, many, far = (3, 20 * PIECE), [(21 * PIECE + 100 * n, 90) for n in range(1500)], (40 * PIECE, 10)
+    stored = Bytes(fs, 8 * PIECE, monkeypatch)
+    one, far = (3, 5 * PIECE), (7 * PIECE, 10)
+    many = [(5 * PIECE + 50_000 + 100 * number, 90) for number in range(1500)]
     with fs.open_files(f"{fs.root}/x") as files:
         stored.read(files, [far, *many[::-1], one])
     assert not stored.wrong
-    wanted = {*range(3, 3 + 20 * PIECE), *range(21 * PIECE, many[-1][0] + 90), *range(40 * PIECE, 40 * PIECE + 10)}
-    got = [byte for offset, length in stored.fetched for byte in range(offset, offset + length)]
-    assert len(got) == len(set(got)) and set(got) <= wanted and len(wanted - set(got)) <= 20 * 10  # gaps of batches
-    assert all(length <= PIECE for _, length in stored.fetched) and len(stored.fetched) < 60
+    times = np.zeros(len(stored.data), dtype=np.uint8)
+    for offset, length in stored.fetched:
+        times[offset : offset + length] += 1
+    wanted = np.zeros(len(stored.data), dtype=bool)
+    for offset, length in (one, far, (many[0][0], many[-1][0] + 90 - many[0][0])):
+        wanted[offset : offset + length] = True
+    assert times.max() == 1 and times[[offset for offset, _ in [one, far, *many]]].all()
+    assert (
+        np.count_nonzero(times[~wanted]) <= GAP and np.count_nonzero(times[wanted] == 0) <= 20 * 10
+    )  # between batches
+    assert all(length <= PIECE for _, length in stored.fetched) and len(stored.fetched) < 20
 
 
-@pytest.mark.usefixtures("small_pieces")
 def test_memory_is_bounded_and_ranges_may_overlap(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = Bytes(fs, 80 * PIECE, monkeypatch)
-    most = []
+    """Of a large range few pieces are held at a time, and none at the end."""
+    stored = Bytes(fs, 26 * PIECE, monkeypatch)
     with fs.open_files(f"{fs.root}/x") as files:
-        genuine = object_set._ReadAhead.at
-
-        def at(self: Any, name: str, offset: int) -> memoryview | None:
-            most.append(len(self._fetched))
-            return genuine(self, name, offset)
-
-        monkeypatch.setattr(object_set._ReadAhead, "at", at)
-        stored.read(
-            files, [(0, 30 * PIECE), (0, 30 * PIECE), (PIECE // 2, 60 * PIECE), (5, 7), (70 * PIECE, 10 * PIECE)]
-        )
-        assert files._ahead is not None and not files._ahead._fetched
-    assert not stored.wrong and 1 < max(most) <= 4 * (object_set._AHEAD + 1)
+        stored.read(files, [(0, 24 * PIECE), (PIECE // 2, PIECE), (5, 7)])
+        gc.collect()
+        assert stored.held.now == 0
+    assert not stored.wrong and 1 < stored.held.most <= 2 * (1 + 8)  # two threads, which read 8 pieces ahead
 
 
 def test_one_small_read_after_the_other_is_few_requests(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +239,6 @@ def test_one_small_read_after_the_other_is_few_requests(fs: ObjectStorage, monke
 def test_a_failing_request_is_repeated_for_a_while(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = Bytes(fs, 5000, monkeypatch)
     genuine, failures = fs.read_range, [OSError(5, "reset by the test")] * 3
-    monkeypatch.setattr(bucket_store, "_PAUSE", 0.001)
 
     def read_range(path: str, offset: int, length: int) -> memoryview:
         if failures:

@@ -207,7 +207,7 @@ def options(rank: int, world: int, folder: Path) -> None:
 
     fake_megatron(folder)
     write(folder, "megatron.training.global_vars", "_GLOBAL_ARGS = None\n")
-    ckpt_component.megatron.install(["checkpoint.timeouts.write=1h", "checkpoint.durability=process_crash"])
+    ckpt_component.megatron.install(["checkpoint.timeouts.write=2s", "checkpoint.durability=process_crash"])
     variables = importlib.import_module("megatron.training.global_vars")
     given = {"async_save": True, "dist_ckpt_workers": 3, "async_ckpt_cpu_priority": 12, "async_ckpt_io_priority": 3}
     vars(variables)["_GLOBAL_ARGS"] = types.SimpleNamespace(save=str(folder / "it's here"), **given)
@@ -217,7 +217,6 @@ def options(rank: int, world: int, folder: Path) -> None:
     names["AsyncCallsQueue"].warmup_persistent_caller(0, cpu_priority=12, io_priority=3, cpu_shm_mode=False)
     children = psutil.Process().children()
     calls = names["AsyncCallsQueue"](persistent=True, cpu_shm_mode=False)
-    assert calls._write_timeout == 3600.0
     calls.schedule_async_request(names["AsyncRequest"](print, ("from the worker",)))
     assert calls.maybe_finalize_async_calls(blocking=True) == [0]
     # The process that was warmed up, and no other.
@@ -226,6 +225,15 @@ def options(rank: int, world: int, folder: Path) -> None:
     assert worker.nice() == 12 and worker.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
     calls.close()
     assert not worker.is_running()
+    calls = names["AsyncCallsQueue"](persistent=True)
+    calls.schedule_async_request(names["AsyncRequest"](sleep, (60,)))
+    try:
+        calls.maybe_finalize_async_calls(blocking=True)
+    except ckpt_component.CheckpointTimeoutError as error:
+        assert "within 2 s" in str(error), error
+    else:
+        raise AssertionError("a write without a deadline")
+    calls.close()
     for wrong in ("checkpoint.keep.last=3", "checkpoint.timeout.write=3"):
         try:
             ckpt_component.megatron.install([wrong])

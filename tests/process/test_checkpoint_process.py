@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +23,7 @@ from ckpt_component.compat.checkpoint_process import (
     CheckpointProcessConfig,
     RankInfo,
     RequestType,
-    WorkerRequest,
     WorkerResponse,
-    _WriterSession,
 )
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
@@ -51,7 +48,10 @@ def make() -> Iterator[Make]:
 
     yield make
     for process in made:
-        process._worker.abort()
+        if process.process is not None:
+            for each in process.process.processes:
+                each.kill()
+        process.close()
 
 
 @pytest.fixture
@@ -348,36 +348,6 @@ def test_it_is_a_context_manager(make: Make, out: Path) -> None:
         written = process.write({}, str(out))
     assert written.done()
     assert not process.process.processes[0].is_alive()  # type: ignore[union-attr]
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.closed = False
-
-    def write(self, state_dict: dict[str, Any], path: str, **kwargs: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_every_request_has_its_response() -> None:
-    writer = Recorder()
-    session = _WriterSession(calls.no_init, (), lambda: writer, {})
-    assert session(WorkerRequest(RequestType.PING, {})) == WorkerResponse(RequestType.PING, True)
-    with pytest.raises(OSError, match="Input/output"):  # the loop sends it
-        session(WorkerRequest(RequestType.WRITE_CHECKPOINT, {"state_dict": {}, "path": "somewhere", "kwargs": {}}))
-    assert not writer.closed
-    assert session(WorkerRequest(RequestType.TERMINATE_PROCESS, {})).success and writer.closed
-
-
-def test_an_unknown_request_is_answered_with_an_error(make: Make, out: Path) -> None:
-    process = make()
-    strange = pickle.dumps(WorkerRequest("copy", {}))  # type: ignore[arg-type]
-    with pytest.raises(CheckpointSaveError, match="no request type 'copy'; there are PING, WRITE_CHECKPOINT, TERMI"):
-        process._worker.submit(strange, timeout=30, what="strange").result(30)
-    process.write({}, str(out)).result(30)
-    assert f"pid {pid_of(process)}" in out.read_text()
 
 
 def test_names_of_the_reference() -> None:

@@ -31,7 +31,6 @@ from ckpt_component import (
 )
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.factory import git_commit
 from ckpt_component.factory.git_commit import commit_of
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -216,17 +215,15 @@ def test_no_commit_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "the git commit of" in caplog.text and "could not be read" in caplog.text
 
 
-def test_a_folder_that_does_not_answer_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_does_not_answer_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    answer = threading.Event()
-    monkeypatch.setattr(git_commit, "_commit", lambda _: answer.wait(60) and COMMIT)
+    (tmp_path / ".git").mkdir()
+    os.mkfifo(tmp_path / ".git" / "HEAD")  # to open it waits for a writer
     try:
         assert commit_of(str(tmp_path), seconds=0.05) is None
         assert "could not be read within 0.05 s" in caplog.text
     finally:
-        answer.set()
+        (tmp_path / ".git" / "HEAD").write_text(COMMIT)
         for thread in threading.enumerate():
             if thread.name == "ckpt-git":
                 thread.join(60)

@@ -61,7 +61,8 @@ def configs_are_kept() -> Iterator[None]:
                 copy.copy(config) if isinstance(config, Checkpoint) else resolve(config, overrides)
             ),
         )
-        patch.setattr(graph, "_run_record", lambda config, overrides: b"{}")
+        patch.setattr(graph, "recorded_config", lambda config, overrides: ({}, {}))
+        patch.setattr(graph, "commit_of", lambda folder: None)
         try:
             yield
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.image.arena_pool import ArenaPool
 from ckpt_component.stagers import LiveStager, SharedMemoryStager, Snapshot, Stager, StatePlan, ZeroOverheadStager
 from ckpt_component.stagers.optimizers import optimizers_in
+from ckpt_component.testing import faults
 from ckpt_component.testing.conformance import StagerContract, registered
+from ckpt_component.testing.faults import SaveFault
 
 STAGERS = registered("stager")
 
@@ -37,11 +41,11 @@ class Live(LiveStager):
 class Stale(SharedMemoryStager):
     """Copies the first state only."""
 
-    def _fill(self, fill: Any, settle: Any) -> None:
-        if "all" in fill.slots.plans:
-            settle(None)
-        else:
-            super()._fill(fill, settle)
+    first: Any = None
+
+    def inspect(self, state_dict: Any) -> StatePlan:
+        self.first = self.first or copy.deepcopy(state_dict)
+        return super().inspect(self.first)
 
 
 class Unguarded(ZeroOverheadStager):
@@ -51,13 +55,12 @@ class Unguarded(ZeroOverheadStager):
         super().__init__()
         self.stepped = threading.Event()
 
+    def late(self) -> SaveFault:
+        return faults.at("copy", times=None).calls(lambda: self.stepped.wait(10))
+
     def guard(self, optimizer: Any) -> None:
         for each in optimizers_in(optimizer):
             each.register_step_post_hook(lambda *_: self.stepped.set())
-
-    def _fill(self, fill: Any, settle: Any) -> None:
-        self._copy_thread.submit(self.stepped.wait, 10)
-        super()._fill(fill, settle)
 
 
 class Hooked(ZeroOverheadStager):
@@ -147,11 +150,11 @@ class Poisoned(SharedMemoryStager):
 
     failure: CheckpointStageError | None = None
 
-    def _plan_for(self, plan: StatePlan) -> Any:
+    def take(self, plan: StatePlan) -> Snapshot:
         try:
             if self.failure is not None:
                 raise self.failure
-            return super()._plan_for(plan)
+            return super().take(plan)
         except CheckpointStageError as error:
             self.failure = error
             raise
@@ -248,8 +251,10 @@ def closed_arenas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_broken_stager_is_found(broken: type[Stager], promise: str, text: str, tmp_path: Path) -> None:
     arguments = ["dcp"] if promise == "a_snapshot_is_the_state" else []
     test = getattr(StagerContract(), f"test_{promise}")
-    with pytest.raises((Exception, pytest.fail.Exception), match=text):
-        test(broken(), *arguments, tmp_path)
+    stager = broken()
+    copies = stager.late() if isinstance(stager, Unguarded) else contextlib.nullcontext()
+    with copies, pytest.raises((Exception, pytest.fail.Exception), match=text):
+        test(stager, *arguments, tmp_path)
 
 
 def test_each_promise_of_a_stager_can_be_broken() -> None:

@@ -14,7 +14,8 @@ from ckpt_component import CheckpointFencedError, build_checkpointer, build_mana
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
-from ckpt_component.core.storage import files, locate, tree_removal
+from ckpt_component.core.memory import libc
+from ckpt_component.core.storage import locate, tree_removal
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError
@@ -66,7 +67,7 @@ def test_a_name_that_the_cache_does_not_know_is_taken_all_the_same(
 ) -> None:
     """Without `renameat2`, as on NFS, the check and the rename are two steps."""
     fs, target = FileStorage(), tmp_path / "one"
-    monkeypatch.setattr(files, "_rename_by", lambda *_: False)
+    monkeypatch.setattr(libc, "renameat2", None)
     attempt = commit.new_attempt(fs, str(target), new_token())
     commit.begin(attempt)
     exists: Callable[[str], bool] = os.path.lexists

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 from pathlib import Path
 
 import pytest
 
+from ckpt_component.cli.reports import disks
 from ckpt_component.cli.reports.disks import Span, disk_of, shared_disks, shared_text
 from ckpt_component.cli.reports.jobs import Row, spans_of
 from ckpt_component.cli.reports.result import add_span, read_result, write_result
@@ -50,7 +52,9 @@ def test_a_disk_is_known_by_its_device_and_host(tmp_path: Path) -> None:
 
 
 def test_a_network_disk_is_the_same_on_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_component.cli.reports.disks._mount_source", lambda number: "nas:/export")
+    device = os.stat(tmp_path).st_dev
+    mounts = f"36 1 {os.major(device)}:{os.minor(device)} / /data rw - nfs nas:/export rw\n"
+    monkeypatch.setattr(disks, "open", lambda *_, **__: io.StringIO(mounts), raising=False)
     assert disk_of(str(tmp_path)) == "nas:/export"
 
 

@@ -49,7 +49,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("NOPE", raising=False)
     monkeypatch.setattr("ckpt_train.job.Job.__init__", reach)
-    monkeypatch.setattr(bench_app, "_measure", reach)
+    monkeypatch.setattr(bench_app, "Runner", reach)
     handlers, level = logging.root.handlers[:], logging.root.level
     disabled = {name: logger.disabled for name, logger in _loggers().items()}
     with warnings.catch_warnings():
@@ -440,7 +440,6 @@ def test_looking_for_a_better_text_never_stops_an_app(
         raise KeyError("config_name")
 
     monkeypatch.setattr("ckpt_component.config.hydra.hints.what_was_meant", broken)
-    monkeypatch.setattr("ckpt_component.config.hydra.hints._added_silently", broken)
     assert ask(["checkpoint=sync"]) is None
     assert "synk" in (ask(["checkpoint=synk"]) or "")
     assert "could not look for a better text than Hydra's: KeyError('config_name')" in caplog.text

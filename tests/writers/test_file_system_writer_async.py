@@ -158,9 +158,8 @@ def test_in_another_process_it_is_what_it_was_at_schedule(
     values, calls = state(), queue_of(persistent, start_method)
     expected = []
     for number in range(3):
-        writer = FileSystemWriterAsync(tmp_path / str(number), thread_count=2)
         gate = tmp_path / "gate"
-        writer._ops = GatedFs(str(gate))
+        writer = FileSystemWriterAsync(tmp_path / str(number), thread_count=2, fs_ops=GatedFs(str(gate)))
         assert calls.schedule_async_request(request_of(writer, plan(writer, values))) == number
         expected.append({**values, "model": {name: value.detach().clone() for name, value in values["model"].items()}})
         for value in values["model"].values():

@@ -14,7 +14,6 @@ from ckpt_component import CheckpointStageError
 from ckpt_component.core.state.flatten import flatten
 from ckpt_component.core.state.structure import Structure
 from ckpt_component.core.writing.request import WriteTable
-from ckpt_component.writers import metadata_pickle
 from ckpt_component.writers.dcp import DcpWriter
 from ckpt_component.writers.metadata_pickle import metadata_of
 
@@ -86,14 +85,6 @@ def test_no_index_is_made_of_tensors_that_are_not_whole(first: list[Any], second
     other = {"tensors": [second], "objects": [], "lists": [], "elsewhere": [["x"]] if "'x'" in text else []}
     with pytest.raises(CheckpointStageError, match=text):
         DcpWriter().index([one, other])
-
-
-def test_batches_need_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    indexes = [rank_index_of(0, 450), rank_index_of(1, 450, offset=4)]
-    expected = pickle.loads(metadata_of(indexes))
-    for batch in (1, 2, 449, 5000):
-        monkeypatch.setattr(metadata_pickle, "_BATCH", batch)
-        assert pickle.loads(metadata_of(indexes)) == expected
 
 
 def test_a_table_comes_to_the_writer_process_as_it_is() -> None:
