@@ -3,11 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hydra
 import pytest
+import torch
 from ckpt_train.schema import register
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
@@ -103,3 +104,12 @@ def train(start: Callable[..., object], tmp_path: Path, text_file: Path) -> Call
         return max(done.returncode for done in runs), "".join(done.stdout for done in runs)
 
     return trained
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take most of the time of a model this small where other tests run beside it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
