@@ -10,12 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +22,9 @@ from waiting import eventually, is_gone, open_fds, pid_in
 
 from ckpt_component.compat import worker_process
 from ckpt_component.compat.pickling import pickle_by_value
-from ckpt_component.compat.spawn import StartMethodError
 from ckpt_component.compat.worker_client import WorkerClient
 from ckpt_component.compat.worker_main import serve_calls
 from ckpt_component.compat.worker_process import CallProcess
-from ckpt_component.core.processes.remote_error import RemoteTraceback
 from ckpt_component.core.processes.serve import SIGNALS_OF_THE_TRAINER
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
@@ -89,27 +85,6 @@ def test_a_call_is_answered_from_a_process_without_torch(
     assert not process.alive and process.context.processes[0].exitcode == 0
 
 
-def test_an_error_comes_with_the_remote_traceback_and_fails_its_call_alone(
-    make_process: Callable[..., CallProcess],
-) -> None:
-    process = make_process()
-    process.await_ready()
-    with pytest.raises(CheckpointSaveError, match=r"^The third failed in the worker process \(pid \d+\): ") as caught:
-        process.call(message(calls.fail), 20, "the third")
-    assert str(caught.value).endswith("ValueError: broken on purpose")
-    assert isinstance(caught.value.__cause__, RemoteTraceback)
-    assert "worker_calls.py" in str(caught.value.__cause__)
-    assert process.call(message(calls.facts), 20, "facts")["pid"] == process.pid
-
-
-def test_the_errno_below_an_error_is_kept(make_process: Callable[..., CallProcess]) -> None:
-    process = make_process()
-    process.await_ready()
-    with pytest.raises(CheckpointSaveError, match="cannot write") as caught:
-        process.call(message(calls.disk_full), 20, "it")
-    assert caught.value.errno == 28
-
-
 @pytest.mark.parametrize(
     ("request_", "text"),
     [
@@ -133,18 +108,6 @@ def test_a_request_that_cannot_be_unpickled_there_is_an_error(make_process: Call
     process.await_ready()
     with pytest.raises(CheckpointSaveError, match="UnpicklingError"):
         process.call(b"no pickle", 20, "it")
-
-
-@pytest.mark.parametrize("start_method", METHODS)
-def test_a_killed_process_is_reported_with_its_signal(
-    start_method: str, make_process: Callable[..., CallProcess]
-) -> None:
-    process = make_process(start_method=start_method)
-    process.await_ready()
-    with pytest.raises(
-        WorkerDiedError, match=r"^The worker process \(pid \d+\) was killed by SIGKILL .* while it ran it\.$"
-    ):
-        process.call(message(calls.kill_me, signal.SIGKILL), 60, "it")
 
 
 def test_a_process_that_leaves_is_reported_with_its_code(make_process: Callable[..., CallProcess]) -> None:
@@ -258,19 +221,6 @@ def test_a_call_may_start_processes_of_its_own(make_process: Callable[..., CallP
 # How a start fails.
 
 
-def test_a_process_that_is_not_ready_in_time(make_process: Callable[..., CallProcess], tmp_path: Path) -> None:
-    process = make_process(calls.serve_never, (str(tmp_path / "at"),), start_timeout=0.3)
-    with pytest.raises(CheckpointTimeoutError, match=r"^Timed out after 0\.3s: the worker process \(pid \d+\)"):
-        process.await_ready()
-
-
-def test_a_start_that_raises(make_process: Callable[..., CallProcess]) -> None:
-    process = make_process(calls.serve_broken, ())
-    with pytest.raises(CheckpointSaveError, match="could not start: ValueError: broken on purpose") as caught:
-        process.await_ready()
-    assert isinstance(caught.value.__cause__, RemoteTraceback)
-
-
 @pytest.mark.parametrize(
     ("loop", "text"),
     [
@@ -288,20 +238,6 @@ def test_a_loop_that_crashes_leaves_its_traceback(make_process: Callable[..., Ca
     with pytest.raises(WorkerDiedError) as caught:
         make_process(calls.fail, ()).await_ready()
     assert "object of type" in str(caught.value.__cause__) or "ValueError" in str(caught.value.__cause__)
-
-
-def test_a_system_that_refuses_a_process(
-    make_process: Callable[..., CallProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_args: Any, **_kwargs: Any) -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(worker_process, "start_processes", refuse)
-    before = open_fds()
-    with pytest.raises(CheckpointSaveError, match="could not be started: .*temporarily unavailable") as caught:
-        make_process()
-    assert caught.value.errno == 11
-    assert open_fds() == before
 
 
 SCRIPT = """
@@ -346,29 +282,7 @@ def test_a_script_with_a_guard_is_not(tmp_path: Path) -> None:
     assert "put that under" not in done.stderr
 
 
-def test_start_methods_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StartMethodError, match="'thread'; take one of spawn, forkserver, fork"):
-        CallProcess(serve_calls, (20,), start_method="thread")
-    for in_use in (True, False):
-        fake = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda in_use=in_use: in_use))
-        monkeypatch.setitem(sys.modules, "torch", fake)
-        if in_use:
-            with pytest.raises(StartMethodError, match="where CUDA is in use.* Take 'spawn'"):
-                worker_process.check_start_method("fork")
-        else:
-            worker_process.check_start_method("fork")
-        worker_process.check_start_method("spawn")
-
-
 # What a request takes along.
-
-
-def test_a_request_is_what_it_was_when_it_was_made(make_worker: Callable[..., WorkerClient]) -> None:
-    state = {"list": [1], "bytes": bytearray(b"now")}
-    result = submit(make_worker(), dict, state)
-    state["list"].append(2)
-    state["bytes"][:] = b"new"
-    assert result.result(20) == {"list": [1], "bytes": bytearray(b"now")}
 
 
 def nested() -> Any:
@@ -409,81 +323,6 @@ def test_a_loop_that_cannot_be_pickled_is_refused_before_anything_starts() -> No
 # A worker: the queue before a process.
 
 
-@pytest.mark.parametrize("start_method", METHODS)
-def test_requests_are_done_in_order_by_one_process(
-    start_method: str, make_worker: Callable[..., WorkerClient], tmp_path: Path
-) -> None:
-    worker = make_worker(start_method)
-    results = [submit(worker, calls.append, str(tmp_path / "out"), text) for text in "abc"]
-    facts = [submit(worker, calls.facts) for _ in range(2)]
-    assert [result.result(20) for result in results] == [None] * 3
-    assert (tmp_path / "out").read_text() == "abc"
-    assert len({fact.result(20)["pid"] for fact in facts}) == 1
-    worker.close()
-    assert worker.process is None
-
-
-def test_a_failure_between_two_requests_is_its_own(make_worker: Callable[..., WorkerClient]) -> None:
-    worker = make_worker()
-    first, bad, last = submit(worker, calls.facts), submit(worker, calls.fail), submit(worker, calls.facts)
-    assert first.result(20)["pid"] == last.result(20)["pid"]
-    with pytest.raises(CheckpointSaveError, match="broken on purpose"):
-        bad.result(0)
-
-
-def test_a_killed_process_fails_its_request_and_is_replaced_for_the_next(
-    make_worker: Callable[..., WorkerClient], tmp_path: Path
-) -> None:
-    worker, started = make_worker(), tmp_path / "at"
-    bad, last = submit(worker, calls.start_and_hang, str(started)), submit(worker, calls.facts)
-    pid = pid_in(started)
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match=f"pid {pid}.*SIGKILL"):
-        bad.result(10)
-    assert last.result(20)["pid"] != pid
-
-
-def test_the_death_of_an_idle_process_is_logged_and_costs_nothing(
-    make_worker: Callable[..., WorkerClient], caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = make_worker()
-    pid = submit(worker, calls.facts).result(20)["pid"]
-    os.kill(pid, signal.SIGKILL)
-    assert worker.context is not None
-    worker.context.processes[0].join(10)
-    assert submit(worker, calls.facts).result(20)["pid"] != pid
-    assert f"(pid {pid}) was killed by SIGKILL" in caplog.text
-
-
-def test_a_request_past_its_deadline_is_given_up_and_the_next_one_works(
-    make_worker: Callable[..., WorkerClient], tmp_path: Path
-) -> None:
-    worker = make_worker()
-    late = submit(worker, calls.start_and_hang, str(tmp_path / "at"), timeout=0.3)
-    assert submit(worker, calls.facts).result(20)
-    with pytest.raises(CheckpointTimeoutError, match="start_and_hang"):
-        late.result(0)
-    assert is_gone(pid_in(tmp_path / "at"))
-
-
-def test_a_start_that_fails_is_tried_again_for_the_next_request(tmp_path: Path) -> None:
-    first_is_over = tmp_path / "first"
-
-    def loop(connection: Any) -> None:
-        if first_is_over.exists():
-            calls.serve_with(connection, calls.run)
-        else:
-            first_is_over.touch()
-            calls.serve_broken(connection)
-
-    worker = WorkerClient(loop, start_method="fork")
-    first, second = submit(worker, calls.facts), submit(worker, calls.facts)
-    with pytest.raises(CheckpointSaveError, match="could not start"):
-        first.result(20)
-    assert second.result(20)
-    worker.close()
-
-
 def test_a_payload_that_is_still_to_come_keeps_its_place(
     make_worker: Callable[..., WorkerClient], tmp_path: Path
 ) -> None:
@@ -513,19 +352,6 @@ def test_a_cancelled_request_is_left_out(make_worker: Callable[..., WorkerClient
     assert not (tmp_path / "out").exists()
 
 
-def test_close_finishes_what_was_asked_for_and_can_be_called_twice(
-    make_worker: Callable[..., WorkerClient], tmp_path: Path
-) -> None:
-    worker = make_worker()
-    for text in "abc":
-        submit(worker, calls.append, str(tmp_path / "out"), text)
-    worker.close()
-    assert (tmp_path / "out").read_text() == "abc"
-    worker.close()
-    with pytest.raises(CheckpointSaveError, match="closed"):
-        submit(worker, calls.facts)
-
-
 def test_close_may_be_called_when_a_request_is_done(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
     worker, gate = make_worker(), tmp_path / "gate"
     first = submit(worker, calls.start_and_wait, str(tmp_path / "at"), str(gate))
@@ -537,40 +363,6 @@ def test_close_may_be_called_when_a_request_is_done(make_worker: Callable[..., W
     assert worker.process is None
 
 
-def test_a_worker_that_never_had_a_request_closes(make_worker: Callable[..., WorkerClient]) -> None:
-    worker = make_worker()
-    worker.close()
-    worker.abort()
-    with pytest.raises(CheckpointSaveError, match="closed"):
-        worker.start()
-
-
-def test_close_is_bounded_when_the_work_hangs(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
-    worker = make_worker()
-    hung = submit(worker, calls.hang_against_signals, str(tmp_path / "at"))
-    waiting = submit(worker, calls.facts)
-    pid = pid_in(tmp_path / "at")
-    begin = time.monotonic()
-    worker.close(0.3)
-    assert time.monotonic() - begin < 10
-    assert is_gone(pid)
-    for result in (hung, waiting):
-        with pytest.raises(CheckpointSaveError, match="still running when the time for close"):
-            result.result(0)
-
-
-def test_abort_kills_at_once(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
-    worker = make_worker()
-    results = [submit(worker, calls.start_and_hang, str(tmp_path / "at")), submit(worker, calls.facts)]
-    pid = pid_in(tmp_path / "at")
-    worker.abort()
-    assert is_gone(pid)
-    for result in results:
-        with pytest.raises(CheckpointSaveError, match="given up by abort"):
-            result.result(0)
-    worker.abort()
-
-
 def test_a_process_that_still_starts_does_not_hold_up_close(tmp_path: Path) -> None:
     worker = WorkerClient(calls.serve_never, (str(tmp_path / "at"),), start_method="fork")
     result = submit(worker, calls.facts)
@@ -579,22 +371,6 @@ def test_a_process_that_still_starts_does_not_hold_up_close(tmp_path: Path) -> N
     assert is_gone(pid)
     with pytest.raises(CheckpointSaveError):
         result.result(0)
-
-
-def test_a_worker_that_is_dropped_finishes_and_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    worker = WorkerClient(calls.serve_with, (calls.run,), start_method="fork")
-    gate, out = tmp_path / "gate", tmp_path / "out"
-    submit(worker, calls.start_and_append, str(tmp_path / "at"), str(gate), str(out), "done")
-    submit(worker, calls.fail)
-    pid = pid_in(tmp_path / "at")
-    before = time.monotonic()
-    del worker
-    gc.collect()
-    assert time.monotonic() - before < 10 and not is_gone(pid)  # no wait, and nothing was killed
-    gate.touch()
-    eventually(lambda: is_gone(pid))
-    assert out.read_text() == "done"
-    eventually(lambda: "broken on purpose" in caplog.text)  # it appears nowhere else
 
 
 def test_a_forked_copy_leaves_the_process_alone(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ckpt_train.data import load_text
+import torch
+from ckpt_train.data import WindowSampler, load_text
 
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 
@@ -93,3 +94,19 @@ def test_too_short_a_text_is_refused(tmp_path: Path) -> None:
         f"data.path={tmp_path} has 5 bytes of text (data.max_bytes=100000), too few to train "
         "and validate with model.context=64; give more text."
     )
+
+
+def test_every_window_comes_once_an_epoch_in_another_order() -> None:
+    sampler = WindowSampler(10, seed=1, fingerprint=0)
+    first = torch.cat([sampler.take(3), sampler.take(3), sampler.take(4)]).tolist()
+    second = sampler.take(10).tolist()
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+def test_taking_does_not_change_a_state_that_was_given_out() -> None:
+    sampler = WindowSampler(10, seed=1, fingerprint=7)
+    state = sampler.state_dict()
+    before = state["order"].clone()
+    sampler.take(15)
+    assert torch.equal(state["order"], before)

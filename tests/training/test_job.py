@@ -32,6 +32,15 @@ def test_it_learns(job: Callable[..., Job]) -> None:
     assert losses[0] == pytest.approx(5.5, abs=0.2) and losses[-1] < 4.6
 
 
+def test_a_prediction_depends_on_the_past_alone(job: Callable[..., Job]) -> None:
+    model = job("model.dropout=0").model
+    tokens = torch.randint(0, 256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :10], after[0, :10]) and not torch.equal(before[0, 10], after[0, 10])
+
+
 def test_accumulated_batches_are_one_large_batch(job: Callable[..., Job]) -> None:
     split = job("train.batch_size=2", "train.accumulate=4", "model.dropout=0")
     whole = job("train.batch_size=8", "train.accumulate=1", "model.dropout=0")
