@@ -29,11 +29,6 @@ def test_without_a_device_it_says_so_in_a_sentence(bench: Bench) -> None:
     assert "device=cuda: torch sees no CUDA device here; use device=cpu" in done.stderr
 
 
-def test_another_device_is_no_choice(bench: Bench) -> None:
-    done = bench("device=cudo")
-    assert done.returncode == 1 and "cudo" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_peers_are_not_measured_on_a_device(tmp_path: Path) -> None:
     said: list[str] = []
     runner = Runner(

@@ -267,6 +267,7 @@ BENCH: list[tuple[str, str | None]] = [
     ("rows=our", "Did you mean rows=ours?"),
     ("rows=xyz", "rows must be "),
     ("target=ram", "target must be disk or tmpfs, got ram."),
+    ("device=cudo", "device must be cpu or cuda, got cudo."),
     ("repeats=0", "repeats must be at least 1, got 0"),
     ("repeat=3", "Did you mean repeats=3?"),
     ("action=chek", "Did you mean action=check?"),

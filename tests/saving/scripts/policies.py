@@ -138,10 +138,7 @@ def stalled(rank: int, world_size: int, folder: Path) -> None:
                 settle()
                 before = time.monotonic()
                 if on_error == "raise":
-                    with pytest.raises(
-                        CheckpointStallError,
-                        match="iter_0000001|save must be called on every rank|waiting for the last rank",
-                    ):
+                    with pytest.raises(CheckpointStallError, match="iter_0000001"):
                         manager.save(2, state_of(2, rank))
                 else:
                     assert manager.save(2, state_of(2, rank)) is False
