@@ -78,7 +78,8 @@ def blocks(language: str = "") -> list[Block]:
         for match in FENCE.finditer(text):
             if language in ("", match[1]):
                 output = OUTPUT.match(text, match.end())
-                found.append(Block(page.name, *map(str.strip, match.groups()), output[1] if output else None))
+                word, mark, code = map(str.strip, match.groups())
+                found.append(Block(page.name, word, mark, code, output[1] if output else None))
     return found
 
 
