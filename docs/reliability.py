@@ -21,6 +21,7 @@ _MEANING = {
     "histories": "a random history of saves, faults, damage, restarts, rewinds, copies and deletions",
     "kills": "`kill -9` of the trainer, the writer process, one rank or all, at a file operation or at a random moment",
     "power cuts": "the power of a real ext4 is cut at a file operation",
+    "real disks compared": "what a power cut leaves of random operations on a real ext4 is a state that the simulated disk may leave",
     "failing calls": "a file operation of a real run fails with EIO or ENOSPC, once or from then on",
     "damages": "a random bit flip, cut, swap or hole in a file of a checkpoint, which is then loaded",
     "requests": "a request to a bucket is cut before or after its answer, repeated, or refused from then on",

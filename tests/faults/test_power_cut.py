@@ -1,11 +1,13 @@
 """The power goes at every file operation of a save with retirement, on a real ext4 (a loop device; needs root).
 
-The same rig with a disk that takes no folder syncs must show violations, or it could not see any.
+The same rig with a disk that takes no folder syncs must show violations, or it could not see any. And what it leaves of
+random operations must be what the simulated disk may leave.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 from collections.abc import Iterator
@@ -16,11 +18,14 @@ import pytest
 from evidence import Record
 from faults.lives import KEEP
 from faults.mounts import LOG_FLUSH, NO_LOG_FLUSH
+from faults.random_files import play
 from faults.workloads import newest_ack
 from forker import Forker
 from strides import first_of
 
 from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.testing import Disk as SimulatedDisk
+from ckpt_component.testing import DiskFile, SimulatedFiles
 
 pytestmark = pytest.mark.slow
 
@@ -211,3 +216,56 @@ def test_the_rig_sees_what_is_lost_without_syncs(
         assert any(lost in text for text in wrong), "\n".join(wrong)
     else:
         assert not wrong, "\n".join(wrong)
+
+
+def leaves(seed: int, length: int) -> Iterator[dict[str, DiskFile | None]]:
+    """States that the simulated disk may leave after random operations; each file knows what was written and synced."""
+    disk, written = SimulatedDisk(), list[DiskFile]()
+    files = SimulatedFiles(disk)
+    files.make_folder("/on")
+    files.sync_folder("/")
+    play(files, "/on", seed, length, created=lambda path: written.append(disk.file(path)))
+    whole = {id(file): (bytes(file.data), file.durable) for file in written}
+    for choice in range(1500):
+        memo = dict[int, object]()
+        left = copy.deepcopy(disk, memo)
+        left.cut_power(choice)
+        known = {id(memo[number]): both for number, both in whole.items() if number in memo}
+        state = dict[str, DiskFile | None]()
+        for path in left.walk("/on"):
+            node = left.find(path)
+            if isinstance(node, DiskFile):
+                node.data, node.durable = bytearray(known[id(node)][0]), known[id(node)][1]
+            state[path.removeprefix("/on/")] = node if isinstance(node, DiskFile) else None
+        yield state
+
+
+def is_that(found: str | None, file: DiskFile | None) -> bool:
+    """Whether a real file may be a simulated one: what was synced, and of the rest any bytes or zeros."""
+    if found is None or file is None:
+        return found is file
+    data, synced = found.encode("latin-1"), len(file.durable)
+    letters = {*data[synced:]} <= {0, *file.data[:1]}
+    return data[:synced] == file.durable and synced <= len(data) <= file.size and letters
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_what_a_real_disk_leaves_is_what_the_simulated_one_may(
+    flag: int, disk: Disk, request: pytest.FixtureRequest, record_property: Record
+) -> None:
+    wrong = list[str]()
+    seeds = range(100 if request.config.getoption("--run-soak") else 10)
+    for seed in seeds:
+        folder, length = f"{disk.folder}/{seed}", 4 + seed % 12
+        done = disk.forker.here("faults.random_files:play_on_disk", folder=folder, seed=seed, length=length)
+        disk.cut(flag, [])
+        found = disk.forker.here("faults.random_files:tree", folder=folder)
+        if not any(
+            found.keys() == state.keys() and all(is_that(found[path], state[path]) for path in found)
+            for state in leaves(seed, length)
+        ):
+            wrong.append(
+                f"seed {seed}: after {done} there is { {path: text and len(text) for path, text in found.items()} }"
+            )
+    record_property("real disks compared", len(seeds))
+    assert not wrong, "\n".join(wrong)
