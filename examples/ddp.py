@@ -52,6 +52,6 @@ with build_manager("async_persistent", ["checkpoint.save.every_steps=20"], dir="
         average.update_parameters(module)
         state["data"] = PerRank(data.get_state(), "keep")
         manager.maybe_save(step, state)
-    if rank == 0:
+    if rank == 0 and start < STEPS:  # otherwise nothing was left to train
         print(f"steps {start + 1} to {STEPS}: loss {loss.item():.6f}")
 dist.destroy_process_group()

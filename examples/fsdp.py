@@ -48,7 +48,8 @@ with build_manager("async_persistent", ["checkpoint.save.every_steps=50"], dir=a
         loss.backward()
         optimizer.step()
         manager.maybe_save(step, state)
-    dist.all_reduce(loss)
-    if rank == 0:
-        print(f"steps {start + 1} to {arguments.steps} on {ranks} ranks: loss {loss.item() / ranks:.6f}")
+    if start < arguments.steps:  # otherwise nothing was left to train
+        dist.all_reduce(loss)
+        if rank == 0:
+            print(f"steps {start + 1} to {arguments.steps} on {ranks} ranks: loss {loss.item() / ranks:.6f}")
 dist.destroy_process_group()

@@ -190,6 +190,7 @@ def test_a_killed_tutorial_ends_like_one_that_was_not(tmp_path: Path) -> None:
     killed = run("KILL_AT=130 python tutorial.py || echo killed; python tutorial.py", tmp_path)
     assert "killed" in killed and "restored step 120" in killed
     assert whole.splitlines()[0] == killed.splitlines()[1].removeprefix("killed") != ""
+    assert whole.splitlines()[0] == run("python tutorial.py", tmp_path).splitlines()[0], "nothing is left to train"
 
 
 @pytest.mark.slow
