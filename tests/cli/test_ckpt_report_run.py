@@ -38,7 +38,7 @@ def test_it_shows_phases_failures_and_what_training_kept(tmp_path: Path, capsys:
     # the loss of each save is 20 ms.
     kept = 1 - 3 * 2 * STALL / (59 * STEP + 3 * STALL)
     assert f"training kept {100 * kept:.2f} % of 1.21 s: saves cost 60 ms (waits 30 ms, slower steps 30 ms)" in text
-    assert "steps 11 to 70, 20 ms each" in text
+    assert "steps 11 to 70, median 20 ms" in text
     assert "saves: 2 committed, 1 failed, 1 retried, 4.00 GB at 29.41 GB/s" in text
     assert "loaded step 10: 1.00 GB in 500 ms, verified" in text
     assert "step 50 failed: rank 0: the disk is full" in text
@@ -96,7 +96,7 @@ def test_a_hundred_thousand_steps(tmp_path: Path, capsys: pytest.CaptureFixture[
     write_run(tmp_path, saves=200, every=500)
     assert ckpt(str(tmp_path)) == 0
     text = capsys.readouterr().out
-    assert "steps 1 to 100000, 20 ms each" in text and len(text.splitlines()) < 40
+    assert "steps 1 to 100000, median 20 ms" in text and len(text.splitlines()) < 40
     assert "the last 15 of 200 saves; --json has all" in text
 
 

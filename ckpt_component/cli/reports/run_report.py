@@ -74,7 +74,7 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     age = duration(max(time.time() - run["ended"], 0))
     yield f"{folder}: {ranks}{hosts}{preset}, from {clock_text(run['began'])}; last event {age} ago"
     if run["first_step"] is not None:
-        pace = "" if run["step_s"] is None else f", {duration(run['step_s'])} each"
+        pace = "" if run["step_s"] is None else f", median {duration(run['step_s'])}"
         yield f"steps {run['first_step']} to {run['last_step']}{pace}"
     if run["kept"] is not None:
         slower = max(run["lost_s"] - run["stall_s"], 0)
