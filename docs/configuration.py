@@ -12,11 +12,8 @@ HEAD = """# Configuration
 
 <!-- Written by docs/configuration.py from ckpt_component/config/schema.py. -->
 
-`ckpt keys` prints these keys; `ckpt keys timeout` those with a word in them. A slash picks a part, a dot sets a value:
-
-```bash slow
-ckpt-train model=gpt_nano train.steps=10 checkpoint=async_persistent checkpoint/stager=pinned checkpoint.writer.workers=4
-```
+`ckpt keys` prints these keys and their limits; `ckpt keys timeout` those with a word in them. A slash picks a part, `checkpoint/stager=pinned`, a dot
+sets a value, `checkpoint.writer.workers=4`.
 
 | group | options |
 |---|---|
@@ -28,22 +25,24 @@ All parts combine, except that `stager=none` lets the writer read the live tenso
 
 Sizes and times take units: `8MB` (10^6 bytes), `2GiB` (2^30), `90s`, `30m`, `2h`. `~` and `$VAR` in folders are expanded; for Hydra,
 quote `~`: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder, in a Hydra multirun in the job's output folder.
-How to pass a config in Python and in a Hydra app: [Hydra](hydra.md).
+A key takes `null` if that is its default, or its meaning says so. How to pass a config: [Hydra](hydra.md).
 """
 
 
 def limits(key: Key) -> str:
-    """The range of a number, short."""
-    for words, short in (("a finite number above ", "> "), ("at least ", ">= "), ("from ", "")):
+    """The range of a number, short; a lower limit that one expects is left out."""
+    if key.limits in ("", "a finite number above 0", "at least 0", "at least 1"):
+        return ""
+    for words, short in (("at least ", ">= "), ("from ", "")):
         if key.limits.startswith(words):
             return f" ({short}{key.limits.removeprefix(words)})"
-    return f" ({key.limits})" if key.limits else ""
+    return f" ({key.limits})"
 
 
 def row(key: Key, default: str) -> str:
     """The cells of a key: name, type, default, meaning."""
     text = key.text.replace("|", chr(92) + "|")
-    choices = key.kind.split("|")
+    choices = key.kind.removesuffix(" or null").split("|")
     kind = "choice" if len(choices) > 1 and all(f"`{choice}`" in text for choice in choices) else ", ".join(choices)
     return f"| `{key.name}` | {kind} | {default} | {text}{limits(key)} |"
 
@@ -60,7 +59,9 @@ def of_parts(kind: str) -> Iterator[str]:
         default = ", ".join(
             [f"`{usual}`", *(f"`{key.option}`: `{key.default}`" for key in of_options if key.default != usual)]
         )
-        yield f"| {', '.join(f'`{key.option}`' for key in of_options)} {row(of_options[0], default)}"
+        options = [key.option for key in of_options]
+        having = "all" if options == [*PARTS[kind]] else ", ".join(f"`{option}`" for option in options)
+        yield f"| {having} {row(of_options[0], default)}"
 
 
 def page() -> str:

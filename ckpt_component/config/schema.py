@@ -106,9 +106,9 @@ class Local:
     """A fast folder that checkpoints are saved to first. They are uploaded to `checkpoint.dir` in the background."""
 
     dir: str | None = field(default=None, metadata={"path": True})
-    """The folder, which all ranks must see; null: checkpoints are saved to `checkpoint.dir` at once."""
+    """A fast folder to save to, which all ranks must see; null: save to `checkpoint.dir` itself."""
     keep_last: int = at_least(1, 2)
-    """Keep this many of the newest there, and the best by `keep.best`; `keep` is for `checkpoint.dir`."""
+    """Keep this many of the newest in `local.dir`, and the best by `keep.best`; `keep` is for `checkpoint.dir`."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Upload:
     """How checkpoints get from `checkpoint.local.dir` to `checkpoint.dir`: by a process of low priority on rank 0."""
 
     every_steps: int | None = at_least(1, None)
-    """Upload those of every n-th step, and the last one of the run; null: all, or the newest if saves are faster."""
+    """Upload every n-th step and the last one of the run; null: all, or the newest if saves are faster."""
     max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
     """The most that is uploaded per second; null: no limit."""
     finish_seconds: float = above(0, 300.0, SECONDS)
@@ -236,7 +236,7 @@ class Checkpoint:
     load: Load = field(default_factory=Load)
     """How to load a checkpoint that `resume` names by step or path; the run's own newest one loads as it is."""
     rewind: bool = False
-    """With `resume` a step, a path, `best` or `never`: allow resuming before the newest one, and retire later ones."""
+    """Allow `resume` of a step, a path, `best` or `never` where later checkpoints exist, and retire those."""
     takeover: bool = False
     """Save also in a folder in which another run of this host still saves; that run's next save then fails."""
     overlap: Overlap = Overlap.wait
