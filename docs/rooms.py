@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -28,20 +27,11 @@ STOREYS = {
 _TABLE = re.compile(r"(?<=<!-- Written by docs/rooms.py. -->\n\n).*?\n(?=\n|\Z)", re.S)
 
 
-def sentence(room: str) -> str:
-    """The first sentence of a room's docstring."""
-    path = REPOSITORY / "ckpt_component" / Path(*room.split("."))
-    module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    line = (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n")[0]
-    return re.split(r"(?<=[\w)][.;]) ", line)[0].rstrip(".;")
-
-
 def page() -> str:
     """docs/design.md with the table as it is to be."""
-    lines = ["| storey | room | what it is |", "|---|---|---|"]
+    lines = ["| storey | rooms |", "|---|---|"]
     for storey, rooms in reversed(STOREYS.items()):
-        for number, room in enumerate(reversed(rooms)):
-            lines.append(f"| {'' if number else storey} | `{room}` | {sentence(room)} |")
+        lines.append(f"| {storey} | {', '.join(f'`{room}`' for room in reversed(rooms))} |")
     return _TABLE.sub(lambda _: "\n".join(lines) + "\n", PAGE.read_text())
 
 
