@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -141,6 +142,12 @@ class History:
             *(step for step in steps if self._every and step % self._every == 0),
             *sorted(best, key=lambda step: (self._losses[step], step))[:1],
         }
+
+    def _may_be_kept(self, listed: set[int], there: set[int]) -> bool:
+        """Whether retention may leave these. A damaged step that could not be quarantined stays, and does not count."""
+        damaged = sorted(self.flipped & there)
+        left_alone = ({*some} for count in range(len(damaged) + 1) for some in itertools.combinations(damaged, count))
+        return any(listed == self.kept(there - some) | some for some in left_alone)
 
     # What happens
 
@@ -302,7 +309,7 @@ class History:
         assert not fenced, f"step {step} was committed by a run that had lost the folder"
         run.claims, run.step, self._owner = True, step, run
         if not disturbed:
-            assert {*self.listed} == self.kept(there), f"kept {self.listed} and not {self.kept(there)} of {there}"
+            assert self._may_be_kept({*self.listed}, there), f"kept {self.listed} and not {self.kept(there)} of {there}"
             self._remove(victims)
             self._settle()
         self._cut_late(event)
