@@ -310,7 +310,7 @@ class History:
         run.claims, run.step, self._owner = True, step, run
         if not disturbed:
             assert self._may_be_kept({*self.listed}, there), f"kept {self.listed} and not {self.kept(there)} of {there}"
-            self._remove(victims)
+            self._remove(victims - {*self.listed})
             self._settle()
         self._cut_late(event)
 
