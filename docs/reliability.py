@@ -16,8 +16,8 @@ NUMBERS = REPOSITORY / "docs" / "reliability.json"
 _MEANING = {
     "simulated power cuts": "the power goes at an operation of a simulated disk, each with several states that may be left",
     "simulated faults": "an operation of a simulated disk fails, once or from then on, is done and its answer lost, or cut short",
-    "simulated requests": "a request to a simulated bucket fails, once or from then on, is done twice or its answer lost, or the client is killed",
-    "schedules": "two to four simulated ranks save while messages get lost or late, ranks stop and die, and disks fail",
+    "simulated requests": "a request to a simulated bucket fails, is done twice, loses its answer, or its client is killed",
+    "schedules": "two to four simulated ranks save: messages get lost or late, ranks stop and die, disks fail",
     "histories": "a random history of saves, faults, damage, restarts, rewinds, copies and deletions",
     "kills": "`kill -9` of the trainer, the writer process, one rank or all, at a file operation or at a random moment",
     "power cuts": "the power of a real ext4 is cut at a file operation",
@@ -32,7 +32,8 @@ _TABLE = re.compile(r"(?<=<!-- Written by docs/reliability.py. -->\n\n).*?\n(?=\
 def page() -> str:
     """docs/reliability.md with the table as it is to be."""
     numbers = json.loads(NUMBERS.read_text())
-    violations = "no violation" if numbers["tests that failed"] == 0 else f"{numbers['tests that failed']} tests failed"
+    failed = numbers["tests that failed"]
+    violations = f"{failed} test{'s' * (failed > 1)} failed" if failed else "no violation"
     lines = [
         f"{numbers['date']}, commit {numbers['commit']}, {numbers['tests']} tests, {numbers['minutes']} minutes of two cores: "
         f"**{violations}**.",
