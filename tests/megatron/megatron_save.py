@@ -116,6 +116,7 @@ def installed_late(rank: int, world: int, folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+    globals()["AsyncCallsQueue"] = AsyncCallsQueue
     assert not issubclass(AsyncCallsQueue, ckpt_component.AsyncCallsQueue) and dist_checkpointing
     ckpt_component.megatron.install()
     ckpt_component.megatron.install()
