@@ -171,7 +171,7 @@ def explore(examples: int, steps: int, folder: Path) -> None:
 
 @pytest.mark.timeout(600)  # 10 s of CPU
 def test_any_history(tmp_path: Path, record_property: Record) -> None:
-    explore(40, 12, tmp_path)
+    explore(30, 12, tmp_path)
     record_property("histories", 40)
 
 
