@@ -22,7 +22,7 @@ FAULTS = {
     "is_done_twice": Fault("twice"),
 }
 #: In the quick tests and in CI; the soak has all.
-QUICK, SLOW = ("by_path",), ("first_save", "collect", "delete", "copy")
+QUICK, SLOW = ("by_path",), ("collect", "delete")
 
 
 @pytest.fixture(autouse=True)
