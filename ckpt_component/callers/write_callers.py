@@ -212,7 +212,7 @@ class _WriterProcessCaller(WriteCaller):
             "seconds": max(deadline - time.monotonic(), 0.0),
             "request": plain,
         }
-        process.send(header, deadline, blobs=blobs)
+        process.send(header, deadline, blobs=blobs, fds=[each.held for each in request.shared])
 
 
 class TemporalCaller(_WriterProcessCaller):

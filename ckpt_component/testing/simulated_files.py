@@ -218,6 +218,23 @@ class SimulatedFiles(FileStorage):
     def link(self, source: str, target: str) -> None:
         self._do("link", target, lambda: self.disk.add(target, self.disk.file(source)))
 
+    def hold(self, path: str) -> int | None:
+        with self._look() as disk:
+            return self._opened(path, disk.file(path))
+
+    def release(self, held: int) -> None:
+        self._open.pop(held, None)  # of a process that may have ended
+
+    def share(self, held: int, path: str) -> bool:
+        def effect() -> None:
+            file = self._open[held][1]
+            self.disk.add(path, file)
+            if self.durable:
+                file.sync()
+
+        self._do("share", path, effect)
+        return True
+
     def rename_new(self, source: str, target: str) -> bool:
         self._do("rename_new", target, lambda: self.disk.move(source, target, over=False))
         return True

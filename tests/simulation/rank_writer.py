@@ -55,7 +55,8 @@ class RankWriter:
         except OSError as error:  # the attempt was given up, and deleted
             raise CheckpointSaveError(f"{folder}: {error}", error.errno) from error
         entries = [{"name": name, "size": len(data)}, {"name": integrity_name(job.rank), "size": 2}]
-        return {"rank": job.rank, "files": entries, "bytes": len(data), "seconds": 0.0, "io": "buffered"}
+        result = {"rank": job.rank, "files": entries, "bytes": len(data), "seconds": 0.0, "io": "buffered"}
+        return {**result, "sums": [], "shared": 0, "copied": []}
 
 
 def snapshot() -> Any:
@@ -66,4 +67,4 @@ def snapshot() -> Any:
         file_bytes=60, table=SimpleNamespace(number=1), rank_index=lambda: {"items": 1}, object_blobs=()
     )
     layout = SimpleNamespace(payload_bytes=60)
-    return SimpleNamespace(encoded=encoded, staged=staged, layout=layout, staged_at=0.0, source=None)
+    return SimpleNamespace(encoded=encoded, staged=staged, layout=layout, staged_at=0.0, source=None, apart=None)

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _HEAD = struct.Struct("<QQ")
-_MAX_FDS = 4
+#: Of one frame; Linux passes at most 253 at once.
+_MAX_FDS = 128
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.5
 #: The longest timeout of a socket, which counts milliseconds in an int.

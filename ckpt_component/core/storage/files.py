@@ -27,6 +27,8 @@ _MAX_BUFFERS = 1024
 
 #: Errors of `link` on file systems without hard links: mounted object stores, FAT, some FUSE.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+#: Errors of a link to an open file: as above, or it is on another file system, no path leads to it, or too many do.
+_NO_SHARE = _NO_LINKS | {errno.EXDEV, errno.EMLINK, errno.ENOENT}
 #: Errors of `copy_file_range` between two file systems, or on one without it.
 _NO_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_BYTES = 1 << 20
@@ -126,6 +128,31 @@ class FileStorage(Storage):
     def link(self, source: str, target: str) -> None:
         """Hard-link a file to a second name; raises FileExistsError if that exists."""
         os.link(source, target, follow_symlinks=False)
+
+    def hold(self, path: str) -> int | None:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def release(self, held: int) -> None:
+        os.close(held)
+
+    def share(self, held: int, path: str) -> bool:
+        try:
+            # With `src_dir_fd`, which an absolute path does not use, Python follows the link of /proc to the file.
+            os.link(f"/proc/self/fd/{held}", path, src_dir_fd=held, follow_symlinks=True)
+        except OSError as error:
+            if error.errno not in _NO_SHARE:
+                raise
+        else:
+            self.sync(held)  # another run may have written it without
+            return True
+        size = os.fstat(held).st_size
+        fd = self.create(path, size)
+        try:
+            self.copy(fd, held, 0, size)
+            self.sync(fd)
+        finally:
+            self.close(fd)
+        return False
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)

@@ -149,6 +149,29 @@ class Storage(ABC):
     def close(self, fd: int) -> None:
         """Close a descriptor. A file that was not synced may be lost."""
 
+    def hold(self, path: str) -> int | None:
+        """Open a finished file for `share`, which then works even when no path leads to it; None: files are not shared.
+
+        Returns:
+            A descriptor, which the caller closes with `release`.
+        """
+        return None
+
+    def release(self, held: int) -> None:
+        """Close what `hold` has returned. It changes nothing in the storage."""
+
+    def share(self, held: int, path: str) -> bool:
+        """Make a held file appear at `path` too, with the same bytes. `sync_folder` makes it durable.
+
+        Args:
+            held: from `hold`, of this process or sent to it
+            path: where there is no file yet
+
+        Returns:
+            True: both paths lead to one file, which takes no more room. False: it had to be copied.
+        """
+        raise not_here("a file with several paths")
+
     def open_files(self, folder: str, *, shared: bool = True) -> FileSet:
         """Open the files of one checkpoint folder for reads of ranges, in parallel; the caller closes the result.
 

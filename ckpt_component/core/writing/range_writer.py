@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..memory.huge_pages import align, align_down
@@ -48,7 +48,7 @@ class LaneWriter:
 
     Args:
         request: which bytes go where, and how
-        descriptors: open files of the table, by number
+        descriptors: open files of the table, by number; those without one are not written
         checksum: algorithm of the items' checksums
         sums: checksums by item number; filled in
         direct: whether the descriptors bypass the page cache
@@ -58,7 +58,7 @@ class LaneWriter:
     def __init__(
         self,
         request: WriteRequest,
-        descriptors: Sequence[int],
+        descriptors: Mapping[int, int],
         checksum: Checksum,
         sums: list[int],
         *,
@@ -83,7 +83,8 @@ class LaneWriter:
         Raises:
             OSError: the first failure; the other writers stop at their next block
         """
-        groups: Sequence[Sequence[Lane]] = [lanes for lanes in self._table.lanes if lanes]
+        written = [[lane for lane in lanes if lane.file in self._descriptors] for lanes in self._table.lanes]
+        groups: Sequence[Sequence[Lane]] = [lanes for lanes in written if lanes]
         if self._fs.streams:
             groups = _by_file(groups)
         # Without a device to wait for, checksum threads would compete with the copying threads for too few cores.

@@ -102,6 +102,11 @@ class WriteTable:
     description: bytes | memoryview
     checksum: str = "crc32"
 
+    def items_of(self, file: int) -> list[int]:
+        """Numbers of a file's items."""
+        lanes = [lane for group in self.lanes for lane in group if lane.file == file]
+        return [lane.first + place for lane in lanes for place in range(len(lane.places) // 2)]
+
     def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
         """Return plain values for JSON, and the large parts as bytes, not copied."""
         places = [lane.places.cast("B") for group in self.lanes for lane in group]
@@ -155,6 +160,21 @@ class ObjectBlob:
         for position, value in zip(self.sums_at, sums, strict=False):
             data[position : position + 4] = value.to_bytes(4, "little")
         return memoryview(data)
+
+
+@dataclass(frozen=True)
+class ReusedFile:
+    """A file of the table that an earlier checkpoint has with the same bytes, so that it is shared and not written.
+
+    Attributes:
+        file: its number in the table
+        held: its descriptor, from `Storage.hold`
+        sums: the checksums of its items, in order
+    """
+
+    file: int
+    held: int
+    sums: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -218,6 +238,9 @@ class WriteResult(TypedDict):
         began: when it began (`time.perf_counter`, which all processes of a host share)
         synced_from: when the data was in the files and their sync began
         io: mode of the write, for the next request in this folder; `auto` if no trial was made
+        sums: checksums of the items of each file in `WriteRequest.kept`, in order
+        shared: size of the files that are shared with an earlier checkpoint, which `bytes` does not count
+        copied: numbers of those that had to be copied instead; `bytes` counts them
     """
 
     rank: int
@@ -227,6 +250,9 @@ class WriteResult(TypedDict):
     began: float
     synced_from: float
     io: str
+    sums: list[list[int]]
+    shared: int
+    copied: list[int]
 
 
 @dataclass(frozen=True)
@@ -246,6 +272,8 @@ class WriteRequest:
         timeouts: how long the writer process waits for other ranks after the trainers have died
         sidecars: files that the commit adds, such as `.metadata`; only on rank 0, whose writer process commits if
             the trainers die
+        shared: files that are not written, because an earlier checkpoint has them
+        kept: numbers of the files that later checkpoints may share, so that their checksums are returned
     """
 
     fs: Storage
@@ -259,9 +287,14 @@ class WriteRequest:
     manifest_fields: Mapping[str, Any]
     timeouts: ResolvedTimeouts
     sidecars: Mapping[str, bytes] | None = None
+    shared: Sequence[ReusedFile] = ()
+    kept: Sequence[int] = ()
 
     def to_parts(self) -> tuple[dict[str, Any], list[memoryview]]:
-        """Return JSON values and the bytes of the blobs; the table, the sidecars and the image are sent separately."""
+        """Return JSON values and the bytes of the blobs.
+
+        The table, the sidecars, the image, and the descriptors of shared files are sent separately.
+        """
         blobs, parts = [], []
         for blob in self.object_blobs:
             blobs.append([blob.file, blob.offset, blob.data.nbytes, list(blob.items), list(blob.sums_at)])
@@ -278,12 +311,20 @@ class WriteRequest:
             "manifest_fields": dict(self.manifest_fields),
             "timeouts": asdict(self.timeouts),
             "blobs": blobs,
+            "shared": [[each.file, list(each.sums)] for each in self.shared],
+            "kept": list(self.kept),
         }
         return plain, parts
 
     @classmethod
     def from_parts(
-        cls, plain: Mapping[str, Any], fs: Storage, table: WriteTable, blob_bytes: memoryview, source: ByteSource
+        cls,
+        plain: Mapping[str, Any],
+        fs: Storage,
+        table: WriteTable,
+        blob_bytes: memoryview,
+        source: ByteSource,
+        held: Sequence[int] = (),
     ) -> WriteRequest:
         """The inverse of `to_parts`, in the writer process, given `storage_in` and what was sent separately."""
         blobs = []
@@ -301,6 +342,8 @@ class WriteRequest:
             options=WriteOptions(**plain["options"]),
             manifest_fields=plain["manifest_fields"],
             timeouts=ResolvedTimeouts(**plain["timeouts"]),
+            shared=[ReusedFile(file, fd, sums) for (file, sums), fd in zip(plain["shared"], held, strict=True)],
+            kept=plain["kept"],
         )
 
 

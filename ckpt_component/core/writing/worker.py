@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..commit.liveness import AttemptLock
@@ -78,7 +78,7 @@ class ByteWorker:
             elif kind == "table":
                 self._take_table(header, blob)
             elif kind == "write":
-                self._write(header, blob)
+                self._write(header, blob, fds)
             elif kind == "decided":
                 self._settle()
             elif kind == "close":
@@ -122,8 +122,8 @@ class ByteWorker:
         sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(files, pieces[len(sizes) :], strict=True)}
         self._tables = {table.number: (table, sidecars, header["checksum_home"])}
 
-    def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
-        """Write one save. A failure is sent as the answer and fails only this save."""
+    def _write(self, job: Mapping[str, Any], blob: memoryview, held: Sequence[int]) -> None:
+        """Write one save. A failure is sent as the answer and fails only this save. Closes what is `held`."""
         self._forget()
         lock: AttemptLock | None = None
         until = time.monotonic() + job["seconds"]
@@ -131,7 +131,7 @@ class ByteWorker:
         try:
             table, sidecars, checksum_home = self._tables[job["table"]]
             fs = self._storage_in(job["request"])
-            request = WriteRequest.from_parts(job["request"], fs, table, blob, self._arenas[job["arena"]])
+            request = WriteRequest.from_parts(job["request"], fs, table, blob, self._arenas[job["arena"]], held)
             lock = AttemptLock(request.fs, request.attempt)
             keeps_cached = self._keeps_cached and CachedFiles.fit(request)
             result = run_write_job(request, checksum_home, beside_training=True, keeps_cached=keeps_cached)
@@ -142,6 +142,9 @@ class ByteWorker:
         else:
             self._undecided = UndecidedSave(request, result, sidecars, lock, until)
             answer = {"kind": "done", "id": job["id"], "result": result}
+        finally:
+            for fd in held:
+                os.close(fd)
         try:
             self._trainer.send(answer)
         except OSError:

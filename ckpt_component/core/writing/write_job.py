@@ -53,16 +53,20 @@ def run_write_job(
     sizes = {spec.name: spec.size for spec in table.files}
     for blob in blobs:
         sizes[blob.file] = max(sizes.get(blob.file, 0), blob.offset + blob.data.nbytes)
+    shared = {table.files[each.file].name for each in request.shared}
+    written = [spec.name for spec in table.files if spec.name not in shared]
     sums = [checksum.of(memoryview(b""))] * table.item_count  # for items without bytes
     with _closing(fs, descriptors), _closing(fs, direct):
-        _create(fs, folder, sizes, descriptors)
+        _create(fs, folder, {name: size for name, size in sizes.items() if name not in shared}, descriptors)
+        copied = _share(request, sums)
         if io == "direct":
-            for spec in table.files:
-                direct[spec.name] = _open_direct(fs, os.path.join(folder, spec.name))
-        targets = [(direct or descriptors)[spec.name] for spec in table.files]
+            for name in written:
+                direct[name] = _open_direct(fs, os.path.join(folder, name))
+        opened = direct or descriptors
+        targets = {file: opened[spec.name] for file, spec in enumerate(table.files) if spec.name in opened}
         LaneWriter(request, targets, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
-        for spec in table.files if direct else ():
-            fs.truncate(descriptors[spec.name], sizes[spec.name])  # direct I/O writes the last page as a whole
+        for name in written if direct else ():
+            fs.truncate(descriptors[name], sizes[name])  # direct I/O writes the last page as a whole
         for blob in blobs:
             data = blob.filled(sums)
             fs.write(descriptors[blob.file], [data], blob.offset)
@@ -87,7 +91,8 @@ def run_write_job(
     fs.write_new(os.path.join(folder, integrity_name(request.rank)), integrity)
     fs.sync_folder(folder)
     files.append({"name": integrity_name(request.rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
-    total = sum(entry["size"] for entry in files)
+    shared_bytes = sum(sizes[name] for name in shared - {table.files[file].name for file in copied})
+    total = sum(entry["size"] for entry in files) - shared_bytes
     seconds = time.perf_counter() - started
     return {
         "rank": request.rank,
@@ -97,7 +102,22 @@ def run_write_job(
         "began": started,
         "synced_from": synced_from,
         "io": io,
+        "sums": [[sums[number] for number in table.items_of(file)] for file in request.kept],
+        "shared": shared_bytes,
+        "copied": copied,
     }
+
+
+def _share(request: WriteRequest, sums: list[int]) -> list[int]:
+    """Make the shared files appear in the folder, and take their checksums. Returns those that had to be copied."""
+    copied, table = [], request.table
+    for each in request.shared:
+        path = os.path.join(request.attempt.staging, table.files[each.file].name)
+        if not request.fs.share(each.held, path):
+            copied.append(each.file)
+        for number, value in zip(table.items_of(each.file), each.sums, strict=True):
+            sums[number] = value
+    return copied
 
 
 def _create(fs: Storage, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:

@@ -29,6 +29,7 @@ EFFECTS = (
     "open_direct",
     "open_over",
     "link",
+    "share",
     "write",
     "copy",
     "truncate",
