@@ -29,6 +29,7 @@ from ..core.options import (
     Overlap,
     PageCache,
     Range,
+    ReuseMode,
     Verify,
 )
 from .quantities import BYTES, SECONDS
@@ -99,6 +100,16 @@ class Keep:
     """Also keep the checkpoint of every n-th step permanently; null: none."""
     best: Best = field(default_factory=Best)
     """Also keep the best ones by a metric."""
+
+
+@dataclass
+class Reuse:
+    """Bytes that did not change are not written again: checkpoints share the files of frozen weights."""
+
+    mode: ReuseMode = ReuseMode.auto
+    """`auto`: share files with the last checkpoint where their bytes are proved to be the same; `off`: write all."""
+    frozen: list[str] = field(default_factory=list)
+    """Keys of tensors that will not change, such as [model.base.*], so that the second save need not find out."""
 
 
 @dataclass
@@ -225,6 +236,8 @@ class Checkpoint:
     """When to save."""
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints to keep."""
+    reuse: Reuse = field(default_factory=Reuse)
+    """Bytes that did not change are not written again."""
     local: Local = field(default_factory=Local)
     """A fast folder that checkpoints are saved to first."""
     upload: Upload = field(default_factory=Upload)

@@ -26,6 +26,13 @@ class Naming(Word):
     torchtitan = "torchtitan"  # step-200 and latest_step.txt
 
 
+class ReuseMode(Word):
+    """Whether checkpoints share files."""
+
+    auto = "auto"
+    off = "off"
+
+
 class Overlap(Word):
     """What happens to a save that is requested while the previous one is still running."""
 

@@ -21,6 +21,7 @@ class SaveReport:
         step: the training step, if a manager made the save
         error: the error text of a failed or skipped save
         bytes: written by this rank, in all files
+        reused: size of this rank's files that were not written, because the checkpoint before has the same
         files: number of files, including the manifest
         items: number of tensors and objects stored; tied tensors count once
         stall_s: how long the call blocked training
@@ -41,6 +42,7 @@ class SaveReport:
     step: int | None = None
     error: str | None = None
     bytes: int = 0
+    reused: int = 0
     files: int = 0
     items: int = 0
     stall_s: float = 0.0
@@ -66,7 +68,7 @@ class SaveReport:
 
     def event(self) -> dict[str, Any]:
         """The record for the event file."""
-        names = "time step path outcome error bytes files items attempts spans stall_s lost_s host_memory_bytes"
+        names = "time step path outcome error bytes reused files items attempts spans stall_s lost_s host_memory_bytes"
         return {"event": "save", **_values(self, names), "gbps": round(self.write_gbps, 3)}
 
 

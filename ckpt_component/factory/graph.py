@@ -35,8 +35,10 @@ from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
-from ..core.options import Commit, Durability, OnLag
+from ..core.image.apart_files import FileReuse
+from ..core.options import Commit, Durability, OnLag, ReuseMode
 from ..core.progress import Progress, no_progress, progress_bar
+from ..core.state.steady import SteadyTensors
 from ..core.storage.locate import Storages, absolute, expanded, is_url, storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -271,8 +273,12 @@ def _build_graph(
         )
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
-    stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
-    pipeline = SavePipeline(stager, caller, writer, context)
+    mode = settings.reuse
+    reuse = FileReuse(None if mode.mode is ReuseMode.off else SteadyTensors(mode.frozen))
+    stager.connect(
+        writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse
+    )
+    pipeline = SavePipeline(stager, caller, writer, replace(context, reuse=reuse))
     reader = Reader(
         ranks.rank,
         ranks.world_size,

@@ -23,7 +23,7 @@ from ..core.commit.visibility import wait_visible
 from ..core.progress import no_progress
 from ..core.state.replicas import differing
 from ..core.storage.space import FULL, amount, full_text, rate, refuse_without_room
-from ..core.writing.request import WriteRequest
+from ..core.writing.request import ReusedFile, WriteRequest
 from ..errors import (
     CheckpointError,
     CheckpointSaveError,
@@ -64,6 +64,7 @@ class SaveAttempts:
         #: By device: the faster I/O mode, where a request has made a trial.
         self._fastest_io: dict[int, str] = {}
         self._shows_progress = context.progress is not no_progress
+        self._has_warned_of_copies = False
         #: The attempt that was written last, and what `progress` of the caller was before.
         self._writing = ("", 0)
 
@@ -105,6 +106,9 @@ class SaveAttempts:
                     commit.abandon(attempt)
                 raise
             self._caller.settle()
+        snapshot = staged.snapshot
+        if snapshot is not None and snapshot.apart is not None:
+            self._context.reuse.committed(snapshot.apart, request.storage, request.path, own[0].result)
         committed = Committed(own[0], files, voted)
         name = os.path.basename(request.path)
         logger.info("%s committed after %.2f s", name, committed.ended - request.started)
@@ -117,7 +121,8 @@ class SaveAttempts:
             error = staged.error or CheckpointSaveError("there is no snapshot")
             message: dict[str, Any] = {"error": describe_error(error), "cause": type(error).__name__}
         else:
-            message = {"bytes": snapshot.encoded.file_bytes, **self._indexes.message(snapshot.encoded)}
+            shared = 0 if snapshot.apart is None else snapshot.apart.likely_bytes
+            message = {"bytes": snapshot.encoded.file_bytes - shared, **self._indexes.message(snapshot.encoded)}
             if staged.comparison is not None:
                 message["digests"] = staged.comparison.message
         make_folder = partial(self._make_folder, staged.admitted.request, attempt, locks)
@@ -177,6 +182,9 @@ class SaveAttempts:
             logger.info("%s staged: %s in %.3f s", name, size, seconds)
             if events.has_listeners:
                 events.progressed(report_of(request, "staged", staged))
+        apart = snapshot.apart
+        if apart is not None:
+            self._context.reuse.settle(apart, snapshot.source.buffers)
         device = -1
         if options.io == "auto":
             device = storage.device(os.path.dirname(attempt.target))
@@ -193,6 +201,8 @@ class SaveAttempts:
             self._manifest_fields(staged),
             self._timeouts,
             self._indexes.sidecars,
+            () if apart is None else [ReusedFile(*each) for each in apart.shared()],
+            () if apart is None else list(apart.items),
         )
         if self._shows_progress:
             self._writing = attempt.token, self._caller.progress()
@@ -204,13 +214,13 @@ class SaveAttempts:
         if options.io == "auto" and result["io"] != "auto":
             self._fastest_io[device] = result["io"]
             logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", result["io"])
-        logger.info(
-            "%s written: %s in %.2f s (%s)",
-            name,
-            amount(result["bytes"]),
-            result["seconds"],
-            rate(result["bytes"] / max(result["seconds"], 1e-9)),
-        )
+        size, speed = amount(result["bytes"]), rate(result["bytes"] / max(result["seconds"], 1e-9))
+        reused = f", and {amount(result['shared'])} are as before" if result["shared"] else ""
+        logger.info("%s written: %s in %.2f s (%s)%s", name, size, result["seconds"], speed, reused)
+        if result["copied"] and not self._has_warned_of_copies:
+            self._has_warned_of_copies = True
+            text = "%s: %s did not change but were copied: a hard link was refused, or no checkpoint has them any more"
+            logger.warning(text, name, amount(sum(encoded.table.files[file].size for file in result["copied"])))
         return written
 
     def _manifest_fields(self, staged: Staged) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..core.commit.commit import refuse_existing
 from ..core.coordination import Coordinator
+from ..core.image.apart_files import FileReuse
 from ..core.options import ResolvedTimeouts
 from ..core.progress import Progress, no_progress
 from ..core.storage.storage import Storage
@@ -117,6 +118,7 @@ class SaveContext:
         policy: what to do about saves that fail
         events: records saves, and calls listeners; owned too
         progress: follows the bytes of saves that are waited for
+        reuse: decides which files are shared with the last checkpoint; the stager has the same
     """
 
     ranks: Coordinator
@@ -126,6 +128,7 @@ class SaveContext:
     policy: ErrorPolicy = field(default_factory=ErrorPolicy)
     events: EventRecorder = field(default_factory=EventRecorder)
     progress: Progress = no_progress
+    reuse: FileReuse = field(default_factory=lambda: FileReuse(None))
 
 
 def notify(hook: Callable[[SaveReport], None], report: SaveReport) -> None:

@@ -298,6 +298,7 @@ class SavePipeline:
         self.events.close(self._timeouts.close)
         self._thread.shutdown(wait=is_idle)
         self.caller.close(self._timeouts.close)
+        self._context.reuse.close()
         self.ranks.close()
 
     def _drain(self) -> bool:

@@ -145,7 +145,9 @@ def report_of(
             marks["stage"] = began, ended
     if written is not None:
         result = written.result
-        values.update(bytes=result["bytes"], write_s=result["seconds"], attempts=written.number)
+        values.update(
+            bytes=result["bytes"], reused=result["shared"], write_s=result["seconds"], attempts=written.number
+        )
         began, synced_from = result["began"], result["synced_from"]
         marks.update(queue=(ended, began), write=(began, synced_from))
         ended = began + result["seconds"]

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.coordination import Coordinator
+from ..core.image.apart_files import ApartFiles, FileReuse
 from ..core.image.arena import Arena
 from ..core.image.layout import Layout
 from ..core.memory.gc_control import collector_paused
@@ -25,7 +26,7 @@ from ..core.state.objects import encode
 from ..core.state.paths import key_of
 from ..core.state.structure import Structure
 from ..core.writing.request import ByteSource, EncodedSave
-from ..writers.base import FormatPlan, Writer
+from ..writers.base import FormatPlan, PlansApart, Writer
 from .optimizers import optimizers_in
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Snapshot:
         give_back: ends the lease; called with the arena and `staged`
         staged: done when the image is complete, and training may change every tensor. Has the error if staging failed.
         staged_at: when `staged` was done (`time.perf_counter`)
+        apart: the files of steady tensors, which may be shared with an earlier checkpoint; None: there are none
         began_at: when the copy began; by default when this object is made
         planned_at: when the plan was made, and the wait for memory began; 0: no such wait
     """
@@ -76,6 +78,7 @@ class Snapshot:
     give_back: Callable[[Arena, Future[None]], None] | None = None
     staged: Future[None] = field(default_factory=Future)
     staged_at: float = 0.0
+    apart: ApartFiles | None = None
     began_at: float = field(default_factory=time.perf_counter)
     planned_at: float = 0.0
 
@@ -107,7 +110,14 @@ class Stager(ABC):
     takes_snapshot: ClassVar[bool] = True
 
     def connect(
-        self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float, max_stall: float | None = None
+        self,
+        writer: Writer,
+        *,
+        ranks: Coordinator,
+        shared: bool,
+        timeout: float,
+        max_stall: float | None = None,
+        reuse: FileReuse | None = None,
     ) -> None:
         """Set the other parts of the graph that a stager uses.
 
@@ -117,11 +127,13 @@ class Stager(ABC):
             shared: whether another process writes, so that the memory must be visible to it
             timeout: seconds that a snapshot may wait for free memory, and for other ranks
             max_stall: seconds that a save may block training; None: no limit
+            reuse: decides which files a snapshot shares with an earlier one; None: none
         """
         self._writer = writer
         self._ranks = ranks
         self._timeout = timeout
         self._max_stall = max_stall
+        self._reuse = FileReuse(None) if reuse is None else reuse
         self._structure: Structure | None = None
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None
@@ -136,13 +148,15 @@ class Stager(ABC):
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
             structure, plan = self._structure, self._plan
-            if structure is None or plan is None:
-                return StatePlan(flat, Structure(flat), True)
-            pointers = structure.matches(flat, plan.layout.relations)
-            if pointers is None:
-                return StatePlan(flat, Structure(flat), True)
+            pointers = None
+            if structure is not None and plan is not None:
+                pointers = structure.matches(flat, plan.layout.relations)
+            if structure is None or pointers is None:
+                structure = Structure(flat)
+                self._reuse.observe(structure, flat)
+                return StatePlan(flat, structure, True)
             flat.pointers = pointers
-            return StatePlan(flat, structure, False)
+            return StatePlan(flat, structure, self._reuse.observe(structure, flat))
 
     @abstractmethod
     def take(self, plan: StatePlan) -> Snapshot:
@@ -208,8 +222,13 @@ class Stager(ABC):
                 started = time.perf_counter()
                 replans, self._structure = self._plan is not None, None
                 selection = None if plan.share is None else Selection(plan.structure, plan.share)
-                structure = plan.structure if selection is None else Structure(selection.of(plan.flat))
-                self._plan = self._writer.plan(structure, self._ranks.rank)
+                flat = plan.flat if selection is None else selection.of(plan.flat)
+                structure = plan.structure if selection is None else Structure(flat)
+                writer, rank = self._writer, self._ranks.rank
+                if isinstance(writer, PlansApart) and (apart := self._reuse.group(structure, flat)):
+                    self._plan = writer.plan_apart(structure, rank, apart)
+                else:
+                    self._plan = writer.plan(structure, rank)
                 # Set last, so that a plan that failed is made again next time.
                 self._structure, self._selection = plan.structure, selection
                 seconds = time.perf_counter() - started

@@ -33,17 +33,29 @@ class CopySplit:
         tensor_of = fill.slots.layout.tensor_of
         self._guarded = len(optimizers)
         self._pointers = fill.flat.pointers
+        self._proofs = fill.proofs
         #: For every tensor, whether its copy may wait.
         self._late = late = _changed_by_optimizers_alone(fill.flat, optimizers)
-        now = [number for number, tensor in enumerate(tensor_of) if not late[tensor]]
-        later = [number for number, tensor in enumerate(tensor_of) if late[tensor]]
-        self.now = CopyPlan(fill.slots, fill.sources, now)
-        self.later = CopyPlan(fill.slots, fill.sources, later)
-        self.watched = [number for number, waits in enumerate(late) if waits]
+        numbers = fill.without_proofs(range(len(tensor_of)))
+        # What forward and optimizers left alone since the last save is hashed in the background too.
+        buffers = _pointers(_module_buffers(fill.flat)) if fill.proofs else set()
+        at_once, waiting = dict[int, list[int]](), dict[int, list[int]]()
+        watched = {number for number, waits in enumerate(late) if waits}
+        for file, items in fill.proofs.items():
+            tensors = {tensor_of[item] for item in items}
+            if buffers.isdisjoint(map(fill.flat.pointers.__getitem__, tensors)):
+                waiting[file] = items
+                watched |= tensors
+            else:
+                at_once[file] = items
+        self.now = CopyPlan(fill.slots, fill.sources, [item for item in numbers if not late[tensor_of[item]]], at_once)
+        self.later = CopyPlan(fill.slots, fill.sources, [item for item in numbers if late[tensor_of[item]]], waiting)
+        self.watched = sorted(watched)
 
-    def fits(self, flat: FlatState, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    def fits(self, fill: ArenaFill, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether the split still fits after tensors have moved, such as an RNG state created for every save."""
-        if self._guarded != len(optimizers):
+        flat = fill.flat
+        if self._guarded != len(optimizers) or self._proofs != fill.proofs:
             return False
         before, self._pointers = self._pointers, flat.pointers
         if before == flat.pointers:

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from ..core.image.copy import sources_of
 from ..core.image.live_source import LiveSource
 from .base import Snapshot, Stager, StatePlan
 
@@ -22,6 +23,11 @@ class LiveStager(Stager):
         encoded = format_plan.encode_objects(flat.objects)
         with torch.no_grad():
             source = LiveSource(format_plan.layout, flat)
-        snapshot = Snapshot(format_plan.layout, encoded, source)
+        layout, apart = format_plan.layout, self._reuse.look(format_plan.layout, flat)
+        if apart is not None:
+            sources, _ = sources_of(layout, flat)
+            for file in apart.candidates:
+                apart.prove(file, sources)
+        snapshot = Snapshot(layout, encoded, source, apart=apart)
         snapshot.mark_staged()
         return snapshot

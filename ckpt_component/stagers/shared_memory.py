@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from ..core.coordination import Coordinator
+from ..core.image.apart_files import ApartFiles, FileReuse
 from ..core.image.arena import Arena
 from ..core.image.arena_pool import ArenaPool
 from ..core.image.copy import CopyPlan, CopyTasks, sources_of
@@ -36,18 +37,32 @@ class ArenaFill:
         arena: the leased arena
         layout: of the image
         flat: the state
+        apart: the files that may be shared, whose candidates are proved and not copied; None: there are none
 
     Attributes:
+        proofs: numbers of the items of each candidate, by number of the file
         slots: slots of the arena, one for every item of the layout
         sources: what is copied into each slot
         addresses: memory address of each source, int64
     """
 
-    def __init__(self, arena: Arena, layout: Layout, flat: FlatState) -> None:
+    def __init__(self, arena: Arena, layout: Layout, flat: FlatState, apart: ApartFiles | None = None) -> None:
         self.arena = arena
         self.flat = flat
+        self.apart = apart
+        self.proofs = {} if apart is None else {file: apart.items[file] for file in apart.candidates}
         self.slots = arena.slots(layout)
         self.sources, self.addresses = sources_of(layout, flat)
+
+    def tasks(self, plan: CopyPlan, *, at_once: bool = True) -> CopyTasks:
+        """A copy by one of the arena's plans; `at_once`: no tensor can get other memory before it is made."""
+        prove = None if self.apart is None else self.apart.prove
+        return CopyTasks(plan, self.sources, self.addresses if at_once else None, prove)
+
+    def without_proofs(self, numbers: Iterable[int]) -> list[int]:
+        """Those of some items that are not in a candidate."""
+        proved = {number for items in self.proofs.values() for number in items}
+        return [number for number in numbers if number not in proved]
 
 
 class SharedMemoryStager(Stager):
@@ -67,10 +82,17 @@ class SharedMemoryStager(Stager):
         self._arenas = arenas
 
     def connect(
-        self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float, max_stall: float | None = None
+        self,
+        writer: Writer,
+        *,
+        ranks: Coordinator,
+        shared: bool,
+        timeout: float,
+        max_stall: float | None = None,
+        reuse: FileReuse | None = None,
     ) -> None:
         """Set the parts of the graph; see `Stager.connect`."""
-        super().connect(writer, ranks=ranks, shared=shared, timeout=timeout, max_stall=max_stall)
+        super().connect(writer, ranks=ranks, shared=shared, timeout=timeout, max_stall=max_stall, reuse=reuse)
         self._pool = ArenaPool(self._arenas, shared=shared)
 
     def wait_free(self, deadline: float) -> bool:
@@ -90,9 +112,10 @@ class SharedMemoryStager(Stager):
             timeout = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
             planned_at = time.perf_counter()
             arena = self._pool.lease(layout.arena_bytes, timeout)
-            snapshot = Snapshot(layout, encoded, arena, arena, self._pool.give_back, planned_at=planned_at)
+            give_back, apart = self._pool.give_back, self._reuse.look(layout, flat)
+            snapshot = Snapshot(layout, encoded, arena, arena, give_back, planned_at=planned_at, apart=apart)
             try:
-                self._fill(ArenaFill(arena, layout, flat), snapshot.mark_staged)
+                self._fill(ArenaFill(arena, layout, flat, apart), snapshot.mark_staged)
             except BaseException as error:
                 snapshot.mark_staged(error)
                 snapshot.release()
@@ -116,12 +139,13 @@ class SharedMemoryStager(Stager):
 
     def _fill(self, fill: ArenaFill, settle: Settle) -> None:
         """Copy the state into the arena, and call `settle` now or later."""
-        plan = fill.slots.plans.get("all")
+        key = ("all", *fill.proofs)
+        plan = fill.slots.plans.get(key)
         if plan is None:
-            plan = CopyPlan(fill.slots, fill.sources)
+            plan = CopyPlan(fill.slots, fill.sources, fill.without_proofs(range(len(fill.sources))), fill.proofs)
             self._prepare(fill.arena, plan.device)
-            fill.slots.plans["all"] = plan
-        CopyTasks(plan, fill.sources, fill.addresses).finish(torch.get_num_threads())
+            fill.slots.plans[key] = plan
+        fill.tasks(plan).finish(torch.get_num_threads())
         settle(None)
 
     def _prepare(self, arena: Arena, device: torch.device | None) -> None:

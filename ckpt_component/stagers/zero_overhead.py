@@ -90,12 +90,12 @@ class ZeroOverheadStager(PinnedStager):
 
     def _fill(self, fill: ArenaFill, settle: Settle) -> None:
         split = self._split(fill)
-        CopyTasks(split.now, fill.sources, fill.addresses).finish(torch.get_num_threads())
-        if not split.later.numbers:
+        fill.tasks(split.now).finish(torch.get_num_threads())
+        if split.later.is_empty:
             settle(None)
             return
         # Addresses are looked up when it copies, because a tensor may get other memory before.
-        copy = BackgroundCopy(fill.flat, split.watched, CopyTasks(split.later, fill.sources))
+        copy = BackgroundCopy(fill.flat, split.watched, fill.tasks(split.later, at_once=False))
         with self._pending_lock:
             self._pending.append(copy)
         self._copy_thread.submit(copy.run, settle)
@@ -103,7 +103,7 @@ class ZeroOverheadStager(PinnedStager):
     def _split(self, fill: ArenaFill) -> CopySplit:
         """Return how a state is split for an arena; computed again only when that may have changed."""
         split: CopySplit | None = fill.slots.plans.get("split")
-        if split is None or not split.fits(fill.flat, self._optimizers):
+        if split is None or not split.fits(fill, self._optimizers):
             fill.slots.plans["split"] = split = CopySplit(fill, self._optimizers)
             self._prepare(fill.arena, next((source.device for source in fill.sources if source.is_cuda), None))
         return split

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -98,6 +98,21 @@ class Writer(ABC):
     def index(self, rank_indexes: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         """Index files over the items of all ranks, such as `.metadata`, from every rank's `EncodedSave.rank_index`."""
         return {}
+
+
+@runtime_checkable
+class PlansApart(Protocol):
+    """A writer that can put tensors into files of their own, which later checkpoints may share."""
+
+    def plan_apart(self, structure: Structure, rank: int, apart: Sequence[Sequence[int]]) -> FormatPlan:
+        """Lay out the files of one rank, as `Writer.plan`, with groups of tensors in files that are `ImageFile.apart`.
+
+        Args:
+            structure: the structure to lay out
+            rank: the rank
+            apart: for each of these files, numbers of entries in `structure.stored`
+        """
+        ...
 
 
 def as_writer(part: Any) -> Writer:

@@ -54,14 +54,22 @@ class DcpWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out one rank's files: `__<rank>_<n>.distcp`."""
-        sizes = [stored.nbytes for stored in structure.stored]
+        return self.plan_apart(structure, rank, ())
+
+    def plan_apart(self, structure: Structure, rank: int, apart: Sequence[Sequence[int]]) -> FormatPlan:
+        """As `plan`; the files of the groups come last. See `PlansApart`."""
+        is_apart = {number for group in apart for number in group}
+        rest = [number for number in range(len(structure.stored)) if number not in is_apart]
+        sizes = [structure.stored[number].nbytes for number in rest]
         hint, separate = self.separation_hint or "", set[int]()
         if hint:
-            keys = [key_of(structure.tensor_paths[stored.tensor]) for stored in structure.stored]
-            separate = {number for number, key in enumerate(keys) if key.startswith(hint)}
+            keys = [key_of(structure.tensor_paths[structure.stored[number].tensor]) for number in rest]
+            separate = {place for place, key in enumerate(keys) if key.startswith(hint)}
         groups = groups_of_files(sizes, self.workers, hint, separate)
-        files = [(f"{prefix}__{rank}_{number}.distcp", numbers) for number, (prefix, numbers) in enumerate(groups)]
-        return _DcpPlan(self, structure, files, f"__{rank}_{len(files)}.distcp")
+        named = [(prefix, [rest[place] for place in places]) for prefix, places in groups]
+        named += [("", list(group)) for group in apart]
+        files = [(f"{prefix}__{rank}_{number}.distcp", numbers) for number, (prefix, numbers) in enumerate(named)]
+        return _DcpPlan(self, structure, files, f"__{rank}_{len(files)}.distcp", len(groups))
 
     def index(self, rank_indexes: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         """`.metadata`, the only index that stock DCP reads.
@@ -99,20 +107,31 @@ class _DcpPlan(FormatPlan):
         structure: the structure to lay out
         files: name of each file and numbers of its stored tensors
         object_file: name of the file of objects
+        first_apart: number of the first file that later checkpoints may share
     """
 
     def __init__(
-        self, writer: Writer, structure: Structure, files: Sequence[tuple[str, list[int]]], object_file: str
+        self,
+        writer: Writer,
+        structure: Structure,
+        files: Sequence[tuple[str, list[int]]],
+        object_file: str,
+        first_apart: int,
     ) -> None:
-        self.layout = layout_of_archives(structure, structure.stored, files)
-        lanes: list[list[Lane]] = []
+        self.layout = layout_of_archives(structure, structure.stored, files, first_apart)
+        # For each parallel writer one of the first files, and of those that may be shared a part.
+        lanes: list[list[Lane]] = [[] for _ in range(max(first_apart, writer.workers))]
+        loads = [0] * len(lanes)
         first = 0
         for file, (_, numbers) in enumerate(files):
             items = self.layout.items[first : first + len(numbers)]
             places = places_of((item.offset, item.length) for item in items)
-            lanes.append([Lane(file, 0, self.layout.files[file].size, first, places)])
+            size = self.layout.files[file].size
+            lane = file if file < first_apart else loads.index(min(loads))
+            lanes[lane].append(Lane(file, 0, size, first, places))
+            loads[lane] += size
             first += len(numbers)
-        self._make_table = partial(make_table, writer, self.layout, lanes)
+        self._make_table = partial(make_table, writer, self.layout, [group for group in lanes if group])
         self._table: WriteTable | None = None
         self._object_keys = [key_of(path) for path in structure.object_paths]
         self._object_file = object_file
@@ -160,7 +179,10 @@ class _DcpPlan(FormatPlan):
 
 
 def layout_of_archives(
-    structure: Structure, stored: Sequence[Stored], files: Sequence[tuple[str, Sequence[int]]]
+    structure: Structure,
+    stored: Sequence[Stored],
+    files: Sequence[tuple[str, Sequence[int]]],
+    first_apart: int | None = None,
 ) -> Layout:
     """Lay out files of `torch.save` archives, one per tensor.
 
@@ -168,6 +190,7 @@ def layout_of_archives(
         structure: what the layout is for
         stored: the tensors
         files: name of each file and numbers of its tensors
+        first_apart: number of the first file that later checkpoints may share; None: there is none
     """
     images: list[ImageFile] = []
     items: list[Item] = []
@@ -180,7 +203,7 @@ def layout_of_archives(
             offset, nbytes = align(end, ITEM_ALIGNMENT), entry.nbytes
             end = offset + before + nbytes + after
             items.append(Item(number, file, offset, offset + before, nbytes, end - offset))
-        images.append(ImageFile(name, base, end))
+        images.append(ImageFile(name, base, end, apart=first_apart is not None and file >= first_apart))
         base = align(base + end, PAGE)
 
     def around(item: Item) -> tuple[bytes, bytes]:

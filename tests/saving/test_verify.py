@@ -22,9 +22,9 @@ def saved(root: Path, writer: str) -> Path:
     """A run of two steps whose newest one has a flipped bit in the middle of its payload; returns the damaged one."""
     with build_manager("sync", [f"checkpoint/writer={writer}", "checkpoint.save.every_steps=1"], dir=root) as manager:
         for step in (1, 2):
-            manager.maybe_save(step, {"weight": torch.full((1000,), float(step))})
+            manager.maybe_save(step, {"weight": torch.full((4000,), float(step))})
     folder = root / "iter_0000002"
-    (path,) = [path for path in folder.iterdir() if path.stat().st_size > 4000]
+    path = max(folder.iterdir(), key=lambda path: path.stat().st_size)
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
     path.write_bytes(whole)

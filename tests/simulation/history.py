@@ -129,6 +129,14 @@ class History:
         files.clock = SameDate()
         return files
 
+    def state(self, number: int) -> dict[str, Any]:
+        """What a save had; 0: the target of a restore."""
+        return state_of(number)
+
+    def train(self, number: int) -> dict[str, Any]:
+        """The state to save under a number."""
+        return state_of(number)
+
     @property
     def listed(self) -> list[int]:
         """The steps that a program finds."""
@@ -208,7 +216,7 @@ class History:
         for step, numbers in self.may.items():
             if step in listed and step not in {*self.must, *self.flipped}:
                 loaded = Reader(storage_of=lambda path: self.files).read(path_of(step))[0]
-                self.must[step] = next(number for number in numbers if not differences(loaded, state_of(number)))
+                self.must[step] = next(number for number in numbers if not differences(loaded, self.state(number)))
         self.may.clear()
 
     def begin(self, choice: str | int, rewind: bool, event: Event | None) -> None:
@@ -216,7 +224,7 @@ class History:
         if not self._rename:  # what a failed call left counts as alive for a minute, and a restore waits for it
             self.disk.now += LONG
         overrides = (f"checkpoint.resume={choice}", f"checkpoint.rewind={str(rewind).lower()}")
-        listed, target, opened = self.listed, state_of(0), list[OpenRun]()
+        listed, target, opened = self.listed, self.state(0), list[OpenRun]()
 
         def start() -> int | None:
             settings = settings_of(*self._overrides, *overrides)
@@ -276,12 +284,13 @@ class History:
         step = max([run.step, *scan_steps(self._view(), ROOT, MEGATRON).steps()]) + gap
         self._saves += 1
         number = self._saves
+        state = self.train(number)
         there, owner = {*listed, step}, read_owner(self._view(), ROOT)
         self._losses[step] = loss
         victims = there - self.kept(there)
 
         def save() -> bool:
-            run.manager.save(step, state_of(number), metrics={"loss": loss} if self._best else None)
+            run.manager.save(step, state, metrics={"loss": loss} if self._best else None)
             run.manager.wait()
             committed = run.manager.reports[-1].outcome == "committed"
             if committed:  # from now on nothing may lose it
@@ -361,7 +370,7 @@ class History:
         there = read_manifest(self._view(), target) is not None
         if outcome is None or there:
             loaded = Reader(storage_of=lambda path: self._view()).read(target)[0]
-            assert number is None or not differences(loaded, state_of(number)), "the copy has other bytes"
+            assert number is None or not differences(loaded, self.state(number)), "the copy has other bytes"
         assert outcome is not None or there
         if not isinstance(outcome, PowerCut):
             self._cut_late(event)
@@ -390,7 +399,7 @@ class History:
     def _is_saved(self, step: int, loaded: Any) -> bool:
         """Whether what was loaded is what a save of the step had."""
         numbers = {self.must[step]} if step in self.must else self.may.get(step, set())
-        return any(not differences(loaded, state_of(number)) for number in numbers)
+        return any(not differences(loaded, self.state(number)) for number in numbers)
 
     def finish(self) -> None:
         """Let time pass and a run save once more: then nothing is left of what did not come to its end."""

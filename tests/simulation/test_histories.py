@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from simulation.frozen_history import CHANGES, FrozenHistory
 from simulation.history import LONG, Event, History
 from simulation.world import configs_are_kept
 
@@ -119,6 +120,27 @@ class Histories(RuleBasedStateMachine):
             self.history.finish()
 
 
+class FrozenHistories(Histories):
+    """The same with frozen weights, whose files checkpoints share."""
+
+    history: FrozenHistory
+
+    @initialize(
+        protocol=st.sampled_from(["rename", "manifest"]),
+        last=st.integers(1, 3),
+        best=st.booleans(),
+        declared=st.booleans(),
+        stager=st.sampled_from(["none", "shared_memory", "zero_overhead"]),
+    )
+    def make_folder(self, protocol: str, last: int, best: bool, declared: bool, stager: str) -> None:
+        NAMES.seed(1)
+        self.history = FrozenHistory(protocol, last, None, best, declared=declared, stager=stager)
+
+    @rule(which=st.integers(0, len(CHANGES) - 1), name=st.integers(0, 4))
+    def change(self, which: int, name: int) -> None:
+        self.history.change(which, f"layer{name}")
+
+
 class OneByOne:
     """An executor that does what it is given at once, so that operations have one order."""
 
@@ -144,10 +166,11 @@ def alike() -> Iterator[None]:
         yield
 
 
-def explore(examples: int, steps: int, folder: Path) -> None:
+def explore(machine: type[Histories], examples: int, steps: int, folder: Path) -> None:
     """Try histories.
 
     Args:
+        machine: what may happen
         examples: how many
         steps: rules in each
         folder: where hypothesis may write
@@ -155,7 +178,7 @@ def explore(examples: int, steps: int, folder: Path) -> None:
     set_hypothesis_home_dir(folder)
     with alike():
         run_state_machine_as_test(
-            Histories,
+            machine,
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=steps,
@@ -170,13 +193,15 @@ def explore(examples: int, steps: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)  # 10 s of CPU
-def test_any_history(tmp_path: Path, record_property: Record) -> None:
-    explore(30, 12, tmp_path)
-    record_property("histories", 40)
+@pytest.mark.parametrize(("machine", "examples"), [(Histories, 30), (FrozenHistories, 15)])
+def test_any_history(machine: type[Histories], examples: int, tmp_path: Path, record_property: Record) -> None:
+    explore(machine, examples, 12, tmp_path)
+    record_property("histories", examples)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_any_long_history(tmp_path: Path, record_property: Record) -> None:
-    explore(2000, 30, tmp_path)
-    record_property("histories", 2000)
+@pytest.mark.parametrize(("machine", "examples"), [(Histories, 2000), (FrozenHistories, 1000)])
+def test_any_long_history(machine: type[Histories], examples: int, tmp_path: Path, record_property: Record) -> None:
+    explore(machine, examples, 30, tmp_path)
+    record_property("histories", examples)

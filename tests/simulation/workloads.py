@@ -48,10 +48,14 @@ def save_and_damage(run: Run) -> None:
     run.acknowledged.remove(2)
 
 
+def largest_file(disk: Disk | SimulatedObjects, folder: str) -> str:
+    """The largest file with tensors."""
+    return max((path for path in disk.walk(folder) if path.endswith(".distcp")), key=lambda path: disk.file(path).size)
+
+
 def damage(disk: Disk | SimulatedObjects, folder: str) -> None:
     """Flip a bit of a tensor."""
-    path = max((path for path in disk.walk(folder) if path.endswith(".distcp")), key=lambda path: disk.file(path).size)
-    file: DiskFile = disk.file(path)
+    file: DiskFile = disk.file(largest_file(disk, folder))
     file.data[file.size // 2] ^= 1
     file.sync()
 

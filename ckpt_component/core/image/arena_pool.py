@@ -11,6 +11,9 @@ from ...errors import CheckpointTimeoutError
 from .arena import Arena
 from .early_arenas import EarlyArenas
 
+#: A plan that divides the same tensors among more files, each of which begins at a page, still fits.
+_ROOM_BYTES = 1 << 20
+
 
 class ArenaPool:
     """Up to `count` arenas, each leased to one save at a time.
@@ -68,7 +71,7 @@ class ArenaPool:
         if early is not None:
             self._early = None
             early.close()
-        early = EarlyArenas(nbytes, self._count, prepare)
+        early = EarlyArenas(_with_room(nbytes), self._count, prepare)
         with self._changed:
             if not self._closed:
                 self._early = early
@@ -106,7 +109,7 @@ class ArenaPool:
         try:
             if small_arena is not None:
                 small_arena.close()
-            arena = self._take_early(nbytes, until) or Arena(nbytes, shared=self._shared)
+            arena = self._take_early(nbytes, until) or Arena(_with_room(nbytes), shared=self._shared)
         except BaseException:
             with self._changed:
                 self._leased -= 1
@@ -146,3 +149,7 @@ class ArenaPool:
             early, self._early = self._early, None
         if early is not None:
             early.close()
+
+
+def _with_room(nbytes: int) -> int:
+    return nbytes + _ROOM_BYTES if nbytes >= 64 * _ROOM_BYTES else nbytes

@@ -15,7 +15,7 @@ import threading
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,9 +64,11 @@ class CopyPlan:
         sources: tensors of any strides. Later copies may use other tensors of the same shapes, dtypes, strides and
             devices, and with the same ones conjugate or negative views.
         numbers: numbers of the tensors to copy; None: all
+        proofs: for each file whose tensors are only copied if `CopyTasks` cannot prove them to be the same as before:
+            its number, and the numbers of its tensors; they are none of `numbers`
 
     Attributes:
-        numbers: numbers of the tensors to copy
+        tasks: what threads do
         device: a CUDA device of some of the sources, or None
 
     Raises:
@@ -74,7 +76,11 @@ class CopyPlan:
     """
 
     def __init__(
-        self, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], numbers: Iterable[int] | None = None
+        self,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        numbers: Iterable[int] | None = None,
+        proofs: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.slots = slots
         self.numbers = list(range(len(sources)) if numbers is None else numbers)
@@ -117,6 +123,13 @@ class CopyPlan:
         groups = [strided[first:last] for first, last, _ in _batches([nbytes[number] for number in strided])]
         groups += [strided_large] if strided_large else []
         self.tasks += [(CopyTasks._copy_strided, (numbers,)) for numbers in groups]
+        for file, items in (proofs or {}).items():
+            self.tasks.append((CopyTasks._prove, (file, CopyPlan(slots, sources, items))))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.tasks and not self.on_device
 
 
 class CopyTasks:
@@ -130,10 +143,18 @@ class CopyTasks:
         plan: plan of the tensors' structure
         sources: the tensors to copy, by number; may contain others
         addresses: the address of each source (int64), if it cannot change before the copy; None: look it up then
+        prove: for the plan's `proofs`; called with the file and `sources`, returns whether the file need not be copied
     """
 
-    def __init__(self, plan: CopyPlan, sources: Sequence[torch.Tensor], addresses: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        plan: CopyPlan,
+        sources: Sequence[torch.Tensor],
+        addresses: torch.Tensor | None = None,
+        prove: Callable[[int, Sequence[torch.Tensor]], bool] | None = None,
+    ) -> None:
         self._plan = plan
+        self._prove_file = prove
         self._sources = sources
         self._origins: torch.Tensor | None = None
         if addresses is not None:
@@ -196,6 +217,10 @@ class CopyTasks:
                 event.synchronize()
         if self._error is not None:
             raise self._error
+
+    def _prove(self, file: int, plan: CopyPlan) -> None:
+        if self._prove_file is None or not self._prove_file(file, self._sources):
+            CopyTasks(plan, self._sources).finish(threads=1)
 
     def _copy_large(self, target: int, number: int, start: int, nbytes: int) -> None:
         libc.memmove(target, self._sources[number].data_ptr() + start, nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,11 +35,15 @@ class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is s
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A file of the image. It starts at `base` in the arena, a multiple of the page size, for direct I/O."""
+    """A file of the image. It starts at `base` in the arena, a multiple of the page size, for direct I/O.
+
+    `apart`: it has only tensors that are expected to keep their values, so later checkpoints may share it.
+    """
 
     name: str
     base: int
     size: int
+    apart: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +92,27 @@ class Layout:
         """The windows of the items that have one (`Stored.window`), by item number."""
         windows = {number: self.stored[item.stored].window for number, item in enumerate(self.items)}
         return {number: window for number, window in windows.items() if window is not None}
+
+    @cached_property
+    def apart(self) -> dict[int, list[int]]:
+        """Numbers of the items of each file that later checkpoints may share, by number of the file."""
+        numbers: dict[int, list[int]] = {file: [] for file, image in enumerate(self.files) if image.apart}
+        for number, item in enumerate(self.items) if numbers else ():
+            if item.file in numbers:
+                numbers[item.file].append(number)
+        return numbers
+
+    @cached_property
+    def apart_keys(self) -> dict[int, tuple[Any, ...]]:
+        """For each of these files, what must be equal in two layouts so that equal tensors make equal files."""
+        return {file: (self.files[file].size, *map(self._place_of, items)) for file, items in self.apart.items()}
+
+    def _place_of(self, number: int) -> tuple[Any, ...]:
+        item, structure = self.items[number], self.structure
+        entry = self.stored[item.stored]
+        shard = structure.shards[entry.tensor]
+        part = None if shard is None else (tuple(shard.shape), tuple(shard.offsets))
+        return structure.tensor_paths[entry.tensor], entry.dtype, tuple(entry.shape), part, item.offset, item.payload
 
     def payload_at(self, item: Item) -> int:
         """The position of an item's payload in the arena."""

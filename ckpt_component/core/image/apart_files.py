@@ -1,0 +1,256 @@
+"""Files of steady tensors, which a checkpoint shares with an earlier one when their bytes are proved to be the same.
+
+At a save, the tensors of such a file are hashed where they are, in the window in which training may not write. If all
+hashes are those of the file that was committed before, nothing is copied and nothing is written: the file gets a
+second path. Otherwise it is copied and written like any other file. A tensor's address and version only decide
+whether it is worth hashing; they prove nothing, because `.data`, NumPy and foreign kernels change bytes without them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..state.dense_tensors import plain_addresses
+from ..state.flatten import FlatState
+from ..state.paths import key_of
+from ..state.steady import Name, SteadyTensors, mark_of, name_of
+from ..state.structure import Structure
+from ..storage.storage import Storage
+from .arena import tensor_bytes
+from .layout import Layout
+
+logger = logging.getLogger("ckpt_component.image")
+
+#: Returns bytes [start, end) of an image, in one or more pieces.
+Read = Callable[[int, int], Sequence[memoryview]]
+
+
+@dataclass(frozen=True, eq=False)
+class KeptFile:
+    """A committed file, open, so that it can be shared even when its checkpoint was deleted.
+
+    Attributes:
+        held: its descriptor, which is closed with the last reference to this object
+        size: in bytes
+        digests: of the payload of each item
+        sums: checksum of each item
+    """
+
+    held: int
+    size: int
+    digests: tuple[bytes, ...]
+    sums: tuple[int, ...]
+
+
+class ApartFiles:
+    """The files of steady tensors of one snapshot.
+
+    Args:
+        layout: of the snapshot
+        flat: the state
+        kept: the committed files, by key
+        marks: of the tensors when they were committed, by key of the file
+        digest: the hash, if the tensors can be hashed where they are; None: only their copies are hashed
+
+    Attributes:
+        items: numbers of the items of each file, by number of the file
+        candidates: the files that the snapshot is likely to share, with the committed ones
+        proved: the files that it does share; complete when `settle` has returned
+        marks: of its tensors, by number of the file
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        flat: FlatState,
+        kept: Mapping[Any, KeptFile],
+        marks: Mapping[Any, Sequence[Any]],
+        digest: Callable[[memoryview], bytes] | None,
+    ) -> None:
+        self.items = layout.apart
+        self.candidates: dict[int, KeptFile] = {}
+        self.proved: dict[int, KeptFile] = {}
+        tensors = {file: [flat.tensors[layout.tensor_of[item]] for item in items] for file, items in self.items.items()}
+        self.marks = {file: list(map(mark_of, each)) for file, each in tensors.items()}
+        self._layout = layout
+        self._digest = digest
+        self._digests: dict[int, tuple[bytes, ...]] = {}
+        if digest is None:
+            return
+        for file, each in tensors.items():
+            key = layout.apart_keys[file]
+            if key in kept and marks.get(key) == self.marks[file] and None not in plain_addresses(each):
+                self.candidates[file] = kept[key]
+
+    @property
+    def likely_bytes(self) -> int:
+        """Size of the files that will probably be shared."""
+        return sum(kept.size for kept in self.candidates.values())
+
+    def prove(self, file: int, sources: Sequence[torch.Tensor]) -> bool:
+        """Compare the tensors of a candidate with the committed file. Thread-safe for different files.
+
+        Args:
+            file: number of the file
+            sources: the tensor of each item of the layout, in host memory; they must not change meanwhile
+
+        Returns:
+            Whether all are the same. If not, they must be copied.
+        """
+        kept, digest = self.candidates[file], self._digest
+        if digest is None:
+            return False
+        for item, expected in zip(self.items[file], kept.digests, strict=True):
+            if digest(tensor_bytes(sources[item])) != expected:
+                return False
+        self.proved[file] = kept
+        return True
+
+    def settle(self, read: Read, kept: Mapping[Any, KeptFile], digest: Callable[[memoryview], bytes]) -> list[Name]:
+        """Hash the copies of the files that are not proved yet; a second call does nothing.
+
+        Args:
+            read: of the complete image
+            kept: the committed files, by key
+            digest: the hash
+
+        Returns:
+            The tensors that have changed since their file was committed.
+        """
+        layout, changed = self._layout, list[Name]()
+        for file, items in self.items.items():
+            if file in self.proved or file in self._digests:
+                continue
+            digests = []
+            for number in items:
+                start = layout.payload_at(layout.items[number])
+                pieces = read(start, start + layout.items[number].nbytes)
+                digests.append(digest(pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))))
+            self._digests[file] = tuple(digests)
+            before = kept.get(layout.apart_keys[file])
+            if before is None:
+                continue
+            if before.digests == self._digests[file]:
+                self.proved[file] = before
+            for number, old, new in zip(items, before.digests, digests, strict=True):
+                if old != new:
+                    changed.append(name_of(layout.structure, layout.items[number].stored))
+        return changed
+
+    def shared(self) -> list[tuple[int, int, Sequence[int]]]:
+        """What is shared: number of the file, its descriptor, checksums of its items."""
+        return [(file, kept.held, kept.sums) for file, kept in sorted(self.proved.items())]
+
+    def keep(self, storage: Storage, folder: str, written: Mapping[str, Any]) -> dict[Any, KeptFile] | None:
+        """Open the files of the committed checkpoint.
+
+        Args:
+            storage: of the checkpoint
+            folder: the checkpoint
+            written: a `WriteResult`, with the checksums of the items of each file, in order of `items`
+
+        Returns:
+            The files by key, for later snapshots; None: the storage does not share files.
+        """
+        kept: dict[Any, KeptFile] = {}
+        for file, sums in zip(self.items, written["sums"], strict=True):
+            entry = self.proved.get(file)
+            if entry is None or file in written["copied"]:
+                spec, digests = self._layout.files[file], self._digests.get(file) if entry is None else entry.digests
+                held = storage.hold(os.path.join(folder, spec.name))
+                if held is None or digests is None:
+                    return None
+                entry = KeptFile(held, spec.size, digests, tuple(sums))
+                weakref.finalize(entry, storage.release, held)
+            kept[self._layout.apart_keys[file]] = entry
+        return kept
+
+
+class FileReuse:
+    """Decides which files a checkpointer's snapshots share with the last committed one.
+
+    The training thread calls `group`, `observe` and `look`; the save thread calls `settle` and `committed`.
+
+    Args:
+        steady: which tensors are expected to keep their values; None: no files are shared
+    """
+
+    def __init__(self, steady: SteadyTensors | None) -> None:
+        self._steady = steady
+        self._digest, self._is_fast = _find_digest()
+        self._lock = threading.Lock()
+        #: The files of the last committed checkpoint by key, and the marks of their tensors then.
+        self._kept: dict[Any, KeptFile] = {}
+        self._marks: dict[Any, Sequence[Any]] = {}
+
+    def observe(self, structure: Structure, flat: FlatState) -> bool:
+        """See `SteadyTensors.observe`."""
+        return self._steady is not None and self._steady.observe(structure, flat)
+
+    def group(self, structure: Structure, flat: FlatState) -> list[list[int]]:
+        """See `SteadyTensors.group`."""
+        return [] if self._steady is None else self._steady.group(structure, flat)
+
+    def look(self, layout: Layout, flat: FlatState) -> ApartFiles | None:
+        """Find the files that a snapshot may share; None if it has no files of steady tensors."""
+        if self._steady is None or not layout.apart:
+            return None
+        with self._lock:
+            kept, marks = self._kept, self._marks
+        return ApartFiles(layout, flat, kept, marks, self._digest if self._is_fast else None)
+
+    def settle(self, files: ApartFiles, read: Read) -> None:
+        """Decide which files of a complete snapshot are shared; `read` returns bytes [start, end) of its image."""
+        changed = files.settle(read, self._kept, self._digest)
+        if changed and self._steady is not None:
+            self._steady.report_changed(changed)
+            more = f" and {len(changed) - 3} more" if changed[3:] else ""
+            names = ", ".join(f"'{key_of(path)}'" for path, _ in changed[:3])
+            logger.info("changed after it was the same in earlier saves: %s%s", names, more)
+
+    def committed(self, files: ApartFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
+        """Remember the files of a committed checkpoint, for the next snapshot.
+
+        Args:
+            files: of the snapshot that was committed
+            storage: of the checkpoint
+            folder: the checkpoint
+            written: see `ApartFiles.keep`
+        """
+        try:
+            kept = files.keep(storage, folder, written)
+        except OSError as error:  # the checkpoint is whole; only the next one has to write everything
+            logger.warning("the next checkpoint shares no files with %s: %s", folder, error)
+            kept = {}
+        if kept is None:
+            self._steady, kept = None, {}
+        marks = dict(zip(kept, files.marks.values(), strict=False))
+        with self._lock:
+            self._kept, self._marks = kept, marks
+
+    def close(self) -> None:
+        """Close the files that no snapshot refers to."""
+        with self._lock:
+            self._kept, self._marks = {}, {}
+
+
+def _find_digest() -> tuple[Callable[[memoryview], bytes], bool]:
+    """The hash that proves equality, and whether it is faster than a copy. Both release the GIL.
+
+    XXH3 with 128 bits reads memory at the speed of a copy's half; SHA-256 is slower than the copy, so it is computed of
+    copies, on the save thread.
+    """
+    try:
+        return import_module("xxhash").xxh3_128_digest, True
+    except ImportError:
+        return lambda data: hashlib.sha256(data).digest(), False

@@ -1,0 +1,180 @@
+"""Which tensors are expected to keep their values from save to save: frozen weights, the base beside an adapter.
+
+An expectation only decides which file a tensor's bytes are in. Whether they are the same is proved at every save, by
+`core/image/apart_files.py`, which reports those that were not.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .flatten import FlatState
+from .paths import Path, key_of
+from .shards import local_parts
+from .structure import Structure
+
+#: Smaller tensors are not worth a place in a file of their own.
+_LARGE_BYTES = 64 << 10
+#: Steady tensors are divided among files of at least this size, so that one that changes costs little; and among about
+#: `_MOST_FILES` at most.
+_FILE_BYTES, _MOST_FILES = 64 << 20, 64
+#: It is worth a new plan if this part of the bytes, and at least so many, became steady.
+_WORTH_PART, _WORTH_BYTES = 0.01, 1 << 20
+
+#: A tensor in any structure: its path, and where the shard is in the whole tensor.
+Name = tuple[Path, tuple[int, ...] | None]
+
+
+def name_of(structure: Structure, stored: int) -> Name:
+    """The name of an entry of `Structure.stored`."""
+    tensor = structure.stored[stored].tensor
+    shard = structure.shards[tensor]
+    return structure.tensor_paths[tensor], None if shard is None else tuple(shard.offsets)
+
+
+def mark_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Address and version of a tensor. They differ after a change by torch, and may stay the same after one by others.
+
+    An inference tensor has no version: its mark equals no other.
+    """
+    return (tensor.data_ptr(), object() if tensor.is_inference() else tensor._version)
+
+
+class SteadyTensors:
+    """Learns which tensors keep their values, from one state to the next.
+
+    A tensor is expected to be steady if it is declared, if it is a parameter of a module in the state that needs no
+    gradient, or if its mark did not change between two states while others' did. Each time that proves wrong, its mark
+    must be the same in twice as many states before it is expected again.
+
+    Args:
+        declared: keys of tensors that do not change; `*` stands for any text
+    """
+
+    def __init__(self, declared: Sequence[str] = ()) -> None:
+        self._declared = declared
+        self._groups: list[list[Name]] = []
+        self._members: set[Name] = set()
+        #: The observed structure, names and numbers of its large tensors, and their marks.
+        self._structure: Structure | None = None
+        self._large: list[tuple[Name, int]] = []
+        self._marks: list[Any] = []
+        #: In how many states in a row a mark was the same, and how many are needed, if more than one.
+        self._same: dict[Name, int] = {}
+        self._needed: dict[Name, int] = {}
+        self._lock = threading.Lock()
+        self._changed: set[Name] = set()
+
+    def report_changed(self, names: Iterable[Name]) -> None:
+        """Take tensors out of the files of steady ones, at the next plan: they had other values. Thread-safe."""
+        with self._lock:
+            self._changed.update(names)
+
+    def observe(self, structure: Structure, flat: FlatState) -> bool:
+        """Compare the marks of a state with those of the last one.
+
+        Args:
+            structure: of the state; everything that this rank has
+            flat: the state
+
+        Returns:
+            Whether `group` would give another result that is worth a new plan.
+        """
+        if structure is not self._structure:
+            self._structure, self._marks = structure, []
+            self._large = _large_in(structure)
+        before, self._marks = self._marks, [mark_of(flat.tensors[number]) for _, number in self._large]
+        with self._lock:
+            if not self._changed.isdisjoint(self._members):
+                return True
+        if not before or before == self._marks:
+            return False  # nothing was trained meanwhile
+        gained, total = 0, 0
+        for (name, number), old, new in zip(self._large, before, self._marks, strict=True):
+            self._same[name] = self._same.get(name, 0) + 1 if old == new else 0
+            nbytes = flat.tensors[number].nbytes
+            total += nbytes
+            if name not in self._members and self._is_calm(name):
+                gained += nbytes
+        return gained >= max(_WORTH_PART * total, _WORTH_BYTES)
+
+    def group(self, structure: Structure, flat: FlatState) -> list[list[int]]:
+        """Divide the tensors that are expected to be steady into groups, each for a file of its own.
+
+        A group stays as it was, without the tensors that have changed, so that its file can be shared further on.
+
+        Args:
+            structure: what this rank stores
+            flat: a state of this structure
+
+        Returns:
+            For each group, numbers of entries in `structure.stored`.
+        """
+        large = _large_in(structure)
+        place_of = {
+            name: place for place, entry in enumerate(structure.stored) for name in (name_of(structure, place),)
+        }
+        with self._lock:
+            changed, self._changed = self._changed, set()
+        for name in changed:
+            self._needed[name], self._same[name] = 2 * self._needed.get(name, 1), 0
+        frozen = _frozen_pointers(flat)
+        expected = [
+            name
+            for name, number in large
+            if (name in self._members and name not in changed)
+            or self._is_calm(name)
+            or (name not in self._needed and (flat.tensors[number].data_ptr() in frozen or self._is_declared(name)))
+        ]
+        chosen = set(expected)
+        groups = [[name for name in group if name in chosen] for group in self._groups]
+        self._groups = [group for group in groups if group]
+        if len(self._groups) > 2 * _MOST_FILES:
+            self._groups = []
+        self._members = {name for group in self._groups for name in group}
+        number_of = dict(large)
+        total = sum(flat.tensors[number_of[name]].nbytes for name in expected)
+        most, nbytes, group = max(_FILE_BYTES, total // _MOST_FILES), 0, list[Name]()
+        for name in expected:
+            if name not in self._members:
+                group.append(name)
+                nbytes += flat.tensors[number_of[name]].nbytes
+                if nbytes >= most:
+                    self._groups.append(group)
+                    nbytes, group = 0, []
+        self._groups += [group] if group else []
+        self._members = chosen
+        return [[place_of[name] for name in group] for group in self._groups]
+
+    def _is_calm(self, name: Name) -> bool:
+        return self._same.get(name, 0) >= self._needed.get(name, 1)
+
+    def _is_declared(self, name: Name) -> bool:
+        key = key_of(name[0])
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self._declared)
+
+
+def _large_in(structure: Structure) -> list[tuple[Name, int]]:
+    """The large tensors to store: name, and number in the state."""
+    return [
+        (name_of(structure, place), entry.tensor)
+        for place, entry in enumerate(structure.stored)
+        if entry.nbytes >= _LARGE_BYTES and entry.window is None
+    ]
+
+
+def _frozen_pointers(flat: FlatState) -> set[int]:
+    """Addresses of the parameters that need no gradient, of the modules in a state."""
+    frozen = [
+        parameter
+        for _, value in flat.stateful
+        if isinstance(value, torch.nn.Module)
+        for parameter in value.parameters()
+        if not parameter.requires_grad
+    ]
+    return {local.data_ptr() for parameter in frozen for local, _ in local_parts(parameter, "a frozen parameter")}

@@ -1,0 +1,306 @@
+"""What did not change is not written again, and every checkpoint is whole by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_component import CheckpointManager, CheckpointSaveError, build_manager
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.storage import Storage
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+BASE_BYTES = 8 << 18
+PRESETS = ["async_persistent", "async_temporal", "async_zero_overhead", "sync"]
+
+
+class Training:
+    """A frozen base, an adapter that changes at every step, and what each saved step must hold."""
+
+    def __init__(self, folder: Path, preset: str = "async_persistent", *overrides: str, **options: Any) -> None:
+        self.folder = folder
+        self.base = {f"layer{number}": torch.randn(BASE_BYTES // 8 // 4) for number in range(8)}
+        self.adapter = {"a": torch.zeros(300), "b": torch.zeros(20_000)}
+        self.saved: dict[int, dict[str, Any]] = {}
+        self.step = 0
+        self._options = (preset, [f"checkpoint.dir={folder}", "checkpoint.save.at_end=false", *overrides], options)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"base": self.base, "adapter": self.adapter, "step": self.step}
+
+    def manager(self) -> CheckpointManager:
+        preset, overrides, options = self._options
+        return build_manager(preset, overrides, **options)
+
+    def save(self, manager: CheckpointManager) -> int:
+        """Train a step and save it; returns the bytes that were written."""
+        self.step += 1
+        for tensor in self.adapter.values():
+            tensor.add_(1)
+        self.saved[self.step] = {
+            key: {name: value.clone() for name, value in part.items()} if isinstance(part, dict) else part
+            for key, part in self.state.items()
+        }
+        manager.save(self.step, self.state)
+        manager.wait()
+        report = manager.reports[-1]
+        assert report.outcome == "committed"
+        if report.reused:
+            assert report.reused + report.bytes > BASE_BYTES
+        return report.bytes
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"iter_{step:07}"
+
+    def holds(self, *steps: int) -> bool:
+        """Whether the checkpoints hold what was saved, read by stock DCP."""
+        for step in steps or self.saved:
+            found = {
+                "base": {name: torch.zeros_like(value) for name, value in self.base.items()},
+                "adapter": {name: torch.zeros_like(value) for name, value in self.adapter.items()},
+            }
+            dcp.load(found, checkpoint_id=self.path(step), no_dist=True)
+            for part, values in found.items():
+                for name, value in values.items():
+                    assert torch.equal(value, self.saved[step][part][name]), f"step {step} has another {part}.{name}"
+        return True
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    return Training(tmp_path)
+
+
+def shared(one: Path, other: Path) -> set[str]:
+    """The files of two checkpoints that are one file."""
+    inodes = {path.stat().st_ino for path in one.iterdir()}
+    return {path.name for path in other.iterdir() if path.stat().st_ino in inodes}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_frozen_tensors_are_written_until_they_are_known_to_be_frozen(tmp_path: Path, preset: str) -> None:
+    training = Training(tmp_path, preset, "checkpoint.keep.last=null")
+    with training.manager() as manager:
+        written = [training.save(manager) for _ in range(5)]
+    assert all(each > BASE_BYTES for each in written[:2]) and all(each < 150_000 for each in written[2:]), written
+    assert shared(training.path(2), training.path(5)) and not shared(training.path(1), training.path(2))
+    assert training.holds()
+
+
+def test_the_second_save_shares_what_is_declared(tmp_path: Path) -> None:
+    training = Training(tmp_path, "async_persistent", "checkpoint.reuse.frozen=[base.*]")
+    with training.manager() as manager:
+        assert training.save(manager) > BASE_BYTES
+        assert training.save(manager) < 150_000
+    assert training.holds()
+
+
+def test_the_second_save_shares_the_parameters_of_a_module_that_need_no_gradient(tmp_path: Path) -> None:
+    base, head = torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 8)
+    model = torch.nn.Sequential(base.requires_grad_(False), head)
+    with build_manager("async_persistent", [f"checkpoint.dir={tmp_path}", "checkpoint.save.at_end=false"]) as manager:
+        for step in (1, 2):
+            with torch.no_grad():
+                head.weight.add_(1)
+            manager.save(step, {"model": model})
+            manager.wait()
+    assert manager.reports[1].bytes < 100_000 < (2 << 20) < manager.reports[1].reused
+
+
+def test_a_loop_that_offers_its_state_at_each_step_shares_from_its_second_save_on(training: Training) -> None:
+    with build_manager(
+        "async_persistent", [f"checkpoint.dir={training.folder}", "checkpoint.save.every_steps=3"]
+    ) as manager:
+        for step in range(1, 10):
+            for tensor in training.adapter.values():
+                tensor.add_(1)
+            manager.maybe_save(step, training.state)
+    assert [report.bytes < 150_000 for report in manager.reports] == [False, True, True]
+
+
+def test_off_writes_everything(tmp_path: Path) -> None:
+    training = Training(tmp_path, "async_persistent", "checkpoint.reuse.mode=off")
+    with training.manager() as manager:
+        assert all(training.save(manager) > BASE_BYTES for _ in range(4))
+    assert not shared(training.path(3), training.path(4))
+
+
+def test_a_state_that_changes_everywhere_is_written_as_before(tmp_path: Path) -> None:
+    names = []
+    for mode in ("auto", "off"):
+        training = Training(tmp_path / mode, "async_persistent", f"checkpoint.reuse.mode={mode}")
+        with training.manager() as manager:
+            for _ in range(4):
+                for tensor in training.base.values():
+                    tensor.add_(1)
+                assert training.save(manager) > BASE_BYTES
+        names.append(sorted((path.name, path.stat().st_size) for path in training.path(4).glob("*.distcp")))
+    assert names[0] == names[1]
+
+
+def by_data(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data + 1
+
+
+def by_numpy(tensor: torch.Tensor) -> None:
+    tensor.numpy()[-1] += 1
+
+
+def by_foreign_code(tensor: torch.Tensor) -> None:
+    ctypes.memset(tensor.data_ptr() + tensor.nbytes // 2, 255, 1)
+
+
+def by_other_storage(tensor: torch.Tensor) -> None:
+    tensor.set_(torch.randn(tensor.shape).untyped_storage(), 0, tensor.shape, (1,))
+
+
+def by_fsdp(tensor: torch.Tensor) -> None:
+    """Free the storage and allocate it again, as FSDP does with a parameter that it has gathered."""
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    tensor.copy_(torch.randn(tensor.shape))
+
+
+CHANGES = [by_data, by_numpy, by_foreign_code, by_other_storage, by_fsdp, lambda tensor: tensor.mul_(2)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "change"),
+    [*(("sync", change) for change in CHANGES), *(("async_zero_overhead", change) for change in CHANGES[:2])],
+)
+def test_a_change_that_torch_may_not_see_is_saved(
+    tmp_path: Path, preset: str, change: Callable[[torch.Tensor], Any]
+) -> None:
+    training = Training(tmp_path, preset, "checkpoint.keep.last=null")
+    with training.manager() as manager:
+        for _ in range(3):
+            training.save(manager)
+        change(training.base["layer5"])
+        assert training.save(manager) > BASE_BYTES  # one file has the base, because it is small
+        assert training.save(manager) > BASE_BYTES * 7 / 8  # without the tensor that changed
+        assert training.save(manager) < 150_000 + BASE_BYTES / 8
+    assert training.holds()
+
+
+def test_weights_that_were_offloaded_and_returned_are_shared(training: Training) -> None:
+    with training.manager() as manager:
+        for _ in range(3):
+            training.save(manager)
+        for name, tensor in training.base.items():
+            training.base[name] = tensor.clone()
+        assert training.save(manager) < 150_000
+        assert training.save(manager) < 150_000
+    assert training.holds(4, 5)
+
+
+def test_a_layer_that_trains_again_costs_its_own_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path)
+    with training.manager() as manager:
+        for _ in range(3):
+            training.save(manager)
+        for _ in range(4):
+            training.base["layer0"].add_(1)
+            written = training.save(manager)
+        assert written < 150_000 + BASE_BYTES / 8
+    assert training.holds(5, 6, 7)
+
+
+def test_each_checkpoint_is_whole_when_all_others_are_deleted(training: Training) -> None:
+    with training.manager() as manager:
+        for _ in range(3):
+            training.save(manager)
+        for step in (1, 2, 3):
+            shutil.rmtree(training.path(step))
+        assert training.save(manager) > BASE_BYTES  # copied from the open file, to which no path leads
+        shutil.rmtree(training.path(4))
+        assert training.save(manager) > BASE_BYTES
+        assert training.save(manager) < 150_000
+    assert training.holds(5, 6)
+
+
+def test_keep_deletes_checkpoints_and_not_what_others_share(tmp_path: Path) -> None:
+    training = Training(tmp_path, "async_persistent", "checkpoint.keep.last=1")
+    with training.manager() as manager:
+        for _ in range(6):
+            training.save(manager)
+    assert training.holds(6)
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.distcp")) < BASE_BYTES + 500_000
+
+
+def test_the_next_run_writes_everything_once(training: Training) -> None:
+    for last in (3, 6):
+        with training.manager() as manager:
+            target = {"base": {name: torch.zeros_like(value) for name, value in training.base.items()}}
+            assert manager.restore({**training.state, **target}) == (last - 3 or None)
+            written = [training.save(manager) for _ in range(3)]
+        assert [each > BASE_BYTES for each in written] == [True, True, False]
+    assert training.holds(4, 5, 6)
+
+
+class NoLinks(FileStorage):
+    """A file system without hard links."""
+
+    def share(self, held: int, path: str) -> bool:
+        link, os.link = os.link, _no_link
+        try:
+            return super().share(held, path)
+        finally:
+            os.link = link
+
+
+def _no_link(*_: Any, **__: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_without_hard_links_files_are_copied_with_one_line_that_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage: Storage = NoLinks()
+    training = Training(tmp_path, "sync", storage_of=lambda path: storage)
+    with training.manager() as manager:
+        for _ in range(5):
+            training.save(manager)
+    assert not shared(training.path(4), training.path(5)) and training.holds(3, 4, 5)
+    (line,) = [record.getMessage() for record in caplog.records if "a hard link was refused" in record.getMessage()]
+    assert line.startswith("iter_0000003: ")
+
+
+class Full(FileStorage):
+    """A disk that is full while `is_full`."""
+
+    is_full = False
+
+    def write(self, fd: int, buffers: Any, offset: int) -> None:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        super().write(fd, buffers, offset)
+
+
+def test_a_failed_save_changes_nothing_for_the_next(tmp_path: Path) -> None:
+    storage = Full()
+    training = Training(tmp_path, "sync", "checkpoint.keep.last=null", storage_of=lambda path: storage)
+    with training.manager() as manager:
+        for _ in range(3):
+            training.save(manager)
+        for change in (False, True):
+            if change:
+                training.base["layer1"].add_(1)
+            storage.is_full = True
+            with pytest.raises(CheckpointSaveError, match="No space left"):
+                manager.save(training.step + 1, training.state)
+            storage.is_full = False
+            training.save(manager)
+        training.save(manager)
+        assert training.save(manager) < 150_000 + BASE_BYTES / 8
+    assert training.holds()
