@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def test_steps_go_on_while_the_writer_writes(tmp_path: Path, capsys: pytest.Capt
     slices = checked(tmp_path / "trace.json")
     for rank in (0, 1):
         steps, writes, waits = (of(slices, kind, rank) for kind in ("step", "write", "wait"))
-        assert [event["name"] for event in steps] == [f"step {number}" for number in range(2, 61)]
+        assert [event["args"]["step"] for event in steps] == [*range(2, 61)]
         assert len(writes) == len(waits) == 3
         # What training waited for the save is no part of the next step.
         assert all(abs(event["dur"] - STEP * 1e6) < 2 for event in steps)
@@ -69,13 +70,29 @@ def test_steps_go_on_while_the_writer_writes(tmp_path: Path, capsys: pytest.Capt
     assert {event["args"]["bytes"] for event in of(slices, "commit")} == {10**9}
 
 
+def test_a_phase_has_one_colour(tmp_path: Path) -> None:
+    """Perfetto and chrome://tracing colour a slice by its name, so that a phase has one name at all steps and ranks."""
+    end = write_run(tmp_path / "run", ranks=2)
+    write_run(tmp_path / "run", ranks=2, first=61, began=end + 5)
+    assert ckpt("trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json")) == 0
+    names, steps = defaultdict(set), set()
+    for event in checked(tmp_path / "trace.json"):
+        names[event["cat"]].add(event["name"])
+        steps.add(event["args"]["step"])
+    page = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+    table = page.partition("| phase |")[2].partition("\n\n")[0]
+    phases = {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", table, re.MULTILINE)))} - {"memory", "queue"}
+    assert names == {**{phase: {phase} for phase in (*phases, "step", "load")}, "wait": {"training waits"}}
+    assert steps == {60, *range(62, 121)}  # the load, and each step that has one before it
+
+
 def test_the_newest_run_or_its_last_saves(tmp_path: Path) -> None:
     end = write_run(tmp_path / "run")
     write_run(tmp_path / "run", first=41, began=end + 5, failed=2)
     trace = ["trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json")]
     assert ckpt(*trace) == 0
     slices = checked(tmp_path / "trace.json")
-    assert of(slices, "load")[0]["name"] == "load 40" and len(of(slices, "write")) == 3
+    assert [event["args"]["step"] for event in of(slices, "load")] == [40] and len(of(slices, "write")) == 3
     assert "the disk is full" in {event["args"]["error"] for event in of(slices, "wait")}
     assert ckpt(*trace, "--last", "2") == 0
     slices = checked(tmp_path / "trace.json")

@@ -1,7 +1,8 @@
 """A Chrome trace of a run, for Perfetto and chrome://tracing.
 
-Every rank is a process, and what goes on at the same time in it is a thread: steps and waits of training, the stager,
-the writer, the commit, loads.
+Every rank is a process, and what happens at the same time in it is a thread: steps and waits of training, the stager,
+the writer, the commit, loads. Both viewers colour a slice by a hash of its name; Perfetto ignores `cname`. So a name is
+that of a phase, without the number of the step, which is in the details.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ class Slice:
     Attributes:
         track: the thread of `TRACKS`
         kind: `step`, `wait`, `load`, or a phase of a save
+        step: the number of the training step
         begin: seconds since 1970
         end: seconds since 1970
         details: shown for the slice
     """
 
     track: str
-    name: str
     kind: str
+    step: int | None
     begin: float
     end: float
     details: dict[str, Any]
@@ -48,18 +50,17 @@ class Slice:
 def slices_of(log: RankLog) -> Iterator[Slice]:
     """All that one rank did, track by track in the order of time."""
     for step in log.steps():
-        yield Slice("training", f"step {step.number}", "step", step.begin, step.end, {})
+        yield Slice("training", "step", step.number, step.begin, step.end, {})
     for save in log.saves:
         details = _details(save)
-        name = f"save {save.step}: training waits"
-        yield Slice("training", name, "wait", save.time, save.time + save.stall_s, details)
+        yield Slice("training", "wait", save.step, save.time, save.time + save.stall_s, details)
         for track, phases in TRACKS.items():
             for phase in save.spans.keys() & set(phases):
                 begin, end = save.spans[phase]
-                yield Slice(track, f"{phase} {save.step}", phase, save.time + begin, save.time + end, details)
+                yield Slice(track, phase, save.step, save.time + begin, save.time + end, details)
     for load in log.loads:
         details = {"path": load.path, "bytes": load.bytes, "verified": load.verified, "error": load.error}
-        yield Slice("loads", f"load {load.step}", "load", load.time, load.time + load.seconds, details)
+        yield Slice("loads", "load", load.step, load.time, load.time + load.seconds, details)
 
 
 def write_trace(path: Path, run: Run, since: float) -> None:
@@ -84,12 +85,12 @@ def _of_rank(log: RankLog, since: float, origin: float) -> Iterator[dict[str, An
         if part.end >= since:
             yield {
                 "ph": "X",
-                "name": part.name,
+                "name": "training waits" if part.kind == "wait" else part.kind,
                 "cat": part.kind,
                 "ts": round((part.begin - origin) * 1e6, 1),
                 "dur": round(max(part.end - part.begin, 0) * 1e6, 1),
                 "tid": threads[part.track],
-                "args": part.details,
+                "args": {"step": part.step, **part.details},
             }
 
 
