@@ -1,7 +1,7 @@
 """The pictures of README.md, drawn from docs/pictures.json: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 The numbers are measured: `python docs/pictures.py measure BENCH` takes the bars from the `figures.csv` in the folder of
-a run of `ckpt-bench`, and the two saves from runs that it makes itself.
+a run of `ckpt-bench` of this commit, and the two saves from runs that it makes itself.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import csv
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -66,11 +68,15 @@ def legend(y: float, entries: Sequence[tuple[str, str]]) -> Iterator[str]:
         x += 32 + 6.3 * len(words)
 
 
-def benchmark(numbers: Mapping[str, Any]) -> str:
+def heading(title: str, measured: str) -> list[str]:
+    return [text(8, 20, title, "bold"), text(_WIDTH - 8, 20, measured, "small", "end")]
+
+
+def benchmark(numbers: Mapping[str, Any], measured: str) -> str:
     """Bars: how long a save keeps training waiting, and until it is durable."""
     rows = numbers["rows"]
     scale = (_WIDTH - _LEFT - _RIGHT) / max(row["durable_s"] for row in rows.values())
-    parts = [text(8, 20, numbers["title"], "bold")]
+    parts = heading(numbers["title"], measured)
     parts += legend(42, [("wait", "training waits"), ("write", "in the background, until durable")])
     y = 58
     for name, row in rows.items():
@@ -85,12 +91,12 @@ def benchmark(numbers: Mapping[str, Any]) -> str:
     return picture(y + 4, f"{numbers['title']}: seconds that training waits, and until durable", parts)
 
 
-def saves(numbers: Mapping[str, Any]) -> str:
+def saves(numbers: Mapping[str, Any], measured: str) -> str:
     """Two saves in time: what training, the copy and the writer process do."""
     lanes = numbers["lanes"]
     end = max(span[1] for lane in lanes for span in lane["spans"])
     scale = (_WIDTH - _LEFT - _RIGHT) / end
-    parts = [text(8, 20, numbers["title"], "bold")]
+    parts = heading(numbers["title"], measured)
     entries = [("train", "training steps"), ("wait", "training waits"), ("copy", "copy"), ("write", "write and sync")]
     parts += legend(42, entries)
     y = 58
@@ -168,7 +174,11 @@ def measure(folder: Path) -> None:
     lanes = measured_lanes()
     rounded = [{**lane, "spans": [(round(a, 4), round(b, 4), s) for a, b, s in lane["spans"]]} for lane in lanes]
     median = statistics.median(b - a for lane in lanes for a, b, style in lane["spans"] if style == "train")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=FOLDER
+    )
     numbers = {
+        "measured": f"{date.today():%-d %B %Y}, commit {commit.stdout.strip()}",
         "benchmark": {"title": "GPT with Adam, 1.49 GB, 2 cores, a virtual disk", "rows": measured_rows(folder)},
         "saves": {
             "title": f"A save of 400 MB beside steps of {median * 1000:.0f} ms, two presets",
@@ -182,8 +192,8 @@ def pictures() -> dict[Path, str]:
     """The pictures as they are to be, by path."""
     numbers = json.loads(NUMBERS.read_text())
     return {
-        FOLDER / "pictures" / "benchmark.svg": benchmark(numbers["benchmark"]),
-        FOLDER / "pictures" / "saves.svg": saves(numbers["saves"]),
+        FOLDER / "pictures" / "benchmark.svg": benchmark(numbers["benchmark"], numbers["measured"]),
+        FOLDER / "pictures" / "saves.svg": saves(numbers["saves"], numbers["measured"]),
     }
 
 

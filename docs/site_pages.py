@@ -2,6 +2,9 @@
 
 README.md and its neighbours, the examples, the API reference and the reference of `ckpt` become pages next to those of
 docs. Links are written for GitHub, so those to pages that lie elsewhere in the site are rewritten.
+
+A drawing has colours for light and dark pages, by `prefers-color-scheme`. In Safari that is the system's choice, not the
+reader's choice of a light or dark page; so a page of the site has both drawings, and the theme shows the one that fits.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ PAGES = {
     "LICENSE": "license.md",
 }
 _LINK = re.compile(r"(?<=\]\()([\w./-]+)(?=[#)])|(?<= src=\")([\w./-]+)(?=\")")
+_IMAGE = re.compile(r"<img src=\"[^\"]+\.svg\"[^>]*>|!\[[^\]]*\]\([^)]+\.svg\)")
+_DARK = "(prefers-color-scheme: dark)"
 #: What follows the language of a fence is for the tests.
 _MARK = re.compile(r"^(```\w+) (?:notest|slow|soak).*$", re.MULTILINE)
 
@@ -118,13 +123,25 @@ def page_of(path: str) -> str | None:
 
 
 def for_the_site(path: Path) -> str:
-    """A page with its links rewritten, and without the marks of its blocks."""
+    """A page with its links rewritten, its drawings in both colours, and without the marks of its blocks."""
 
     def rewritten(match: re.Match[str]) -> str:
         target = os.path.relpath((path.parent / match[0]).resolve(), REPOSITORY)
         return page_of(target) or match[0]
 
-    return _LINK.sub(rewritten, _MARK.sub(r"\1", path.read_text()))
+    return _IMAGE.sub(in_both_colours, _LINK.sub(rewritten, _MARK.sub(r"\1", path.read_text())))
+
+
+def in_both_colours(image: re.Match[str]) -> str:
+    """The light and the dark drawing in the place of one that has both; the theme knows `#only-light`."""
+    both = ("light", "dark") if Path(re.findall(r"[\w-]+\.svg", image[0])[-1]).stem in drawings() else ()
+    return "".join(re.sub(r"\.svg", f".{colour}.svg#only-{colour}", image[0]) for colour in both) or image[0]
+
+
+def drawings() -> dict[str, str]:
+    """The drawings that differ on light and dark pages, by their names."""
+    texts = {path.stem: path.read_text() for path in (REPOSITORY / "docs" / "pictures").glob("*.svg")}
+    return {name: text for name, text in texts.items() if _DARK in text}
 
 
 def pages() -> dict[str, str]:
@@ -147,8 +164,10 @@ def write(folder: Path) -> None:
     for page, content in pages().items():
         (folder / page).parent.mkdir(parents=True, exist_ok=True)
         (folder / page).write_text(content)
-    if (REPOSITORY / "docs" / "pictures").exists():
-        shutil.copytree(REPOSITORY / "docs" / "pictures", folder / "pictures")
+    shutil.copytree(REPOSITORY / "docs" / "pictures", folder / "pictures")
+    for name, drawing in drawings().items():
+        (folder / "pictures" / f"{name}.light.svg").write_text(drawing.replace(_DARK, "not all"))
+        (folder / "pictures" / f"{name}.dark.svg").write_text(drawing.replace(_DARK, "all"))
 
 
 if __name__ == "__main__":

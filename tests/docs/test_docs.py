@@ -399,8 +399,3 @@ def test_the_page_of_the_benchmark_and_the_table_of_recipes_are_complete() -> No
     recipes = [path.stem for path in (REPOSITORY / "recipes").rglob("*.yaml")]
     tuning = (REPOSITORY / "docs" / "tuning.md").read_text()
     assert [name for name in recipes if f"`{name}`" not in tuning] == []
-
-
-def test_the_pictures_are_drawn_from_the_measured_numbers() -> None:
-    drawn = runpy.run_path(str(REPOSITORY / "docs" / "pictures.py"))["pictures"]()
-    assert {path: path.read_text() for path in drawn} == drawn, "run python docs/pictures.py"
