@@ -12,8 +12,7 @@ HEAD = """# Configuration
 
 <!-- Written by docs/configuration.py from ckpt_component/config/schema.py. -->
 
-`ckpt keys` prints these keys and their limits; `ckpt keys timeout` those with a word in them. A slash picks a part, `checkpoint/stager=pinned`, a dot
-sets a value, `checkpoint.writer.workers=4`.
+`ckpt keys` prints these keys and their limits; `ckpt keys timeout` those with a word in them. [Hydra](hydra.md) shows how to set them.
 
 | group | options |
 |---|---|
@@ -25,7 +24,7 @@ All parts combine, except that `stager=none` lets the writer read the live tenso
 
 Sizes and times take units: `8MB` (10^6 bytes), `2GiB` (2^30), `90s`, `30m`, `2h`. `~` and `$VAR` in folders are expanded; for Hydra,
 quote `~`: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder, in a Hydra multirun in the job's output folder.
-A key takes `null` if that is its default, or its meaning says so. How to pass a config: [Hydra](hydra.md).
+A key takes `null` if that is its default, or its meaning says so.
 """
 
 

@@ -54,6 +54,7 @@ def drawn(command: str, text: str) -> str:
     console.print(Text.from_ansi(text))
     without_fonts = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     image = console.export_svg(title=command, code_format=without_fonts, unique_id="show")
+    image = image.replace(">", f"><title>What {command} prints</title>", 1)
     return re.sub(r"[ \t]+$", "", image, flags=re.MULTILINE)
 
 

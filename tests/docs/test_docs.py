@@ -356,7 +356,8 @@ def test_links_of_the_site_lead_to_its_pages() -> None:
     for page, text in pages.items():
         for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", FENCE.sub("", text)):
             path = os.path.normpath(os.path.join(os.path.dirname(page), target))
-            picture = path.startswith("pictures/") and (REPOSITORY / "docs" / path).exists()
+            drawing = re.sub(r"\.(light|dark)\.svg$", ".svg", path)
+            picture = path.startswith("pictures/") and (REPOSITORY / "docs" / drawing).exists()
             assert picture or path in pages, f"{page} links to {target}"
     reference = re.findall(r"^::: ckpt_component\.(\w+)$", pages["reference.md"], re.MULTILINE)
     assert sorted(reference) == sorted({*ckpt_component.__all__} - {"__version__"})

@@ -113,15 +113,3 @@ def test_old_checkpoints_are_imported_as_the_page_says(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         output_of(run_program(["-m", "ckpt_component.cli", *line.split()], tmp_path))
         assert output_of(run_program(["after.py"], tmp_path)).splitlines()[-1] == "100 [100, 150, 200]"
-
-
-def test_pictures_of_pages_are_there_for_light_and_dark() -> None:
-    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
-    shown = {
-        (page.parent / name).resolve() for page in pages for name in re.findall(r'<img src="([^"]+)"', page.read_text())
-    }
-    assert shown == {*(REPOSITORY / "docs" / "pictures").glob("*.svg")}
-    for path in shown:
-        picture = path.read_text()
-        assert "<title>" in picture, path.name
-        assert "prefers-color-scheme: dark" in picture, path.name

@@ -23,6 +23,18 @@ def test_the_pictures_are_drawn_from_the_measured_numbers() -> None:
     assert {path: path.read_text() for path in drawn} == drawn, "run python docs/pictures.py"
 
 
+def test_pictures_of_pages_are_there_for_light_and_dark() -> None:
+    """A terminal has a background of its own, and so has the page of a report."""
+    pages = [REPOSITORY / "README.md", *DOCS.glob("*.md")]
+    links = ((page, name) for page in pages for name in re.findall(r'<img src="([^"]+)"', page.read_text()))
+    shown = {(page.parent / name).resolve() for page, name in links}
+    assert shown == {*(DOCS / "pictures").iterdir()}
+    for path in shown - {DOCS / "pictures" / "report.png"}:
+        picture = path.read_text()
+        assert "<title>" in picture, path.name
+        assert "prefers-color-scheme: dark" in picture or "rich-terminal" in picture, path.name
+
+
 def test_the_terminal_has_the_columns_that_ckpt_show_prints() -> None:
     """Other tests compare the text of the page with what the command prints."""
     cells = re.findall(r"<text class=\"show-r\d+\"[^>]*>(.*?)</text>", (DOCS / "pictures" / "show.svg").read_text())
