@@ -41,7 +41,7 @@ def test_when_checksums_are_compared(
     folder = saved(tmp_path, writer)
 
     def target() -> dict[str, Any]:
-        return {"weight": torch.zeros(1000)}
+        return {"weight": torch.zeros(4000)}
 
     with build_checkpointer("sync", [f"checkpoint.verify={verify}"]) as ours:
         for state in (None, target()):
