@@ -110,6 +110,8 @@ class Reuse:
     """`auto`: share files with the last checkpoint where their bytes are proved to be the same; `off`: write all."""
     frozen: list[str] = field(default_factory=list)
     """Keys of tensors that will not change, such as [model.base.*], so that the second save need not find out."""
+    base: str | None = field(default=None, metadata={"path": True})
+    """A run's folder, or a checkpoint, on the same file system, whose files may be shared too."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
-from ..core.image.apart_files import FileReuse
+from ..core.image.apart_files import FileBytes, FileReuse, KeptFile
 from ..core.options import Commit, Durability, OnLag, ReuseMode
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.steady import SteadyTensors
@@ -50,6 +50,7 @@ from ..managing.recording import record
 from ..managing.restore import Restorer
 from ..managing.run_context import RunContext, job_ranks
 from ..managing.run_folder import RunFolder
+from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
 from ..stagers.base import Stager
@@ -100,7 +101,9 @@ def build_checkpointer(
     storage_of, policy = storage_of or _storages(settings), error_policy(settings)
     run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
     context = SaveContext(ranks, storage_of, timeouts, run, policy, events, shown)
-    return _build_graph(settings, parts, storage_of, context)
+    base = _base(settings, storage_of)
+    bases = BaseFiles(lambda: base, storage_of(base[0]), NAMINGS[settings.naming.value]).find if base else _nowhere
+    return _build_graph(settings, parts, storage_of, context, bases)
 
 
 @for_hydra()
@@ -188,7 +191,9 @@ def build_manager(
             saves_to = run.fs
             shown = _progress(ranks)
             context = SaveContext(ranks, lambda _: saves_to, timeouts, folder, policy, events, shown)
-            checkpointer = _build_graph(settings, parts, storage_of, context)
+            base = _base(settings, storage_of)
+            bases = partial(_bases, roots[0], base, job)
+            checkpointer = _build_graph(settings, parts, storage_of, context, BaseFiles(bases, saves_to, names).find)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
@@ -264,6 +269,7 @@ def _build_graph(
     parts: tuple[Stager, WriteCaller, Writer],
     storage_of: Callable[[str], Storage],
     context: SaveContext,
+    find: Callable[[Mapping[int, FileBytes]], Mapping[int, KeptFile]],
 ) -> Checkpointer:
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
     if writer.single_file and ranks.world_size > 1:
@@ -273,8 +279,9 @@ def _build_graph(
         )
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
-    mode = settings.reuse
-    reuse = FileReuse(None if mode.mode is ReuseMode.off else SteadyTensors(mode.frozen))
+    reuse = FileReuse(None)
+    if settings.reuse.mode is ReuseMode.auto:
+        reuse = FileReuse(SteadyTensors(settings.reuse.frozen), find, writer.algorithm)
     stager.connect(
         writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse
     )
@@ -334,6 +341,29 @@ def _uploads(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> Ba
         finish_seconds=upload.finish_seconds,
     )
     return BackgroundUploads(policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error))
+
+
+def _base(settings: Checkpoint, storage_of: Callable[[str], Storage]) -> list[str]:
+    """`reuse.base`, if there is one. Raises CheckpointConfigError if it does not exist."""
+    if settings.reuse.base is None:
+        return []
+    base = absolute(settings.reuse.base)
+    if not storage_of(base).exists(base):
+        raise HydraConfigError(
+            f"checkpoint.reuse.base={base} does not exist; name the folder of a run, or a checkpoint, on the file "
+            "system of checkpoint.dir."
+        )
+    return [base]
+
+
+def _bases(root: str, base: Sequence[str], job: MultirunJob | None) -> list[str]:
+    """Folders and checkpoints whose files a run may share: its own, of its base, of the other jobs of a multirun."""
+    return [root, *base, *(job.others(root) if job is not None else [])]
+
+
+def _nowhere(wanted: Mapping[int, FileBytes]) -> Mapping[int, KeptFile]:
+    """There is no base."""
+    return {}
 
 
 def _option(part: type[Any]) -> str:

@@ -108,7 +108,8 @@ class SaveAttempts:
             self._caller.settle()
         snapshot = staged.snapshot
         if snapshot is not None and snapshot.apart is not None:
-            self._context.reuse.committed(snapshot.apart, request.storage, request.path, own[0].result)
+            folder = attempt.protocol.files_of(attempt)
+            self._context.reuse.committed(snapshot.apart, request.storage, folder, own[0].result)
         committed = Committed(own[0], files, voted)
         name = os.path.basename(request.path)
         logger.info("%s committed after %.2f s", name, committed.ended - request.started)

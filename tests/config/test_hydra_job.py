@@ -65,6 +65,20 @@ def test_jobs_of_a_multirun_do_not_resume_from_each_other(
     assert trained(**where) == []  # the same job again goes on
 
 
+def test_the_jobs_of_a_multirun_store_the_base_that_they_share_once(job: Callable[..., Path], tmp_path: Path) -> None:
+    base = {f"layer{number}": torch.randn(100_000) for number in range(8)}
+    for number in range(8):
+        job(number)
+        adapter = torch.full((1000,), float(number))
+        with build_manager("sync", ["checkpoint.save.every_steps=1", "checkpoint.reuse.frozen=[base.*]"]) as manager:
+            for step in (1, 2):
+                manager.maybe_save(step, {"base": base, "adapter": adapter.add_(1)})
+    files = {path.stat().st_ino: path.stat() for path in tmp_path.rglob("*.distcp")}
+    assert len(files) == 1 + 8 * 2
+    assert sum(file.st_size for file in files.values()) < 8 * 400_000 + 16 * 5000 + 10_000
+    assert max(file.st_nlink for file in files.values()) == 8 * 2
+
+
 def test_elsewhere_a_relative_folder_starts_from_the_current_one(job: Callable[..., Path], tmp_path: Path) -> None:
     job(0, mode=RunMode.RUN)
     trained()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
 
-from ckpt_component import CheckpointManager, CheckpointSaveError, build_manager
+from ckpt_component import (
+    CheckpointConfigError,
+    CheckpointManager,
+    CheckpointSaveError,
+    build_checkpointer,
+    build_manager,
+)
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.storage import Storage
 
@@ -238,14 +246,64 @@ def test_keep_deletes_checkpoints_and_not_what_others_share(tmp_path: Path) -> N
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.distcp")) < BASE_BYTES + 500_000
 
 
-def test_the_next_run_writes_everything_once(training: Training) -> None:
-    for last in (3, 6):
+def test_the_next_run_shares_the_files_of_the_run_before(training: Training) -> None:
+    for last, expected in ((3, [True, True, False]), (6, [True, False, False])):
         with training.manager() as manager:
             target = {"base": {name: torch.zeros_like(value) for name, value in training.base.items()}}
             assert manager.restore({**training.state, **target}) == (last - 3 or None)
             written = [training.save(manager) for _ in range(3)]
-        assert [each > BASE_BYTES for each in written] == [True, True, False]
+        assert [each > BASE_BYTES for each in written] == expected
     assert training.holds(4, 5, 6)
+
+
+DECLARED = "checkpoint.reuse.frozen=[base.*]"
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["run", "checkpoint"])
+def test_a_run_over_a_base_stores_what_differs(tmp_path: Path, whole: bool) -> None:
+    first = Training(tmp_path / "first", "sync", DECLARED)
+    with first.manager() as manager:
+        first.save(manager)
+    base = first.folder if whole else first.path(1)
+    second = Training(tmp_path / "second", "sync", DECLARED, f"checkpoint.reuse.base={base}")
+    second.base = {name: value.clone() for name, value in first.base.items()}
+    with second.manager() as manager:
+        assert second.save(manager) < 150_000
+    shutil.rmtree(first.folder)
+    assert second.holds()
+
+
+def test_a_damaged_base_is_not_shared(tmp_path: Path) -> None:
+    first = Training(tmp_path / "first", "sync", DECLARED)
+    with first.manager() as manager:
+        first.save(manager)
+    path = max(first.path(1).iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    second = Training(tmp_path / "second", "sync", DECLARED, f"checkpoint.reuse.base={first.folder}")
+    second.base = {name: value.clone() for name, value in first.base.items()}
+    with second.manager() as manager:
+        assert second.save(manager) > BASE_BYTES
+    assert second.holds()
+
+
+def test_a_base_of_other_types_with_the_same_bytes_is_not_shared(tmp_path: Path) -> None:
+    first = Training(tmp_path / "first", "sync", DECLARED)
+    with first.manager() as manager:
+        first.save(manager)
+    second = Training(tmp_path / "second", "sync", DECLARED, f"checkpoint.reuse.base={first.folder}")
+    second.base = {name: value.view(torch.int32) for name, value in first.base.items()}
+    with second.manager() as manager:
+        assert second.save(manager) > BASE_BYTES
+    assert second.holds()
+
+
+@pytest.mark.parametrize("build", [build_manager, build_checkpointer])
+def test_a_base_that_does_not_exist_is_refused(tmp_path: Path, build: Callable[..., Any]) -> None:
+    text = f"checkpoint.reuse.base={tmp_path}/typo does not exist; name the folder of a run"
+    with pytest.raises(CheckpointConfigError, match=re.escape(text)):
+        build("sync", [f"checkpoint.dir={tmp_path}/run", f"checkpoint.reuse.base={tmp_path}/typo"])
 
 
 class NoLinks(FileStorage):
@@ -304,3 +362,9 @@ def test_a_failed_save_changes_nothing_for_the_next(tmp_path: Path) -> None:
         training.save(manager)
         assert training.save(manager) < 150_000 + BASE_BYTES / 8
     assert training.holds()
+
+
+def test_each_rank_shares_its_own_files(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "reusing.py"
+    run_ranks(script, "save_some", 2, tmp_path)
+    run_ranks(script, "resume", 1, tmp_path)

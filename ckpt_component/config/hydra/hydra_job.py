@@ -84,6 +84,19 @@ class MultirunJob:
             )
         return root
 
+    def others(self, root: str) -> list[str]:
+        """The checkpoint folders of the other jobs of the multirun that have claimed theirs; `root` is this job's."""
+        fs, folder, others = file_storage(), os.path.join(self.sweep_dir, _CLAIMS), list[str]()
+        own = absolute(root) if is_url(root) else os.path.realpath(root)
+        try:
+            for name in sorted(fs.names(folder)):
+                claim = json.loads(fs.read(os.path.join(folder, name), _CLAIM_BYTES)) if name.endswith(".json") else {}
+                if claim.get("dir", own) != own:
+                    others.append(claim["dir"])
+        except (OSError, ValueError, AttributeError) as error:
+            logger.info("the folders of the other jobs are unknown: %s", error)
+        return others
+
 
 def job_config() -> dict[str, Any] | None:
     """The composed config of this process's job with all of the app's keys, unresolved; None outside of a job."""

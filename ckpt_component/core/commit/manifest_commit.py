@@ -63,6 +63,10 @@ class ManifestCommit(CommitProtocol):
         # Another attempt may have created the target and not synced it yet.
         self.storage.sync_folder(os.path.dirname(attempt.target))
 
+    def files_of(self, attempt: Attempt) -> str:
+        """The folder of the attempt, which stays."""
+        return attempt.staging
+
     def manifest_fields(self, attempt: Attempt) -> Mapping[str, Any]:
         return {"at": attempt.token}
 

@@ -84,6 +84,10 @@ class CommitProtocol(ABC):
         """What the manifest says about this way to commit."""
         return {}
 
+    def files_of(self, attempt: Attempt) -> str:
+        """The folder of an attempt's files once it is committed."""
+        return attempt.target
+
     @abstractmethod
     def commit(self, attempt: Attempt, manifest: bytes, timeout: float) -> None:
         """The last step: make an attempt, whose files and draft are durable, the checkpoint; durable at return.

@@ -8,15 +8,16 @@ whether it is worth hashing; they prove nothing, because `.data`, NumPy and fore
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +34,57 @@ logger = logging.getLogger("ckpt_component.image")
 
 #: Returns bytes [start, end) of an image, in one or more pieces.
 Read = Callable[[int, int], Sequence[memoryview]]
+
+
+@functools.cache
+def find_hash() -> tuple[Callable[[], Any], bool]:
+    """What makes the hash that proves equality, and whether it is faster than a copy. It releases the GIL.
+
+    XXH3 with 128 bits takes half as long as a copy. SHA-256 takes longer than a copy, so it is computed of copies, on
+    the save thread.
+    """
+    try:
+        return import_module("xxhash").xxh3_128, True
+    except ImportError:
+        return hashlib.sha256, False
+
+
+def _digest(pieces: Iterable[memoryview]) -> bytes:
+    hashed = find_hash()[0]()
+    for piece in pieces:
+        hashed.update(piece)
+    return bytes(hashed.digest())
+
+
+class ItemBytes(NamedTuple):
+    """An item of a file, and all that its bytes must be.
+
+    Attributes:
+        offset: where it begins in the file
+        length: its size
+        payload: where the tensor's bytes begin in the file
+        nbytes: how many these are
+        prefix: what is before them
+        suffix: what is after them
+        digest: their hash
+    """
+
+    offset: int
+    length: int
+    payload: int
+    nbytes: int
+    prefix: bytes
+    suffix: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class FileBytes:
+    """What a file must hold to be shared: its size, its items in their order, and the algorithm of their checksums."""
+
+    size: int
+    items: Sequence[ItemBytes]
+    checksum: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +112,7 @@ class ApartFiles:
         flat: the state
         kept: the committed files, by key
         marks: of the tensors when they were committed, by key of the file
-        digest: the hash, if the tensors can be hashed where they are; None: only their copies are hashed
+        in_place: whether the tensors are hashed where they are; otherwise only their copies are
 
     Attributes:
         items: numbers of the items of each file, by number of the file
@@ -75,7 +127,8 @@ class ApartFiles:
         flat: FlatState,
         kept: Mapping[Any, KeptFile],
         marks: Mapping[Any, Sequence[Any]],
-        digest: Callable[[memoryview], bytes] | None,
+        *,
+        in_place: bool,
     ) -> None:
         self.items = layout.apart
         self.candidates: dict[int, KeptFile] = {}
@@ -83,11 +136,8 @@ class ApartFiles:
         tensors = {file: [flat.tensors[layout.tensor_of[item]] for item in items] for file, items in self.items.items()}
         self.marks = {file: list(map(mark_of, each)) for file, each in tensors.items()}
         self._layout = layout
-        self._digest = digest
         self._digests: dict[int, tuple[bytes, ...]] = {}
-        if digest is None:
-            return
-        for file, each in tensors.items():
+        for file, each in tensors.items() if in_place else ():
             key = layout.apart_keys[file]
             if key in kept and marks.get(key) == self.marks[file] and None not in plain_addresses(each):
                 self.candidates[file] = kept[key]
@@ -107,22 +157,19 @@ class ApartFiles:
         Returns:
             Whether all are the same. If not, they must be copied.
         """
-        kept, digest = self.candidates[file], self._digest
-        if digest is None:
-            return False
+        kept = self.candidates[file]
         for item, expected in zip(self.items[file], kept.digests, strict=True):
-            if digest(tensor_bytes(sources[item])) != expected:
+            if _digest([tensor_bytes(sources[item])]) != expected:
                 return False
         self.proved[file] = kept
         return True
 
-    def settle(self, read: Read, kept: Mapping[Any, KeptFile], digest: Callable[[memoryview], bytes]) -> list[Name]:
+    def settle(self, read: Read, kept: Mapping[Any, KeptFile]) -> list[Name]:
         """Hash the copies of the files that are not proved yet; a second call does nothing.
 
         Args:
             read: of the complete image
             kept: the committed files, by key
-            digest: the hash
 
         Returns:
             The tensors that have changed since their file was committed.
@@ -134,8 +181,7 @@ class ApartFiles:
             digests = []
             for number in items:
                 start = layout.payload_at(layout.items[number])
-                pieces = read(start, start + layout.items[number].nbytes)
-                digests.append(digest(pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))))
+                digests.append(_digest(read(start, start + layout.items[number].nbytes)))
             self._digests[file] = tuple(digests)
             before = kept.get(layout.apart_keys[file])
             if before is None:
@@ -146,6 +192,24 @@ class ApartFiles:
                 if old != new:
                     changed.append(name_of(layout.structure, layout.items[number].stored))
         return changed
+
+    def unknown(self, kept: Mapping[Any, KeptFile], checksum: str) -> dict[int, FileBytes]:
+        """The files that were never committed before, by number: another checkpoint may have them.
+
+        Args:
+            kept: the committed files, by key
+            checksum: algorithm of the items' checksums
+        """
+        layout, unknown = self._layout, dict[int, FileBytes]()
+        for file, digests in self._digests.items():
+            if file in self.proved or layout.apart_keys[file] in kept or layout.around is None:
+                continue
+            items = []
+            for item, digest in zip(map(layout.items.__getitem__, self.items[file]), digests, strict=True):
+                prefix, suffix = layout.around(item)
+                items.append(ItemBytes(item.offset, item.length, item.payload, item.nbytes, prefix, suffix, digest))
+            unknown[file] = FileBytes(layout.files[file].size, items, checksum)
+        return unknown
 
     def shared(self) -> list[tuple[int, int, Sequence[int]]]:
         """What is shared: number of the file, its descriptor, checksums of its items."""
@@ -183,11 +247,20 @@ class FileReuse:
 
     Args:
         steady: which tensors are expected to keep their values; None: no files are shared
+        find: looks for files in other checkpoints, when the last one does not have them; returns those that it found,
+            with their bytes compared
+        checksum: algorithm of the items' checksums
     """
 
-    def __init__(self, steady: SteadyTensors | None) -> None:
+    def __init__(
+        self,
+        steady: SteadyTensors | None,
+        find: Callable[[Mapping[int, FileBytes]], Mapping[int, KeptFile]] = lambda wanted: {},
+        checksum: str = "",
+    ) -> None:
         self._steady = steady
-        self._digest, self._is_fast = _find_digest()
+        self._find = find
+        self._checksum = checksum
         self._lock = threading.Lock()
         #: The files of the last committed checkpoint by key, and the marks of their tensors then.
         self._kept: dict[Any, KeptFile] = {}
@@ -207,16 +280,19 @@ class FileReuse:
             return None
         with self._lock:
             kept, marks = self._kept, self._marks
-        return ApartFiles(layout, flat, kept, marks, self._digest if self._is_fast else None)
+        return ApartFiles(layout, flat, kept, marks, in_place=find_hash()[1])
 
     def settle(self, files: ApartFiles, read: Read) -> None:
         """Decide which files of a complete snapshot are shared; `read` returns bytes [start, end) of its image."""
-        changed = files.settle(read, self._kept, self._digest)
+        changed = files.settle(read, self._kept)
         if changed and self._steady is not None:
             self._steady.report_changed(changed)
             more = f" and {len(changed) - 3} more" if changed[3:] else ""
             names = ", ".join(f"'{key_of(path)}'" for path, _ in changed[:3])
             logger.info("changed after it was the same in earlier saves: %s%s", names, more)
+        unknown = files.unknown(self._kept, self._checksum)
+        if unknown:
+            files.proved.update(self._find(unknown))
 
     def committed(self, files: ApartFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
         """Remember the files of a committed checkpoint, for the next snapshot.
@@ -242,15 +318,3 @@ class FileReuse:
         """Close the files that no snapshot refers to."""
         with self._lock:
             self._kept, self._marks = {}, {}
-
-
-def _find_digest() -> tuple[Callable[[memoryview], bytes], bool]:
-    """The hash that proves equality, and whether it is faster than a copy. Both release the GIL.
-
-    XXH3 with 128 bits reads memory at the speed of a copy's half; SHA-256 is slower than the copy, so it is computed of
-    copies, on the save thread.
-    """
-    try:
-        return import_module("xxhash").xxh3_128_digest, True
-    except ImportError:
-        return lambda data: hashlib.sha256(data).digest(), False

@@ -23,6 +23,8 @@ _LARGE_BYTES = 64 << 10
 #: Steady tensors are divided among files of at least this size, so that one that changes costs little; and among about
 #: `_MOST_FILES` at most.
 _FILE_BYTES, _MOST_FILES = 64 << 20, 64
+#: So many of the others are looked at to learn whether anything was trained.
+_SAMPLE = 256
 #: It is worth a new plan if this part of the bytes, and at least so many, became steady.
 _WORTH_PART, _WORTH_BYTES = 0.01, 1 << 20
 
@@ -60,10 +62,11 @@ class SteadyTensors:
         self._declared = declared
         self._groups: list[list[Name]] = []
         self._members: set[Name] = set()
-        #: The observed structure, names and numbers of its large tensors, and their marks.
+        #: The observed structure, names and numbers of its large tensors, numbers of some others, and their marks.
         self._structure: Structure | None = None
         self._large: list[tuple[Name, int]] = []
-        self._marks: list[Any] = []
+        self._others: list[int] = []
+        self._marks: tuple[list[Any], list[Any]] | None = None
         #: In how many states in a row a mark was the same, and how many are needed, if more than one.
         self._same: dict[Name, int] = {}
         self._needed: dict[Name, int] = {}
@@ -86,16 +89,19 @@ class SteadyTensors:
             Whether `group` would give another result that is worth a new plan.
         """
         if structure is not self._structure:
-            self._structure, self._marks = structure, []
+            self._structure, self._marks = structure, None
             self._large = _large_in(structure)
-        before, self._marks = self._marks, [mark_of(flat.tensors[number]) for _, number in self._large]
+            others = sorted({entry.tensor for entry in structure.stored} - {number for _, number in self._large})
+            self._others = others[:: -(-len(others) // _SAMPLE) or 1]
+        marks = [mark_of(flat.tensors[number]) for _, number in self._large]
+        before, self._marks = self._marks, (marks, [mark_of(flat.tensors[number]) for number in self._others])
         with self._lock:
             if not self._changed.isdisjoint(self._members):
                 return True
-        if not before or before == self._marks:
+        if before is None or before == self._marks:
             return False  # nothing was trained meanwhile
         gained, total = 0, 0
-        for (name, number), old, new in zip(self._large, before, self._marks, strict=True):
+        for (name, number), old, new in zip(self._large, before[0], marks, strict=True):
             self._same[name] = self._same.get(name, 0) + 1 if old == new else 0
             nbytes = flat.tensors[number].nbytes
             total += nbytes

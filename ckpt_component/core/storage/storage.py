@@ -157,6 +157,10 @@ class Storage(ABC):
         """
         return None
 
+    def read_held(self, held: int, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer from a held file; raises OSError if the file is too short."""
+        raise not_here("held files")
+
     def release(self, held: int) -> None:
         """Close what `hold` has returned. It changes nothing in the storage."""
 
