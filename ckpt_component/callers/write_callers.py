@@ -212,7 +212,9 @@ class _WriterProcessCaller(WriteCaller):
             "seconds": max(deadline - time.monotonic(), 0.0),
             "request": plain,
         }
-        process.send(header, deadline, blobs=blobs, fds=[each.held for each in request.shared])
+        process.send(
+            header, deadline, blobs=blobs, fds=[each.held for each in request.shared if isinstance(each.held, int)]
+        )
 
 
 class TemporalCaller(_WriterProcessCaller):

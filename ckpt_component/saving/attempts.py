@@ -86,6 +86,7 @@ class SaveAttempts:
         """
         request, ranks, tag, own = staged.admitted.request, self._ranks, attempt.token, list[Written]()
         deadline = self._clock.now() + self._timeouts.stage + self._timeouts.write
+        snapshot = staged.snapshot
 
         def write() -> Mapping[str, Any]:
             own.append(self._write(staged, attempt, number))
@@ -102,11 +103,12 @@ class SaveAttempts:
                 # First the writer process forgets the save, so that it does not commit what is being deleted.
                 self._caller.settle()
                 self._indexes.forget()
+                if snapshot is not None and snapshot.apart is not None:
+                    self._context.reuse.failed(snapshot.apart)
                 if self._leads:
                     commit.abandon(attempt)
                 raise
             self._caller.settle()
-        snapshot = staged.snapshot
         if snapshot is not None and snapshot.apart is not None:
             folder = attempt.protocol.files_of(attempt)
             self._context.reuse.committed(snapshot.apart, request.storage, folder, own[0].result)

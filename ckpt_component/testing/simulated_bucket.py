@@ -176,6 +176,9 @@ class _Requests:
         path = f"/{key}"
         self.request("put", path, partial(self._bucket.put, path, bytes(data), new=mode == "create"))
 
+    def copy(self, store: None, from_: str, to: str) -> None:
+        self.request("copy", f"/{to}", lambda: self._bucket.put(f"/{to}", bytes(self._bucket.file(f"/{from_}").data)))
+
     def delete(self, store: None, keys: str | Sequence[str]) -> None:
         for key in [keys] if isinstance(keys, str) else keys:
             self.request("delete", f"/{key}", partial(self._bucket.remove, f"/{key}"))

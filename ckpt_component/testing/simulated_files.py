@@ -19,6 +19,7 @@ from typing import IO, Any, TypeVar
 
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage
+from ..core.storage.storage import Held
 from ..errors import CheckpointCorruptError
 from .disk import Disk, DiskFile, DiskFolder
 
@@ -218,20 +219,20 @@ class SimulatedFiles(FileStorage):
     def link(self, source: str, target: str) -> None:
         self._do("link", target, lambda: self.disk.add(target, self.disk.file(source)))
 
-    def hold(self, path: str) -> int | None:
+    def hold(self, path: str) -> Held | None:
         with self._look() as disk:
             return self._opened(path, disk.file(path))
 
-    def read_held(self, held: int, buffer: memoryview, offset: int) -> None:
+    def read_held(self, held: Held, buffer: memoryview, offset: int) -> None:
         with self._look():
-            buffer[:] = self._open[held][1].data[offset : offset + len(buffer)]
+            buffer[:] = self._open[int(held)][1].data[offset : offset + len(buffer)]
 
-    def release(self, held: int) -> None:
-        self._open.pop(held, None)  # of a process that may have ended
+    def release(self, held: Held) -> None:
+        self._open.pop(int(held), None)  # of a process that may have ended
 
-    def share(self, held: int, path: str) -> bool:
+    def share(self, held: Held, path: str) -> bool:
         def effect() -> None:
-            file = self._open[held][1]
+            file = self._open[int(held)][1]
             self.disk.add(path, file)
             if self.durable:
                 file.sync()

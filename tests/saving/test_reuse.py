@@ -23,7 +23,8 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.storage import Storage
+from ckpt_component.core.storage.storage import Held, Storage
+from ckpt_component.testing import SimulatedBucket, SimulatedObjects
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -309,7 +310,7 @@ def test_a_base_that_does_not_exist_is_refused(tmp_path: Path, build: Callable[.
 class NoLinks(FileStorage):
     """A file system without hard links."""
 
-    def share(self, held: int, path: str) -> bool:
+    def share(self, held: Held, path: str) -> bool:
         link, os.link = os.link, _no_link
         try:
             return super().share(held, path)
@@ -332,6 +333,27 @@ def test_without_hard_links_files_are_copied_with_one_line_that_says_so(
     assert not shared(training.path(4), training.path(5)) and training.holds(3, 4, 5)
     (line,) = [record.getMessage() for record in caplog.records if "a hard link was refused" in record.getMessage()]
     assert line.startswith("iter_0000003: ")
+
+
+def test_in_a_bucket_the_store_copies_what_did_not_change(tmp_path: Path) -> None:
+    objects = SimulatedObjects()
+    bucket = SimulatedBucket(objects)
+    training = Training(Path("/runs/one"), "sync", "checkpoint.keep.last=1", storage_of=lambda path: bucket)
+    with training.manager() as manager:
+        written = [training.save(manager) for _ in range(5)]
+        assert [each > BASE_BYTES for each in written] == [True, True, False, False, False]
+        for step in range(1, 6):  # what the next save would share is not there
+            for path in objects.walk(str(training.path(step))):
+                objects.remove(path)
+        with pytest.raises(CheckpointSaveError, match="No such file"):
+            manager.save(6, training.state)
+        training.step = 6
+        assert training.save(manager) > BASE_BYTES
+        assert training.save(manager) < 150_000
+        found = {**training.state, "base": {name: torch.zeros_like(value) for name, value in training.base.items()}}
+    with training.manager() as manager:
+        assert manager.restore(found) == 8
+    assert all(torch.equal(found["base"][name], value) for name, value in training.base.items())
 
 
 class Full(FileStorage):

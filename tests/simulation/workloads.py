@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from faults.invariants import state_of
-
 from ckpt_component import build_checkpointer
 from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
@@ -11,7 +9,7 @@ from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.testing import Disk, DiskFile, Fault, PowerCut, SimulatedObjects
 
-from .world import ROOT, Run, Workload, storage_on
+from .world import FROZEN, ROOT, Run, Workload, storage_on
 
 ELSEWHERE = "/runs/elsewhere"
 
@@ -19,7 +17,7 @@ ELSEWHERE = "/runs/elsewhere"
 def saves(*steps: int, root: str = ROOT):  # type: ignore[no-untyped-def]
     def act(run: Run) -> None:
         with run.manager(root=root) as manager:
-            manager.restore(state_of(0))
+            manager.restore(run.state(0))
             run.save(manager, *steps)
 
     return act
@@ -27,7 +25,7 @@ def saves(*steps: int, root: str = ROOT):  # type: ignore[no-untyped-def]
 
 def save_the_worse(run: Run) -> None:
     with run.manager() as manager:
-        manager.restore(state_of(0))
+        manager.restore(run.state(0))
         run.save(manager, 2, loss=0.9)
 
 
@@ -38,7 +36,7 @@ def save_the_best(run: Run) -> None:
 
 def save_a_better(run: Run) -> None:
     with run.manager() as manager:
-        manager.restore(state_of(0))
+        manager.restore(run.state(0))
         run.save(manager, 2, loss=0.1)
 
 
@@ -62,7 +60,7 @@ def damage(disk: Disk | SimulatedObjects, folder: str) -> None:
 
 def rewind(run: Run) -> None:
     with run.manager(f"checkpoint.resume={run.path_of(1)}", "checkpoint.rewind=true") as manager:
-        assert manager.restore(state_of(0)) == 1
+        assert manager.restore(run.state(0)) == 1
         run.save(manager, 2)
 
 
@@ -81,7 +79,7 @@ def copy(run: Run) -> None:
 
 def save_by_path(run: Run) -> None:
     with build_checkpointer(run.settings, storage_of=lambda path: run.files) as checkpointer:
-        checkpointer.save(state_of(1), run.path_of(1))
+        checkpointer.save(run.state(1), run.path_of(1))
         run.acknowledged.append(1)
 
 
@@ -112,6 +110,7 @@ WORKLOADS = [
     Workload("by_path", save_by_path, overrides=NO_POLICY),
     Workload("retention", saves(2), saves(1), NO_POLICY),
     Workload("training_goes_on", saves(2, 3), saves(1), (*NO_POLICY, "checkpoint.on_error=warn"), keep=2),
+    Workload("shared", saves(3, 4), saves(1, 2), (*NO_POLICY, FROZEN), keep=2),
     Workload("best", save_the_worse, save_the_best, (*NO_POLICY, "checkpoint.keep.best.metric=loss"), holds=(1,)),
     Workload(
         "better", save_a_better, save_the_best, (*NO_POLICY, "checkpoint.keep.best.metric=loss"), holds=(1,), instead=2

@@ -26,7 +26,7 @@ from ..state.flatten import FlatState
 from ..state.paths import key_of
 from ..state.steady import Name, SteadyTensors, mark_of, name_of
 from ..state.structure import Structure
-from ..storage.storage import Storage
+from ..storage.storage import Held, Storage
 from .arena import tensor_bytes
 from .layout import Layout
 
@@ -92,13 +92,13 @@ class KeptFile:
     """A committed file, open, so that it can be shared even when its checkpoint was deleted.
 
     Attributes:
-        held: its descriptor, which is closed with the last reference to this object
+        held: from `Storage.hold`; released with the last reference to this object
         size: in bytes
         digests: of the payload of each item
         sums: checksum of each item
     """
 
-    held: int
+    held: Held
     size: int
     digests: tuple[bytes, ...]
     sums: tuple[int, ...]
@@ -193,6 +193,13 @@ class ApartFiles:
                     changed.append(name_of(layout.structure, layout.items[number].stored))
         return changed
 
+    def renew(self, kept: Mapping[Any, KeptFile]) -> None:
+        """Share the newest of equal files: of a bucket's, an older one may be deleted meanwhile."""
+        for file, entry in self.proved.items():
+            newest = kept.get(self._layout.apart_keys[file])
+            if newest is not None and newest.digests == entry.digests:
+                self.proved[file] = newest
+
     def unknown(self, kept: Mapping[Any, KeptFile], checksum: str) -> dict[int, FileBytes]:
         """The files that were never committed before, by number: another checkpoint may have them.
 
@@ -211,8 +218,8 @@ class ApartFiles:
             unknown[file] = FileBytes(layout.files[file].size, items, checksum)
         return unknown
 
-    def shared(self) -> list[tuple[int, int, Sequence[int]]]:
-        """What is shared: number of the file, its descriptor, checksums of its items."""
+    def shared(self) -> list[tuple[int, Held, Sequence[int]]]:
+        """What is shared: number of the file, what is held of it, checksums of its items."""
         return [(file, kept.held, kept.sums) for file, kept in sorted(self.proved.items())]
 
     def keep(self, storage: Storage, folder: str, written: Mapping[str, Any]) -> dict[Any, KeptFile] | None:
@@ -229,7 +236,7 @@ class ApartFiles:
         kept: dict[Any, KeptFile] = {}
         for file, sums in zip(self.items, written["sums"], strict=True):
             entry = self.proved.get(file)
-            if entry is None or file in written["copied"]:
+            if entry is None or file in written["copied"] or isinstance(entry.held, str):
                 spec, digests = self._layout.files[file], self._digests.get(file) if entry is None else entry.digests
                 held = storage.hold(os.path.join(folder, spec.name))
                 if held is None or digests is None:
@@ -284,6 +291,7 @@ class FileReuse:
 
     def settle(self, files: ApartFiles, read: Read) -> None:
         """Decide which files of a complete snapshot are shared; `read` returns bytes [start, end) of its image."""
+        files.renew(self._kept)
         changed = files.settle(read, self._kept)
         if changed and self._steady is not None:
             self._steady.report_changed(changed)
@@ -314,7 +322,12 @@ class FileReuse:
         with self._lock:
             self._kept, self._marks = kept, marks
 
+    def failed(self, files: ApartFiles) -> None:
+        """A snapshot was not committed. What it shares may be why: then the next one writes everything."""
+        if any(isinstance(entry.held, str) for entry in files.proved.values()):
+            self.close()
+
     def close(self) -> None:
-        """Close the files that no snapshot refers to."""
+        """Let go of the files that no snapshot refers to."""
         with self._lock:
             self._kept, self._marks = {}, {}

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .bucket_store import bucket_of, open_store, package, patiently, typed_errors
-from .storage import Storage
+from .storage import Held, Storage
 
 if TYPE_CHECKING:
     from .bucket_set import ObjectSet
@@ -27,6 +27,8 @@ logger = logging.getLogger("ckpt_component.storage")
 
 #: Makes an empty folder exist.
 _FOLDER = ".ckpt-folder"
+#: The largest object that S3 copies with one request.
+_MOST_COPIED = 5 << 30
 #: Least bytes of a part, and how many parts of a file are sent at a time.
 _PART_BYTES, _IN_FLIGHT = 8 << 20, 6
 #: S3 allows 10,000 parts.
@@ -207,6 +209,30 @@ class ObjectStorage(Storage):
                 upload.writer.__exit__(OSError, None, None)  # gives up the upload
         except OSError as error:
             logger.info("the parts of %s, which was given up, may stay in the bucket: %s", upload.path, error)
+
+    def hold(self, path: str) -> Held | None:
+        size = self.size(path)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return path if size <= _MOST_COPIED else None
+
+    def share(self, held: Held, path: str) -> bool:
+        try:
+            with typed_errors(str(held)):
+                self._obstore.copy(self._store, self._key(str(held)), self._key(path))
+        except OSError as error:
+            # The answer may have been lost. Only this attempt writes to this path.
+            size = self.size(path)
+            if size is None or size != self.size(str(held)):
+                raise
+            logger.info("%s is complete, although its request reported an error: %s", path, error)
+        return True
+
+    def read_held(self, held: Held, buffer: memoryview, offset: int) -> None:
+        data = self.read_range(str(held), offset, len(buffer))
+        if len(data) < len(buffer):
+            raise OSError(errno.EIO, "the object is too short", str(held))
+        buffer[:] = data
 
     def open_files(self, folder: str, *, shared: bool = True) -> ObjectSet:
         from .bucket_set import ObjectSet  # processes that only write do not load it

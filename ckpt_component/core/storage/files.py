@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..storage.new_names import new_path
 from .safe_open import kind_of, read_regular
-from .storage import Storage
+from .storage import Held, Storage
 from .tree_removal import named, remove_tree
 
 if TYPE_CHECKING:
@@ -129,21 +129,22 @@ class FileStorage(Storage):
         """Hard-link a file to a second name; raises FileExistsError if that exists."""
         os.link(source, target, follow_symlinks=False)
 
-    def hold(self, path: str) -> int | None:
+    def hold(self, path: str) -> Held | None:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
-    def read_held(self, held: int, buffer: memoryview, offset: int) -> None:
+    def read_held(self, held: Held, buffer: memoryview, offset: int) -> None:
         done = 0
         while done < len(buffer):
-            count = os.preadv(held, [buffer[done:]], offset + done)
+            count = os.preadv(int(held), [buffer[done:]], offset + done)
             if not count:
                 raise OSError(errno.EIO, f"the file ends at {offset + done}, and more was expected")
             done += count
 
-    def release(self, held: int) -> None:
-        os.close(held)
+    def release(self, held: Held) -> None:
+        os.close(int(held))
 
-    def share(self, held: int, path: str) -> bool:
+    def share(self, held: Held, path: str) -> bool:
+        held = int(held)
         try:
             # With `src_dir_fd`, which an absolute path does not use, Python follows the link of /proc to the file.
             os.link(f"/proc/self/fd/{held}", path, src_dir_fd=held, follow_symlinks=True)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ckpt_component.storage")
 
+#: A file that is held to be shared: its open descriptor, or the path of an object.
+Held = int | str
+
 
 class Storage(ABC):
     """The operations of saves and loads on one kind of storage.
@@ -149,22 +152,14 @@ class Storage(ABC):
     def close(self, fd: int) -> None:
         """Close a descriptor. A file that was not synced may be lost."""
 
-    def hold(self, path: str) -> int | None:
-        """Open a finished file for `share`, which then works even when no path leads to it; None: files are not shared.
+    def hold(self, path: str) -> Held | None:
+        """Hold a finished file for `share`; None: it cannot be shared.
 
-        Returns:
-            A descriptor, which the caller closes with `release`.
+        A file is open until `release`, so it can be shared even when no path leads to it; an object, while it exists.
         """
         return None
 
-    def read_held(self, held: int, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer from a held file; raises OSError if the file is too short."""
-        raise not_here("held files")
-
-    def release(self, held: int) -> None:
-        """Close what `hold` has returned. It changes nothing in the storage."""
-
-    def share(self, held: int, path: str) -> bool:
+    def share(self, held: Held, path: str) -> bool:
         """Make a held file appear at `path` too, with the same bytes. `sync_folder` makes it durable.
 
         Args:
@@ -172,9 +167,17 @@ class Storage(ABC):
             path: where there is no file yet
 
         Returns:
-            True: both paths lead to one file, which takes no more room. False: it had to be copied.
+            True: no byte was sent or written: both paths lead to one file, or the store copied its object. False: it
+            had to be copied.
         """
         raise not_here("a file with several paths")
+
+    def read_held(self, held: Held, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer from a held file; raises OSError if the file is too short."""
+        raise not_here("held files")
+
+    def release(self, held: Held) -> None:
+        """Let go of what `hold` has returned. It changes nothing in the storage."""
 
     def open_files(self, folder: str, *, shared: bool = True) -> FileSet:
         """Open the files of one checkpoint folder for reads of ranges, in parallel; the caller closes the result.

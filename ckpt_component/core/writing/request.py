@@ -12,7 +12,7 @@ from ..commit.protocol import Attempt
 from ..commit.protocols import protocol_of
 from ..options import ResolvedTimeouts
 from ..storage.locate import storage_at
-from ..storage.storage import Storage
+from ..storage.storage import Held, Storage
 
 
 class ByteSource(Protocol):
@@ -168,12 +168,12 @@ class ReusedFile:
 
     Attributes:
         file: its number in the table
-        held: its descriptor, from `Storage.hold`
+        held: from `Storage.hold`
         sums: the checksums of its items, in order
     """
 
     file: int
-    held: int
+    held: Held
     sums: Sequence[int]
 
 
@@ -311,7 +311,9 @@ class WriteRequest:
             "manifest_fields": dict(self.manifest_fields),
             "timeouts": asdict(self.timeouts),
             "blobs": blobs,
-            "shared": [[each.file, list(each.sums)] for each in self.shared],
+            "shared": [
+                [each.file, each.held if isinstance(each.held, str) else None, list(each.sums)] for each in self.shared
+            ],
             "kept": list(self.kept),
         }
         return plain, parts
@@ -327,7 +329,7 @@ class WriteRequest:
         held: Sequence[int] = (),
     ) -> WriteRequest:
         """The inverse of `to_parts`, in the writer process, given `storage_in` and what was sent separately."""
-        blobs = []
+        blobs, descriptors = [], iter(held)
         for file, offset, size, items, sums_at in plain["blobs"]:
             blobs.append(ObjectBlob(file, offset, blob_bytes[:size], items, sums_at))
             blob_bytes = blob_bytes[size:]
@@ -342,7 +344,10 @@ class WriteRequest:
             options=WriteOptions(**plain["options"]),
             manifest_fields=plain["manifest_fields"],
             timeouts=ResolvedTimeouts(**plain["timeouts"]),
-            shared=[ReusedFile(file, fd, sums) for (file, sums), fd in zip(plain["shared"], held, strict=True)],
+            shared=[
+                ReusedFile(file, next(descriptors) if path is None else path, sums)
+                for file, path, sums in plain["shared"]
+            ],
             kept=plain["kept"],
         )
 

@@ -121,6 +121,33 @@ class StorageContract:
                 continue
             raise AssertionError("no FileNotFoundError")
 
+    def test_a_held_file_is_shared(self, tmp_path: Any) -> None:
+        storage, root = self.storage(tmp_path)
+        storage.make_folders(root)
+        one, other = os.path.join(root, "one"), os.path.join(root, "other")
+        fd = storage.create(one, 5)
+        storage.write(fd, [memoryview(b"bytes")], 0)
+        storage.sync(fd)
+        storage.close(fd)
+        held = storage.hold(one)
+        if held is None:
+            return
+        storage.share(held, other)
+        storage.unlink(one)
+        block = memoryview(bytearray(3))
+        again = storage.hold(other)
+        assert again is not None
+        storage.read_held(again, block, 1)
+        assert storage.read(other, 10) == b"bytes" and block == b"yte"
+        storage.release(held)
+        storage.release(again)
+        assert storage.read(other, 10) == b"bytes"
+        try:
+            storage.hold(one)
+        except FileNotFoundError:
+            return
+        raise AssertionError("no FileNotFoundError")
+
     def test_folders(self, tmp_path: Any) -> None:
         storage, root = self.storage(tmp_path)
         deep = os.path.join(root, "a", "b")
