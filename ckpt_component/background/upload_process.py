@@ -20,6 +20,7 @@ from ..core.commit.commit import abandon, new_attempt
 from ..core.commit.copying import Continued, copy_checkpoint
 from ..core.commit.fencing import FencingToken, Owner, read_owner
 from ..core.commit.liveness import try_lock
+from ..core.commit.manifest import data_folder
 from ..core.commit.names import OWNER
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
@@ -31,6 +32,7 @@ from ..core.storage.locate import file_storage, storage_at
 from ..core.writing.range_writer import Throttle
 from ..errors import CheckpointError, CheckpointFencedError
 from ..events import EventFile
+from .sent_files import SentFiles
 from .upload_policy import UploadPolicy
 
 _FIRST_PAUSE_SECONDS = 1.0
@@ -144,6 +146,7 @@ class Uploader:
         self._throttle = Throttle(policy.max_bytes_per_second)
         #: The contents of the target, scanned once and updated here, because no other process may write there.
         self._remote: Scan | None = None
+        self._sent = SentFiles(self._local, self._storage)
         #: The upload that was cut off last.
         self._unfinished: Attempt | None = None
 
@@ -217,12 +220,16 @@ class Uploader:
             if kept and local_files(storage) is not None:
                 verify_files(storage, staging, manifest)
 
-        continued = Continued(manifest["attempt"], self._ownership, self._throttle.wait)
+        share = self._sent.sharing(data_folder(self._local, source, manifest))
+        continued = Continued(manifest["attempt"], self._ownership, self._throttle.wait, share)
         copy_checkpoint(self._local, source, manifest, storage, target, before_commit, continued=continued)
         self._unfinished = None
+        names = [entry["name"] for entry in manifest["files"]]
+        self._sent.sent(data_folder(self._local, source, manifest), names, attempt.protocol.files_of(attempt))
         figures = {
             "step": step,
-            "bytes": sum(entry["size"] for entry in manifest["files"]),
+            "bytes": sum(entry["size"] for entry in manifest["files"]) - self._sent.reused,
+            "reused": self._sent.reused,
             "seconds": round(time.monotonic() - started, 6),
         }
         self._tidy(step, local)

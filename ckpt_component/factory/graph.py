@@ -35,7 +35,7 @@ from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
-from ..core.image.apart_files import FileBytes, FileReuse, KeptFile
+from ..core.image.apart_files import FileBytes, FileReuse, Find, KeptFile
 from ..core.options import Commit, Durability, OnLag, ReuseMode
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.steady import SteadyTensors
@@ -269,7 +269,7 @@ def _build_graph(
     parts: tuple[Stager, WriteCaller, Writer],
     storage_of: Callable[[str], Storage],
     context: SaveContext,
-    find: Callable[[Mapping[int, FileBytes]], Mapping[int, KeptFile]],
+    find: Find,
 ) -> Checkpointer:
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
     if writer.single_file and ranks.world_size > 1:
@@ -361,7 +361,7 @@ def _bases(root: str, base: Sequence[str], job: MultirunJob | None) -> list[str]
     return [root, *base, *(job.others(root) if job is not None else [])]
 
 
-def _nowhere(wanted: Mapping[int, FileBytes]) -> Mapping[int, KeptFile]:
+def _nowhere(wanted: Mapping[int, FileBytes], storage: Storage) -> Mapping[int, KeptFile]:
     """There is no base."""
     return {}
 

@@ -187,7 +187,7 @@ class SaveAttempts:
                 events.progressed(report_of(request, "staged", staged))
         apart = snapshot.apart
         if apart is not None:
-            self._context.reuse.settle(apart, snapshot.source.buffers)
+            self._context.reuse.settle(apart, snapshot.source.buffers, storage)
         device = -1
         if options.io == "auto":
             device = storage.device(os.path.dirname(attempt.target))

@@ -40,17 +40,18 @@ class BaseFiles:
         self._storage = storage
         self._names = names
 
-    def find(self, wanted: Mapping[int, FileBytes]) -> dict[int, KeptFile]:
+    def find(self, wanted: Mapping[int, FileBytes], storage: Storage) -> dict[int, KeptFile]:
         """Look for files.
 
         Args:
             wanted: what they must hold, by any number
+            storage: where they are to be shared; if it is another one, there are none
 
         Returns:
             Those that were found, by their number.
         """
         found: dict[int, KeptFile] = {}
-        for path in self._checkpoints():
+        for path in self._checkpoints() if storage is self._storage else ():
             missing = {number: each for number, each in wanted.items() if number not in found}
             if not missing:
                 break

@@ -157,7 +157,7 @@ class SavePipeline:
         attempt = new_attempt(request.storage, request.path, admitted.token, owner, self._single_file)
         snapshot, comparison, failure = None, None, None
         try:
-            plan = self._planner.share(admitted.plan)
+            plan = self._planner.share(replace(admitted.plan, storage=request.storage))
             snapshot = self.stager.take(plan)
             comparison = self._planner.compare(plan, admitted.number)
         except Exception as error:

@@ -25,6 +25,7 @@ from ..core.state.flatten import FlatState, flatten
 from ..core.state.objects import encode
 from ..core.state.paths import key_of
 from ..core.state.structure import Structure
+from ..core.storage.storage import Storage
 from ..core.writing.request import ByteSource, EncodedSave
 from ..writers.base import FormatPlan, PlansApart, Writer
 from .optimizers import optimizers_in
@@ -44,6 +45,7 @@ class StatePlan:
         structure: their structure
         changed: the layout must be planned again, because of this rank or another one
         wait_until: deadline for waits in `take`, monotonic seconds (`max_stall_s`)
+        storage: where the state is saved; None: this is no save
         share: if `changed`, which part of the state this rank is to store; None: all of it
     """
 
@@ -52,6 +54,7 @@ class StatePlan:
     changed: bool
     wait_until: float = math.inf
     share: Share | None = None
+    storage: Storage | None = None
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ class LiveStager(Stager):
         encoded = format_plan.encode_objects(flat.objects)
         with torch.no_grad():
             source = LiveSource(format_plan.layout, flat)
-        layout, apart = format_plan.layout, self._reuse.look(format_plan.layout, flat)
+        layout, apart = format_plan.layout, self._reuse.look(format_plan.layout, flat, plan.storage)
         if apart is not None:
             sources, _ = sources_of(layout, flat)
             for file in apart.candidates:

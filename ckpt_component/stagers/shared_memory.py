@@ -112,7 +112,7 @@ class SharedMemoryStager(Stager):
             timeout = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
             planned_at = time.perf_counter()
             arena = self._pool.lease(layout.arena_bytes, timeout)
-            give_back, apart = self._pool.give_back, self._reuse.look(layout, flat)
+            give_back, apart = self._pool.give_back, self._reuse.look(layout, flat, plan.storage)
             snapshot = Snapshot(layout, encoded, arena, arena, give_back, planned_at=planned_at, apart=apart)
             try:
                 self._fill(ArenaFill(arena, layout, flat, apart), snapshot.mark_staged)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from waiting import eventually
 
 from ckpt_component import (
     CheckpointConfigError,
@@ -24,6 +25,7 @@ from ckpt_component import (
 )
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.storage import Held, Storage
+from ckpt_component.events import read_events
 from ckpt_component.testing import SimulatedBucket, SimulatedObjects
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -356,6 +358,19 @@ def test_in_a_bucket_the_store_copies_what_did_not_change(tmp_path: Path) -> Non
     assert all(torch.equal(found["base"][name], value) for name, value in training.base.items())
 
 
+def test_an_upload_sends_a_file_that_checkpoints_share_once(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    training = Training(slow, "sync", f"checkpoint.local.dir={fast}", "checkpoint.keep.last=null")
+    with training.manager() as manager:
+        for step in range(1, 6):
+            training.save(manager)
+            eventually((training.path(step) / "manifest.json").exists, what=f"step {step} is not uploaded")
+    assert shared(training.path(3), training.path(5)) and training.holds()
+    events = list(read_events(fast))
+    sent = [event["bytes"] for event in events if event["event"] == "upload"]
+    assert [each > BASE_BYTES for each in sent] == [True, True, False, False, False]
+
+
 class Full(FileStorage):
     """A disk that is full while `is_full`."""
 
@@ -390,3 +405,20 @@ def test_each_rank_shares_its_own_files(tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "reusing.py"
     run_ranks(script, "save_some", 2, tmp_path)
     run_ranks(script, "resume", 1, tmp_path)
+
+
+def test_files_are_shared_in_one_storage_only(tmp_path: Path) -> None:
+    bucket, files = SimulatedBucket(SimulatedObjects()), FileStorage()
+    training = Training(tmp_path, "sync", DECLARED)
+    found = {"base": {name: torch.zeros_like(value) for name, value in training.base.items()}}
+    storage_of = {"/runs": bucket}.get
+    with build_checkpointer(
+        "sync", [DECLARED], storage_of=lambda path: storage_of(os.path.dirname(path)) or files
+    ) as checkpointer:
+        for path in (f"{tmp_path}/one", "/runs/two", f"{tmp_path}/three", f"{tmp_path}/four"):
+            training.adapter["a"].add_(1)
+            checkpointer.save({"base": training.base, "adapter": training.adapter}, path)
+        for path in ("/runs/two", f"{tmp_path}/three"):
+            checkpointer.load(path, found)
+            assert all(torch.equal(found["base"][name], value) for name, value in training.base.items())
+    assert shared(tmp_path / "three", tmp_path / "four") and not shared(tmp_path / "one", tmp_path / "three")

@@ -44,11 +44,14 @@ class Continued:
         token: identifies it; that of the attempt that made the source
         ownership: the run's claim to the root of the target, acquired before the copy and checked before its commit
         pace: called with the number of bytes before they are copied, to bound the rate
+        share: called with a file's name and new path; makes it appear there and returns True if the target has its
+            bytes already
     """
 
     token: str
     ownership: FencingToken
     pace: Callable[[int], None]
+    share: Callable[[str, str], bool] = lambda name, path: False
 
 
 def copy_checkpoint(
@@ -101,6 +104,8 @@ def copy_checkpoint(
         try:
             with progress(f"copying {os.path.basename(path)}", nbytes) as advance:
                 pace = None if continued is None else continued.pace
+                if continued is not None:
+                    missing = [entry for entry in missing if not _shared(entry, attempt, continued, advance)]
                 _copy_files(source, folder, storage, attempt.staging, missing, advance, pace)
             before_commit(attempt.staging, kept)
             fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
@@ -136,6 +141,14 @@ def _kept_files(storage: Storage, attempt: Attempt, lock: AttemptLock, files: Se
         else:
             storage.unlink(path)
     return kept
+
+
+def _shared(entry: Mapping[str, Any], attempt: Attempt, continued: Continued, advance: Callable[[int], None]) -> bool:
+    """Whether the target has the bytes of a file, which then need not be copied."""
+    if not continued.share(entry["name"], os.path.join(attempt.staging, entry["name"])):
+        return False
+    advance(entry["size"])
+    return True
 
 
 def _copy_files(

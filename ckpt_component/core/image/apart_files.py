@@ -247,6 +247,10 @@ class ApartFiles:
         return kept
 
 
+#: Looks for files with given bytes, by any number, in a storage; returns those that it has found and compared.
+Find = Callable[[Mapping[int, FileBytes], Storage], Mapping[int, KeptFile]]
+
+
 class FileReuse:
     """Decides which files a checkpointer's snapshots share with the last committed one.
 
@@ -254,15 +258,14 @@ class FileReuse:
 
     Args:
         steady: which tensors are expected to keep their values; None: no files are shared
-        find: looks for files in other checkpoints, when the last one does not have them; returns those that it found,
-            with their bytes compared
+        find: looks in other checkpoints for files that the last one does not have
         checksum: algorithm of the items' checksums
     """
 
     def __init__(
         self,
         steady: SteadyTensors | None,
-        find: Callable[[Mapping[int, FileBytes]], Mapping[int, KeptFile]] = lambda wanted: {},
+        find: Find = lambda wanted, storage: {},
         checksum: str = "",
     ) -> None:
         self._steady = steady
@@ -272,6 +275,10 @@ class FileReuse:
         #: The files of the last committed checkpoint by key, and the marks of their tensors then.
         self._kept: dict[Any, KeptFile] = {}
         self._marks: dict[Any, Sequence[Any]] = {}
+        self._storage: Storage | None = None
+
+    def _kept_in(self, storage: Storage | None) -> dict[Any, KeptFile]:
+        return self._kept if storage is self._storage else {}
 
     def observe(self, structure: Structure, flat: FlatState) -> bool:
         """See `SteadyTensors.observe`."""
@@ -281,26 +288,39 @@ class FileReuse:
         """See `SteadyTensors.group`."""
         return [] if self._steady is None else self._steady.group(structure, flat)
 
-    def look(self, layout: Layout, flat: FlatState) -> ApartFiles | None:
-        """Find the files that a snapshot may share; None if it has no files of steady tensors."""
+    def look(self, layout: Layout, flat: FlatState, storage: Storage | None) -> ApartFiles | None:
+        """Find the files that a snapshot may share; None if it has no files of steady tensors.
+
+        Args:
+            layout: of the snapshot
+            flat: the state
+            storage: where it is saved; files are shared in one storage only
+        """
         if self._steady is None or not layout.apart:
             return None
         with self._lock:
-            kept, marks = self._kept, self._marks
+            kept, marks = self._kept_in(storage), self._marks
         return ApartFiles(layout, flat, kept, marks, in_place=find_hash()[1])
 
-    def settle(self, files: ApartFiles, read: Read) -> None:
-        """Decide which files of a complete snapshot are shared; `read` returns bytes [start, end) of its image."""
-        files.renew(self._kept)
-        changed = files.settle(read, self._kept)
+    def settle(self, files: ApartFiles, read: Read, storage: Storage) -> None:
+        """Decide which files of a complete snapshot are shared.
+
+        Args:
+            files: of the snapshot
+            read: returns bytes [start, end) of its image
+            storage: where it is saved
+        """
+        kept = self._kept_in(storage)
+        files.renew(kept)
+        changed = files.settle(read, kept)
         if changed and self._steady is not None:
             self._steady.report_changed(changed)
             more = f" and {len(changed) - 3} more" if changed[3:] else ""
             names = ", ".join(f"'{key_of(path)}'" for path, _ in changed[:3])
             logger.info("changed after it was the same in earlier saves: %s%s", names, more)
-        unknown = files.unknown(self._kept, self._checksum)
+        unknown = files.unknown(kept, self._checksum)
         if unknown:
-            files.proved.update(self._find(unknown))
+            files.proved.update(self._find(unknown, storage))
 
     def committed(self, files: ApartFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
         """Remember the files of a committed checkpoint, for the next snapshot.
@@ -320,7 +340,7 @@ class FileReuse:
             self._steady, kept = None, {}
         marks = dict(zip(kept, files.marks.values(), strict=False))
         with self._lock:
-            self._kept, self._marks = kept, marks
+            self._kept, self._marks, self._storage = kept, marks, storage
 
     def failed(self, files: ApartFiles) -> None:
         """A snapshot was not committed. What it shares may be why: then the next one writes everything."""

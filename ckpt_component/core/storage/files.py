@@ -339,6 +339,11 @@ class FileStorage(Storage):
     def device(self, path: str) -> int:
         return os.stat(path).st_dev
 
+    def identity(self, path: str) -> tuple[int, int]:
+        """What two paths of one file have in common, and no other file has while it exists."""
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+
     def open_folder(self, path: str) -> int:
         """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
         return os.open(path, _FOLDER)
