@@ -126,9 +126,9 @@ class FrozenHistory(History):
         self._spread()
         super().check()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         self._spread()
-        super()._settle()
+        super().settle()
 
     def _spread(self) -> None:
         """A damaged file damages every checkpoint that shares it."""

@@ -207,9 +207,9 @@ class History:
         self.disk.now += event.pause if self._rename else LONG
         self._start()
         self.check()
-        self._settle()
+        self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """What is there now stays."""
         listed = self.listed
         self.flipped &= {*listed}
@@ -320,7 +320,7 @@ class History:
         if not disturbed:
             assert self._may_be_kept({*self.listed}, there), f"kept {self.listed} and not {self.kept(there)} of {there}"
             self._remove(victims - {*self.listed})
-            self._settle()
+            self.settle()
         self._cut_late(event)
 
     def end(self, event: Event | None) -> None:
