@@ -282,11 +282,13 @@ class FileReuse:
 
     def observe(self, structure: Structure, flat: FlatState) -> bool:
         """See `SteadyTensors.observe`."""
-        return self._steady is not None and self._steady.observe(structure, flat)
+        steady = self._steady  # the save thread may find out that nothing can be shared
+        return steady is not None and steady.observe(structure, flat)
 
     def group(self, structure: Structure, flat: FlatState) -> list[list[int]]:
         """See `SteadyTensors.group`."""
-        return [] if self._steady is None else self._steady.group(structure, flat)
+        steady = self._steady
+        return [] if steady is None else steady.group(structure, flat)
 
     def look(self, layout: Layout, flat: FlatState, storage: Storage | None) -> ApartFiles | None:
         """Find the files that a snapshot may share; None if it has no files of steady tensors.

@@ -26,7 +26,8 @@ class CachedFiles:
     """The files of one checkpoint that this process has written, and those that it still has to read."""
 
     def __init__(self) -> None:
-        self._paths: list[str] = []
+        #: By device and inode: the checkpoint before may have the same file by another path.
+        self._paths: dict[tuple[int, int], str] = {}
         self._unread: list[str] = []
         self._offset = self._size = 0
         self._fd: int | None = None
@@ -44,18 +45,26 @@ class CachedFiles:
 
     def replace(self, request: WriteRequest, result: WriteResult) -> None:
         """Drop the files of the checkpoint before, and begin to read those of a request that may be committed."""
-        folder = request.attempt.target
+        folder, paths = request.attempt.target, dict[tuple[int, int], str]()
         try:
             on_disk = is_on_disk(folder)
+            for file in result["files"]:
+                path = os.path.join(folder, file["name"])
+                status = os.stat(path)
+                paths[status.st_dev, status.st_ino] = path
         except OSError:  # it was given up, so the one before is still the newest
             return
-        self.drop()
         if not on_disk or not self.fit(request):
+            self.drop()
             return
-        self._paths = [os.path.join(folder, file["name"]) for file in result["files"]]
-        self._unread, self._needed = self._paths[::-1], request.source.nbytes
+        read = {identity for identity, path in self._paths.items() if path not in self._unread}
+        self._close()
+        _drop([path for identity, path in self._paths.items() if identity not in paths])
+        self._paths = paths
+        self._unread = [path for identity, path in paths.items() if identity not in read][::-1]
+        self._needed = request.source.nbytes
         self._rate = min(request.options.max_bytes_per_second or _MAX_RATE, _MAX_RATE)
-        self.pause = 0.0
+        self.pause = 0.0 if self._unread else None
 
     def read_piece(self) -> None:
         """Read the next piece, and set `pause`."""
@@ -86,8 +95,8 @@ class CachedFiles:
         """Stop reading, and drop the files from the page cache."""
         self._close()
         self.pause, self._unread = None, []
-        _drop(self._paths)
-        self._paths = []
+        _drop([*self._paths.values()])
+        self._paths = {}
 
     def _close(self) -> None:
         if self._fd is not None:
