@@ -175,9 +175,7 @@ def shown(path: str) -> str:
 
 def tree_bytes(fs: Storage, path: str) -> int:
     """Bytes of a file, or of the files in a folder; no link is followed."""
-    if not fs.is_real_folder(path):
-        return fs.size(path) or 0
-    return sum(tree_bytes(fs, os.path.join(path, name)) for name in fs.names(path))
+    return sum(file.size for file in fs.files_below(path))
 
 
 @contextmanager

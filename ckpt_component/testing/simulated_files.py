@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage
-from ..core.storage.storage import Held
+from ..core.storage.storage import Held, StoredFile
 from ..errors import CheckpointCorruptError
 from .disk import Disk, DiskFile, DiskFolder
 
@@ -301,6 +301,13 @@ class SimulatedFiles(FileStorage):
         with self._look() as disk:
             node = disk.find(path)
             return len(node.data) if isinstance(node, DiskFile) else None
+
+    def file_at(self, path: str) -> StoredFile | None:
+        with self._look() as disk:
+            node = disk.find(path)
+            if not isinstance(node, DiskFile):
+                return None
+            return StoredFile(path, len(node.data), sum(disk.find(each) is node for each in disk.walk()), id(node))
 
     def try_folder(self, path: str, name: str) -> float:
         trial = os.path.join(path, name)

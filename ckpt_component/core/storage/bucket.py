@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .bucket_store import bucket_of, open_store, package, patiently, typed_errors
-from .storage import Held, Storage
+from .storage import Held, Storage, StoredFile
 
 if TYPE_CHECKING:
     from .bucket_set import ObjectSet
@@ -307,6 +307,13 @@ class ObjectStorage(Storage):
         listed = patiently(partial(self._listed, folder), folder, _LIST_SECONDS, clock=self.clock)
         found = {os.path.basename(entry["path"]): int(entry["size"]) for entry in listed["objects"]}
         return {name: found.get(name) for name in names}
+
+    def files_below(self, path: str) -> Iterator[StoredFile]:
+        listed = patiently(lambda: [*self._below(path)], path, _LIST_SECONDS, clock=self.clock)
+        if not listed:
+            yield from super().files_below(path)
+        sizes = {f"{self.root}/{entry['path']}": int(entry["size"]) for entry in listed}
+        yield from (StoredFile(file, size, 1, file) for file, size in sizes.items() if not file.endswith(f"/{_FOLDER}"))
 
     def modified(self, path: str) -> float:
         with contextlib.suppress(FileNotFoundError):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..storage.new_names import new_path
 from .safe_open import kind_of, read_regular
-from .storage import Held, Storage
+from .storage import Held, Storage, StoredFile
 from .tree_removal import named, remove_tree
 
 if TYPE_CHECKING:
@@ -287,6 +287,15 @@ class FileStorage(Storage):
         except FileNotFoundError:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def file_at(self, path: str) -> StoredFile | None:
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return StoredFile(path, status.st_size, status.st_nlink, (status.st_dev, status.st_ino))
 
     def try_folder(self, path: str, name: str) -> float:
         trial = os.path.join(path, name)

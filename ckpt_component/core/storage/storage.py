@@ -13,8 +13,8 @@ import logging
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..clock import CLOCK, Clock
 from .safe_open import READ_TWICE
@@ -26,6 +26,22 @@ logger = logging.getLogger("ckpt_component.storage")
 
 #: A file that is held to be shared: its open descriptor, or the path of an object.
 Held = int | str
+
+
+class StoredFile(NamedTuple):
+    """A file that a path leads to.
+
+    Attributes:
+        path: the path
+        size: in bytes
+        paths: how many paths lead to the file, see `Storage.share`
+        identity: equal, within a storage, where two paths lead to one file
+    """
+
+    path: str
+    size: int
+    paths: int
+    identity: Hashable
 
 
 class Storage(ABC):
@@ -258,6 +274,19 @@ class Storage(ABC):
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
         """The `size` of several files in a folder, by name."""
         return {name: self.size(os.path.join(folder, name)) for name in names}
+
+    def file_at(self, path: str) -> StoredFile | None:
+        """The regular file that a path leads to, or None if there is none (links do not count)."""
+        size = self.size(path)
+        return None if size is None else StoredFile(path, size, 1, path)
+
+    def files_below(self, path: str) -> Iterator[StoredFile]:
+        """All regular files in a folder and in its folders, or the file itself; links are not followed."""
+        if self.is_real_folder(path):
+            for name in self.names(path):
+                yield from self.files_below(os.path.join(path, name))
+        elif (file := self.file_at(path)) is not None:
+            yield file
 
     @abstractmethod
     def modified(self, path: str) -> float:

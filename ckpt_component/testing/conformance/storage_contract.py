@@ -165,6 +165,30 @@ class StorageContract:
         storage.remove_tree(os.path.join(root, "a"))
         assert storage.names(root) == []
 
+    def test_files_below_a_folder_and_which_of_them_are_one(self, tmp_path: Any) -> None:
+        storage, root = self.storage(tmp_path)
+        one, deep, other = (os.path.join(root, *names) for names in (["one"], ["a", "b", "deep"], ["other"]))
+        storage.make_folders(os.path.dirname(deep))
+        storage.make_folders(os.path.join(root, "empty"))
+        storage.write_new(one, b"abc")
+        storage.write_new(deep, b"de")
+        assert sorted((file.path, file.size) for file in storage.files_below(root)) == [(deep, 2), (one, 3)]
+        assert [file.path for file in storage.files_below(one)] == [one]
+        assert [*storage.files_below(os.path.join(root, "empty"))] == [*storage.files_below(other)] == []
+        alone = storage.file_at(one)
+        held = storage.hold(one)
+        # A store copies an object; of a file system, both paths lead to one file.
+        is_one = held is not None and storage.share(held, other) and local_files(storage) is not None
+        if held is None:
+            storage.write_new(other, b"abc")
+        else:
+            storage.release(held)
+        files = {file.path: file for file in storage.files_below(root)}
+        assert alone is not None
+        assert files[one].paths == alone.paths + is_one
+        assert (files[one].identity == files[other].identity) == is_one
+        assert files[deep].identity != files[one].identity
+
     def test_its_clock(self, tmp_path: Any) -> None:
         storage, root = self.storage(tmp_path)
         path = os.path.join(root, "file")
