@@ -31,6 +31,7 @@ NO, FAILED = 1, 2
 #: for readers of the code, and, for `--help`, what the command does and examples.
 COMMANDS = {
     "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
+    "du": ("du_command", "show what folders of checkpoints take, and what deleting a checkpoint would free"),
     "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
     "log": ("log_command", "show the runs of a folder: what each resumed from, changed, saved, and what failed"),
     "verify": ("verify_command", "compare all bytes of checkpoints with their checksums"),

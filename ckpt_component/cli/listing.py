@@ -15,6 +15,8 @@ from .roots import tree_bytes
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
 #: What only has the name of a checkpoint.
 UNKNOWN = "unknown"
+#: State -> the style of its row in a table; others have none.
+STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
 #: How many folders below an empty root the advice names.
 _FOLDERS = 5
 

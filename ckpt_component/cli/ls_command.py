@@ -18,11 +18,9 @@ from dataclasses import asdict
 from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.locate import is_url
 from ..core.storage.space import amount
-from .listing import COMMITTED, DAMAGED, DEBRIS, IN_PROGRESS, UNVERIFIED, Listed, advice, entries_of, what_text
+from .listing import COMMITTED, DAMAGED, DEBRIS, IN_PROGRESS, STYLES, UNVERIFIED, Listed, advice, entries_of, what_text
 from .output import Output
 from .text import Table, age_text, counted
-
-_STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +55,7 @@ def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:
     newest, best = root.newest, root.best
     rows = [("step", "age", "size", "ranks", "what"), *(_row(root, entry, newest, best) for entry in entries)]
     good = (COMMITTED, best)
-    styles = [_STYLES.get(entry.state, "green" if (entry.state, entry.step) == good else "") for entry in entries]
+    styles = [STYLES.get(entry.state, "green" if (entry.state, entry.step) == good else "") for entry in entries]
     yield from output.table(Table(rows, left=(4,)), styles)
     yield ""
     yield _summary(entries)

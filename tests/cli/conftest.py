@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,3 +78,23 @@ def saved_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(saved_root: Path, tmp_path: Path) -> Path:
     """A copy of `saved_root` to change."""
     return Path(shutil.copytree(saved_root, tmp_path / "checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def saved_sharing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints of steps 1 to 4 that share the file of a base of 1 MB. Copy it."""
+    root = tmp_path_factory.mktemp("sharing") / "run"
+    state = {"base": torch.randn(1 << 18), "adapter": torch.zeros(9000)}
+    overrides = ["checkpoint.save.at_end=false", "checkpoint.keep.last=null", "checkpoint.reuse.frozen=[base]"]
+    with build_manager("sync", overrides, dir=root) as manager:
+        for step in range(1, 5):
+            state["adapter"] += 1
+            manager.save(step, state)
+    return root
+
+
+@pytest.fixture
+def sharing(saved_sharing: Path, tmp_path: Path) -> Path:
+    """A copy of `saved_sharing` to change, whose checkpoints share files as well."""
+    subprocess.run(["cp", "-a", saved_sharing, tmp_path / "run"], check=True, timeout=20)
+    return tmp_path / "run"

@@ -129,9 +129,9 @@ def test_no_best_without_a_metric(tmp_path: Path) -> None:
         find_checkpoint(f"{tmp_path}@best")
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "log", "diff"])
+@pytest.mark.parametrize("command", ["ls", "du", "show", "log", "diff"])
 def test_starts_without_torch(command: str, root: Path) -> None:
-    arguments = [str(root)] if command in ("ls", "log") else [f"{root}@100"] * (2 if command == "diff" else 1)
+    arguments = [str(root)] if command in ("ls", "du", "log") else [f"{root}@100"] * (2 if command == "diff" else 1)
     code = (
         "import sys\nfrom ckpt_component.cli.app import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit as left: assert not left.code, left.code\n"

@@ -47,7 +47,7 @@ def test_texts(words: list[str], ckpt: Callable[..., Any], tmp_path: Path, monke
 
 
 def test_tables(ckpt: Callable[..., Any], root: Path, tmp_path: Path) -> None:
-    for words in (["ls"], ["show"], ["log"], ["verify"], ["diff", f"{root}@100"]):
+    for words in (["ls"], ["du"], ["du", root], ["show"], ["log"], ["verify"], ["diff", f"{root}@100"]):
         assert too_long(ckpt(*words, root).out, tmp_path) == []
     write_run(tmp_path / "run", ranks=2, failed=2, first=11)
     assert too_long(ckpt("report", tmp_path / "run", "--out", tmp_path / "out").out, tmp_path) == []
