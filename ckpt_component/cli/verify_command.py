@@ -1,8 +1,8 @@
-"""`ckpt verify CKPT|ROOT`: compare all bytes with their checksums.
+"""`ckpt verify CKPT|ROOT...`: compare all bytes with their checksums.
 
-Read a checkpoint, or all of a folder, and compare every byte with the checksums taken at the save. Needs no torch. Of
-other programs' checkpoints it checks sizes and structure, and the CRCs in files of torch.save. Exit code 1: something
-is damaged.
+Read checkpoints, or all of a folder, and compare every byte with the checksums taken at the save; a file that several
+of them share is read once. Needs no torch. Of other programs' checkpoints it checks sizes and structure, and the CRCs
+in files of torch.save. Exit code 1: something is damaged.
 
 example:
   ckpt verify checkpoints@200 --key 'model.*'
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,7 @@ from ..errors import CheckpointError, CheckpointUnreadableError, first_keys
 from .app import FAILED, NO
 from .output import Output
 from .roots import shown
+from .shared_files import CheckpointsOfFiles, SharedFiles
 from .text import counted
 from .verified_items import VerifiedItems
 
@@ -42,7 +44,8 @@ _NAMED = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("checkpoint", metavar="CKPT|ROOT", help="ROOT/iter_0000200, ROOT@newest, or all below ROOT")
+    help_text = "ROOT/iter_0000200, ROOT@newest, or all below ROOT"
+    parser.add_argument("checkpoints", nargs="+", metavar="CKPT|ROOT", help=help_text)
     parser.add_argument("--key", metavar="PATTERN", help="only keys that match, such as 'model.*', or are below it")
     parser.add_argument("--resume", action="store_true", help="continue a verification that was cut off")
 
@@ -54,16 +57,21 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
         CheckpointNotFoundError: there is no checkpoint, or no key matches
         CheckpointError: it cannot be verified here
     """
-    checkpoint, results = find_checkpoint(parsed.checkpoint, parsed.options), list[dict[str, Any]]()
-    paths = [checkpoint.path]
-    if checkpoint.root is not None and checkpoint.whole_root:  # all that are or should be checkpoints
-        paths = [path for _, path in sorted(checkpoint.root.paths.items())]
+    chosen: dict[str, Storage] = {}
+    for argument in parsed.checkpoints:
+        checkpoint = find_checkpoint(argument, parsed.options)
+        paths = [checkpoint.path]
+        if checkpoint.root is not None and checkpoint.whole_root:  # all that are or should be checkpoints
+            paths = [path for _, path in sorted(checkpoint.root.paths.items())]
+        chosen |= dict.fromkeys(paths, checkpoint.fs)
 
-    for path in paths:
+    results, intact = list[dict[str, Any]](), set[Hashable]()
+    users = CheckpointsOfFiles((fs, path) for path, fs in chosen.items())
+    for path, fs in chosen.items():
         try:
-            results.append(_verify(checkpoint.fs, path, parsed.key, parsed.resume))
+            results.append(_verify(fs, path, parsed.key, parsed.resume, intact, users))
         except CheckpointError as error:
-            if len(paths) == 1:
+            if len(chosen) == 1:
                 raise
             results.append({"path": path, "state": "unknown", "error": str(error), "damaged": []})
         output.show(_lines(results[-1], output))
@@ -73,7 +81,22 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
     return FAILED if any(result["state"] == "unknown" for result in results) else None
 
 
-def _verify(fs: Storage, path: str, pattern: str | None, resume: bool) -> dict[str, Any]:
+def _verify(
+    fs: Storage, path: str, pattern: str | None, resume: bool, intact: set[Hashable], users: CheckpointsOfFiles
+) -> dict[str, Any]:
+    """Verify one checkpoint.
+
+    Args:
+        fs: its storage
+        path: its path
+        pattern: of the keys to verify; None: all
+        resume: whether to leave out what an earlier command found intact
+        intact: what was found intact in files that checkpoints share, which is left out and added to
+        users: says which checkpoints damaged files are part of
+
+    Returns:
+        What was found, as values of JSON.
+    """
     started = time.perf_counter()
     inspection = inspect(fs, path)
     items, lost, damages = inspection.items, inspection.lost, inspection.damages
@@ -88,14 +111,22 @@ def _verify(fs: Storage, path: str, pattern: str | None, resume: bool) -> dict[s
         damages = [damage for damage in damages if damage.file not in others]
         result["keys"] = len(keys)
     verified = VerifiedItems(fs, inspection, resume=resume)
+    shared = SharedFiles(fs, inspection.folder, inspection.sizes)
     left = [item for item in items if item not in verified]
+    unread = [item for item in left if shared.bytes_of(item) not in intact]
+
+    def done(item: StoredRange) -> None:
+        verified.add(item)
+        if (same := shared.bytes_of(item)) is not None:
+            intact.add(same)
+
     try:
         verify_items(
             inspection.storage,
             inspection.folder,
-            left,
+            unread,
             damages.append,
-            done=verified.add,
+            done=done,
             progress=progress_bar,
             shared=False,
         )
@@ -104,20 +135,24 @@ def _verify(fs: Storage, path: str, pattern: str | None, resume: bool) -> dict[s
         logger.warning("cut off; to continue, add --resume to the command")
         raise
     verified.delete()
-    nbytes = sum(item.length for item in set(items))
+    nbytes, nbytes_left = (sum(item.length for item in set(group)) for group in (items, left))
     result |= {
         "state": "damaged" if damages else "verified" if inspection.verifiable else "unverified",
         "bytes": nbytes,
         "items": len(items),
         "files": len(inspection.sizes),
         "file_bytes": sum(inspection.sizes.values()),
-        "resumed_bytes": nbytes - sum(item.length for item in set(left)),
+        "resumed_bytes": nbytes - nbytes_left,
+        "shared_bytes": nbytes_left - sum(item.length for item in set(unread)),
         "seconds": round(time.perf_counter() - started, 3),
         "damaged": [],
     }
     if damages:
         keys_by_place = inspection.keys_by_place()
         result["damaged"] = [_described(damage, lost, keys_by_place) for damage in damages]
+        for each in result["damaged"]:
+            file = shared.get(each["file"])
+            each["also_in"] = [] if file is None else users.others(file, path)
     return result
 
 
@@ -148,7 +183,8 @@ def _lines(result: dict[str, Any], output: Output) -> Iterator[str]:
         data = f"{counted(result['keys'], 'key')}, {amount(result['bytes'])}"
     if not damaged and result["state"] == "verified":
         earlier = f", {amount(result['resumed_bytes'])} of it before" if result["resumed_bytes"] else ""
-        yield f"{path}: {output.style('verified', 'green')}, {data} in {result['seconds']:.2f} s{earlier}"
+        read = f", {amount(result['shared_bytes'])} of it shared and read above" if result["shared_bytes"] else ""
+        yield f"{path}: {output.style('verified', 'green')}, {data} in {result['seconds']:.2f} s{earlier}{read}"
     elif not damaged:
         yield (
             f"{path}: {output.style('unverified: no checksums', 'yellow')}; sizes and structure are right ({files}, "
@@ -164,3 +200,8 @@ def _lines(result: dict[str, Any], output: Output) -> Iterator[str]:
                 yield f"  {each['file']}, bytes {each['offset']} to {each['offset'] + each['length']}{keys}"
         if len(damaged) > _NAMED:
             yield f"  and {len(damaged) - _NAMED} more (--json lists all)"
+        shared = {each["file"]: each["also_in"] for each in damaged if each["also_in"]}
+        for file, others in shared.items():
+            beside = os.path.dirname(result["path"])
+            names = [os.path.basename(other) if os.path.dirname(other) == beside else shown(other) for other in others]
+            yield f"  {file} is damaged; the same file is part of {', '.join(names)}"

@@ -228,3 +228,42 @@ def test_nothing_to_verify(tmp_path: Path, ckpt: Ckpt) -> None:
     (tmp_path / "empty").mkdir()
     code, _, err = ckpt(tmp_path / "empty")
     assert code == 2 and "holds no checkpoint" in err
+
+
+def test_damage_in_a_file_names_all_checkpoints_that_share_it(sharing: Path, ckpt: Ckpt) -> None:
+    branch = sharing.parent / "branch"
+    shutil.copytree(sharing / MEGATRON.folder(3), branch / MEGATRON.folder(3), copy_function=os.link)
+    base = file_with(sharing / MEGATRON.folder(2), 1_000_000)
+    flip(base, 500_000)
+    line = f"{base.name} is damaged; the same file is part of iter_0000001, iter_0000003, iter_0000004"
+    code, out, _ = ckpt(f"{sharing}@2")
+    assert code == 1 and [text.strip() for text in out.splitlines()][-1] == line
+    code, out, _ = ckpt(sharing, branch, "--json")
+    found = json.loads(out)["checkpoints"]
+    assert code == 1 and [each["state"] for each in found] == ["damaged"] * 5
+    paths = [str(sharing / MEGATRON.folder(step)) for step in range(1, 5)]
+    assert found[0]["damaged"][0]["also_in"] == sorted([str(branch / MEGATRON.folder(3)), *paths[1:]])
+    assert found[4]["damaged"][0]["also_in"] == paths
+    flip(base, 500_000)
+    own = min(base.parent.glob("*.distcp"), key=lambda path: path.stat().st_nlink)
+    flip(own, own.stat().st_size // 2)
+    code, out, _ = ckpt(sharing)
+    assert code == 1 and out.count(": verified") == 3 and "is part of" not in out
+
+
+def test_a_file_that_checkpoints_share_is_read_once(
+    sharing: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read = []
+
+    def counted(fs: Any, folder: str, items: Any, report: Any, **more: Any) -> None:
+        read.append(sum(item.length for item in items))
+        genuine(fs, folder, items, report, **more)
+
+    genuine = verify_command.verify_items
+    monkeypatch.setattr(verify_command, "verify_items", counted)
+    code, out, _ = ckpt(sharing)
+    assert code == 0 and read[0] > 1_000_000 and max(read[1:]) < 100_000
+    assert out.count("verified") == 4 and out.count("MB of it shared and read above") == 3
+    read.clear()
+    assert ckpt(shutil.copytree(sharing, tmp_path / "copies"))[0] == 0 and min(read) > 1_000_000
