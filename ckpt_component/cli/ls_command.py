@@ -21,6 +21,7 @@ from ..core.storage.space import amount
 from .listing import COMMITTED, DAMAGED, DEBRIS, IN_PROGRESS, STYLES, UNVERIFIED, Listed, advice, entries_of, what_text
 from .output import Output
 from .text import Table, age_text, counted
+from .usage import files_in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,14 @@ def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:
     styles = [STYLES.get(entry.state, "green" if (entry.state, entry.step) == good else "") for entry in entries]
     yield from output.table(Table(rows, left=(4,)), styles)
     yield ""
-    yield _summary(entries)
+    yield _summary(entries) + ("; files are shared, see ckpt du" if _is_sharing(root, newest) else "")
+
+
+def _is_sharing(root: Root, newest: int | None) -> bool:
+    """Whether the newest checkpoint shares files; a look at all of them would take too long."""
+    if newest is None or is_url(root.path):
+        return False
+    return any(file.paths > 1 for file in files_in(root.fs, root.paths[newest]))
 
 
 def _row(root: Root, entry: Listed, newest: int | None, best: int | None) -> tuple[str, ...]:

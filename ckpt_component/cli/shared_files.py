@@ -12,7 +12,7 @@ from ..core.formats.checkpoints import Root
 from ..core.formats.rank_index import StoredRange
 from ..core.storage.locate import is_url
 from ..core.storage.storage import Storage, StoredFile
-from .usage import files_in
+from .usage import files_in, usage_of
 
 
 class SharedFiles:
@@ -31,6 +31,11 @@ class SharedFiles:
             if file is not None and file.paths > 1:
                 with suppress(FileNotFoundError):  # deleted just now
                     self._files[name] = file, fs.changed(file.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that deleting the checkpoint would not free."""
+        return usage_of(file for file, _ in self._files.values()).shared
 
     def get(self, name: str) -> StoredFile | None:
         """The file of this name, if it is shared."""

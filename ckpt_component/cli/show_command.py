@@ -26,6 +26,7 @@ from ..exporting.export import open_blocks
 from .key_tree import Line, lines_of, shape_text
 from .object_values import value_text
 from .output import Output, width
+from .shared_files import SharedFiles
 from .text import Table, age_text, counted, shortened
 
 #: Larger objects are not read, and of many only the first ones.
@@ -78,6 +79,7 @@ def _facts(index: Index) -> dict[str, Any]:
         "step": index.step,
         "ranks": index.world_size,
         "nbytes": index.nbytes,
+        "shared_bytes": SharedFiles(index.storage, index.folder, index.files).nbytes,
         "verified": index.verified,
         "checksum": next(iter(kinds), None),
         "created": created_of(manifest),
@@ -91,7 +93,12 @@ def _facts_line(known: Mapping[str, Any]) -> str:
     parts = [known["format"]]
     if known["ranks"] is not None:
         parts.append(counted(known["ranks"], "rank"))
-    parts += [amount(known["nbytes"]), counted(known["tensors"], "tensor"), counted(known["objects"], "object")]
+    shared = f" ({amount(known['shared_bytes'])} shared with others)" if known["shared_bytes"] else ""
+    parts += [
+        f"{amount(known['nbytes'])}{shared}",
+        counted(known["tensors"], "tensor"),
+        counted(known["objects"], "object"),
+    ]
     parts.append(f"checksums {known['checksum']}" if known["checksum"] else "no checksums")
     if known["created"] is not None:
         parts.append(f"committed {age_text(time.time() - known['created'])} ago")

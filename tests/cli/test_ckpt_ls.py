@@ -36,6 +36,11 @@ def test_lists_checkpoints_with_the_newest_and_the_best(ckpt: Callable[..., Any]
     assert abs(first["time"] - (root / "iter_0000100").stat().st_mtime) < 5
 
 
+def test_sizes_that_sum_to_more_than_is_taken(ckpt: Callable[..., Any], root: Path, sharing: Path) -> None:
+    assert ckpt("ls", sharing).out.endswith(" MB; files are shared, see ckpt du\n")
+    assert "share" not in ckpt("ls", root).out
+
+
 def test_says_what_else_is_there(ckpt: Callable[..., Any], root: Path) -> None:
     old = time.time() - 3600
     (root / "iter_0000100" / "__0_0.distcp").unlink()

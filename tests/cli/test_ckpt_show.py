@@ -36,6 +36,14 @@ def test_layers_are_folded_where_they_are_equal(ckpt: Callable[..., Any], root: 
     assert len(rows(ckpt("show", root, "--depth", 1).out)) == 3
 
 
+def test_what_is_shared_with_other_checkpoints(ckpt: Callable[..., Any], root: Path, sharing: Path) -> None:
+    facts = ckpt("show", f"{sharing}@4").out.splitlines()[1]
+    assert facts.startswith("dcp, 1 rank, 1.") and " MB shared with others), 2 tensors" in facts
+    data = ckpt("show", f"{sharing}@4", "--json").json
+    assert data["nbytes"] > data["shared_bytes"] > 1_000_000 > 100_000 > data["nbytes"] - data["shared_bytes"]
+    assert ckpt("show", root, "--json").json["shared_bytes"] == 0 and "with others" not in ckpt("show", root).out
+
+
 def test_a_layer_that_differs_stands_alone(ckpt: Callable[..., Any], tmp_path: Path) -> None:
     layers = {str(number): {"weight": torch.ones(4 + (number == 5))} for number in range(10)}
     build_checkpointer("sync").save({"layers": layers}, tmp_path / "step_7")
