@@ -95,5 +95,5 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("event", "run", "path", "target", "outcome", "error", "preset", "host"), _is_text),
     **dict.fromkeys(("rank", "world_size", "pid", "step", "first", "files", "items", "attempts"), _is_count),
     "lag_steps": _is_count,
-    **dict.fromkeys(("bytes", "host_memory_bytes", "stall_s", "lost_s", "gbps", "seconds"), _is_number),
+    **dict.fromkeys(("bytes", "reused", "host_memory_bytes", "stall_s", "lost_s", "gbps", "seconds"), _is_number),
 }

@@ -29,8 +29,8 @@ class OpenTelemetryListener(CheckpointListener):
 
     def on_committed(self, report: SaveReport) -> None:
         """Make the spans of the save."""
-        attributes = {"bytes": report.bytes, "stall_s": report.stall_s, "lost_s": report.lost_s}
-        self._make("checkpoint.save", report, {**attributes, "attempts": report.attempts})
+        names = ("bytes", "reused", "stall_s", "lost_s", "attempts")
+        self._make("checkpoint.save", report, {name: getattr(report, name) for name in names})
 
     def on_failed(self, report: SaveReport) -> None:
         """Make the spans of what there was of the save."""

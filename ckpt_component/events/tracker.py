@@ -54,6 +54,7 @@ class Tracker(CheckpointListener):
             "durable_s": report.committed_s,
             "gbps": report.write_gbps,
             "bytes": report.bytes,
+            "reused": report.reused,
             "attempts": report.attempts,
         }
         self._log(figures, report)

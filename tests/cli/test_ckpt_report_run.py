@@ -50,6 +50,26 @@ def test_it_shows_phases_failures_and_what_training_kept(tmp_path: Path, capsys:
 
 
 @pytest.mark.usefixtures("without_picture")
+def test_what_was_written_and_what_was_reused(
+    sharing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert ckpt(str(sharing), "--json") == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [save["reused"] > 1_000_000 for save in run["saves"]] == [False, True, True, True]
+    assert [save["bytes"] > 1_000_000 for save in run["saves"]] == [True, False, False, False]
+    assert run["reused"] == sum(save["reused"] for save in run["saves"])
+    assert ckpt(str(sharing)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and lines[-2].startswith("reused: ")
+    assert any(line.startswith("saves: 4 committed, 1.") and line.endswith(" MB reused") for line in lines)
+    (header,) = [line.split() for line in lines if line.startswith("step ")]
+    assert header[:4] == ["step", "outcome", "written", "reused"]
+    write_run(tmp_path / "older")  # an earlier release did not record it
+    assert ckpt(str(tmp_path / "older")) == 0 and "reused" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_picture")
 def test_json_has_every_run_and_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     end = write_run(tmp_path, saves=1)
     write_run(tmp_path, first=11, began=end + 5)

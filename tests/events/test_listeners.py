@@ -17,7 +17,8 @@ from ckpt_component.config.hydra.parts import LISTENERS
 from ckpt_component.errors import CheckpointConfigError
 
 QUICK = ("checkpoint.writer.io=buffered", "checkpoint.durability=process_crash", "checkpoint.save.at_end=false")
-LOGGED = {f"checkpoint/{name}" for name in ("stall_s", "lost_s", "staged_s", "durable_s", "gbps", "bytes", "attempts")}
+FIGURES = ("stall_s", "lost_s", "staged_s", "durable_s", "gbps", "bytes", "reused", "attempts")
+LOGGED = {f"checkpoint/{name}" for name in FIGURES}
 
 
 def trained(root: Path, *overrides: str, listener: Any = None) -> None:

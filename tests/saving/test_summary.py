@@ -85,6 +85,15 @@ def test_a_run_that_saved_ends_with_one_line(
     assert len(closing_lines(caplog)) == 1
 
 
+def test_the_line_says_what_was_not_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt_component")
+    with manager_in(tmp_path, "checkpoint.reuse.frozen=[base]", preset="sync") as manager:
+        for step in (1, 2):
+            manager.save(step, {"base": torch.ones(50_000), "step": step})
+    (line,) = closing_lines(caplog)
+    assert 200_000 < manager.reports[1].reused < 250_000 and " MB written and 0.20 MB reused, " in line
+
+
 def test_there_is_no_line_where_nothing_was_saved_and_no_report_without_events(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

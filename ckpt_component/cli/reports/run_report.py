@@ -28,7 +28,7 @@ _COLUMNS = {
     "lost": ("lost_s",),
 }
 #: Columns that make way in this order where lines would be too long; `--json` has them.
-_SPARED = ("queue", "sync", "commit", "rate")
+_SPARED = ("queue", "sync", "commit", "rate", "reused")
 _MEANING = (
     "stall: training waited; stage: planned and copied to memory; queue: waited for memory and the writer; write, "
     "sync: to the disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and "
@@ -62,6 +62,8 @@ def blocks(
     if len(listed) < len(saves):
         yield f"the last {len(listed)} of {len(saves)} saves; --json has all"
     yield _MEANING
+    if any(save["reused"] for save in listed):
+        yield "reused: unchanged since the save before, whose files the checkpoint shares"
     for save in listed:
         if save["error"] is not None:
             yield f"step {save['step']} {save['outcome']}: {save['error']}"
@@ -85,7 +87,8 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     counts = [f"{run['committed']} committed"]
     counts += [f"{run[name]} {name}" for name in ("failed", "skipped", "retried") if run[name]]
     written = f", {amount(run['bytes'])} at {rate(run['gbps'] * 1e9)}" if run["gbps"] else ""
-    yield f"saves: {', '.join(counts)}{written}"
+    reused = f", {amount(run['reused'])} reused" if run["reused"] else ""
+    yield f"saves: {', '.join(counts)}{written}{reused}"
     yield from _uploads(run["uploads"])
     for load in run["loads"]:
         if load["error"] is not None:
@@ -108,12 +111,15 @@ def _uploads(uploads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _saves_table(saves: Sequence[Mapping[str, Any]]) -> Table:
-    lines = [["step", "outcome", "size", "rate", *_COLUMNS]]
+    is_reusing = any(save["reused"] for save in saves)
+    sizes = ["written", "reused"] if is_reusing else ["size"]
+    lines = [["step", "outcome", *sizes, "rate", *_COLUMNS]]
     for save in saves:
         written = "-" if save["gbps"] is None else rate(save["gbps"] * 1e9)
         known = [[save[key] for key in keys if save[key] is not None] for keys in _COLUMNS.values()]
         times = [duration(sum(seconds)) if seconds else "-" for seconds in known]
-        lines.append([str(save["step"]), save["outcome"], amount(save["bytes"]), written, *times])
+        reused = [amount(save["reused"])] * is_reusing
+        lines.append([str(save["step"]), save["outcome"], amount(save["bytes"]), *reused, written, *times])
     return Table(lines, left=(1,), spared=_SPARED)
 
 

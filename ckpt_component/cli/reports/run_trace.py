@@ -95,7 +95,7 @@ def _of_rank(log: RankLog, since: float, origin: float) -> Iterator[dict[str, An
 
 
 def _details(save: RecordedSave) -> dict[str, Any]:
-    names = ("path", "outcome", "error", "bytes", "attempts", "stall_s", "lost_s")
+    names = ("path", "outcome", "error", "bytes", "reused", "attempts", "stall_s", "lost_s")
     write_s = save.phase_s("write", "sync")
     rate = {"GB/s": round(save.bytes / 1e9 / write_s, 3)} if write_s else {}
     return {**{name: getattr(save, name) for name in names}, **rate}
