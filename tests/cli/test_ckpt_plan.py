@@ -90,14 +90,15 @@ class Machine:
             return written + 0.02, spans
         return 0.005 if self.preset == "async_zero_overhead" else copied, {**spans, "stage": [0.005, copied]}
 
-    def events(self, folder: Path, sizes: list[float], ranks: int = 1) -> None:
+    def events(self, folder: Path, sizes: list[float], ranks: int = 1, reused: float | None = None) -> None:
+        """Write the events of runs; `reused`: the part that saves did not write, None: as earlier releases recorded."""
         (folder / "events").mkdir()
         for rank in range(ranks):
-            lines = list(self._events(sizes, rank, ranks))
+            lines = list(self._events(sizes, rank, ranks, reused))
             text = "".join(f"{json.dumps({**line, 'rank': rank})}\n" for line in lines)
             (folder / "events" / f"rank-{rank:05d}.jsonl").write_text(text + '{"event": "sa')
 
-    def _events(self, sizes: list[float], rank: int, ranks: int) -> Iterator[dict[str, Any]]:
+    def _events(self, sizes: list[float], rank: int, ranks: int, reused: float | None) -> Iterator[dict[str, Any]]:
         for run, size in enumerate(sizes):
             about = {"host": "here", "world_size": ranks, "preset": self.preset}
             yield {"event": "run", "time": 1, "run": str(run), **about}
@@ -112,7 +113,8 @@ class Machine:
                     "path": f"iter_{step}",
                     "outcome": "committed",
                     "attempts": 1,
-                    "bytes": size / ranks,
+                    "bytes": (1 - (reused or 0)) * size / ranks,
+                    **({} if reused is None else {"reused": reused * size / ranks}),
                     "stall_s": stall + slow,
                     "lost_s": stall + slow,
                     "spans": {name: [begin + slow, end + slow] for name, (begin, end) in spans.items()},
@@ -163,6 +165,23 @@ def test_two_runs_are_better_than_one(capsys: pytest.CaptureFixture[str], tmp_pa
     one, other = (("--measured", str(tmp_path / name)) for name in "ab")
     assert figures(capsys, "--state", "8GB", *one)["durable"] == pytest.approx(8 * 0.6 + 0.01)
     assert figures(capsys, "--state", "8GB", *one, *other)["durable"] == pytest.approx(0.1 + 4 + 0.01)
+
+
+def test_what_a_run_reused_is_not_planned_to_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, share in (("all", 1.0), ("part", 0.1)):
+        (tmp_path / name).mkdir()
+        machine = Machine()
+        spans = {"stage": [0.0, 0.4], "write": [0.4, 0.4 + share * 2], "commit": [0.4 + share * 2, 0.42 + share * 2]}
+        machine.save = lambda _, spans=spans: (0.4, spans)  # type: ignore[method-assign, misc]
+        machine.events(tmp_path / name, [4e9], reused=1 - share)
+    whole, part = (figures(capsys, "--state", "8GB", "--measured", str(tmp_path / name)) for name in ("all", "part"))
+    assert [each["storage rate"] for each in (whole, part)] == pytest.approx([2e9, 2e9])
+    assert [each["stall"] for each in (whole, part)] == pytest.approx([0.8, 0.8])
+    assert "written per save" not in whole and part["written per save"] == pytest.approx(0.8e9)
+    assert whole["durable"] == pytest.approx(0.82 + 4) and part["durable"] == pytest.approx(0.82 + 0.4)
+    given = figures(capsys, "--state", "8GB", "--measured", str(tmp_path / "part"), "--storage-gbps", "1")
+    assert given["durable"] == pytest.approx(0.82 + 0.8)
+    assert given["storage rate needed"] == pytest.approx(0.8e9 / (given["best interval"] or 0))
 
 
 def test_overlap_that_the_stager_gave_up_is_not_planned_with(

@@ -26,7 +26,8 @@ class Sample(NamedTuple):
     """One save, or the medians of several, of its slowest rank. Seconds since the call.
 
     Attributes:
-        nbytes: bytes of the largest rank
+        nbytes: bytes of the largest rank, written and reused
+        written: bytes that a rank wrote, at most
         ranks: number of ranks
         hosts: number of hosts
         stall: how long the call blocked training before the write began
@@ -37,6 +38,7 @@ class Sample(NamedTuple):
     """
 
     nbytes: float
+    written: float
     ranks: float
     hosts: float
     stall: float
@@ -55,6 +57,7 @@ class Rates:
         copy: seconds per byte of the copy
         fixed: fixed part of the time until durable, besides `call`
         write: seconds per byte of writing, while all ranks of a host write
+        written: part of the bytes that is written; the rest is reused from the save before
         lost: training lost per second of copy time beyond the stall
         ranks_per_host: in the measured run
         source: where the figures are from, for people
@@ -65,6 +68,7 @@ class Rates:
     copy: float
     fixed: float
     write: float
+    written: float
     lost: float
     ranks_per_host: float
     source: str
@@ -85,18 +89,19 @@ def measured_rates(folders: Sequence[Path], preset: str) -> Rates:
     least, most = min(save.nbytes for save in saves), max(save.nbytes for save in saves)
     small = _median([save for save in saves if save.nbytes <= least * _NEAR])
     large = _median([save for save in saves if save.nbytes >= most / _NEAR])
-    copy, write = large.copy / large.nbytes, large.write / large.nbytes
+    copy, write = large.copy / large.nbytes, large.write / large.written
     if large.nbytes >= _APART * small.nbytes:
-        more = large.nbytes - small.nbytes
-        copy = max(large.copy - small.copy, 0) / more or copy
-        write = max(large.write - small.write, 0) / more or write
+        copy = max(large.copy - small.copy, 0) / (large.nbytes - small.nbytes) or copy
+    if large.written >= _APART * small.written:
+        write = max(large.write - small.write, 0) / (large.written - small.written) or write
     # Parts that do not grow with the size; below zero if a larger size takes more than its share.
     awaited = large.stall >= _AWAITED * large.copy
     return Rates(
         call=large.stall - (copy * large.nbytes if awaited else 0),
         copy=copy,
-        fixed=large.durable - large.stall - (0 if awaited else large.copy) - write * large.nbytes,
+        fixed=large.durable - large.stall - (0 if awaited else large.copy) - write * large.written,
         write=write,
+        written=large.written / large.nbytes,
         lost=max(large.lost - large.stall, 0) / large.copy if large.copy else 0.0,
         ranks_per_host=large.ranks / large.hosts,
         source=f"{len(saves)} saves in {', '.join(map(str, folders))}",
@@ -129,7 +134,8 @@ def _in_one_go(record: RecordedSave) -> bool:
 
 def _sample(save: Sequence[RecordedSave], hosts: int) -> Sample:
     return Sample(
-        nbytes=max(rank.bytes for rank in save),
+        nbytes=max(rank.bytes + rank.reused for rank in save),
+        written=max(rank.bytes for rank in save),
         ranks=len(save),
         hosts=hosts,
         # A call can return after the write has begun; that part is in `write`.

@@ -20,6 +20,7 @@ _COPY, RESTART_S = 10e9, 300.0
 
 #: Seconds: a save that costs nothing would have no best interval.
 _LEAST_LOSS = 1e-3
+_WRITTEN = "the part of the state that the measured run wrote; it reused the rest"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def plan(scenario: Scenario) -> list[Forecast]:
     # The stager awaits its copies where those beside the steps cost more.
     overlapped = parts["stager"] == "zero_overhead" and not (rates and rates.awaited)
     rate, source = _storage(scenario)
-    write = None if rate is None else scenario.state / rate
+    written = scenario.state * (rates.written if rates else 1.0)
+    of_state = "state" if written == scenario.state else "written per save"
+    write = None if rate is None else written / rate
     call = max(call, -copy)  # the line through two sizes may cut below zero; a small state does not
     durable = None if write is None else max(call + copy + write + fixed, write)
     awaits_write = parts["caller"] == "inline"
@@ -112,14 +115,15 @@ def plan(scenario: Scenario) -> list[Forecast]:
         Forecast("stall", stall, "s", stalled),
         *([Forecast("copy beside steps", copy, "s", copy_source)] if overlapped else []),
         Forecast("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
+        *([Forecast(of_state, written, "bytes", _WRITTEN)] if written < scenario.state else []),
         Forecast("storage rate", rate, "bytes/s", source),
-        Forecast("durable", durable, "s", "call + copy + state / storage rate + vote and commit"),
+        Forecast("durable", durable, "s", f"call + copy + {of_state} / storage rate + vote and commit"),
         Forecast(
             "MTBF", mtbf, "s", "--mtbf" if scenario.mtbf else "6.5 failures in 1,000 host-days (arXiv:2410.21680)"
         ),
         Forecast("restart", scenario.restart_s, "s", "detect, start, load: --restart-s"),
         Forecast("best interval", best, "s", bound),
-        Forecast("storage rate needed", None if best is None else scenario.state / best, "bytes/s", "state / interval"),
+        Forecast("storage rate needed", None if best is None else written / best, "bytes/s", f"{of_state} / interval"),
         Forecast("training", training, "of the time", "Daly 2006"),
     ]
 
