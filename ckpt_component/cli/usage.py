@@ -1,4 +1,4 @@
-"""The room that files take. Checkpoints of a run may share files: several paths then lead to one file."""
+"""The room that files take. Checkpoints may share files: several paths then lead to one file."""
 
 from __future__ import annotations
 

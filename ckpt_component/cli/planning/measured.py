@@ -57,7 +57,7 @@ class Rates:
         copy: seconds per byte of the copy
         fixed: fixed part of the time until durable, besides `call`
         write: seconds per byte of writing, while all ranks of a host write
-        written: part of the bytes that is written; the rest is reused from the save before
+        written: part of the bytes that is written; the rest is reused from earlier checkpoints
         lost: training lost per second of copy time beyond the stall
         ranks_per_host: in the measured run
         source: where the figures are from, for people

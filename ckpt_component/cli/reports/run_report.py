@@ -63,7 +63,7 @@ def blocks(
         yield f"the last {len(listed)} of {len(saves)} saves; --json has all"
     yield _MEANING
     if any(save["reused"] for save in listed):
-        yield "reused: unchanged since the save before, whose files the checkpoint shares"
+        yield "reused: not written, because an earlier checkpoint has the same files"
     for save in listed:
         if save["error"] is not None:
             yield f"step {save['step']} {save['outcome']}: {save['error']}"
