@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import gc
 import os
 import signal
 import time
@@ -22,6 +23,8 @@ from strides import STRIDE_OFFSET
 
 # Before torch is imported anywhere: the same number of threads on every machine, so that runs are alike.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# A thread that has nothing to do leaves its core to other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # torch's stores ask for the name of 127.0.0.1 at every connection, and where an answer got lost, again after 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
@@ -87,6 +90,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         for mark in sorted(left)[-1:]:
             item.add_marker(pytest.mark.skip(f"{mark}: {_OPTIONS[mark]} runs it"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep torch and the tests themselves out of every collection of garbage."""
+    gc.freeze()
 
 
 def _path_of(argument: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -315,6 +316,7 @@ def _serve(modules: Sequence[str], adopts: bool, private: bool) -> None:
         importlib.import_module(module)
     if private:
         _know_the_loopback()
+    gc.freeze()  # what all children share: none of them goes through it, and copies its pages
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)
