@@ -105,6 +105,7 @@ def test_a_signal_that_torchrun_forwards_is_followed_by_a_save(
     assert not any(map(psutil.pid_exists, ranks))
 
 
+@pytest.mark.soak
 def test_a_grace_period_that_is_too_short_leaves_the_checkpoint_before(jobs: list[Job], tmp_path: Path) -> None:
     jobs.append(job := Job(tmp_path, "--shutdown-timeout=0"))
     job.ranks()

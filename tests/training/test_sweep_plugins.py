@@ -73,17 +73,6 @@ def test_joblib_reports_once_and_says_which_jobs_shared_a_disk(sweep: Sweep, fol
     assert len(list(folder.glob("*/checkpoints/iter_0000006"))) == 2
 
 
-@needs("hydra_joblib_launcher")
-def test_jobs_in_other_processes_do_not_meet_in_one_folder(sweep: Sweep, folder: Path, tmp_path: Path) -> None:
-    code, output = sweep(
-        "sweep_joblib", "checkpoint/writer=dcp", "checkpoint.writer.workers=1,2", f"checkpoint.dir={tmp_path}/same"
-    )
-    assert code == 0, output
-    statuses = sorted((row["status"], row["reason"]) for row in rows_of(output, folder).values())
-    assert [status for status, _ in statuses] == ["completed", "skipped"]
-    assert f"checkpoint.dir={tmp_path}/same is also the folder of another job of this multirun" in statuses[1][1]
-
-
 @needs("hydra_submitit_launcher")
 def test_submitit_reports_once(sweep: Sweep, folder: Path) -> None:
     words = ("checkpoint/writer=dcp,safetensors", "checkpoint.writer.workers=1,0", "train.steps=4")
@@ -122,12 +111,3 @@ def test_optuna_minimises_stall_and_durable_time(sweep: Sweep, folder: Path) -> 
     [solution] = OmegaConf.load(folder / "optimization_results.yaml").solutions
     assert solution.params == {"checkpoint/writer": "dcp", "checkpoint/stager": "shared_memory"}
     assert list(solution["values"]) == [pytest.approx(float(row[name])) for name in ("stall_s", "durable_s")]
-
-
-@needs("hydra_optuna_sweeper")
-def test_optuna_takes_one_objective_too(sweep: Sweep, folder: Path) -> None:
-    words = (*RANDOM, "hydra.sweeper.n_trials=1", "objectives=durable_s", "hydra.sweeper.direction=minimize")
-    code, output = sweep("tune_optuna", *words)
-    assert code == 0, output
-    [row] = rows_of(output, folder).values()
-    assert OmegaConf.load(folder / "optimization_results.yaml").best_value == pytest.approx(float(row["durable_s"]))

@@ -181,7 +181,8 @@ def end(torchrun: subprocess.Popen[str]) -> None:
     torchrun.kill()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.soak), "tp"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ddp", "tp"])
 def test_sigterm_to_all_processes_saves_once_and_leaves_in_time(
     start: Started, train: Callable[..., tuple[int, str]], tmp_path: Path, kind: str
 ) -> None:
