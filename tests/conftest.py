@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(f"{mark}: {_OPTIONS[mark]} runs it"))
 
 
-def pytest_collection_finish() -> None:
-    """Keep torch and the tests themselves out of every collection of garbage."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep torch and the tests themselves out of collections of garbage: nothing of them is."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _path_of(argument: str) -> str:

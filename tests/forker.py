@@ -309,6 +309,7 @@ def _know_the_loopback() -> None:
 def _serve(modules: Sequence[str], adopts: bool, private: bool) -> None:
     if adopts:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    gc.disable()
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[:0] = [path for path in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
@@ -317,6 +318,7 @@ def _serve(modules: Sequence[str], adopts: bool, private: bool) -> None:
     if private:
         _know_the_loopback()
     gc.freeze()  # what all children share: none of them goes through it, and copies its pages
+    gc.enable()
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)
