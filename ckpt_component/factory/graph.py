@@ -35,7 +35,8 @@ from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
-from ..core.image.apart_files import FileBytes, FileReuse, Find, KeptFile
+from ..core.image.apart_files import FileBytes, KeptFile
+from ..core.image.file_reuse import FileReuse, Find
 from ..core.options import Commit, Durability, OnLag, ReuseMode
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.steady import SteadyTensors
@@ -54,7 +55,7 @@ from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
 from ..stagers.base import Stager
-from ..writers.base import Writer, as_writer
+from ..writers.base import PlansApart, Writer, as_writer
 from .git_commit import commit_of
 from .recorded_config import recorded_config
 from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
@@ -280,7 +281,7 @@ def _build_graph(
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
     reuse = FileReuse(None)
-    if settings.reuse.mode is ReuseMode.auto:
+    if settings.reuse.mode is ReuseMode.auto and isinstance(writer, PlansApart):
         reuse = FileReuse(SteadyTensors(settings.reuse.frozen), find, writer.algorithm)
     stager.connect(
         writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.coordination import Coordinator
-from ..core.image.apart_files import ApartFiles, FileReuse
+from ..core.image.apart_files import ApartFiles
 from ..core.image.arena import Arena
+from ..core.image.file_reuse import FileReuse
 from ..core.image.layout import Layout
 from ..core.memory.gc_control import collector_paused
 from ..core.state.dedup import Selection, Share

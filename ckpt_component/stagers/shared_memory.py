@@ -12,10 +12,11 @@ import psutil
 import torch
 
 from ..core.coordination import Coordinator
-from ..core.image.apart_files import ApartFiles, FileReuse
+from ..core.image.apart_files import ApartFiles
 from ..core.image.arena import Arena
 from ..core.image.arena_pool import ArenaPool
 from ..core.image.copy import CopyPlan, CopyTasks, sources_of
+from ..core.image.file_reuse import FileReuse
 from ..core.image.layout import Layout
 from ..core.memory.gc_control import collector_paused
 from ..core.options import ARENAS

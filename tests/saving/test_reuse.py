@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import shutil
@@ -422,3 +423,23 @@ def test_files_are_shared_in_one_storage_only(tmp_path: Path) -> None:
             checkpointer.load(path, found)
             assert all(torch.equal(found["base"][name], value) for name, value in training.base.items())
     assert shared(tmp_path / "three", tmp_path / "four") and not shared(tmp_path / "one", tmp_path / "three")
+
+
+def test_a_writer_that_shares_nothing_plans_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    training = Training(tmp_path, "sync", "checkpoint/writer=safetensors")
+    with training.manager() as manager:
+        assert all(training.save(manager) > BASE_BYTES for _ in range(4))
+    assert "the structure changed" not in caplog.text
+
+
+def test_a_pattern_that_matches_nothing_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(tmp_path, "sync", "checkpoint.reuse.frozen=[base.*,bse.layer1]")
+    with training.manager() as manager:
+        for _ in range(3):
+            training.save(manager)
+    (line,) = [record.getMessage() for record in caplog.records if "reuse.frozen" in record.getMessage()]
+    assert line == (
+        "checkpoint.reuse.frozen: 'bse.layer1' matches no tensor of 64 KB or more on this rank; did you mean "
+        "'base.layer1'?"
+    )

@@ -7,16 +7,20 @@ An expectation only decides which file a tensor's bytes are in. Whether they are
 from __future__ import annotations
 
 import fnmatch
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ..spelling import closest
 from .flatten import FlatState
 from .paths import Path, key_of
 from .shards import local_parts
 from .structure import Structure
+
+logger = logging.getLogger("ckpt_component.state")
 
 #: Smaller tensors are not worth a place in a file of their own.
 _LARGE_BYTES = 64 << 10
@@ -59,7 +63,7 @@ class SteadyTensors:
     """
 
     def __init__(self, declared: Sequence[str] = ()) -> None:
-        self._declared = declared
+        self._declared = self._unchecked = tuple(declared)
         self._groups: list[list[Name]] = []
         self._members: set[Name] = set()
         #: The observed structure, names and numbers of its large tensors, numbers of some others, and their marks.
@@ -122,13 +126,12 @@ class SteadyTensors:
             For each group, numbers of entries in `structure.stored`.
         """
         large = _large_in(structure)
-        place_of = {
-            name: place for place, entry in enumerate(structure.stored) for name in (name_of(structure, place),)
-        }
+        place_of = {name_of(structure, place): place for place in range(len(structure.stored))}
         with self._lock:
             changed, self._changed = self._changed, set()
         for name in changed:
             self._needed[name], self._same[name] = 2 * self._needed.get(name, 1), 0
+        self._check_declared(large)
         frozen = _frozen_pointers(flat)
         expected = [
             name
@@ -159,6 +162,17 @@ class SteadyTensors:
 
     def _is_calm(self, name: Name) -> bool:
         return self._same.get(name, 0) >= self._needed.get(name, 1)
+
+    def _check_declared(self, large: Sequence[tuple[Name, int]]) -> None:
+        """Warn, once, of patterns that match nothing."""
+        unchecked, self._unchecked = self._unchecked, ()
+        keys = [key_of(name[0]) for name, _ in large] if unchecked else []
+        for pattern in unchecked:
+            if not fnmatch.filter(keys, pattern):
+                guess = closest(pattern, keys)
+                hint = "" if guess is None else f"; did you mean '{guess}'?"
+                text = "checkpoint.reuse.frozen: '%s' matches no tensor of %d KB or more on this rank%s"
+                logger.warning(text, pattern, _LARGE_BYTES >> 10, hint)
 
     def _is_declared(self, name: Name) -> bool:
         key = key_of(name[0])

@@ -1,0 +1,125 @@
+"""Which files a checkpointer's snapshots share: with the last checkpoint, or with others that have the same bytes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..state.flatten import FlatState
+from ..state.paths import key_of
+from ..state.steady import SteadyTensors
+from ..state.structure import Structure
+from ..storage.storage import Storage
+from .apart_files import ApartFiles, FileBytes, KeptFile, Read, find_hash
+from .layout import Layout
+
+logger = logging.getLogger("ckpt_component.image")
+
+#: Looks for files with given bytes, by any number, in a storage; returns those that it has found and compared.
+Find = Callable[[Mapping[int, FileBytes], Storage], Mapping[int, KeptFile]]
+
+
+class FileReuse:
+    """Decides which files a checkpointer's snapshots share with the last committed one.
+
+    The training thread calls `group`, `observe` and `look`; the save thread calls `settle` and `committed`.
+
+    Args:
+        steady: which tensors are expected to keep their values; None: no files are shared
+        find: looks in other checkpoints for files that the last one does not have
+        checksum: algorithm of the items' checksums
+    """
+
+    def __init__(
+        self,
+        steady: SteadyTensors | None,
+        find: Find = lambda wanted, storage: {},
+        checksum: str = "",
+    ) -> None:
+        self._steady = steady
+        self._find = find
+        self._checksum = checksum
+        self._lock = threading.Lock()
+        #: The files of the last committed checkpoint by key, and the marks of their tensors then.
+        self._kept: dict[Any, KeptFile] = {}
+        self._marks: dict[Any, Sequence[Any]] = {}
+        self._storage: Storage | None = None
+
+    def _kept_in(self, storage: Storage | None) -> dict[Any, KeptFile]:
+        return self._kept if storage is self._storage else {}
+
+    def observe(self, structure: Structure, flat: FlatState) -> bool:
+        """See `SteadyTensors.observe`."""
+        steady = self._steady  # the save thread may find out that nothing can be shared
+        return steady is not None and steady.observe(structure, flat)
+
+    def group(self, structure: Structure, flat: FlatState) -> list[list[int]]:
+        """See `SteadyTensors.group`."""
+        steady = self._steady
+        return [] if steady is None else steady.group(structure, flat)
+
+    def look(self, layout: Layout, flat: FlatState, storage: Storage | None) -> ApartFiles | None:
+        """Find the files that a snapshot may share; None if it has no files of steady tensors.
+
+        Args:
+            layout: of the snapshot
+            flat: the state
+            storage: where it is saved; files are shared in one storage only
+        """
+        if self._steady is None or not layout.apart:
+            return None
+        with self._lock:
+            kept, marks = self._kept_in(storage), self._marks
+        return ApartFiles(layout, flat, kept, marks, in_place=find_hash()[1])
+
+    def settle(self, files: ApartFiles, read: Read, storage: Storage) -> None:
+        """Decide which files of a complete snapshot are shared.
+
+        Args:
+            files: of the snapshot
+            read: returns bytes [start, end) of its image
+            storage: where it is saved
+        """
+        kept = self._kept_in(storage)
+        files.renew(kept)
+        changed = files.settle(read, kept)
+        if changed and self._steady is not None:
+            self._steady.report_changed(changed)
+            more = f" and {len(changed) - 3} more" if changed[3:] else ""
+            names = ", ".join(f"'{key_of(path)}'" for path, _ in changed[:3])
+            logger.info("changed after it was the same in earlier saves: %s%s", names, more)
+        unknown = files.unknown(kept, self._checksum)
+        if unknown:
+            files.proved.update(self._find(unknown, storage))
+
+    def committed(self, files: ApartFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
+        """Remember the files of a committed checkpoint, for the next snapshot.
+
+        Args:
+            files: of the snapshot that was committed
+            storage: of the checkpoint
+            folder: the checkpoint
+            written: see `ApartFiles.keep`
+        """
+        try:
+            kept = files.keep(storage, folder, written)
+        except OSError as error:  # the checkpoint is whole; only the next one has to write everything
+            logger.warning("the next checkpoint shares no files with %s: %s", folder, error)
+            kept = {}
+        if kept is None:
+            self._steady, kept = None, {}
+        marks = dict(zip(kept, files.marks.values(), strict=False))
+        with self._lock:
+            self._kept, self._marks, self._storage = kept, marks, storage
+
+    def failed(self, files: ApartFiles) -> None:
+        """A snapshot was not committed. What it shares may be why: then the next one writes everything."""
+        if any(isinstance(entry.held, str) for entry in files.proved.values()):
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the files that no snapshot refers to."""
+        with self._lock:
+            self._kept, self._marks = {}, {}
