@@ -427,7 +427,7 @@ def test_files_are_shared_in_one_storage_only(tmp_path: Path) -> None:
 
 def test_a_writer_that_shares_nothing_plans_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    training = Training(tmp_path, "sync", "checkpoint/writer=safetensors")
+    training = Training(tmp_path, "sync", "checkpoint/writer=torch_save")
     with training.manager() as manager:
         assert all(training.save(manager) > BASE_BYTES for _ in range(4))
     assert "the structure changed" not in caplog.text
