@@ -216,4 +216,5 @@ class TinyFiles(WriteCaller):
             files.append({"name": name, "size": 2, "crc32": 0})
         now = time.perf_counter()
         times = {"seconds": 0.0, "began": now, "synced_from": now}
-        return {"rank": request.rank, "files": files, "bytes": 4, "io": "buffered", **times}
+        reuse: dict[str, Any] = {"sums": [], "shared": 0, "copied": []}
+        return {"rank": request.rank, "files": files, "bytes": 4, "io": "buffered", **times, **reuse}
