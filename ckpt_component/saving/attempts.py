@@ -34,7 +34,7 @@ from ..errors import (
 )
 from ..writers.base import Writer
 from .context import SaveContext
-from .planning import RankIndexes, SavePlanner
+from .planning import RankIndexes
 from .records import Committed, SaveRequest, Staged, Written, report_of
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,12 @@ class SaveAttempts:
     Args:
         caller: who runs the write request
         writer: the format
-        planner: warns of what differs by rank
         context: what is the same for all saves
     """
 
-    def __init__(self, caller: WriteCaller, writer: Writer, planner: SavePlanner, context: SaveContext) -> None:
+    def __init__(self, caller: WriteCaller, writer: Writer, context: SaveContext) -> None:
         self._caller = caller
         self._writer = writer
-        self._planner = planner
         self._context = context
         self._ranks = context.ranks
         self._leads = context.ranks.is_leader
@@ -130,8 +128,8 @@ class SaveAttempts:
                 message["digests"] = staged.comparison.message
         make_folder = partial(self._make_folder, staged.admitted.request, attempt, locks)
         different = self._ranks.decide(f"{attempt.token}/begin", message, make_folder, deadline)
-        if different:
-            self._planner.warn_of_lost(staged.comparison, different)
+        if different and staged.comparison is not None:
+            staged.comparison.warn_of_lost(different)
 
     def _make_folder(
         self, request: SaveRequest, attempt: Attempt, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]

@@ -76,7 +76,7 @@ class SavePipeline:
         self._single_file = writer.single_file
         self._planner = SavePlanner(stager, writer, context)
         self._admission = SaveAdmission(self._planner, stager, self.saves, context)
-        self._attempts = SaveAttempts(caller, writer, self._planner, context)
+        self._attempts = SaveAttempts(caller, writer, context)
         self._retries = RetryLoop(context.ranks, context.policy, context.timeouts.stage)
         self._failures = ConsecutiveFailures(context.policy.give_up_after)
         #: For the save thread. A task's arguments would keep a snapshot alive until the task has ended.

@@ -1,14 +1,11 @@
-"""How the ranks agree, once per structure, on what each of them stores, and whether their replicas are equal."""
+"""How the ranks agree, once per structure, on what each of them stores."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from ..core.memory.gc_control import collector_paused, give_back_freed
 from ..core.state.dedup import holdings, share_out
@@ -17,25 +14,8 @@ from ..core.writing.request import EncodedSave
 from ..errors import ranks_failed
 from ..stagers.base import Stager, StatePlan, check_objects
 from ..writers.base import Writer
+from .comparison import ReplicaComparison, ReplicaComparisons
 from .context import SaveContext
-
-logger = logging.getLogger(__name__)
-
-#: How many keys a warning names.
-_NAMED_KEYS = 10
-
-
-@dataclass(frozen=True)
-class ReplicaComparison:
-    """Values shared by several ranks, compared when the ranks begin to write.
-
-    Attributes:
-        replicas: knows the keys of the values
-        message: digests, for rank 0
-    """
-
-    replicas: Replicas
-    message: dict[str, Any]
 
 
 class SavePlanner:
@@ -55,9 +35,7 @@ class SavePlanner:
         self._plans = 0
         #: False after the ranks could not agree: then all plan again.
         self._is_agreed = True
-        self._replicas: Replicas | None = None
-        #: Keys of values that differ by rank and were warned about.
-        self._warned: set[str] = set()
+        self._comparisons = ReplicaComparisons(self._ranks.rank) if self._shares else None
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
         """Inspect a state; see `Stager.inspect`. No rank waits."""
@@ -73,14 +51,14 @@ class SavePlanner:
         Returns:
             The plan, with the part of this rank.
         """
-        if not (plan.changed and self._shares):
+        if not plan.changed or self._comparisons is None:
             return plan
         self._plans += 1
         self._is_agreed = False
         deadline = min(time.monotonic() + self._timeout, plan.wait_until)
         with collector_paused():
             share = self._ranks.scatter(f"plan/{self._plans}", holdings(plan.structure), share_out, deadline)
-            self._replicas = Replicas(plan.structure, share, self._ranks.world_size)
+            self._comparisons.replicas = Replicas(plan.structure, share, self._ranks.world_size)
         self._is_agreed = True
         return replace(plan, share=share)
 
@@ -104,48 +82,13 @@ class SavePlanner:
         self._stager.prewarm(self.share(plan))
 
     def compare(self, plan: StatePlan, number: int) -> ReplicaComparison | None:
-        """Compute digests of the values that other ranks have too; None: not in this save.
-
-        Values are compared if the plan is new, and in saves 2, 4, 8 and so on, because they may diverge later.
+        """Compare the values that other ranks have too; None: not in this save.
 
         Args:
             plan: from `share`
             number: number of the save, the same on all ranks
         """
-        if self._replicas is None or not (plan.changed or number & (number - 1) == 0):
-            return None
-        started = time.perf_counter()
-        try:
-            with torch.no_grad():
-                message = self._replicas.message(plan.flat, number.bit_length())
-        except Exception as error:  # the save does not depend on it
-            logger.warning("cannot compare what the ranks share: %s: %s", type(error).__name__, error)
-            return None
-        logger.debug("digests of what the ranks share in %.3f s", time.perf_counter() - started)
-        return ReplicaComparison(self._replicas, message)
-
-    def warn_of_lost(self, comparison: ReplicaComparison | None, different: Sequence[Sequence[int]]) -> None:
-        """Warn of shared values that differ by rank: once each, on the first rank that has the value.
-
-        Args:
-            comparison: that of this rank
-            different: what `differing` has found on the leading rank
-        """
-        groups = {group for group, rank in different if rank == self._ranks.rank}
-        if comparison is None or not groups:
-            return
-        keys = [key for key in comparison.replicas.keys(groups) if key not in self._warned]
-        self._warned.update(keys)
-        if keys:
-            more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
-            logger.warning(
-                "%d %s by rank, and only one rank's value is saved: %s%s. Wrap what every rank needs back as its own "
-                "(PerRank(value), from ckpt_component import PerRank), or make it equal on all ranks before the save.",
-                len(keys),
-                "value differs" if len(keys) == 1 else "values differ",
-                ", ".join(map(repr, keys[:_NAMED_KEYS])),
-                more,
-            )
+        return None if self._comparisons is None else self._comparisons.compare(plan, number)
 
 
 class RankIndexes:

@@ -14,7 +14,7 @@ from ..core.commit.protocol import Attempt
 from ..core.storage.storage import Storage
 from ..events import SaveReport
 from ..stagers.base import Snapshot, StatePlan
-from .planning import ReplicaComparison
+from .comparison import ReplicaComparison
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Job:
         if rank == 0:
             ownership = FencingToken(files, ROOT)
             run.ownership, self.token = ownership, ownership.token  # type: ignore[assignment]
-        attempts = SaveAttempts(writer, writer, writer, SaveContext(ranks, lambda path: files, TIMEOUTS, run))
+        attempts = SaveAttempts(writer, writer, SaveContext(ranks, lambda path: files, TIMEOUTS, run))
         for step in self.steps:
             clock.sleep(CALM - self.simulation.now if step == LAST else self.pause)
             ranks.at_step(step)

@@ -7,28 +7,20 @@ where the last one ended.
 from __future__ import annotations
 
 import base64
-import hashlib
-import zlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from ..memory.libc import memory_at
 from .flatten import FlatState
+from .object_digests import MOST, object_digest
 from .paths import keys_of
 from .structure import Structure
+from .tensor_samples import tensor_digests
 
 #: Maximum number of values in one check, per rank and over all ranks.
 _AT_ONCE, _ALL_AT_ONCE = 4096, 1 << 20
-#: Size of the sample of one value, and the number of pieces it is made of. So a rank reads 64 MB per check at most.
-_SAMPLE_BYTES, _PIECES = 16 << 10, 64
-#: Elements of all Python objects in a check, and the minimum and maximum per object. Of a longer list the first ones
-#: are compared, of a longer dict the keys, or only their number.
-_ELEMENTS, _FEWEST, _MOST = 1 << 16, 16, 4096
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Elements of all Python objects in a check, and the minimum per object.
+_ELEMENTS, _FEWEST = 1 << 16, 16
 
 #: A run of consecutive values: [number of the first, number of its group, length].
 Run = list[int]
@@ -67,7 +59,7 @@ class Replicas:
         objects, tensors = share["groups"]
         self._at_once = max(1, min(_AT_ONCE, _ALL_AT_ONCE // world_size))
         self._looks = max(1, -(-(objects + tensors) // self._at_once))
-        self._budget = min(max(_ELEMENTS // max(min(objects, self._at_once), 1), _FEWEST), _MOST)
+        self._budget = min(max(_ELEMENTS // max(min(objects, self._at_once), 1), _FEWEST), MOST)
 
     def message(self, flat: FlatState, look: int) -> dict[str, Any]:
         """The digests of the values of one check, for `differing`.
@@ -114,63 +106,3 @@ def differing(messages: Sequence[Mapping[str, Any]]) -> list[list[int]]:
             if other != digest:
                 differences[group] = first_rank
     return [[group, rank] for group, rank in sorted(differences.items())]
-
-
-def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A short digest of each tensor's dtype, shape and a sample of its elements. One copy per device."""
-    samples = list(map(_sample, tensors))
-    places: dict[torch.device, list[int]] = {}
-    for number, sample in enumerate(samples):
-        places.setdefault(sample.device, []).append(number)
-    sums = [0] * len(tensors)
-    for numbers in places.values():
-        joined = torch.cat([samples[number] for number in numbers]).cpu()
-        data = memory_at(joined.data_ptr(), joined.numel(), joined)
-        start = 0
-        for number in numbers:
-            end, tensor = start + samples[number].numel(), tensors[number]
-            form = f"{tensor.dtype} {list(tensor.shape)}".encode()
-            sums[number] = zlib.crc32(data[start:end], zlib.crc32(form))
-            start = end
-    return sums
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, or of evenly spaced pieces of it; independent of its strides."""
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.numel() * tensor.itemsize <= _SAMPLE_BYTES:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-    width = _SAMPLE_BYTES // _PIECES // tensor.itemsize
-    gap = (tensor.numel() - width) // (_PIECES - 1)
-    starts, within = (torch.arange(count, device=tensor.device) for count in (_PIECES, width))
-    elements = tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))  # `take` does not support 8-bit floats
-    return torch.take(elements, starts[:, None] * gap + within).view(-1).view(torch.uint8)
-
-
-def object_digest(value: Any, budget: int = _MOST) -> int:
-    """A short digest of at most `budget` elements of a Python object, independent of the order of dicts and sets."""
-    return int.from_bytes(_digest(value, budget)[:4], "little")
-
-
-def _digest(value: Any, budget: int) -> bytes:
-    kind = type(value)
-    size = len(value) if kind in (dict, OrderedDict, set, list, tuple, str, bytes) else 0
-    if kind in (dict, OrderedDict, set):
-        # Split the budget evenly, so that the order of the elements does not matter.
-        elements = value if kind is set else value.items()
-        parts = sorted(_digest(element, budget // size) for element in elements) if size <= budget else []
-    elif kind in (list, tuple):
-        parts = [_digest(element, budget // min(size, budget)) for element in value[:budget]]
-    elif kind in (str, bytes):
-        data = value if kind is bytes else value.encode(errors="surrogatepass")
-        parts = [data[:_SAMPLE_BYTES], data[-_SAMPLE_BYTES:]]
-    elif isinstance(value, torch.Tensor):
-        parts = [repr(tensor_digests([value])).encode()]
-    elif hasattr(value, "tobytes"):  # of numpy
-        step = max(-(-value.nbytes // _SAMPLE_BYTES), 1)
-        parts = [f"{value.dtype} {value.shape}".encode(), value.flat[::step].tobytes()]
-    else:
-        parts = [repr(value).encode()]
-    return hashlib.blake2b(b"|".join([f"{kind.__name__} {size}".encode(), *parts]), digest_size=8).digest()
