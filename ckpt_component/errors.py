@@ -31,6 +31,7 @@ __all__ = [
     "CheckpointWorldError",
     "MissingKeysError",
     "RanksError",
+    "ReplicasDifferError",
     "TornSnapshotError",
     "UnexpectedKeysError",
     "WorkerDiedError",
@@ -91,6 +92,10 @@ class CheckpointGivenUpError(CheckpointSaveError):
 
 class WorkerDiedError(CheckpointSaveError):
     """The writer process died before it responded; the message has its signal or exit code."""
+
+
+class ReplicasDifferError(CheckpointSaveError):
+    """Replicas of a value differ between ranks, and `on_different_replicas` is `error`; names keys and ranks."""
 
 
 class RanksError(CheckpointSaveError):

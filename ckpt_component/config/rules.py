@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.options import Commit, IoMode
+from ..core.options import Commit, IoMode, OnDifferentReplicas, ReplicaCheck
 from ..core.spelling import invalid_choice
 from ..core.storage.locate import is_url
 from ..errors import CheckpointConfigError
-from .schema import Checkpoint, Retry
+from .schema import Checkpoint, Retry, part_option
 
 RESUME_WORDS = ("auto", "must", "never", "best")
 
@@ -83,7 +83,25 @@ RULES = (
         "checkpoint.writer.io=direct opens every file twice, and checkpoint.commit=manifest is for object stores, "
         "where a file exists only once it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",
     ),
+    Rule(
+        lambda settings, parts: _fails_on_replicas(settings) and settings.check_replicas is ReplicaCheck.off,
+        "checkpoint.on_different_replicas=error needs a comparison, and checkpoint.check_replicas=off makes none. Use "
+        "checkpoint.check_replicas=sample or all, or checkpoint.on_different_replicas=warn.",
+    ),
+    Rule(
+        lambda settings, parts: (
+            part_option("writer", str(settings.writer["_target_"])) in ("torch_save", "safetensors")
+            and (_fails_on_replicas(settings) or settings.check_replicas is ReplicaCheck.all)
+        ),
+        "checkpoint.check_replicas=all and checkpoint.on_different_replicas=error compare what is stored once for "
+        "several ranks, and this writer stores the values of every rank. Use checkpoint/writer=dcp, or "
+        "checkpoint.check_replicas=sample and checkpoint.on_different_replicas=warn.",
+    ),
 )
+
+
+def _fails_on_replicas(settings: Checkpoint) -> bool:
+    return settings.on_different_replicas is OnDifferentReplicas.error
 
 
 def resolved_commit(settings: Checkpoint) -> Commit:

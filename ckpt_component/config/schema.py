@@ -24,11 +24,13 @@ from ..core.options import (
     IoPriority,
     MetricMode,
     Naming,
+    OnDifferentReplicas,
     OnError,
     OnLag,
     Overlap,
     PageCache,
     Range,
+    ReplicaCheck,
     ReuseMode,
     Verify,
 )
@@ -272,6 +274,10 @@ class Checkpoint:
     """How a checkpoint is committed: by `rename` of its folder, or by a `manifest` written last (mounted buckets)."""
     verify: Verify = Verify.on_read
     """When to verify checksums: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
+    check_replicas: ReplicaCheck = ReplicaCheck.sample
+    """Compare replicas: a `sample` at some saves; `all` bytes at every save, for which training waits; or `off`."""
+    on_different_replicas: OnDifferentReplicas = OnDifferentReplicas.warn
+    """When replicas differ: `warn`, or fail the save with an `error`."""
     events: bool = True
     """Record every save and load in `events/` in the folder, one JSON object per line; see [events](events.md)."""
     listeners: list[Any] = field(default_factory=list)

@@ -84,6 +84,21 @@ class OnLag(Word):
     error = "error"
 
 
+class ReplicaCheck(Word):
+    """Which bytes of replicated values are compared between the ranks."""
+
+    all = "all"  # every byte, at every save
+    sample = "sample"  # pieces of each value, at some saves
+    off = "off"
+
+
+class OnDifferentReplicas(Word):
+    """What happens when replicated values are not equal on all ranks."""
+
+    warn = "warn"
+    error = "error"
+
+
 class MetricMode(Word):
     """Which value of a metric is the best."""
 

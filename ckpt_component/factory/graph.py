@@ -54,6 +54,7 @@ from ..managing.run_folder import RunFolder
 from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
+from ..saving.replica_comparison import ReplicaPolicy
 from ..stagers.base import Stager
 from ..writers.base import PlansApart, Writer, as_writer
 from .git_commit import commit_of
@@ -286,7 +287,9 @@ def _build_graph(
     stager.connect(
         writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse
     )
-    pipeline = SavePipeline(stager, caller, writer, replace(context, reuse=reuse))
+    replicas = ReplicaPolicy(settings.check_replicas, settings.on_different_replicas)
+    context = replace(context, reuse=reuse, replicas=replicas)
+    pipeline = SavePipeline(stager, caller, writer, context)
     reader = Reader(
         ranks.rank,
         ranks.world_size,

@@ -20,8 +20,9 @@ from ..core.commit import commit
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.protocol import Attempt
 from ..core.commit.visibility import wait_visible
+from ..core.options import OnDifferentReplicas
 from ..core.progress import no_progress
-from ..core.state.replicas import differing
+from ..core.state.differences import ReplicaDifference, differing
 from ..core.storage.space import FULL, amount, full_text, rate, refuse_without_room
 from ..core.writing.request import ReusedFile, WriteRequest
 from ..errors import (
@@ -36,6 +37,7 @@ from ..writers.base import Writer
 from .context import SaveContext
 from .planning import RankIndexes
 from .records import Committed, SaveRequest, Staged, Written, report_of
+from .replica_comparison import raise_different
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +118,7 @@ class SaveAttempts:
         return committed
 
     def _begin(self, staged: Staged, attempt: Attempt, locks: contextlib.ExitStack, deadline: float) -> None:
-        """Send what this rank is going to write; the leading rank makes the staging folder."""
+        """Send what this rank is going to write; the leading rank makes the staging folder and compares replicas."""
         snapshot = staged.snapshot
         if snapshot is None:
             error = staged.error or CheckpointSaveError("there is no snapshot")
@@ -125,15 +127,17 @@ class SaveAttempts:
             shared = 0 if snapshot.apart is None else snapshot.apart.likely_bytes
             message = {"bytes": snapshot.encoded.file_bytes - shared, **self._indexes.message(snapshot.encoded)}
             if staged.comparison is not None:
-                message["digests"] = staged.comparison.message
+                message["digests"] = staged.comparison.message()
         make_folder = partial(self._make_folder, staged.admitted.request, attempt, locks)
         different = self._ranks.decide(f"{attempt.token}/begin", message, make_folder, deadline)
-        if different and staged.comparison is not None:
-            staged.comparison.warn_of_lost(different)
+        differences = [ReplicaDifference(*each) for each in different]
+        texts = [] if staged.comparison is None else staged.comparison.report(differences)
+        if differences and self._context.replicas.on_different is OnDifferentReplicas.error:
+            self._ranks.decide(f"{attempt.token}/replicas", texts, partial(raise_different, attempt.target), deadline)
 
     def _make_folder(
         self, request: SaveRequest, attempt: Attempt, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]
-    ) -> list[list[int]]:
+    ) -> list[ReplicaDifference]:
         """On the leading rank: make the staging folder. Returns which shared values differ by rank."""
         failures, causes, tables, needed = dict[int, str](), dict[int, str](), list[int](), 0
         for rank, message in enumerate(messages):

@@ -14,6 +14,7 @@ from ..core.options import ResolvedTimeouts
 from ..core.progress import Progress, no_progress
 from ..core.storage.storage import Storage
 from ..events import EventRecorder, SaveReport
+from .replica_comparison import ReplicaPolicy
 from .retry import ErrorPolicy
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class SaveContext:
         policy: what to do about saves that fail
         events: records saves, and calls listeners; owned too
         progress: follows the bytes of saves that are waited for
+        replicas: what is compared between the ranks
         reuse: decides which files are shared with the last checkpoint; the stager has the same
     """
 
@@ -128,6 +130,7 @@ class SaveContext:
     policy: ErrorPolicy = field(default_factory=ErrorPolicy)
     events: EventRecorder = field(default_factory=EventRecorder)
     progress: Progress = no_progress
+    replicas: ReplicaPolicy = field(default_factory=ReplicaPolicy)
     reuse: FileReuse = field(default_factory=lambda: FileReuse(None))
 
 

@@ -164,6 +164,9 @@ class SavePipeline:
             if self.ranks.world_size == 1:
                 raise
             failure = error
+            if snapshot is not None:
+                snapshot.release()
+                snapshot = None
         stall_s = time.perf_counter() - request.started
         return Staged(admitted, attempt, snapshot, failure, comparison, self.stager.host_bytes, stall_s)
 

@@ -8,14 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.memory.gc_control import collector_paused, give_back_freed
-from ..core.state.dedup import holdings, share_out
-from ..core.state.replicas import Replicas
 from ..core.writing.request import EncodedSave
 from ..errors import ranks_failed
 from ..stagers.base import Stager, StatePlan, check_objects
 from ..writers.base import Writer
-from .comparison import ReplicaComparison, ReplicaComparisons
 from .context import SaveContext
+from .replica_comparison import ReplicaComparison, ReplicaComparisons, share_out_hashes
 
 
 class SavePlanner:
@@ -31,11 +29,14 @@ class SavePlanner:
         self._stager = stager
         self._ranks = context.ranks
         self._timeout = context.timeouts.stage
-        self._shares = writer.shared and context.ranks.world_size > 1
         self._plans = 0
         #: False after the ranks could not agree: then all plan again.
         self._is_agreed = True
-        self._comparisons = ReplicaComparisons(self._ranks.rank) if self._shares else None
+        self._comparisons = (
+            ReplicaComparisons(context.ranks.rank, context.ranks.world_size, context.replicas)
+            if writer.shared and context.ranks.world_size > 1
+            else None
+        )
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
         """Inspect a state; see `Stager.inspect`. No rank waits."""
@@ -57,8 +58,9 @@ class SavePlanner:
         self._is_agreed = False
         deadline = min(time.monotonic() + self._timeout, plan.wait_until)
         with collector_paused():
-            share = self._ranks.scatter(f"plan/{self._plans}", holdings(plan.structure), share_out, deadline)
-            self._comparisons.replicas = Replicas(plan.structure, share, self._ranks.world_size)
+            own = self._comparisons.holdings(plan.structure)
+            share = self._ranks.scatter(f"plan/{self._plans}", own, share_out_hashes, deadline)
+            self._comparisons.planned(plan.structure, share)
         self._is_agreed = True
         return replace(plan, share=share)
 

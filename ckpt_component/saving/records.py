@@ -14,7 +14,7 @@ from ..core.commit.protocol import Attempt
 from ..core.storage.storage import Storage
 from ..events import SaveReport
 from ..stagers.base import Snapshot, StatePlan
-from .comparison import ReplicaComparison
+from .replica_comparison import ReplicaComparison
 
 
 @dataclass(frozen=True)

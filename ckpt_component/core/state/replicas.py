@@ -1,25 +1,33 @@
-"""Check with short digests that replicated values, of which only one rank stores a copy, are equal on all ranks.
+"""The values that several ranks have, although only one of them stores each, and digests of them to compare.
 
-Each check is bounded: it compares a few thousand values, and only a sample of a large one. The next check continues
-where the last one ended.
+A check of samples is bounded: it has a few thousand values, and only a sample of a large one. The next check continues
+where the last one ended. A full check has all bytes of all values.
 """
 
 from __future__ import annotations
 
 import base64
 from array import array
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ..storage.checksum import find_checksum
+from .differences import NEVER, SAME_AS_THEN, SINCE_CHANGED
 from .flatten import FlatState
+from .full_digests import FullDigests
 from .object_digests import MOST, object_digest
 from .paths import keys_of
+from .steady import name_of
 from .structure import Structure
 from .tensor_samples import tensor_digests
 
-#: Maximum number of values in one check, per rank and over all ranks.
+#: Maximum number of values in one check of samples, per rank and over all ranks.
 _AT_ONCE, _ALL_AT_ONCE = 4096, 1 << 20
-#: Elements of all Python objects in a check, and the minimum per object.
+#: Elements of all Python objects in a check of samples, and the minimum per object.
 _ELEMENTS, _FEWEST = 1 << 16, 16
 
 #: A run of consecutive values: [number of the first, number of its group, length].
@@ -49,60 +57,141 @@ class Replicas:
         structure: structure of everything that the rank has
         share: from `share_out`; the groups of objects come first
         world_size: number of ranks
+
+    Attributes:
+        are_whole: whether all bytes are compared: all ranks have a hash for it
     """
 
     def __init__(self, structure: Structure, share: Mapping[str, list[Any]], world_size: int) -> None:
         self._structure = structure
-        self._objects: list[Run] = share["shared_objects"]
-        self._tensors: list[Run] = share["shared_tensors"]
+        pairs = [sorted(_pairs_of(share[kind]), key=_group) for kind in ("shared_objects", "shared_tensors")]
+        #: Numbers of the shared objects and tensors, and the groups of both, in ascending order.
+        self._objects, self._tensors = ([number for number, _ in each] for each in pairs)
+        self._groups = [group for each in pairs for _, group in each]
         # The values below are the same on all ranks.
         objects, tensors = share["groups"]
         self._at_once = max(1, min(_AT_ONCE, _ALL_AT_ONCE // world_size))
         self._looks = max(1, -(-(objects + tensors) // self._at_once))
         self._budget = min(max(_ELEMENTS // max(min(objects, self._at_once), 1), _FEWEST), MOST)
+        self._hash = find_checksum(share["hashes"][0]).of if share["hashes"] else None
+        self.are_whole = self._hash is not None
+        self._full: FullDigests | None = None
+        self._runs = runs_of([(group, group) for group in self._groups]) if self.are_whole else []
 
-    def message(self, flat: FlatState, look: int) -> dict[str, Any]:
-        """The digests of the values of one check, for `differing`.
+    def digest(self, flat: FlatState, look: int) -> Digests:
+        """Digests of all bytes of all values, or of samples of the values of one check.
 
         Args:
             flat: a state of this structure
             look: number of the check
         """
+        if self._hash is not None:
+            sums = array("Q", [object_digest(flat.objects[number], None) for number in self._objects])
+            if self._full is None:
+                numbers = [self._structure.stored[number].tensor for number in self._tensors]
+                self._full = FullDigests(flat, numbers, self._hash)
+            sums.extend(self._full.of(flat))
+            return Digests(self, 0, self._groups, self._runs, sums)
         first = look % self._looks * self._at_once
-        groups = range(first, first + self._at_once)
-        objects = [pair for pair in _pairs_of(self._objects) if pair[1] in groups]
-        tensors = [pair for pair in _pairs_of(self._tensors) if pair[1] in groups]
-        sums = array("I", [object_digest(flat.objects[number], self._budget) for number, _ in objects])
-        sums.extend(tensor_digests([flat.tensors[self._structure.stored[number].tensor] for number, _ in tensors]))
-        runs = runs_of([(group, group) for _, group in (*objects, *tensors)])
-        return {"runs": runs, "sums": base64.b64encode(sums.tobytes()).decode()}
+        start, end = bisect_left(self._groups, first), bisect_left(self._groups, first + self._at_once)
+        sums = array("Q", [object_digest(flat.objects[number], self._budget) for number in self._objects[start:end]])
+        before = len(self._objects)
+        tensors = self._tensors[max(start - before, 0) : max(end - before, 0)]
+        sums.extend(tensor_digests([flat.tensors[self._structure.stored[number].tensor] for number in tensors]))
+        groups = self._groups[start:end]
+        return Digests(self, start, groups, runs_of([(group, group) for group in groups]), sums)
 
-    def keys(self, groups: Collection[int]) -> list[str]:
-        """The keys of this rank's values in the given groups."""
+    @property
+    def names(self) -> list[Any]:
+        """What identifies each value also in other structures, in the order of the groups."""
+        objects = [(self._structure.object_paths[number], "object") for number in self._objects]
+        return [*objects, *(name_of(self._structure, number) for number in self._tensors)]
+
+    def keys(self, groups: Collection[int]) -> dict[int, str]:
+        """The keys of this rank's values in the given groups, by group."""
         structure = self._structure
-        paths = [structure.object_paths[number] for number, group in _pairs_of(self._objects) if group in groups]
-        stored = [structure.stored[number] for number, group in _pairs_of(self._tensors) if group in groups]
-        return keys_of([*paths, *(structure.tensor_paths[each.tensor] for each in stored)])
+        paths = [structure.object_paths[number] for number in self._objects]
+        paths += [structure.tensor_paths[structure.stored[number].tensor] for number in self._tensors]
+        found = {group: path for group, path in zip(self._groups, paths, strict=True) if group in groups}
+        return dict(zip(found, keys_of(list(found.values())), strict=True))
 
 
-def differing(messages: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The groups whose digests differ, each with the first rank that has it: [group, rank].
+@dataclass(frozen=True)
+class Digests:
+    """The digests of one check.
 
-    Args:
-        messages: from `Replicas.message`, by rank; an empty one for a rank that has nothing to compare
+    Attributes:
+        replicas: the values
+        start: place of the first value of the check among all
+        groups: of the values of the check
+        runs: the same, as runs
+        sums: their digests
     """
-    first_senders: dict[tuple[str, str], int] = {}  # most ranks have the same message
-    for rank, message in enumerate(messages):
-        if message:
-            first_senders.setdefault((repr(message["runs"]), message["sums"]), rank)
-    if len(first_senders) < 2:
-        return []
-    first: dict[int, tuple[int, int]] = {}
-    differences: dict[int, int] = {}
-    for rank in first_senders.values():
-        sums = array("I", base64.b64decode(messages[rank]["sums"]))
-        for (_, group), digest in zip(_pairs_of(messages[rank]["runs"]), sums, strict=True):
-            other, first_rank = first.setdefault(group, (digest, rank))
-            if other != digest:
-                differences[group] = first_rank
-    return [[group, rank] for group, rank in sorted(differences.items())]
+
+    replicas: Replicas
+    start: int
+    groups: list[int]
+    runs: list[Run]
+    sums: array[int]
+
+    def message(self, known: bytes) -> dict[str, Any]:
+        """What the leading rank compares; `known` is from `LastAgreement`."""
+        return {"runs": self.runs, "sums": _text(self.sums.tobytes()), "known": _text(known)}
+
+
+class LastAgreement:
+    """The digest that each value had on this rank when it was last equal on all ranks. For one thread.
+
+    It follows the values from plan to plan by their names.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: Replicas | None = None
+        self._sums = torch.zeros(0, dtype=torch.int64)
+        self._agreed = torch.zeros(0, dtype=torch.bool)
+
+    def known(self, digests: Digests) -> bytes:
+        """For each value of a check: NEVER equal before, SAME_AS_THEN, or SINCE_CHANGED."""
+        self._follow(digests.replicas)
+        sums, within = _column(digests.sums), _within(digests)
+        known = torch.where(self._sums[within] == sums, SAME_AS_THEN, SINCE_CHANGED)
+        return bytes(known.where(self._agreed[within], NEVER).tolist())
+
+    def add(self, digests: Digests, different: Collection[int]) -> None:
+        """Record that all values of a check were equal, except those of the groups `different`."""
+        self._follow(digests.replicas)
+        sums, within = _column(digests.sums), _within(digests)
+        equal = torch.ones(len(sums), dtype=torch.bool)
+        for group in different:
+            place = bisect_left(digests.groups, group)
+            if digests.groups[place : place + 1] == [group]:
+                equal[place] = False
+        self._sums[within] = sums.where(equal, self._sums[within])
+        self._agreed[within] |= equal
+
+    def _follow(self, replicas: Replicas) -> None:
+        if replicas is self._replicas:
+            return
+        names, old = replicas.names, [] if self._replicas is None else self._replicas.names
+        place_of = {name: place for place, name in enumerate(old)}
+        places = [(new, place_of[name]) for new, name in enumerate(names) if name in place_of]
+        into, source = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(1)
+        sums, agreed = torch.zeros(len(names), dtype=torch.int64), torch.zeros(len(names), dtype=torch.bool)
+        sums[into], agreed[into] = self._sums[source], self._agreed[source]
+        self._replicas, self._sums, self._agreed = replicas, sums, agreed
+
+
+def _within(digests: Digests) -> slice:
+    return slice(digests.start, digests.start + len(digests.sums))
+
+
+def _column(sums: array[int]) -> torch.Tensor:
+    return torch.frombuffer(sums, dtype=torch.int64) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def _group(pair: tuple[int, int]) -> int:
+    return pair[1]
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
