@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.options import Commit, IoMode, OnDifferentReplicas, ReplicaCheck
+from ..core.options import Commit, IoMode, OnDifferentReplicas, ReplicaCheck, ReuseMode
 from ..core.spelling import invalid_choice
 from ..core.storage.locate import is_url
 from ..errors import CheckpointConfigError
@@ -90,18 +90,36 @@ RULES = (
     ),
     Rule(
         lambda settings, parts: (
-            part_option("writer", str(settings.writer["_target_"])) in ("torch_save", "safetensors")
+            _writer_of(settings) in ("torch_save", "safetensors")
             and (_fails_on_replicas(settings) or settings.check_replicas is ReplicaCheck.all)
         ),
         "checkpoint.check_replicas=all and checkpoint.on_different_replicas=error compare what is stored once for "
         "several ranks, and this writer stores the values of every rank. Use checkpoint/writer=dcp, or "
         "checkpoint.check_replicas=sample and checkpoint.on_different_replicas=warn.",
     ),
+    Rule(
+        lambda settings, parts: _says_what_to_reuse(settings) and settings.reuse.mode is ReuseMode.off,
+        "checkpoint.reuse.frozen and checkpoint.reuse.base say which files to share, and checkpoint.reuse.mode=off "
+        "shares none. Use checkpoint.reuse.mode=auto, or leave them out.",
+    ),
+    Rule(
+        lambda settings, parts: _says_what_to_reuse(settings) and _writer_of(settings) in ("torch_save", "safetensors"),
+        "checkpoint.reuse.frozen and checkpoint.reuse.base say which files to share, and this writer puts all tensors "
+        "into one file. Use checkpoint/writer=dcp, or leave them out.",
+    ),
 )
 
 
 def _fails_on_replicas(settings: Checkpoint) -> bool:
     return settings.on_different_replicas is OnDifferentReplicas.error
+
+
+def _says_what_to_reuse(settings: Checkpoint) -> bool:
+    return bool(settings.reuse.frozen) or settings.reuse.base is not None
+
+
+def _writer_of(settings: Checkpoint) -> str | None:
+    return part_option("writer", str(settings.writer["_target_"]))
 
 
 def resolved_commit(settings: Checkpoint) -> Commit:

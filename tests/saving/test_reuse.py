@@ -443,3 +443,16 @@ def test_a_pattern_that_matches_nothing_is_a_warning(tmp_path: Path, caplog: pyt
         "checkpoint.reuse.frozen: 'bse.layer1' matches no tensor of 64 KB or more on this rank; did you mean "
         "'base.layer1'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["checkpoint.reuse.mode=off", DECLARED], "shares none. Use checkpoint.reuse.mode=auto"),
+        (["checkpoint.reuse.base=.", "checkpoint.reuse.mode=off"], "shares none. Use checkpoint.reuse.mode=auto"),
+        ([DECLARED, "checkpoint/writer=torch_save"], "Use checkpoint/writer=dcp"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(tmp_path: Path, overrides: list[str], text: str) -> None:
+    with pytest.raises(CheckpointConfigError, match=re.escape(text)):
+        build_manager("sync", [f"checkpoint.dir={tmp_path}", *overrides])

@@ -45,7 +45,7 @@ class CachedFiles:
 
     def replace(self, request: WriteRequest, result: WriteResult) -> None:
         """Drop the files of the checkpoint before, and begin to read those of a request that may be committed."""
-        folder, paths = request.attempt.target, dict[tuple[int, int], str]()
+        folder, paths = request.attempt.protocol.files_of(request.attempt), dict[tuple[int, int], str]()
         try:
             on_disk = is_on_disk(folder)
             for file in result["files"]:
