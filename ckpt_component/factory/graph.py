@@ -365,7 +365,7 @@ def _bases(root: str, base: Sequence[str], job: MultirunJob | None) -> list[str]
     return [root, *base, *(job.others(root) if job is not None else [])]
 
 
-def _nowhere(wanted: Mapping[int, FileBytes], storage: Storage) -> Mapping[int, KeptFile]:
+def _nowhere(wanted: Mapping[int, FileBytes], storage: Storage, elsewhere: bool) -> Mapping[int, KeptFile]:
     """There is no base."""
     return {}
 

@@ -30,7 +30,7 @@ class BaseFiles:
     """Finds files with given bytes in checkpoints.
 
     Args:
-        folders: returns folders of runs, and checkpoints, the most likely first
+        folders: returns folders of runs, and checkpoints, the most likely first; the first one is the run's own
         storage: of all of them
         names: how runs name their checkpoints
     """
@@ -40,18 +40,19 @@ class BaseFiles:
         self._storage = storage
         self._names = names
 
-    def find(self, wanted: Mapping[int, FileBytes], storage: Storage) -> dict[int, KeptFile]:
+    def find(self, wanted: Mapping[int, FileBytes], storage: Storage, elsewhere: bool) -> dict[int, KeptFile]:
         """Look for files.
 
         Args:
             wanted: what they must hold, by any number
             storage: where they are to be shared; if it is another one, there are none
+            elsewhere: only in folders of other runs whose paths come before the own one
 
         Returns:
             Those that were found, by their number.
         """
         found: dict[int, KeptFile] = {}
-        for path in self._checkpoints() if storage is self._storage else ():
+        for path in self._checkpoints(elsewhere) if storage is self._storage else ():
             missing = {number: each for number, each in wanted.items() if number not in found}
             if not missing:
                 break
@@ -61,8 +62,9 @@ class BaseFiles:
                 logger.info("%s cannot be shared: %s", path, error)
         return found
 
-    def _checkpoints(self) -> Iterator[str]:
-        for folder in self._folders():
+    def _checkpoints(self, elsewhere: bool) -> Iterator[str]:
+        own, *others = folders = list(self._folders())
+        for folder in (each for each in others if each < own) if elsewhere else folders:
             try:
                 if read_manifest(self._storage, folder) is not None:
                     yield folder

@@ -79,6 +79,33 @@ def test_the_jobs_of_a_multirun_store_the_base_that_they_share_once(job: Callabl
     assert max(file.st_nlink for file in files.values()) == 8 * 2
 
 
+def test_jobs_that_begin_together_share_from_a_later_save_on(job: Callable[..., Path], tmp_path: Path) -> None:
+    base = {f"layer{number}": torch.randn(100_000) for number in range(8)}
+    managers = []
+    for number in (1, 0):
+        root = job(number) / "checkpoints"
+        aside = tmp_path / "aside"
+        managers.append(build_manager("sync", ["checkpoint.save.every_steps=1", "checkpoint.reuse.frozen=[base.*]"]))
+        if number == 0:  # as if the other job's checkpoint was not committed yet
+            others = root.parents[1] / "1" / "checkpoints" / "iter_0000001"
+            others.rename(aside)
+        managers[-1].save(1, {"base": base, "adapter": torch.full((1000,), 1.0)})
+        if number == 0:
+            aside.rename(others)
+
+    def inodes(step: int) -> set[int]:
+        paths = tmp_path.glob(f"multirun/*/checkpoints/iter_{step:07}/*.distcp")
+        return {path.stat().st_ino for path in paths if path.stat().st_size > 100_000}
+
+    assert len(inodes(1)) == 2
+    for step in (2, 3):
+        for manager in managers:
+            manager.save(step, {"base": base, "adapter": torch.full((1000,), float(step))})
+        assert len(inodes(step)) == 1
+    for manager in managers:
+        manager.close()
+
+
 def test_elsewhere_a_relative_folder_starts_from_the_current_one(job: Callable[..., Path], tmp_path: Path) -> None:
     job(0, mode=RunMode.RUN)
     trained()

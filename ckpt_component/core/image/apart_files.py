@@ -194,23 +194,33 @@ class ApartFiles:
             if newest is not None and newest.digests == entry.digests:
                 self.proved[file] = newest
 
-    def unknown(self, kept: Mapping[Any, KeptFile], checksum: str) -> dict[int, FileBytes]:
-        """The files that were never committed before, by number: another checkpoint may have them.
+    def unknown(self, kept: Mapping[Any, KeptFile]) -> list[int]:
+        """Numbers of the files that were never committed before: another checkpoint may have them."""
+        keys = self._layout.apart_keys
+        return [file for file in self._digests if file not in self.proved and keys[file] not in kept]
+
+    def contents(self, files: Iterable[int], checksum: str) -> dict[int, FileBytes]:
+        """What files must hold, by number.
 
         Args:
-            kept: the committed files, by key
+            files: their numbers; all are proved or hashed
             checksum: algorithm of the items' checksums
         """
-        layout, unknown = self._layout, dict[int, FileBytes]()
-        for file, digests in self._digests.items():
-            if file in self.proved or layout.apart_keys[file] in kept or layout.around is None:
-                continue
-            items = []
-            for item, digest in zip(map(layout.items.__getitem__, self.items[file]), digests, strict=True):
-                prefix, suffix = layout.around(item)
-                items.append(ItemBytes(item.offset, item.length, item.payload, item.nbytes, prefix, suffix, digest))
-            unknown[file] = FileBytes(layout.files[file].size, items, checksum)
-        return unknown
+        layout, around, contents = self._layout, self._layout.around, dict[int, FileBytes]()
+        if around is None:
+            return contents
+        for file in files:
+            digests = self.proved[file].digests if file in self.proved else self._digests[file]
+            items = [
+                ItemBytes(item.offset, item.length, item.payload, item.nbytes, *around(item), digest)
+                for item, digest in zip(map(layout.items.__getitem__, self.items[file]), digests, strict=True)
+            ]
+            contents[file] = FileBytes(layout.files[file].size, items, checksum)
+        return contents
+
+    def key_of(self, file: int) -> Any:
+        """What two files have in common that are equal if their tensors are."""
+        return self._layout.apart_keys[file]
 
     def shared(self) -> list[tuple[int, Held, Sequence[int]]]:
         """What is shared: number of the file, what is held of it, checksums of its items."""

@@ -17,8 +17,12 @@ from .layout import Layout
 
 logger = logging.getLogger("ckpt_component.image")
 
-#: Looks for files with given bytes, by any number, in a storage; returns those that it has found and compared.
-Find = Callable[[Mapping[int, FileBytes], Storage], Mapping[int, KeptFile]]
+#: Looks for files with given bytes, by any number, in a storage; returns those that it has found and compared. With the
+#: flag, only in folders of other runs that come before the own one, so that of two runs only one takes the other's.
+Find = Callable[[Mapping[int, FileBytes], Storage, bool], Mapping[int, KeptFile]]
+
+#: In so many saves after a file was written.
+_LOOKS = 3
 
 
 class FileReuse:
@@ -35,7 +39,7 @@ class FileReuse:
     def __init__(
         self,
         steady: SteadyTensors | None,
-        find: Find = lambda wanted, storage: {},
+        find: Find = lambda wanted, storage, elsewhere: {},
         checksum: str = "",
     ) -> None:
         self._steady = steady
@@ -46,6 +50,8 @@ class FileReuse:
         self._kept: dict[Any, KeptFile] = {}
         self._marks: dict[Any, Sequence[Any]] = {}
         self._storage: Storage | None = None
+        #: How often to look whether an earlier job has written the same file as this one, by key; for the save thread.
+        self._own: dict[Any, int] = {}
 
     def _kept_in(self, storage: Storage | None) -> dict[Any, KeptFile]:
         return self._kept if storage is self._storage else {}
@@ -90,9 +96,16 @@ class FileReuse:
             more = f" and {len(changed) - 3} more" if changed[3:] else ""
             names = ", ".join(f"'{key_of(path)}'" for path, _ in changed[:3])
             logger.info("changed after it was the same in earlier saves: %s%s", names, more)
-        unknown = files.unknown(kept, self._checksum)
+        unknown = files.unknown(kept)
         if unknown:
-            files.proved.update(self._find(unknown, storage))
+            files.proved.update(self._find(files.contents(unknown, self._checksum), storage, False))
+        # Another job that began at the same time may have written the same.
+        own = [file for file in files.proved if self._own.get(files.key_of(file), 0) > 0]
+        if own:
+            found = self._find(files.contents(own, self._checksum), storage, True)
+            files.proved.update(found)
+            for file in own:
+                self._own[files.key_of(file)] -= _LOOKS if file in found else 1
 
     def committed(self, files: ApartFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
         """Remember the files of a committed checkpoint, for the next snapshot.
@@ -110,6 +123,7 @@ class FileReuse:
             kept = {}
         if kept is None:
             self._steady, kept = None, {}
+        self._own.update({files.key_of(file): _LOOKS for file in files.items if file not in files.proved})
         marks = dict(zip(kept, files.marks.values(), strict=False))
         with self._lock:
             self._kept, self._marks, self._storage = kept, marks, storage
