@@ -456,3 +456,24 @@ def test_a_pattern_that_matches_nothing_is_a_warning(tmp_path: Path, caplog: pyt
 def test_what_would_do_nothing_is_refused(tmp_path: Path, overrides: list[str], text: str) -> None:
     with pytest.raises(CheckpointConfigError, match=re.escape(text)):
         build_manager("sync", [f"checkpoint.dir={tmp_path}", *overrides])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["async_persistent", "async_zero_overhead"])
+def test_tensors_of_a_device_are_shared_by_their_copies(tmp_path: Path, preset: str) -> None:
+    training = Training(tmp_path, preset, "checkpoint.keep.last=null")
+    for part in (training.base, training.adapter):
+        part.update({name: value.cuda() for name, value in part.items()})
+    with training.manager() as manager:
+        written = [training.save(manager) for _ in range(4)]
+        training.base["layer2"].data = training.base["layer2"].data + 1
+        written.append(training.save(manager))
+    assert [each > BASE_BYTES for each in written] == [True, True, False, False, True]
+    for step, state in training.saved.items():
+        training.saved[step] = {
+            key: {name: value.cpu() for name, value in part.items()} if isinstance(part, dict) else part
+            for key, part in state.items()
+        }
+    training.base = {name: value.cpu() for name, value in training.base.items()}
+    training.adapter = {name: value.cpu() for name, value in training.adapter.items()}
+    assert training.holds()
