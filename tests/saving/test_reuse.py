@@ -459,6 +459,7 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path, overrides: list[str], 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("preset", ["async_persistent", "async_zero_overhead"])
 def test_tensors_of_a_device_are_shared_by_their_copies(tmp_path: Path, preset: str) -> None:
     training = Training(tmp_path, preset, "checkpoint.keep.last=null")
