@@ -74,15 +74,17 @@ class SentFiles:
         files: dict[tuple[int, int], _SentFile] = {}
         try:
             for name in names:
-                if (self._local.size(os.path.join(folder, name)) or 0) >= _LEAST_BYTES:
-                    local, remote = self._local.hold(os.path.join(folder, name)), None
-                    if local is not None:
-                        remote = self._remote.hold(os.path.join(target, name))
-                        file = _SentFile(local, local if remote is None else remote)
-                        weakref.finalize(file, self._local.release, local)
-                        if remote is not None:
-                            weakref.finalize(file, self._remote.release, remote)
-                            files[self._local.identity(f"/proc/self/fd/{local}")] = file
+                path = os.path.join(folder, name)
+                if (self._local.size(path) or 0) < _LEAST_BYTES:
+                    continue
+                remote = self._remote.hold(os.path.join(target, name))
+                local = None if remote is None else self._local.hold(path)
+                if local is None or remote is None:  # an object that is too large to be copied
+                    continue
+                file = _SentFile(local, remote)
+                weakref.finalize(file, self._local.release, local)
+                weakref.finalize(file, self._remote.release, remote)
+                files[self._local.identity(f"/proc/self/fd/{local}")] = file
         except OSError as error:  # the run may have deleted it, because it keeps newer ones
             logger.info("the next upload sends all of its files: %s", error)
         self._files = files

@@ -146,7 +146,7 @@ class ApartFiles:
 
         Args:
             file: number of the file
-            sources: the tensor of each item of the layout, in host memory; they must not change meanwhile
+            sources: the tensor of each item of the layout, in host memory; they must not change before this returns
 
         Returns:
             Whether all are the same. If not, they must be copied.
@@ -188,7 +188,7 @@ class ApartFiles:
         return changed
 
     def renew(self, kept: Mapping[Any, KeptFile]) -> None:
-        """Share the newest of equal files: of a bucket's, an older one may be deleted meanwhile."""
+        """Share the newest of equal files: of a bucket's, an older one may have been deleted."""
         for file, entry in self.proved.items():
             newest = kept.get(self._layout.apart_keys[file])
             if newest is not None and newest.digests == entry.digests:

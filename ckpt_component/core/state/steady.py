@@ -103,7 +103,7 @@ class SteadyTensors:
             if not self._changed.isdisjoint(self._members):
                 return True
         if before is None or before == self._marks:
-            return False  # nothing was trained meanwhile
+            return False  # nothing was trained since
         gained, total = 0, 0
         for (name, number), old, new in zip(self._large, before[0], marks, strict=True):
             self._same[name] = self._same.get(name, 0) + 1 if old == new else 0
