@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from omegaconf import OmegaConf
 
-from ckpt_component import CheckpointConfigError, compose_checkpoint
+from ckpt_component import CheckpointConfigError, build_manager, compose_checkpoint
 from ckpt_component.config import resolve_config
 from ckpt_component.config.schema import Checkpoint
 from ckpt_component.core.options import Durability, Naming, Overlap
@@ -313,3 +314,9 @@ def test_an_unknown_part_on_a_config_lists_those_that_are() -> None:
 @pytest.mark.parametrize("config", [3, None, ["checkpoint=sync"], OmegaConf.create([1])])
 def test_what_is_no_config_is_refused(config: Any) -> None:
     assert "A checkpoint config is a preset's name, a DictConfig or a dict, not" in refused(config)
+
+
+def test_a_word_in_place_of_a_list_is_refused_with_the_list(tmp_path: Path) -> None:
+    text = "checkpoint.load.ignore is a list: checkpoint.load.ignore=[lm_head]."
+    with pytest.raises(CheckpointConfigError, match=f"^{re.escape(text)}$"):
+        build_manager("sync", ["checkpoint.load.ignore=lm_head"], dir=tmp_path)

@@ -326,4 +326,6 @@ def without_noise(error: BaseException) -> str:
         if line.strip()
         and not line.strip().startswith(("full_key", "object_type", "To append", "See http", "reference_type"))
     ]
-    return ": ".join(line.rstrip(".").removeprefix("Error merging override ") for line in relevant) + "."
+    text = ": ".join(line.rstrip(".").removeprefix("Error merging override ") for line in relevant) + "."
+    no_list = re.fullmatch(r"([\w.]+)=([^:]+): Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", text)
+    return text if no_list is None else f"{no_list[1]} is a list: {no_list[1]}=[{no_list[2]}]."
