@@ -44,6 +44,8 @@ def by_other_storage(base: dict[str, torch.Tensor], name: str) -> None:
 def by_resize(base: dict[str, torch.Tensor], name: str) -> None:
     """As FSDP frees and allocates the storage of a parameter."""
     values, storage = base[name].clone(), base[name].untyped_storage()
+    if not storage.resizable():  # NumPy has seen it
+        return
     storage.resize_(0)
     storage.resize_(values.nbytes)
     base[name].copy_(values + 1)
