@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +84,6 @@ class FrozenHistory(History):
 
     Attributes:
         base: the weights
-        shared: how many bytes the saves have shared
     """
 
     def __init__(self, protocol: str, last: int, every: int | None, best: bool, *, declared: bool, stager: str) -> None:
@@ -93,7 +91,6 @@ class FrozenHistory(History):
         frozen = ["checkpoint.reuse.frozen=[base.*]"] if declared else []
         self._overrides = (*self._overrides, f"checkpoint/stager={stager}", *frozen)
         self.base = {f"layer{number}": torch.full((_SIZE,), float(number)) for number in range(5)}
-        self.shared = 0
         self._states: dict[int, dict[str, Any]] = {}
         self._damaged: list[DiskFile] = []
 
@@ -112,15 +109,9 @@ class FrozenHistory(History):
     def save(self, run: OpenRun, gap: int, loss: float, event: Event | None) -> None:
         super().save(run, gap, loss, event)
         self._spread()
-        if run in self.runs and run.manager.reports:
-            self.shared += run.manager.reports[-1].reused
 
     def flip(self, step: int) -> None:
-        manifest = read_manifest(self._view(), path_of(step))
-        assert manifest is not None
-        self._damaged.append(
-            self.disk.file(largest_file(self.disk, data_folder(self._view(), path_of(step), manifest)))
-        )
+        self._damaged.append(self.disk.file(largest_file(self.disk, self._files_of(step))))
         super().flip(step)
         self._spread()
 
@@ -136,7 +127,13 @@ class FrozenHistory(History):
         """A damaged file damages every checkpoint that shares it."""
         damaged = {id(file) for file in self._damaged}
         for step in self.listed if damaged else ():
-            below = [path for path in self.disk.walk(path_of(step)) if os.path.basename(path).endswith(".distcp")]
+            below = [path for path in self.disk.walk(self._files_of(step)) if path.endswith(".distcp")]
             if step not in self.flipped and not damaged.isdisjoint(id(self.disk.file(path)) for path in below):
                 self._remove([step])
                 self.flipped.add(step)
+
+    def _files_of(self, step: int) -> str:
+        """The folder of a checkpoint's files; without renames, those of others may be beside it."""
+        manifest = read_manifest(self._view(), path_of(step))
+        assert manifest is not None
+        return data_folder(self._view(), path_of(step), manifest)
