@@ -15,7 +15,7 @@ from ckpt_component.testing import DiskFile
 from .history import Event, History, OpenRun, path_of
 from .workloads import largest_file
 
-#: Elements of a weight: four are worth a file of their own, and the middle of a file is inside of one.
+#: Elements of a weight: four are worth a file of their own.
 _SIZE = 66_000
 
 

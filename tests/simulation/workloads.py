@@ -54,7 +54,7 @@ def largest_file(disk: Disk | SimulatedObjects, folder: str) -> str:
 def damage(disk: Disk | SimulatedObjects, folder: str) -> None:
     """Flip a bit of a tensor."""
     file: DiskFile = disk.file(largest_file(disk, folder))
-    file.data[file.size // 2] ^= 1
+    file.data[file.size * 37 // 100] ^= 1  # inside of a tensor, also if a few have the same size
     file.sync()
 
 
