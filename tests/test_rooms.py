@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import subprocess
 import sys
@@ -145,3 +146,8 @@ def test_the_writer_process_imports_the_standard_library_and_us_alone(module: st
     mine = {"ckpt_component", "__main__"}
     startup = loaded_by("pass")  # .pth files of the environment import what they like
     assert loaded_by(f"import ckpt_component.{module}") - {*sys.stdlib_module_names} - mine <= startup
+
+
+def test_only_the_room_of_memory_calls_the_c_library() -> None:
+    users = [name for name, path in MODULES.items() if re.search(r"^\s*(import|from) ctypes\b", path.read_text(), re.M)]
+    assert users and {room_of(name) for name in users} == {"core.memory"}

@@ -60,6 +60,11 @@ def address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def views_of(nbytes: int) -> Callable[[int], Any]:
+    """What views `nbytes` at an address, for many addresses: quicker than `memory_at`, and nothing is kept alive."""
+    return (ctypes.c_ubyte * nbytes).from_address
+
+
 def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
     """View the bytes at an address without a copy. The view keeps `owner`, the owner of the memory, alive."""
     if nbytes == 0:

@@ -6,7 +6,6 @@ does not depend on strides and device; a large tensor is divided by its shape, w
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..memory.libc import memory_at
+from ..memory.libc import memory_at, views_of
 from ..storage.checksum import ChecksumMissingError, find_checksum
 from .dense_tensors import BATCH, plain_addresses
 from .flatten import FlatState
@@ -55,8 +54,8 @@ class FullDigests:
     def __init__(self, flat: FlatState, numbers: Sequence[int], hash_of: Hash) -> None:
         self._numbers = numbers
         self._hash = hash_of
-        #: Of small tensors in host memory: place among `numbers`, number, and the ctypes array of that size.
-        self._small: list[tuple[int, int, type[ctypes.Array[ctypes.c_ubyte]]]] = []
+        #: Of small tensors in host memory: place among `numbers`, number, and what views so many bytes at an address.
+        self._small: list[tuple[int, int, Callable[[int], Any]]] = []
         #: Places of large tensors in host memory, and of tensors that must be copied.
         self._large: list[int] = []
         self._copied: list[int] = []
@@ -71,7 +70,7 @@ class FullDigests:
             elif tensor.nbytes > _SMALL_BYTES:
                 self._large.append(place)
             else:
-                self._small.append((place, numbers[place], ctypes.c_ubyte * tensor.nbytes))
+                self._small.append((place, numbers[place], views_of(tensor.nbytes)))
 
     def of(self, flat: FlatState) -> array[int]:
         """The digests of the tensors in a state of the structure. Training must not write into them during the call."""
@@ -82,8 +81,8 @@ class FullDigests:
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpt-hash") as threads:
             hashes = threads.map(lambda each: hash_of(_memory(each[1])), large)
             pointers = flat.pointers
-            for place, number, block in self._small:  # `memory_at` would take longer than the hash
-                digests[place] = hash_of(block.from_address(pointers[number]))
+            for place, number, view_at in self._small:  # `memory_at` would take longer than the hash
+                digests[place] = hash_of(view_at(pointers[number]))
             for place, digest in _hash_copies(self._pieces(flat, self._copied), hash_of):
                 parts[place].append(digest)
             for (place, _), digest in zip(large, hashes, strict=True):
