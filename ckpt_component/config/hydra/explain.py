@@ -327,5 +327,5 @@ def without_noise(error: BaseException) -> str:
         and not line.strip().startswith(("full_key", "object_type", "To append", "See http", "reference_type"))
     ]
     text = ": ".join(line.rstrip(".").removeprefix("Error merging override ") for line in relevant) + "."
-    no_list = re.fullmatch(r"([\w.]+)=([^:]+): Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", text)
+    no_list = re.fullmatch(r"([\w.]+)=([^:]+): Invalid value assigned: \w+ is not a ListConfig,.*", text)
     return text if no_list is None else f"{no_list[1]} is a list: {no_list[1]}=[{no_list[2]}]."
