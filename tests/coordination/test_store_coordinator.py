@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,33 +76,6 @@ def _parts(said: list[int]) -> list[str]:
     return [f"{rank} of {len(said)}" for rank in said]
 
 
-def test_a_rank_that_gives_up_waiting_keeps_the_late_leading_rank_from_deciding_without_it(store: TCPStore) -> None:
-    ranks = coordinators(store, 2)
-    with pytest.raises(CheckpointTimeoutError, match="rank 0 to take part in 'late'"):
-        ranks[1].decide("late", 1, sum, soon(0.05))
-    decided: list[int] = []
-    with pytest.raises(CheckpointTimeoutError, match="rank 0 to take part in 'late'"):
-        ranks[0].decide("late", 2, decided.extend, soon())
-    assert not decided
-    # Nor does a leading rank that has begun to decide leave one behind whose time is up.
-    deciding, go = threading.Event(), threading.Event()
-
-    def decide(said: list[int]) -> int:
-        deciding.set()
-        assert go.wait(30)
-        return sum(said)
-
-    def ask(coordinator: StoreCoordinator) -> Any:
-        if coordinator.is_leader:
-            return coordinator.decide("slow", 1, decide, soon())
-        threading.Timer(1.0, go.set).start()
-        assert not deciding.is_set()
-        return coordinator.decide("slow", 2, sum, soon(0.5))
-
-    assert on_all(ranks, ask) == [3, 3]
-    assert on_all(ranks, lambda rank: rank.decide("next", rank.rank, sum, soon())) == [1, 1]
-
-
 def test_errors_tell_the_kind_of_each_ranks_failure_and_huge_ones_are_cut(store: TCPStore) -> None:
     ranks = coordinators(store, 2)
 
@@ -154,56 +126,6 @@ def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TC
         [],
         [],
     ]
-
-
-def test_a_rank_that_never_votes_is_named_when_its_heart_stops(store: TCPStore) -> None:
-    ranks = coordinators(store, 3, heartbeat_timeout=0.5)
-    on_all(ranks, lambda c: c.decide("before", 1, sum, soon()))
-    ranks[2].close()  # as the death of its process would
-    started = time.monotonic()
-    found = on_all(ranks[:2], lambda c: c.all_succeed("v", lambda: 1, lambda: 0, soon()))
-    assert all(isinstance(error, RanksError) and set(error.failures) == {2} for error in found)
-    assert "no heartbeat" in str(found[1])
-    assert time.monotonic() - started < 20
-
-
-def test_a_rank_that_lives_and_writes_nothing_hangs(store: TCPStore) -> None:
-    ranks = coordinators(store, 2, heartbeat_timeout=1.0, stall_timeout=1.5)
-    over = threading.Event()
-
-    def part(coordinator: StoreCoordinator) -> Any:
-        try:
-            return coordinator.all_succeed(
-                "v", (lambda: over.wait(30)) if coordinator.rank == 1 else (lambda: 1), lambda: 7, soon()
-            )
-        finally:
-            over.set()
-
-    found = on_all(ranks, part)
-    assert all(isinstance(error, RanksError) and "timeouts.stall" in error.failures[1] for error in found)
-
-
-def test_a_lost_leader_is_noticed(store: TCPStore) -> None:
-    ranks = coordinators(store, 2, heartbeat_timeout=0.5)
-    on_all(ranks, lambda c: c.decide("before", 1, sum, soon()))
-    ranks[0].close()
-    for number, call in enumerate(
-        (
-            lambda c: c.all_succeed("v", lambda: 1, lambda: 0, soon()),
-            lambda c: c.decide("p", 1, sum, soon()),
-            lambda c: c.run_on_leader("l", lambda: 1, soon()),
-        )
-    ):
-        (found,) = on_all(ranks[1:], call)
-        assert isinstance(found, RanksError) and set(found.failures) == {0}, number
-
-
-def test_a_lost_rank_is_noticed_before_a_save_begins(store: TCPStore) -> None:
-    ranks = coordinators(store, 3, heartbeat_timeout=0.5)
-    on_all(ranks, lambda c: c.decide("before", 1, sum, soon()))
-    ranks[1].close()
-    found = on_all([ranks[0], ranks[2]], lambda c: c.decide("save/1", 1, sum, soon()))
-    assert all(isinstance(error, RanksError) and set(error.failures) == {1} for error in found)
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(store: TCPStore) -> None:

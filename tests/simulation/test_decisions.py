@@ -1,0 +1,122 @@
+"""Ranks that are late, hang or die while others decide, on simulated time: none continues without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+from simulation.ranks import LIMIT
+
+from ckpt_component import CheckpointError, CheckpointTimeoutError, RanksError
+from ckpt_component.core.coordination import RankStore, StoreCoordinator
+from ckpt_component.core.coordination.connection import StoreConnection
+from ckpt_component.testing.simulated_store import SimulatedStore
+from ckpt_component.testing.simulation import SimulatedProcess, Simulation
+
+seeds = pytest.mark.parametrize("seed", range(20))
+Ask = Callable[[StoreCoordinator], Any]
+
+
+def outcomes(seed: int, world_size: int, ask: Ask, deaths: Mapping[int, float] | None = None) -> dict[int, Any]:
+    """What `ask` returns or raises on each rank that lives; the torchrun agent holds the store."""
+    simulation, found = Simulation(seed), dict[int, Any]()
+    store = SimulatedStore(simulation.process("agent"))
+
+    def run(rank: int, process: SimulatedProcess) -> None:
+        connection = StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock)
+        ranks = StoreCoordinator(RankStore(connection, rank, world_size, "run/"), 10.0, 30.0)
+        try:
+            found[rank] = ask(ranks)
+        except CheckpointError as error:
+            found[rank] = error
+        process.clock.sleep(60.0)
+        ranks.close()
+
+    for rank in range(world_size):
+        process = simulation.process(f"rank {rank}")
+        process.start(run, rank, process)
+        if deaths and rank in deaths:
+            simulation.at(deaths[rank], process.kill)
+    assert simulation.run(LIMIT)
+    return found
+
+
+def after(ranks: StoreCoordinator, seconds: float) -> float:
+    return ranks.clock.now() + seconds
+
+
+def first(ranks: StoreCoordinator) -> None:
+    """All take part in this one, and then time passes."""
+    ranks.decide("before", 1, sum, after(ranks, 30.0))
+    ranks.clock.sleep(5.0)
+
+
+@seeds
+def test_a_rank_that_gives_up_keeps_a_late_rank_0_from_deciding(seed: int) -> None:
+    decided: list[int] = []
+
+    def ask(ranks: StoreCoordinator) -> None:
+        if ranks.is_leader:
+            ranks.clock.sleep(5.0)
+        ranks.decide("late", 1, decided.extend, after(ranks, 30.0 if ranks.is_leader else 0.5))
+
+    found = outcomes(seed, 2, ask)
+    assert not decided
+    assert all(isinstance(error, CheckpointTimeoutError) for error in found.values())
+    assert all("rank 0 to take part in 'late'" in str(error) for error in found.values()), found
+
+
+@seeds
+def test_a_rank_whose_time_is_up_waits_for_a_decision_that_rank_0_has_begun(seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        def decide(said: list[int]) -> int:
+            ranks.clock.sleep(5.0)
+            return sum(said)
+
+        return ranks.decide("slow", 1 + ranks.rank, decide, after(ranks, 30.0 if ranks.is_leader else 0.5))
+
+    assert outcomes(seed, 2, ask) == {0: 3, 1: 3}
+
+
+def vote(ranks: StoreCoordinator) -> Any:
+    return ranks.all_succeed("vote", lambda: 1, lambda: 0, after(ranks, 120.0))
+
+
+def decide(ranks: StoreCoordinator) -> Any:
+    return ranks.decide("next", 1, sum, after(ranks, 120.0))
+
+
+def act(ranks: StoreCoordinator) -> Any:
+    return ranks.run_on_leader("act", lambda: 1, after(ranks, 120.0))
+
+
+def then(call: Ask, ranks: StoreCoordinator) -> Any:
+    first(ranks)
+    return call(ranks)
+
+
+@seeds
+@pytest.mark.parametrize(
+    ("call", "dead"),
+    [(vote, 2), (vote, 0), (decide, 1), (decide, 0), (act, 0)],
+    ids=lambda it: getattr(it, "__name__", None),
+)
+def test_a_dead_rank_is_named_when_its_heartbeats_stop(seed: int, call: Ask, dead: int) -> None:
+    found = outcomes(seed, 3, partial(then, call), {dead: 3.0})
+    assert found.keys() == {0, 1, 2} - {dead}
+    assert all(isinstance(error, RanksError) and {*error.failures} == {dead} for error in found.values()), found
+    assert all("heartbeat" in str(error) for error in found.values()), found
+
+
+@seeds
+def test_a_rank_that_lives_and_writes_nothing_hangs(seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
+        return ranks.all_succeed("vote", work, lambda: 7, after(ranks, 120.0))
+
+    found = outcomes(seed, 2, ask)
+    assert all(isinstance(error, RanksError) and "timeouts.stall" in error.failures[1] for error in found.values()), (
+        found
+    )
