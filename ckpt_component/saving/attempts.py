@@ -213,6 +213,7 @@ class SaveAttempts:
             self._writing = attempt.token, self._caller.progress()
         with self._typed_errors(request, encoded.file_bytes):
             result = self._caller.run(job, self._clock.now() + self._timeouts.write)
+        snapshot.copied.result(self._timeouts.stage)  # raises if a tensor changed during the copy
         written = Written(result, number)
         if events.has_listeners:
             events.progressed(report_of(request, "written", staged, written))

@@ -139,7 +139,7 @@ class SavePipeline:
         if staged.snapshot is None:
             copied, save = _failed(staged.error), SaveHandle(request, admitted.number)
         else:
-            copied, file_bytes = staged.snapshot.staged, staged.snapshot.encoded.file_bytes
+            copied, file_bytes = staged.snapshot.copied, staged.snapshot.encoded.file_bytes
             save = SaveHandle(request, admitted.number, file_bytes=file_bytes, written=written)
         self.saves.append(save)
         self._staged.append((save, staged))

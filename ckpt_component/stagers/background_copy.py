@@ -1,7 +1,13 @@
-"""A copy that overlaps with training, and detects tensors that change during it."""
+"""A copy that overlaps with training, and detects tensors that change during it.
+
+An operation in place raises a tensor's version counter when it has ended. So at the end of the copy the counters do not
+tell of an operation that is still running. They are compared once more where none can be: at the fence, by the thread
+that trains; or else when everything is written.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -13,27 +19,53 @@ from ..core.state.paths import key_of
 from ..errors import CheckpointStallError, TornSnapshotError
 
 
-class BackgroundCopy:
-    """A copy in the background, and what it needs to detect tensors that change during it.
+class BackgroundCopy(Future[None]):
+    """A copy in the background. As a future it is done when the copy has ended; whoever sees that is past the fence.
 
     Args:
         flat: the state
-        watched: numbers of the tensors that must not change before the copy has ended
+        watched: numbers of the tensors that must not change before the fence
         tasks: the copy; no tensor may have changed since it was created
 
     Attributes:
-        done: done when every tensor may be changed, whether or not the copy succeeded
         discarded: why the snapshot is discarded, once it is
     """
 
     def __init__(self, flat: FlatState, watched: Sequence[int], tasks: CopyTasks) -> None:
-        self.done: Future[None] = Future()
+        super().__init__()
         self.discarded: CheckpointStallError | None = None
         self._paths = flat.tensor_paths
         self._watched = watched
         self._tensors = [flat.tensors[number] for number in watched]
         self._versions = [tensor._version for tensor in self._tensors]
         self._tasks: CopyTasks | None = tasks
+        self._look_lock = threading.Lock()
+        self._torn: TornSnapshotError | None = None
+
+    def done(self) -> bool:
+        """Whether the copy has ended; the caller may then change the tensors."""
+        ended = super().done()
+        if ended:
+            self._look()
+        return ended
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the end of the copy; the caller may then change the tensors.
+
+        Raises:
+            TornSnapshotError: a tensor changed before
+        """
+        super().result(timeout)
+        self._look()
+        if self._torn is not None:
+            raise self._torn
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait like `result`. Returns its error, or None."""
+        error = super().exception(timeout)
+        if error is None:
+            self._look()
+        return error or self._torn
 
     def help(self, until: float) -> None:
         """Copy the rest with all threads, because training is waiting; not beyond `until` (monotonic seconds)."""
@@ -49,27 +81,38 @@ class BackgroundCopy:
             tasks.stop()
 
     def run(self, settle: Callable[[BaseException | None], None]) -> None:
-        """Copy the rest with this thread, and let training continue.
+        """Copy the rest with this thread.
 
         Args:
-            settle: called before training continues, with the error that makes the snapshot unusable, or None
+            settle: called when all is copied, with the error that makes the snapshot unusable, or None
         """
+        error = self._finish()
         try:
-            settle(self._finish())
+            settle(error)
         finally:
-            # The tensors need not live longer than the copy.
-            self._tensors, self._tasks = [], None
-            self.done.set_result(None)
+            self._tasks = None
+            if error is None:
+                self.set_result(None)
+            else:
+                self._tensors = []
+                self.set_exception(error)
 
     def _finish(self) -> BaseException | None:
         try:
             if self._tasks is not None:
                 self._tasks.finish(threads=1)
-            return self.discarded or self._torn()
+            return self.discarded or self._changes()
         except Exception as failure:
             return failure
 
-    def _torn(self) -> TornSnapshotError | None:
+    def _look(self) -> None:
+        """Decide whether the snapshot is sound, if it is not decided: no tensor changed until now."""
+        with self._look_lock:
+            if self._tensors:
+                self._torn = self._changes()
+                self._tensors = []  # they need not live any longer
+
+    def _changes(self) -> TornSnapshotError | None:
         """Return an error that names the tensors changed since the copy began, or None."""
         versions = [tensor._version for tensor in self._tensors]
         if versions == self._versions:
@@ -81,6 +124,6 @@ class BackgroundCopy:
         ]
         named = ", ".join(f"'{key}'" for key in changed[:3]) + (f" and {len(changed) - 3} more" if changed[3:] else "")
         return TornSnapshotError(
-            f"{named} changed while the snapshot was being copied, so it was thrown away. Call guard(optimizer) once "
-            "before training, or wait_staged() before anything changes the state."
+            f"{named} changed before anything had waited for the copy of the snapshot, so it was thrown away. Call "
+            "guard(optimizer) once before training, or wait_staged() before anything changes the state."
         )

@@ -68,7 +68,9 @@ class Snapshot:
         source: the bytes of the image; complete once `staged` is done
         arena: the leased memory, or None
         give_back: ends the lease; called with the arena and `staged`
-        staged: done when the image is complete, and training may change every tensor. Has the error if staging failed.
+        staged: done when the image is complete. Has the error if staging failed.
+        copied: what the caller of a save gets: once he sees it done, he may change every tensor. Asked a last time when
+            all is written; has TornSnapshotError if a tensor changed before. By default `staged`.
         staged_at: when `staged` was done (`time.perf_counter`)
         apart: the files of steady tensors, which may be shared with an earlier checkpoint; None: there are none
         began_at: when the copy began; by default when this object is made
@@ -81,10 +83,14 @@ class Snapshot:
     arena: Arena | None = None
     give_back: Callable[[Arena, Future[None]], None] | None = None
     staged: Future[None] = field(default_factory=Future)
+    copied: Future[None] = field(init=False)
     staged_at: float = 0.0
     apart: ApartFiles | None = None
     began_at: float = field(default_factory=time.perf_counter)
     planned_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.copied = self.staged
 
     def mark_staged(self, error: BaseException | None = None) -> None:
         """Complete `staged`, with an error if there is one."""

@@ -14,7 +14,6 @@ from .base import Snapshot, Stager, StatePlan
 class LiveStager(Stager):
     """Uses no memory, and needs `caller=inline`, because the state must not change until it is written."""
 
-    option: ClassVar[str] = "none"
     takes_snapshot: ClassVar[bool] = False
 
     def take(self, plan: StatePlan) -> Snapshot:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import torch
@@ -76,8 +77,6 @@ class SharedMemoryStager(Stager):
         CheckpointConfigError: `arenas` is not from 1 to 16
     """
 
-    option: ClassVar[str] = "shared_memory"
-
     def __init__(self, arenas: int = 1) -> None:
         ARENAS.check("checkpoint.stager.arenas", arenas)
         self._arenas = arenas
@@ -116,7 +115,8 @@ class SharedMemoryStager(Stager):
             give_back, apart = self._pool.give_back, self._reuse.look(layout, flat, plan.storage)
             snapshot = Snapshot(layout, encoded, arena, arena, give_back, planned_at=planned_at, apart=apart)
             try:
-                self._fill(ArenaFill(arena, layout, flat, apart), snapshot.mark_staged)
+                rest = self._fill(ArenaFill(arena, layout, flat, apart), snapshot.mark_staged)
+                snapshot.copied = rest or snapshot.staged
             except BaseException as error:
                 snapshot.mark_staged(error)
                 snapshot.release()
@@ -138,8 +138,8 @@ class SharedMemoryStager(Stager):
                 max(int(available // each), 1),
             )
 
-    def _fill(self, fill: ArenaFill, settle: Settle) -> None:
-        """Copy the state into the arena, and call `settle` now or later."""
+    def _fill(self, fill: ArenaFill, settle: Settle) -> Future[None] | None:
+        """Copy the state into the arena, and call `settle` now or later. Returns the rest of the copy, if any."""
         key = ("all", *fill.proofs)
         plan = fill.slots.plans.get(key)
         if plan is None:
@@ -148,6 +148,7 @@ class SharedMemoryStager(Stager):
             fill.slots.plans[key] = plan
         fill.tasks(plan).finish(torch.get_num_threads())
         settle(None)
+        return None
 
     def _prepare(self, arena: Arena, device: torch.device | None) -> None:
         """Called before the first copy of a structure into an arena, with the CUDA device of its sources or None."""
@@ -195,7 +196,6 @@ class SharedMemoryStager(Stager):
 class PinnedStager(SharedMemoryStager):
     """Like `shared_memory`, but arenas are page-locked if tensors are on a CUDA device."""
 
-    option: ClassVar[str] = "pinned"
     _logged_pageable = False
 
     def _prepare(self, arena: Arena, device: torch.device | None) -> None:
@@ -204,6 +204,4 @@ class PinnedStager(SharedMemoryStager):
             arena.page_lock(device)
         elif not self._logged_pageable:
             self._logged_pageable = True
-            logger.info(
-                "checkpoint/stager=%s: no tensor is on a CUDA device, so memory is not page-locked", self.option
-            )
+            logger.info("checkpoint/stager=pinned: no tensor is on a CUDA device, so memory is not page-locked")

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -37,14 +38,13 @@ class ZeroOverheadStager(PinnedStager):
         CheckpointConfigError: `arenas` is not from 1 to 16
     """
 
-    option: ClassVar[str] = "zero_overhead"
-
     def __init__(self, arenas: int = 2) -> None:
         super().__init__(arenas)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
-        self._pending: list[BackgroundCopy] = []
+        #: The copies of the saves that have not ended.
+        self._pending: weakref.WeakSet[BackgroundCopy] = weakref.WeakSet()
         self._pending_lock = threading.Lock()
 
     def guard(self, optimizer: Any) -> None:
@@ -71,15 +71,16 @@ class ZeroOverheadStager(PinnedStager):
             limit, may_discard = min(limit, self._max_stall), True
         until = time.monotonic() + limit
         with self._pending_lock:
-            self._pending = [copy for copy in self._pending if not copy.done.done()]
             pending = [copy for copy in self._pending if not may_discard or copy.discarded is None]
         for copy in pending:
             copy.help(until)
         remaining = max(until - time.monotonic(), 0)
-        if wait_futures([copy.done for copy in pending], timeout=remaining).not_done:
+        wait_futures(pending, timeout=remaining)
+        late = [copy for copy in pending if not copy.done()]
+        if late:
             if not may_discard:
                 raise CheckpointTimeoutError(f"A snapshot was still being copied after {limit:g} s (timeouts.stage).")
-            for copy in pending:
+            for copy in late:
                 copy.discard(
                     f"The snapshot was thrown away, because it was still being copied after {limit:g} s, when the "
                     "optimizer had to change the weights (checkpoint.max_stall_s)."
@@ -88,17 +89,18 @@ class ZeroOverheadStager(PinnedStager):
     def _before_step(self, *_: object) -> None:
         self.wait_staged()
 
-    def _fill(self, fill: ArenaFill, settle: Settle) -> None:
+    def _fill(self, fill: ArenaFill, settle: Settle) -> BackgroundCopy | None:
         split = self._split(fill)
         fill.tasks(split.now).finish(torch.get_num_threads())
         if split.later.is_empty:
             settle(None)
-            return
+            return None
         # Addresses are looked up when it copies, because a tensor may get other memory before.
         copy = BackgroundCopy(fill.flat, split.watched, fill.tasks(split.later, at_once=False))
         with self._pending_lock:
-            self._pending.append(copy)
+            self._pending.add(copy)
         self._copy_thread.submit(copy.run, settle)
+        return copy
 
     def _split(self, fill: ArenaFill) -> CopySplit:
         """Return how a state is split for an arena; computed again only when that may have changed."""

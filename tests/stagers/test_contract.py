@@ -212,7 +212,7 @@ BROKEN: list[tuple[type[Stager], str, str]] = [
     (Stale, "a_snapshot_is_the_state", "has other bytes"),
     (Live, "later_changes_are_not_in_a_snapshot", "has other bytes"),
     (Live, "a_change_during_the_copy_is_not_stored", "has other bytes"),
-    (Unguarded, "a_guarded_optimizer_waits_for_the_copy", "changed while"),
+    (Unguarded, "a_guarded_optimizer_waits_for_the_copy", "changed before"),
     (Hooked, "a_guarded_optimizer_waits_for_the_copy", "left a hook"),
     (Forgetful, "a_structure_is_planned_once", r"changed"),
     (Stubborn, "another_structure_is_planned_again", r"changed"),

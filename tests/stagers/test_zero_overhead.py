@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 
 from ckpt_component import AsyncCheckpointer, TornSnapshotError, build_checkpointer
+from ckpt_component.testing import faults
 
 
 class SlowCopies:
@@ -91,13 +96,57 @@ def test_a_tensor_that_changes_under_the_copy_fails_the_save_by_name(slow: SlowC
         stage, write = ours.save(state, tmp_path / "one")
         state["weight"].add_(1)
         slow.go.set()
-        with pytest.raises(TornSnapshotError, match=r"'weight' changed while"):
+        with pytest.raises(TornSnapshotError, match=r"'weight' changed before"):
             write.result(30)
         with pytest.raises(TornSnapshotError):
             stage.result(30)
         ours.save(state, tmp_path / "two")
         ours.wait_staged()
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+
+@pytest.mark.parametrize("has_fence", [False, True])
+def test_an_operation_that_ran_when_the_copy_ended_fails_the_save_by_name(has_fence: bool, tmp_path: Path) -> None:
+    state = {"weight": torch.ones(5)}
+    with checkpointer() as ours:
+        with faults.at("write").holds() as held:
+            _, write = ours.save(state, tmp_path / "one")
+            held.wait()
+            torch.autograd.graph.increment_version(state["weight"])  # as an operation does when it ends
+            if has_fence:
+                ours.wait_staged()
+        with pytest.raises(TornSnapshotError, match=r"'weight' changed before"):
+            write.result(30)
+    assert not os.listdir(tmp_path)
+
+
+def until_done(stage: Future[None]) -> None:
+    while not stage.done():
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda ours, stage: ours.wait_staged(),
+        lambda ours, stage: stage.result(30),
+        lambda ours, stage: stage.exception(30),
+        lambda ours, stage: until_done(stage),
+    ],
+    ids=["wait_staged", "result", "exception", "done"],
+)
+def test_whoever_has_waited_for_the_copy_may_change_the_state(
+    wait: Callable[[AsyncCheckpointer, Future[None]], None], tmp_path: Path
+) -> None:
+    state = {"weight": torch.ones(5)}
+    with checkpointer() as ours:
+        with faults.at("write").holds() as held:
+            stage, write = ours.save(state, tmp_path / "one")
+            wait(ours, stage)
+            state["weight"].zero_()
+            held.wait()
+        write.result(30)
+        assert ours.load(tmp_path / "one")["weight"].eq(1).all()
 
 
 def test_tensors_that_are_made_anew_for_every_save_are_all_the_same_saved(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ class ConnectedParts:
         """Write and commit a snapshot. Returns the path of the checkpoint."""
         request = self.request(snapshot)
         result = self.caller.run(request, time.monotonic() + PATIENCE_S)
+        snapshot.copied.result(PATIENCE_S)
         path = self.publish(request, result)
         self.caller.settle()
         return path
