@@ -28,7 +28,7 @@ _COLUMNS = {
     "lost": ("lost_s",),
 }
 #: Columns that make way in this order where lines would be too long; `--json` has them.
-_SPARED = ("queue", "sync", "commit", "rate", "reused")
+_SPARED = ("queue", "sync", "commit", "rate", "stage", "reused")
 _MEANING = (
     "stall: training waited; stage: planned and copied to memory; queue: waited for memory and the writer; write, "
     "sync: to the disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and "
