@@ -25,8 +25,9 @@ from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
 from .output import Output
-from .roots import add_safeguards, place_of, point_elsewhere, tree_bytes, typed_errors
+from .roots import add_safeguards, place_of, point_elsewhere, typed_errors
 from .text import Table
+from .usage import freed_text, usage_of
 
 #: Whether debris is in use -> why it is not deleted.
 _WHY_KEPT = {True: "a process works on it, or did within the last minute", False: "left on another host: --ended"}
@@ -60,7 +61,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
         if parsed.ended:
             fenced = unfinished.left_by_owners()
         paths = [os.path.join(root.path, name) for name in unfinished.debris(fenced)]
-        sizes = {path: tree_bytes(fs, path) for path in [*paths, *(root.paths[step] for step in old)]}
+        files = {path: [*fs.files_below(path)] for path in [*paths, *(root.paths[step] for step in old)]}
         if not parsed.dry_run:
             if parsed.ended:
                 FencingToken(fs, root.path, names).acquire()  # so that a run that is alive after all commits nothing
@@ -68,22 +69,24 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
             point_elsewhere(fs, root.path, names, old)
             for step in old:
                 discard(fs, root.paths[step])
-            failed = [path for path in sizes if fs.exists(path)]
+            failed = [path for path in files if fs.exists(path)]
         used = {os.path.join(root.path, name): used for name, used in Unfinished(fs, root.path, names).in_use().items()}
-    gone = {path: size for path, size in sizes.items() if path not in failed}
+    gone = {path: found for path, found in files.items() if path not in failed}
+    usage = usage_of(file for found in gone.values() for file in found)
     data = {
         "root": root.path,
-        "deleted": [{"path": path, "bytes": size} for path, size in gone.items()],
-        "bytes": sum(gone.values()),
+        "deleted": [{"path": path, "bytes": usage_of(found).size} for path, found in gone.items()],
+        "bytes": usage.size,
+        "freed_bytes": usage.freed,
         "failed": failed,
         "kept": [
             {"path": path, "in_use": in_use}
             for path, in_use in used.items()
-            if path not in sizes and not os.path.basename(path).startswith(ALIVE_PREFIX)
+            if path not in files and not os.path.basename(path).startswith(ALIVE_PREFIX)
         ],
         "dry_run": parsed.dry_run,
     }
-    output.result(data, _lines(data, output))
+    output.result(data, [*_lines(data, output), *freed_text(usage, parsed.dry_run)])
     return 1 if failed else None
 
 

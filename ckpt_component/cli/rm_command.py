@@ -24,8 +24,9 @@ from ..core.storage.locate import absolute
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
 from .output import Output
-from .roots import Location, add_safeguards, place_of, point_elsewhere, shown, tree_bytes, typed_errors
+from .roots import Location, add_safeguards, place_of, point_elsewhere, shown, typed_errors
 from .text import counted
+from .usage import freed_text, usage_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +56,8 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
                 f"{os.path.join(root, names.folder(good[-1]))} is not deleted, because {root} would have no good "
                 "checkpoint left. To delete it all the same, type --force."
             )
-    sizes = {path: tree_bytes(place.fs, path) for path, place in places.items()}
+    files = {path: [*place.fs.files_below(path)] for path, place in places.items()}
+    usage = usage_of(file for found in files.values() for file in found)
     if not parsed.dry_run:
         # First the pointers: if this is cut off, none names a checkpoint that is gone.
         for (root, names), steps in steps_by_root.items():
@@ -66,9 +68,11 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
             rest = f", and {counted(len(places) - len(failed), 'checkpoint')} deleted" if len(places) > 1 else ""
             raise CheckpointSaveError(f"{', '.join(failed)} could not be deleted{rest}; ckpt -v rm says why.")
     word = "would delete" if parsed.dry_run else "deleted"
+    sizes = {path: usage_of(found).size for path, found in files.items()}
     deleted = [{"path": path, "bytes": size} for path, size in sizes.items()]
     lines = [f"{word} {shown(path)}: {amount(size)}" for path, size in sizes.items()]
-    output.result({"deleted": deleted, "dry_run": parsed.dry_run}, lines)
+    data = {"deleted": deleted, "freed_bytes": usage.freed, "dry_run": parsed.dry_run}
+    output.result(data, [*lines, *freed_text(usage, parsed.dry_run)])
 
 
 def _place(argument: str, options: Mapping[str, str]) -> Location:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..core.storage.locate import is_url
+from ..core.storage.space import amount
 from ..core.storage.storage import Storage, StoredFile
 
 
@@ -41,6 +42,12 @@ def usage_of(files: Iterable[StoredFile]) -> Usage:
         sum(file.size for file in once),
         sum(file.size for file in once if paths[file.identity] >= file.paths),
     )
+
+
+def freed_text(usage: Usage, dry_run: bool) -> Iterator[str]:
+    """A line about what deleting files frees, if it is not their size."""
+    if usage.freed != usage.size:
+        yield f"{'would free' if dry_run else 'freed'} {amount(usage.freed)}; other checkpoints use the same files"
 
 
 def files_in(fs: Storage, path: str) -> Iterator[StoredFile]:

@@ -45,9 +45,12 @@ def test_what_a_checkpoint_shares_is_not_freed_with_it(ckpt: Ckpt, sharing: Path
         assert entry["shared_bytes"] > BASE_BYTES > 100_000 > entry["only_bytes"] > 36_000
     before = taken(sharing)
     assert (found["bytes"], found["unshared_bytes"]) == (before, sizes(sharing.rglob("*")))
-    assert ckpt("rm", f"{sharing}@2").code == 0
-    assert before - taken(sharing) == found["entries"][1]["only_bytes"]
-    assert ckpt("rm", f"{sharing}@1", f"{sharing}@3").code == 0
+    would = ckpt("gc", sharing, "--keep-last", "1", "--dry-run")
+    assert would.out.splitlines()[-1].startswith("would free ")
+    removed = ckpt("rm", f"{sharing}@2", "--json")
+    assert before - taken(sharing) == found["entries"][1]["only_bytes"] == removed.json["freed_bytes"]
+    removed = ckpt("rm", f"{sharing}@1", f"{sharing}@3")
+    assert "; other checkpoints use the same files" in removed.out.splitlines()[-1]
     (last,) = ckpt("du", sharing, "--json").json["roots"]
     assert last["entries"][0]["shared_bytes"] == 0 and last["bytes"] == last["unshared_bytes"] == taken(sharing)
 
