@@ -72,7 +72,6 @@ class InlineCaller(WriteCaller):
     """Writes in the trainer, while training waits."""
 
     in_other_process: ClassVar[bool] = False
-    option: ClassVar[str] = "inline"
 
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
         """Write with as many threads as the writer has workers. The deadline cannot interrupt a system call."""
@@ -228,8 +227,6 @@ class TemporalCaller(_WriterProcessCaller):
         CheckpointConfigError: a value out of range
     """
 
-    option: ClassVar[str] = "temporal"
-
     def settle(self) -> None:
         """Stop the process, because its save is over."""
         timeout = 60.0 if self._unsettled is None else self._unsettled.timeouts.close
@@ -248,8 +245,6 @@ class PersistentCaller(_WriterProcessCaller):
     Raises:
         CheckpointConfigError: a value out of range
     """
-
-    option: ClassVar[str] = "persistent"
 
     def __init__(
         self, nice: int = 10, io_priority: IoPriority = IoPriority.low, page_cache: PageCache = PageCache.auto

@@ -73,7 +73,7 @@ RULES = (
     ),
     Rule(
         lambda settings, parts: parts.single_file and resolved_commit(settings) is Commit.manifest,
-        "{writer} commits its file by a rename, and checkpoint.commit=manifest is for storage "
+        "checkpoint/writer={writer} commits its file by a rename, and checkpoint.commit=manifest is for storage "
         "without renames. Use checkpoint.commit=rename, on another disk.",
     ),
     Rule(

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -232,8 +232,11 @@ def _versions() -> dict[str, str]:
 
 
 def _named_parts(settings: Checkpoint) -> dict[str, str]:
-    targets = {kind: str(getattr(settings, kind)["_target_"]) for kind in PARTS}
-    return {kind: part_option(kind, target) or target for kind, target in targets.items()}
+    return {kind: part_option(kind, target) or target for kind, target in _targets(settings)}
+
+
+def _targets(settings: Checkpoint) -> Iterator[tuple[str, str]]:
+    return ((kind, str(getattr(settings, kind)["_target_"])) for kind in PARTS)
 
 
 def _folder(dir: str | os.PathLike[str]) -> str:
@@ -251,12 +254,10 @@ def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
     refuse_unfit(
         settings,
         PartFacts(
-            _option(stager_class),
-            _option(caller_class),
-            _option(writer_class),
-            stager_class.takes_snapshot,
-            caller_class.in_other_process,
-            bool(getattr(writer_class, "single_file", "")),
+            **{kind: part_option(kind, target) or target.rpartition(".")[2] for kind, target in _targets(settings)},
+            takes_snapshot=stager_class.takes_snapshot,
+            in_other_process=caller_class.in_other_process,
+            single_file=bool(getattr(writer_class, "single_file", "")),
         ),
     )
     return (
@@ -276,7 +277,7 @@ def _build_graph(
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
     if writer.single_file and ranks.world_size > 1:
         raise HydraConfigError(
-            f"{_option(type(writer))} writes one file, and there are {ranks.world_size} ranks; save it from one of "
+            f"{type(writer).__name__} writes one file, and there are {ranks.world_size} ranks; save it from one of "
             "them, with build_checkpointer(..., alone=True), or use checkpoint/writer=dcp."
         )
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
@@ -368,8 +369,3 @@ def _bases(root: str, base: Sequence[str], job: MultirunJob | None) -> list[str]
 def _nowhere(wanted: Mapping[int, FileBytes], storage: Storage, elsewhere: bool) -> Mapping[int, KeptFile]:
     """There is no base."""
     return {}
-
-
-def _option(part: type[Any]) -> str:
-    """Return the name by which a config chooses a class: its option in conf/, or the name of a custom class."""
-    return getattr(part, "option", part.__name__)
