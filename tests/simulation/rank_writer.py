@@ -64,4 +64,6 @@ def snapshot() -> Any:
         file_bytes=60, table=SimpleNamespace(number=1), rank_index=lambda: {"items": 1}, object_blobs=()
     )
     layout = SimpleNamespace(payload_bytes=60)
-    return SimpleNamespace(encoded=encoded, staged=staged, copied=staged, layout=layout, staged_at=0.0, source=None, apart=None)
+    return SimpleNamespace(
+        encoded=encoded, staged=staged, copied=staged, layout=layout, staged_at=0.0, source=None, apart=None
+    )
