@@ -116,7 +116,9 @@ class CheckpointManager(StoppableLoop):
         return self._run.best_of(self._run.scan_all(warns=True))
 
     def guard(self, optimizer: Any) -> None:
-        """Make `optimizer.step()` wait for a snapshot that is still being copied. Only `zero_overhead` needs it.
+        """Make `optimizer.step()` wait for a snapshot that is still being copied.
+
+        Only `zero_overhead` needs it, and only for optimizers that are not in the state.
 
         Args:
             optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`

@@ -35,8 +35,9 @@ class BackgroundCopy(Future[None]):
         super().__init__()
         self.discarded: CheckpointStallError | None = None
         self._paths = flat.tensor_paths
-        self._watched = watched
-        self._tensors = [flat.tensors[number] for number in watched]
+        dtensors = [number for number in watched if not flat.counts_changes(number)]
+        self._watched = [*watched, *dtensors]
+        self._tensors = [flat.tensors[number] for number in watched] + [flat.placed[number] for number in dtensors]
         self._versions = [tensor._version for tensor in self._tensors]
         self._tasks: CopyTasks | None = tasks
         self._look_lock = threading.Lock()
@@ -117,12 +118,15 @@ class BackgroundCopy(Future[None]):
         versions = [tensor._version for tensor in self._tensors]
         if versions == self._versions:
             return None
-        changed = [
-            key_of(self._paths[number])
-            for number, before, after in zip(self._watched, self._versions, versions, strict=True)
-            if before != after
-        ]
-        named = ", ".join(f"'{key}'" for key in changed[:3]) + (f" and {len(changed) - 3} more" if changed[3:] else "")
+        changed = sorted(
+            {
+                number
+                for number, before, after in zip(self._watched, self._versions, versions, strict=True)
+                if before != after
+            }
+        )
+        keys = [key_of(self._paths[number]) for number in changed]
+        named = ", ".join(f"'{key}'" for key in keys[:3]) + (f" and {len(keys) - 3} more" if keys[3:] else "")
         return TornSnapshotError(
             f"{named} changed before anything had waited for the copy of the snapshot, so it was thrown away. Call "
             "guard(optimizer) once before training, or wait_staged() before anything changes the state."

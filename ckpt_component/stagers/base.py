@@ -230,7 +230,7 @@ class Stager(ABC):
         with self._lock:
             if plan.changed or self._plan is None:
                 started = time.perf_counter()
-                replans, self._structure = self._plan is not None, None
+                replans, before, self._structure = self._plan is not None, self._structure, None
                 selection = None if plan.share is None else Selection(plan.structure, plan.share)
                 flat = plan.flat if selection is None else selection.of(plan.flat)
                 structure = plan.structure if selection is None else Structure(flat)
@@ -242,6 +242,7 @@ class Stager(ABC):
                 # Set last, so that a plan that failed is made again next time.
                 self._structure, self._selection = plan.structure, selection
                 seconds = time.perf_counter() - started
+                why = "the structure changed" if plan.structure is not before else "other tensors keep their values now"
                 # Usual and quick, so it is no news; but a structure that changes, or is large, makes saves slow.
                 logger.log(
                     logging.INFO if replans or seconds > _SLOW_PLAN_S else logging.DEBUG,
@@ -249,7 +250,7 @@ class Stager(ABC):
                     len(structure.tensor_paths),
                     len(structure.object_paths),
                     seconds,
-                    ": the structure changed" if replans else "",
+                    f": {why}" if replans else "",
                 )
                 self._planned(self._plan)
             return self._plan, plan.flat if self._selection is None else self._selection.of(plan.flat)

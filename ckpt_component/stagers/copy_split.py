@@ -6,7 +6,8 @@ may wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -29,9 +30,9 @@ class CopySplit:
         watched: numbers of the tensors that must not change before the fence
     """
 
-    def __init__(self, fill: ArenaFill, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, fill: ArenaFill, optimizers: Collection[torch.optim.Optimizer]) -> None:
         tensor_of = fill.slots.layout.tensor_of
-        self._guarded = len(optimizers)
+        self._guarded = set(map(weakref.ref, optimizers))
         self._pointers = fill.flat.pointers
         self._proofs = fill.proofs
         #: For every tensor, whether its copy may wait.
@@ -43,7 +44,8 @@ class CopySplit:
         watched = {number for number, waits in enumerate(late) if waits}
         for file, items in fill.proofs.items():
             tensors = {tensor_of[item] for item in items}
-            if buffers.isdisjoint(map(fill.flat.pointers.__getitem__, tensors)):
+            told = all(late[tensor] or fill.flat.counts_changes(tensor) for tensor in tensors)
+            if told and buffers.isdisjoint(map(fill.flat.pointers.__getitem__, tensors)):
                 waiting[file] = items
                 watched |= tensors
             else:
@@ -52,10 +54,10 @@ class CopySplit:
         self.later = CopyPlan(fill.slots, fill.sources, [item for item in numbers if late[tensor_of[item]]], waiting)
         self.watched = sorted(watched)
 
-    def fits(self, fill: ArenaFill, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    def fits(self, fill: ArenaFill, optimizers: Collection[torch.optim.Optimizer]) -> bool:
         """Whether the split still fits after tensors have moved, such as an RNG state created for every save."""
         flat = fill.flat
-        if self._guarded != len(optimizers) or self._proofs != fill.proofs:
+        if self._guarded != set(map(weakref.ref, optimizers)) or self._proofs != fill.proofs:
             return False
         before, self._pointers = self._pointers, flat.pointers
         if before == flat.pointers:
@@ -68,22 +70,28 @@ class CopySplit:
         if optimizers:
             return not late
         buffers = _pointers(_module_buffers(flat)) if late else set()
-        return not any(flat.pointers[number] in buffers or flat.tensors[number].is_inference() for number in late)
+        return not any(flat.pointers[number] in buffers or not _tells(flat, number) for number in late)
 
 
-def _changed_by_optimizers_alone(flat: FlatState, optimizers: Sequence[torch.optim.Optimizer]) -> list[bool]:
+def _changed_by_optimizers_alone(flat: FlatState, optimizers: Collection[torch.optim.Optimizer]) -> list[bool]:
     """For every tensor, whether its copy may wait until the next optimizer step.
 
-    With guarded optimizers, their parameters and their state may wait. Without, all but the buffers of modules in the
-    state may, and the version check detects what the caller changes too early.
+    With guarded optimizers, their parameters and their state may wait. Without, all but DTensors and the buffers of
+    modules in the state may, and version counters tell of most that the caller changes too early.
     """
     owned = _pointers(_optimizer_tensors(optimizers))
     buffers = _pointers(_module_buffers(flat))
-    late = []
-    for tensor, pointer in zip(flat.tensors, flat.pointers, strict=True):
-        may_wait = pointer in owned if optimizers else pointer not in buffers
-        late.append(may_wait and not tensor.is_inference())  # an inference tensor has no version
-    return late
+    if optimizers:
+        return [
+            pointer in owned and not tensor.is_inference()
+            for tensor, pointer in zip(flat.tensors, flat.pointers, strict=True)
+        ]
+    return [pointer not in buffers and _tells(flat, number) for number, pointer in enumerate(flat.pointers)]
+
+
+def _tells(flat: FlatState, number: int) -> bool:
+    """Whether a tensor's version counter tells of changes; an inference tensor has none."""
+    return flat.counts_changes(number) and not flat.tensors[number].is_inference()
 
 
 def _optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:

@@ -204,4 +204,4 @@ class PinnedStager(SharedMemoryStager):
             arena.page_lock(device)
         elif not self._logged_pageable:
             self._logged_pageable = True
-            logger.info("checkpoint/stager=pinned: no tensor is on a CUDA device, so memory is not page-locked")
+            logger.info("no tensor is on a CUDA device, so the memory of snapshots is not page-locked")

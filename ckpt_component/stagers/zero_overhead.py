@@ -40,7 +40,8 @@ class ZeroOverheadStager(PinnedStager):
 
     def __init__(self, arenas: int = 2) -> None:
         super().__init__(arenas)
-        self._optimizers: list[torch.optim.Optimizer] = []
+        #: The guarded ones, which a training script may replace.
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
         #: The copies of the saves that have not ended.
@@ -53,8 +54,8 @@ class ZeroOverheadStager(PinnedStager):
         The stager then also knows which tensors only the optimizer changes; it copies all others before `take` returns.
         """
         for each in optimizers_in(optimizer):
-            if not any(guarded is each for guarded in self._optimizers):
-                self._optimizers.append(each)
+            if each not in self._optimizers:
+                self._optimizers.add(each)
                 self._hooks.append(each.register_step_pre_hook(self._before_step))
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -103,7 +104,13 @@ class ZeroOverheadStager(PinnedStager):
         return copy
 
     def _split(self, fill: ArenaFill) -> CopySplit:
-        """Return how a state is split for an arena; computed again only when that may have changed."""
+        """Return how a state is split for an arena; computed again only when that may have changed.
+
+        Optimizers in the state are guarded here, as no version counter tells of their steps with `fused=True`.
+        """
+        optimizers = [value for _, value in fill.flat.stateful if isinstance(value, torch.optim.Optimizer)]
+        if optimizers:
+            self.guard(optimizers)
         split: CopySplit | None = fill.slots.plans.get("split")
         if split is None or not split.fits(fill, self._optimizers):
             fill.slots.plans["split"] = split = CopySplit(fill, self._optimizers)

@@ -81,6 +81,11 @@ def test_stock_checkpoints_load_by_parts_and_fsdp_comes_back_also_on_one_rank(tm
     assert torch.equal(weight, values["model"]["2.weight"]) and optimizer.state[weight]["exp_avg"].any()
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_step_of_dtensors_overlaps_with_their_copy(world_size: int, tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "step_during_copies", world_size, tmp_path)
+
+
 def test_values_of_a_ranks_own(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "own_values", 2, tmp_path, SAVED_BY="2")
     run_ranks(SCRIPT, "own_values", 3, tmp_path, SAVED_BY="2")

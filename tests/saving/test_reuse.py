@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 BASE_BYTES = 8 << 18
 PRESETS = ["async_persistent", "async_temporal", "async_zero_overhead", "sync"]
+SCRIPT = Path(__file__).parent / "scripts" / "reusing.py"
 
 
 class Training:
@@ -403,9 +404,13 @@ def test_a_failed_save_changes_nothing_for_the_next(tmp_path: Path) -> None:
 
 
 def test_each_rank_shares_its_own_files(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "scripts" / "reusing.py"
-    run_ranks(script, "save_some", 2, tmp_path)
-    run_ranks(script, "resume", 1, tmp_path)
+    run_ranks(SCRIPT, "save_some", 2, tmp_path)
+    run_ranks(SCRIPT, "resume", 1, tmp_path)
+
+
+@pytest.mark.slow
+def test_what_fsdp_trains_is_not_expected_to_be_the_same(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "train_by_fsdp", 2, tmp_path)
 
 
 def test_files_are_shared_in_one_storage_only(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -118,6 +120,39 @@ def test_an_operation_that_ran_when_the_copy_ended_fails_the_save_by_name(has_fe
         with pytest.raises(TornSnapshotError, match=r"'weight' changed before"):
             write.result(30)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
+def test_an_optimizer_in_the_state_is_guarded_by_itself(how: dict[str, bool], slow: SlowCopies, tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
+    optimizer = torch.optim.SGD(weights, lr=1.0, **how)  # with fused=True no version tells of its steps
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with checkpointer() as ours:
+        stage, write = ours.save({"weights": weights, "optimizer": optimizer}, tmp_path / "one")
+        assert not stage.done()
+        threading.Timer(0.1, slow.go.set).start()
+        optimizer.step()
+        assert stage.done()
+        write.result(30)
+        assert all(weight.eq(1).all() for weight in ours.load(tmp_path / "one")["weights"])
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_optimizers_that_a_script_replaces_are_let_go(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    with checkpointer() as ours:
+        for number in range(3):
+            train_forward(model, optimizer)
+            optimizer.step()
+            expected = {key: value.clone() for key, value in model.state_dict().items()}
+            ours.save({"model": model, "optimizer": optimizer}, tmp_path / str(number))
+            old, optimizer = weakref.ref(optimizer), torch.optim.AdamW(model.parameters(), lr=0.1)
+            ours.wait()
+            loaded = ours.load(tmp_path / str(number))["model"]
+            assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+            gc.collect()
+            assert old() is None
 
 
 def until_done(stage: Future[None]) -> None:

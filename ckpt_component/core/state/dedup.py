@@ -135,5 +135,5 @@ class Selection:
             objects=[flat.objects[number] for number in self._objects],
             object_paths=[flat.object_paths[number] for number in self._objects],
             shards=[flat.shards[number] for number in self._tensors],
-            placed={},
+            placed={new: flat.placed[old] for new, old in enumerate(self._tensors) if old in flat.placed},
         )

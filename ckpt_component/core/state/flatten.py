@@ -84,6 +84,10 @@ class FlatState:
         """
         return array("Q", map(torch.Tensor.data_ptr, self.tensors))
 
+    def counts_changes(self, number: int) -> bool:
+        """Whether what changes a tensor raises its version counter. Changes of a DTensor leave its part's alone."""
+        return number not in self.placed or mesh_of(self.placed[number]) is None
+
 
 def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "stateful", "object"]:
     """How `flatten` treats a value.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ _FILE_BYTES, _MOST_FILES = 64 << 20, 64
 _SAMPLE = 256
 #: It is worth a new plan if this part of the bytes, and at least so many, became steady.
 _WORTH_PART, _WORTH_BYTES = 0.01, 1 << 20
+
+#: So many times longer a mark must be the same that did not tell of a change.
+_UNTOLD = 8
 
 #: A tensor in any structure: its path, and where the shard is in the whole tensor.
 Name = tuple[Path, tuple[int, ...] | None]
@@ -56,7 +59,8 @@ class SteadyTensors:
 
     A tensor is expected to be steady if it is declared, if it is a parameter of a module in the state that needs no
     gradient, or if its mark did not change between two states while others' did. Each time that proves wrong, its mark
-    must be the same in twice as many states before it is expected again.
+    must be the same in twice as many states before it is expected again; in eight times as many if the mark did not
+    tell, or if an optimizer in the state trains it: no mark tells of steps with `fused=True`, or of those of DTensors.
 
     Args:
         declared: keys of tensors that do not change; `*` stands for any text
@@ -75,12 +79,18 @@ class SteadyTensors:
         self._same: dict[Name, int] = {}
         self._needed: dict[Name, int] = {}
         self._lock = threading.Lock()
-        self._changed: set[Name] = set()
+        #: Those that have changed -> by how many times more their mark must be the same.
+        self._changed: dict[Name, int] = {}
 
-    def report_changed(self, names: Iterable[Name]) -> None:
-        """Take tensors out of the files of steady ones, at the next plan: they had other values. Thread-safe."""
+    def report_changed(self, names: Iterable[Name], untold: Collection[Name]) -> None:
+        """Take tensors out of the files of steady ones, at the next plan: they had other values. Thread-safe.
+
+        Args:
+            names: of the tensors
+            untold: those of them whose mark was the same
+        """
         with self._lock:
-            self._changed.update(names)
+            self._changed.update({name: _UNTOLD if name in untold else 2 for name in names})
 
     def observe(self, structure: Structure, flat: FlatState) -> bool:
         """Compare the marks of a state with those of the last one.
@@ -100,18 +110,25 @@ class SteadyTensors:
         marks = [mark_of(flat.tensors[number]) for _, number in self._large]
         before, self._marks = self._marks, (marks, [mark_of(flat.tensors[number]) for number in self._others])
         with self._lock:
-            if not self._changed.isdisjoint(self._members):
+            if not self._members.isdisjoint(self._changed):
                 return True
         if before is None or before == self._marks:
             return False  # nothing was trained since
-        gained, total = 0, 0
+        gained, total = dict[Name, int](), 0
         for (name, number), old, new in zip(self._large, before[0], marks, strict=True):
             self._same[name] = self._same.get(name, 0) + 1 if old == new else 0
             nbytes = flat.tensors[number].nbytes
             total += nbytes
             if name not in self._members and self._is_calm(name):
-                gained += nbytes
-        return gained >= max(_WORTH_PART * total, _WORTH_BYTES)
+                gained[name] = number
+        worth = max(_WORTH_PART * total, _WORTH_BYTES)
+        if sum(flat.tensors[number].nbytes for number in gained.values()) < worth:
+            return False
+        trained = _trained_pointers(flat)
+        for name in [name for name, number in gained.items() if flat.tensors[number].data_ptr() in trained]:
+            self._expect_later(name, _UNTOLD)
+            del gained[name]
+        return sum(flat.tensors[number].nbytes for number in gained.values()) >= worth
 
     def group(self, structure: Structure, flat: FlatState) -> list[list[int]]:
         """Divide the tensors that are expected to be steady into groups, each for a file of its own.
@@ -128,9 +145,9 @@ class SteadyTensors:
         large = _large_in(structure)
         place_of = {name_of(structure, place): place for place in range(len(structure.stored))}
         with self._lock:
-            changed, self._changed = self._changed, set()
-        for name in changed:
-            self._needed[name], self._same[name] = 2 * self._needed.get(name, 1), 0
+            changed, self._changed = self._changed, {}
+        for name, times in changed.items():
+            self._expect_later(name, times)
         self._check_declared(large)
         frozen = _frozen_pointers(flat)
         expected = [
@@ -163,6 +180,9 @@ class SteadyTensors:
     def _is_calm(self, name: Name) -> bool:
         return self._same.get(name, 0) >= self._needed.get(name, 1)
 
+    def _expect_later(self, name: Name, times: int) -> None:
+        self._needed[name], self._same[name] = times * self._needed.get(name, 1), 0
+
     def _check_declared(self, large: Sequence[tuple[Name, int]]) -> None:
         """Warn, once, of patterns that match nothing."""
         unchecked, self._unchecked = self._unchecked, ()
@@ -186,6 +206,19 @@ def _large_in(structure: Structure) -> list[tuple[Name, int]]:
         for place, entry in enumerate(structure.stored)
         if entry.nbytes >= _LARGE_BYTES and entry.window is None
     ]
+
+
+def _trained_pointers(flat: FlatState) -> set[int]:
+    """Addresses of the parameters that optimizers in a state have stepped, and of their optimizer state."""
+    trained = [
+        tensor
+        for _, optimizer in flat.stateful
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for parameter, values in optimizer.state.items()
+        if isinstance(parameter, torch.Tensor) and parameter.requires_grad
+        for tensor in (parameter, *(value for value in values.values() if isinstance(value, torch.Tensor)))
+    ]
+    return {local.data_ptr() for tensor in trained for local, _ in local_parts(tensor, "a tensor of an optimizer")}
 
 
 def _frozen_pointers(flat: FlatState) -> set[int]:

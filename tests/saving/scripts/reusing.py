@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_component import build_manager
@@ -60,3 +62,30 @@ def resume(rank: int, world_size: int, folder: Path) -> None:
     assert torch.equal(state["adapter"], torch.full((1000,), 7.0))
     for number in range(4):
         assert torch.equal(state["replicated"][f"layer{number}"], torch.full((SIZE // 4,), float(number)))
+
+
+def train_by_fsdp(rank: int, world_size: int, folder: Path) -> None:
+    """No version counter tells that a DTensor is trained; what is frozen is shared, and nothing else is expected to be."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    model[0].requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=True)
+    lines = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt_component").addHandler(handler)
+    logging.getLogger("ckpt_component").setLevel(logging.INFO)
+    with build_manager("async_persistent", [f"checkpoint.dir={folder}"]) as manager:
+        for step in range(1, 7):
+            model(torch.randn(4, 512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.save(step, {"model": model, "optimizer": optimizer})
+            manager.wait()
+        reused = [report.reused for report in manager.reports]
+    assert reused[0] == 0 and all(each >= 512 * 512 * 4 // world_size for each in reused[2:]), reused
+    # The optimizer has no state before the first step, so one plan may follow the first save.
+    assert not [line for line in lines if "changed after it was the same" in line], lines
+    assert sum(line.startswith("planned") for line in lines) <= 1, lines

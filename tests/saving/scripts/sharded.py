@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt_component import (
@@ -256,3 +257,29 @@ def on_cuda(rank: int, world_size: int, folder: Path) -> None:
             checkpointer.load(folder / stager, state, strict=True)
         assert torch.equal(rows.full_tensor().cpu(), WHOLE), stager
         assert state["alike"].eq(3).all() and state["rank"].value == rank
+
+
+def step_during_copies(rank: int, world_size: int, folder: Path) -> None:
+    """Steps of `foreach` leave no trace in the version counters of DTensors, so no copy of those overlaps with a step."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    plain = PerRank(torch.ones(1000))  # there is something to copy later in each case
+    states: dict[str, dict[str, Any]] = {
+        "guarded": {"model": model, "optimizer": optimizer, "plain": plain},
+        "unguarded": {"model": model, "plain": plain},
+    }
+    with build_checkpointer("async_zero_overhead") as ours:
+        for name in ("unguarded", "guarded"):
+            model(torch.ones(2, 64)).square().sum().backward()
+            expected = {key: value.full_tensor().clone() for key, value in model.state_dict().items()}
+            waits = faults.at("copy").holds() if name == "unguarded" else nullcontext()
+            with waits:
+                _, write = ours.save(states[name], folder / name)  # type: ignore[misc]
+                optimizer.step()
+                optimizer.zero_grad()
+            write.result(60)
+            assert not torch.equal(model.state_dict()["0.weight"].full_tensor(), expected["0.weight"])
+            found = ours.load(folder / name, {"model": wiped(model.state_dict())})["model"]
+            assert all(torch.equal(found[key].full_tensor(), value) for key, value in expected.items()), name
