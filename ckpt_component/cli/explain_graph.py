@@ -65,7 +65,7 @@ def waits(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
         return
     if parts.stager == "zero_overhead":
         yield "a save waits for a copy of what forward may change, such as BatchNorm's buffers"
-        yield "then optimizer.step() waits for the rest of the copy: call guard(optimizer)"
+        yield "then optimizer.step() waits for the rest of the copy: guard(optimizer) if it is not in the state"
     elif parts.takes_snapshot:
         yield "a save waits for one copy of the state into host memory"
     overlap, arenas = settings.overlap.value, settings.stager.get("arenas", 1)

@@ -38,7 +38,7 @@ class Table:
             width: the lines are without some of the `spared` columns if they would be longer; None: as long as they are
         """
         columns = {number: self._column(number) for number in range(len(self.lines[0]))}
-        for title in self.spared:
+        for title in filter(self.lines[0].__contains__, self.spared):
             if width is not None and sum(len(cells[0]) + 2 for cells in columns.values()) - 2 > width:
                 del columns[self.lines[0].index(title)]
         return ["  ".join(cells).rstrip() for cells in zip(*columns.values(), strict=True)]

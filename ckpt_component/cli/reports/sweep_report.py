@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..output import width
 from ..text import Element, Table, lines_of
 from .disks import shared_disks, shared_text
 from .jobs import Row, differing, read_jobs, spans_of
@@ -21,10 +22,10 @@ _CSV_COLUMNS = [
     *FIGURES,
     *("reason", "overrides"),
 ]
-#: Where lines of the text are wrapped.
+#: Columns that make way in this order where lines would be too long; `sweep.csv` has them.
+_SPARED = ("step x", "GB/s", "step", "staged")
 #: With more rows than this, the picture says of the Pareto rows alone what differs.
 _NAMED = 12
-_WIDTH = 120
 _COLOURS = ("#1b6ca8", "#d08c60", "#5a8f5a", "#8d99ae")
 
 
@@ -83,14 +84,14 @@ def table(rows: Sequence[Row]) -> str:
     Args:
         rows: the rows, in the order in which to show them
     """
-    return "\n".join(lines_of(_blocks(rows), _WIDTH))
+    return "\n".join(lines_of(_blocks(rows), width()))
 
 
 def costs(row: Row) -> str:
     """What the saves of a single job have cost: a figure a line, and what became of the job if that is not all."""
     figures = [(figure, figure.text(row.figures[key])) for key, figure in FIGURES.items() if key in row.figures]
     lines = [[text, f"{figure.column}: {figure.meaning}"] for figure, text in figures]
-    return "\n".join(lines_of([Table(lines, left=(1,))] if lines else [row.outcome], _WIDTH))
+    return "\n".join(lines_of([Table(lines, left=(1,))] if lines else [row.outcome], width()))
 
 
 def _blocks(rows: Sequence[Row]) -> Iterator[Element]:
@@ -105,11 +106,12 @@ def _blocks(rows: Sequence[Row]) -> Iterator[Element]:
     for workload, lines in by_workload.items():
         if len(by_workload) > 1:
             yield f"{workload or 'as configured'}:"
-        yield Table([header, *lines], left=(0, 1, -2, -1))
+        yield Table([header, *lines], left=(0, 1, -2, -1), spared=_SPARED)
         yield ""
-    yield f"rows with figures: {sum(bool(row.figures) for row in rows)} of {len(rows)}, sorted by stall"
+    stall = FIGURES["stall_s" if "stall_s" in figures else "first_stall_s"].column
+    yield f"rows with figures: {sum(bool(row.figures) for row in rows)} of {len(rows)}, sorted by {stall}"
     yield "; ".join(f"{figure.column}: {figure.meaning}" for figure in figures.values())
-    yield "*: Pareto, no row of the same workload has both less stall and less durable time"
+    yield f"*: Pareto, no row of the same workload has both less {stall} and less durable time"
     for disk, jobs in shared_disks(spans_of(rows)).items():
         yield shared_text(disk, jobs)
 
