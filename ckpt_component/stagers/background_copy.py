@@ -35,7 +35,7 @@ class BackgroundCopy(Future[None]):
         super().__init__()
         self.discarded: CheckpointStallError | None = None
         self._paths = flat.tensor_paths
-        dtensors = [number for number in watched if not flat.counts_changes(number)]
+        dtensors = [number for number in watched if not flat.counts_changes(number)] if flat.placed else []
         self._watched = [*watched, *dtensors]
         self._tensors = [flat.tensors[number] for number in watched] + [flat.placed[number] for number in dtensors]
         self._versions = [tensor._version for tensor in self._tensors]
