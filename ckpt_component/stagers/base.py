@@ -148,6 +148,10 @@ class Stager(ABC):
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None
         self._lock = threading.Lock()
+        self._connected(shared=shared)
+
+    def _connected(self, *, shared: bool) -> None:
+        """Called at the end of `connect`."""
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
         """Flatten a state dict, and check whether it still has the planned structure.

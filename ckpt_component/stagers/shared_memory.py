@@ -12,18 +12,16 @@ from typing import Any
 import psutil
 import torch
 
-from ..core.coordination import Coordinator
 from ..core.image.apart_files import ApartFiles
 from ..core.image.arena import Arena
 from ..core.image.arena_pool import ArenaPool
 from ..core.image.copy import CopyPlan, CopyTasks, sources_of
-from ..core.image.file_reuse import FileReuse
 from ..core.image.layout import Layout
 from ..core.memory.gc_control import collector_paused
 from ..core.options import ARENAS
 from ..core.state.dedup import likely_bytes
 from ..core.state.flatten import FlatState
-from ..writers.base import FormatPlan, Writer
+from ..writers.base import FormatPlan
 from .base import Snapshot, Stager, StatePlan, check_objects
 
 logger = logging.getLogger(__name__)
@@ -81,18 +79,7 @@ class SharedMemoryStager(Stager):
         ARENAS.check("checkpoint.stager.arenas", arenas)
         self._arenas = arenas
 
-    def connect(
-        self,
-        writer: Writer,
-        *,
-        ranks: Coordinator,
-        shared: bool,
-        timeout: float,
-        max_stall: float | None = None,
-        reuse: FileReuse | None = None,
-    ) -> None:
-        """Set the parts of the graph; see `Stager.connect`."""
-        super().connect(writer, ranks=ranks, shared=shared, timeout=timeout, max_stall=max_stall, reuse=reuse)
+    def _connected(self, *, shared: bool) -> None:
         self._pool = ArenaPool(self._arenas, shared=shared)
 
     def wait_free(self, deadline: float) -> bool:
