@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from ckpt_component.core.coordination import LocalCoordinator, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import another_connection
-from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError, RanksError
+from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError, RanksError
 
 
 @pytest.fixture
@@ -126,13 +126,6 @@ def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TC
         [],
         [],
     ]
-
-
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(store: TCPStore) -> None:
-    ranks = coordinators(store, 3)
-    found = on_all(ranks[:2], lambda c: c.decide("save/1", None, len, soon(1.0)))
-    assert all(isinstance(error, CheckpointTimeoutError) for error in found)
-    assert all("rank 2 to take part in 'save/1'" in str(error) for error in found)
 
 
 def test_a_store_that_is_gone_is_said_so() -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from importlib.util import find_spec
 from types import FrameType
 
 import torch
 
-PACKAGE = "/ckpt_component/"
+#: The folder of the package; that of a checkout, which may have an environment in it, has the same name.
+PACKAGE = f"{find_spec('ckpt_component').submodule_search_locations[0]}/"  # type: ignore[union-attr,index]
 visited: set[tuple[str, str, int]] = set()
 recording = False
 
@@ -20,7 +22,7 @@ recording = False
 def note(frame: FrameType, event: str, _: object) -> None:
     """Called at each call of a Python function. Deleting old checkpoints is on no save's way: it has a thread of its own."""
     if recording and event == "call" and not threading.current_thread().name.startswith("ckpt-purge"):
-        _, found, path = frame.f_code.co_filename.rpartition(PACKAGE)
+        _, found, path = frame.f_code.co_filename.partition(PACKAGE)
         if found and frame.f_code.co_name[0] != "<":  # neither comprehensions nor lambdas
             visited.add((path, frame.f_code.co_name, frame.f_code.co_firstlineno))
 

@@ -69,6 +69,18 @@ def test_a_rank_that_gives_up_keeps_a_late_rank_0_from_deciding(seed: int) -> No
 
 
 @seeds
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        if ranks.rank < 2:
+            ranks.decide("save/1", None, len, after(ranks, 5.0))
+        ranks.clock.sleep(30.0)
+
+    found = outcomes(seed, 3, ask)
+    assert all(isinstance(found[rank], CheckpointTimeoutError) for rank in (0, 1)), found
+    assert all("rank 2 to take part in 'save/1'" in str(found[rank]) for rank in (0, 1)), found
+
+
+@seeds
 def test_a_rank_whose_time_is_up_waits_for_a_decision_that_rank_0_has_begun(seed: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         def decide(said: list[int]) -> int:
