@@ -73,7 +73,7 @@ def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained,
     assert [(folder.parent.name, committed(folder)) for folder in folders] == [("0", [3]), ("1", [3])]
     # It ends with the report, in which the refused pairs are rows too.
     shown = output[output.index("what differs") :]
-    assert "rows with figures: 2 of 4, sorted by stall" in shown and shown.count("  skipped: ") == 2
+    assert "rows with figures: 2 of 4, sorted by first stall" in shown and shown.count("  skipped: ") == 2
     assert len(list((run_dir / "multirun").rglob("sweep.csv"))) == 1
 
 
