@@ -217,7 +217,9 @@ class History:
             if step in listed and step not in {*self.must, *self.flipped}:
                 loaded = Reader(storage_of=lambda path: self.files).read(path_of(step))[0]
                 self.must[step] = next(number for number in numbers if not differences(loaded, self.state(number)))
-        self.may.clear()
+        # A deletion whose sync failed may be undone by a power cut, until the rest of it is deleted.
+        left = {step for step in self.may if step not in listed and self._view().is_folder(path_of(step))}
+        self.may = {step: self.may[step] for step in left}
 
     def begin(self, choice: str | int, rewind: bool, event: Event | None) -> None:
         """Start a run and restore: with `auto`, `never`, or a step."""
