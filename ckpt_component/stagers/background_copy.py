@@ -1,7 +1,7 @@
 """A copy that overlaps with training, and detects tensors that change during it.
 
 An operation in place raises a tensor's version counter when it has ended. So at the end of the copy the counters do not
-tell of an operation that is still running. They are compared once more where none can be: at the fence, by the thread
+show an operation that is still running. They are compared once more where none can be: at the fence, by the thread
 that trains; or else when everything is written.
 """
 

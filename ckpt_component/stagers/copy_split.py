@@ -44,8 +44,8 @@ class CopySplit:
         watched = {number for number, waits in enumerate(late) if waits}
         for file, items in fill.proofs.items():
             tensors = {tensor_of[item] for item in items}
-            told = all(late[tensor] or fill.flat.counts_changes(tensor) for tensor in tensors)
-            if told and buffers.isdisjoint(map(fill.flat.pointers.__getitem__, tensors)):
+            counted = all(late[tensor] or fill.flat.counts_changes(tensor) for tensor in tensors)
+            if counted and buffers.isdisjoint(map(fill.flat.pointers.__getitem__, tensors)):
                 waiting[file] = items
                 watched |= tensors
             else:
@@ -70,14 +70,14 @@ class CopySplit:
         if optimizers:
             return not late
         buffers = _pointers(_module_buffers(flat)) if late else set()
-        return not any(flat.pointers[number] in buffers or not _tells(flat, number) for number in late)
+        return not any(flat.pointers[number] in buffers or not _has_counter(flat, number) for number in late)
 
 
 def _changed_by_optimizers_alone(flat: FlatState, optimizers: Collection[torch.optim.Optimizer]) -> list[bool]:
     """For every tensor, whether its copy may wait until the next optimizer step.
 
     With guarded optimizers, their parameters and their state may wait. Without, all but DTensors and the buffers of
-    modules in the state may, and version counters tell of most that the caller changes too early.
+    modules in the state may, and version counters show most of what the caller changes too early.
     """
     owned = _pointers(_optimizer_tensors(optimizers))
     buffers = _pointers(_module_buffers(flat))
@@ -86,11 +86,11 @@ def _changed_by_optimizers_alone(flat: FlatState, optimizers: Collection[torch.o
             pointer in owned and not tensor.is_inference()
             for tensor, pointer in zip(flat.tensors, flat.pointers, strict=True)
         ]
-    return [pointer not in buffers and _tells(flat, number) for number, pointer in enumerate(flat.pointers)]
+    return [pointer not in buffers and _has_counter(flat, number) for number, pointer in enumerate(flat.pointers)]
 
 
-def _tells(flat: FlatState, number: int) -> bool:
-    """Whether a tensor's version counter tells of changes; an inference tensor has none."""
+def _has_counter(flat: FlatState, number: int) -> bool:
+    """Whether a version counter shows changes of a tensor; an inference tensor has none."""
     return flat.counts_changes(number) and not flat.tensors[number].is_inference()
 
 

@@ -106,7 +106,7 @@ class ZeroOverheadStager(PinnedStager):
     def _split(self, fill: ArenaFill) -> CopySplit:
         """Return how a state is split for an arena; computed again only when that may have changed.
 
-        Optimizers in the state are guarded here, as no version counter tells of their steps with `fused=True`.
+        Optimizers in the state are guarded here, as no version counter shows their steps with `fused=True`.
         """
         optimizers = [value for _, value in fill.flat.stateful if isinstance(value, torch.optim.Optimizer)]
         if optimizers:

@@ -113,7 +113,7 @@ class ApartFiles:
         candidates: the files that the snapshot is likely to share, with the committed ones
         proved: the files that it does share; complete when `settle` has returned
         marks: of its tensors, by number of the file
-        untold: those that have changed since their file was committed although their marks are the same
+        unseen: those that have changed since their file was committed although their marks are the same
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ApartFiles:
         self.proved: dict[int, KeptFile] = {}
         tensors = {file: [flat.tensors[layout.tensor_of[item]] for item in items] for file, items in self.items.items()}
         self.marks = {file: list(map(mark_of, each)) for file, each in tensors.items()}
-        self.untold: set[Name] = set()
+        self.unseen: set[Name] = set()
         self._marks = marks
         self._layout = layout
         self._digests: dict[int, tuple[bytes, ...]] = {}
@@ -190,7 +190,7 @@ class ApartFiles:
                 if before.digests[place] != digests[place]:
                     changed.append(name_of(layout.structure, layout.items[number].stored))
                     if marks[place] == marks_before[place]:
-                        self.untold.add(changed[-1])
+                        self.unseen.add(changed[-1])
         return changed
 
     def renew(self, kept: Mapping[Any, KeptFile]) -> None:

@@ -92,7 +92,7 @@ class FileReuse:
         files.renew(kept)
         changed = files.settle(read, kept)
         if changed and self._steady is not None:
-            self._steady.report_changed(changed, files.untold)
+            self._steady.report_changed(changed, files.unseen)
             more = f" and {len(changed) - 3} more" if changed[3:] else ""
             names = ", ".join(f"'{key_of(path)}'" for path, _ in changed[:3])
             logger.info("changed after it was the same in earlier saves: %s%s", names, more)

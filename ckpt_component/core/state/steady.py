@@ -32,8 +32,8 @@ _SAMPLE = 256
 #: It is worth a new plan if this part of the bytes, and at least so many, became steady.
 _WORTH_PART, _WORTH_BYTES = 0.01, 1 << 20
 
-#: So many times longer a mark must be the same that did not tell of a change.
-_UNTOLD = 8
+#: So many times longer a mark must be the same that did not show a change.
+_UNSEEN = 8
 
 #: A tensor in any structure: its path, and where the shard is in the whole tensor.
 Name = tuple[Path, tuple[int, ...] | None]
@@ -60,7 +60,7 @@ class SteadyTensors:
     A tensor is expected to be steady if it is declared, if it is a parameter of a module in the state that needs no
     gradient, or if its mark did not change between two states while others' did. Each time that proves wrong, its mark
     must be the same in twice as many states before it is expected again; in eight times as many if the mark did not
-    tell, or if an optimizer in the state trains it: no mark tells of steps with `fused=True`, or of those of DTensors.
+    show it, or if an optimizer in the state trains it: no mark shows steps with `fused=True`, or those of DTensors.
 
     Args:
         declared: keys of tensors that do not change; `*` stands for any text
@@ -82,15 +82,15 @@ class SteadyTensors:
         #: Those that have changed -> by how many times more their mark must be the same.
         self._changed: dict[Name, int] = {}
 
-    def report_changed(self, names: Iterable[Name], untold: Collection[Name]) -> None:
+    def report_changed(self, names: Iterable[Name], unseen: Collection[Name]) -> None:
         """Take tensors out of the files of steady ones, at the next plan: they had other values. Thread-safe.
 
         Args:
             names: of the tensors
-            untold: those of them whose mark was the same
+            unseen: those of them whose mark was the same
         """
         with self._lock:
-            self._changed.update({name: _UNTOLD if name in untold else 2 for name in names})
+            self._changed.update({name: _UNSEEN if name in unseen else 2 for name in names})
 
     def observe(self, structure: Structure, flat: FlatState) -> bool:
         """Compare the marks of a state with those of the last one.
@@ -126,7 +126,7 @@ class SteadyTensors:
             return False
         trained = _trained_pointers(flat)
         for name in [name for name, number in gained.items() if flat.tensors[number].data_ptr() in trained]:
-            self._expect_later(name, _UNTOLD)
+            self._expect_later(name, _UNSEEN)
             del gained[name]
         return sum(flat.tensors[number].nbytes for number in gained.values()) >= worth
 
