@@ -15,7 +15,7 @@ from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
 from ckpt_component.core.commit.manifest import VERSION, encode_manifest, read_manifest
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
-from ckpt_component.core.commit.names import MEGATRON, QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON, QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
 from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.errors import CheckpointConfigError, CheckpointExistsError, CheckpointSaveError
@@ -46,6 +46,20 @@ def test_what_a_dead_attempt_left_is_deleted_in_one_step(protocol: str) -> None:
     assert files.names(ROOT) == []
     first = next(name for name, path in files.operations if attempt.token in path or TRASH_PREFIX in path)
     assert first == ("rename_new" if protocol == "rename" else "unlink")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_manifest_whose_deletion_was_not_synced_does_not_come_back_without_its_data(seed: int) -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=False, locks=False)
+    files.make_folders(ROOT)
+    save(Trial(files))
+    files.unlink(os.path.join(TARGET, MANIFEST))
+    files.disk.now += 600
+    Unfinished(files, ROOT, MEGATRON).sweep()
+    files.turn_off()
+    files.disk.cut_power(seed)
+    after = SimulatedFiles(files.disk, atomic_rename=False, locks=False)
+    assert not after.exists(os.path.join(TARGET, MANIFEST))
 
 
 @pytest.mark.parametrize("protocol", ["rename", "manifest"])

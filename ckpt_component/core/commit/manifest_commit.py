@@ -155,12 +155,17 @@ class ManifestCommit(CommitProtocol):
         except (CheckpointError, OSError) as error:
             logger.warning("%s could not be removed and stays until the next start: %s", attempt.staging, error)
 
+    def remove_unfinished(self, path: str) -> None:
+        # A power cut must not undo the deletion of a manifest, whose sync may have failed, when the rest is gone.
+        self.storage.sync_folder(os.path.dirname(path))
+        super().remove_unfinished(path)
+
     def _delete(self, path: str) -> None:
         manifest, data = read_manifest(self.storage, path), path
         if manifest is not None:
             data = data_folder(self.storage, path, manifest)
             self.storage.unlink(os.path.join(path, MANIFEST))
-            self.storage.sync_folder(path)
+        self.storage.sync_folder(path)  # also if an earlier try had deleted the manifest, and this failed
         self.storage.remove_tree(data)
         if data != path:
             remove_if_empty(self.storage, path)  # it may also hold quarantined data or a late attempt
