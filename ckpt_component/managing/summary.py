@@ -81,12 +81,14 @@ def saves_text(run: RunContext, reports: Sequence[SaveReport]) -> str | None:
         return None
     others = len(reports) - len(committed)
     by = "" if run.ranks.world_size == 1 else f" by rank {run.ranks.rank}"
-    lost, reused = sum(report.lost_s for report in reports), sum(report.reused for report in committed)
+    lost, waits = sum(report.lost_s for report in reports), sum(report.stall_s for report in reports)
+    reused = sum(report.reused for report in committed)
     also = f" written and {amount(reused)} reused" if reused else ""
     more = f"; ckpt report {shlex.quote(shown_path(run.root))} shows more" if run.events.is_recorded else ""
     return (
         f"saved {_counted(len(committed))}{f' ({others} failed or skipped)' if others else ''}: "
-        f"{amount(sum(report.bytes for report in committed))}{also}{by}, {lost:.2f} s of training time lost{more}"
+        f"{amount(sum(report.bytes for report in committed))}{also}{by}, {lost:.2f} s of training time lost "
+        f"(waits {waits:.2f} s, slower steps {max(lost - waits, 0):.2f} s){more}"
     )
 
 

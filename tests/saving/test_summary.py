@@ -75,10 +75,12 @@ def test_a_run_that_saved_ends_with_one_line(
             manager.save(step, STATE)
         manager.save(3, {"weight": torch.ones(3).to_sparse()})
     (line,) = closing_lines(caplog)
-    lost, size = sum(report.lost_s for report in manager.reports), sum(report.bytes for report in manager.reports)
+    lost, waits, size = (
+        sum(getattr(report, each) for report in manager.reports) for each in ("lost_s", "stall_s", "bytes")
+    )
     assert line == (
-        f"saved 2 checkpoints (1 failed or skipped): {size} bytes, {lost:.2f} s of training time lost; "
-        "ckpt report 'a run' shows more"
+        f"saved 2 checkpoints (1 failed or skipped): {size} bytes, {lost:.2f} s of training time lost (waits {waits:.2f} s, "
+        f"slower steps {lost - waits:.2f} s); ckpt report 'a run' shows more"
     )
     assert caplog.records[-1].getMessage() == line
     manager.close()
@@ -104,7 +106,7 @@ def test_there_is_no_line_where_nothing_was_saved_and_no_report_without_events(
     with manager_in(tmp_path, "checkpoint.events=false", preset="sync") as manager:
         manager.save(1, STATE)
     (line,) = closing_lines(caplog)
-    assert line.startswith("saved 1 checkpoint: ") and line.endswith("of training time lost")
+    assert line.startswith("saved 1 checkpoint: ") and " of training time lost (waits " in line and line.endswith(" s)")
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ class Loop:
         self._products = 1
         with self._loop_threads():
             for _ in range(3):
-                self._products = max(1, round(self._products * step_s / self._step()))
+                self._products = max(1, round(self._products * step_s / self.step()))
 
     def update(self) -> float:
         """Add 1 to every element, in place of an optimizer step, and return the seconds that took."""
@@ -116,7 +116,7 @@ class Loop:
             saves.saver.save(saves.path)
         with self._loop_threads():
             while len(took) < steps or (saves is not None and not during):
-                took.append(self._step())
+                took.append(self.step())
                 if len(took) == 1:
                     if saves is not None:
                         saves.saver.wait_staged()
@@ -133,7 +133,8 @@ class Loop:
         step = statistics.median(first.steps)
         return max(_NEXT_STEPS, math.ceil(first.during * _MARGIN + tail_s / step))
 
-    def _step(self) -> float:
+    def step(self) -> float:
+        """Run a step without an update, and return the seconds that took."""
         started = time.perf_counter()
         for _ in range(self._products):
             torch.mm(self._left, self._right, out=self._out)
