@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -146,10 +147,27 @@ class SavePipeline:
         del admitted, staged  # which refer to the state
         self._last_task = self._thread.submit(self._finish)
         if not self.caller.in_other_process:
-            self.saves.follow(save)  # bounded by the deadlines of its phases
+            self._follow_inline(save)
             if not save.delivered:
                 save.result()
         return copied, save
+
+    def _follow_inline(self, save: SaveHandle) -> None:
+        """Wait until an inline save has ended, bounded by the deadlines of its phases. Only then Ctrl-C is raised.
+
+        The write starts threads, which Python refuses once the main thread has ended.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        ended = False
+        while not ended:
+            try:
+                if interrupt is not None:
+                    logger.warning("interrupted; waiting until %s is saved", os.path.basename(save.path))
+                ended = self.saves.follow(save)
+            except KeyboardInterrupt as another:
+                interrupt = another
+        if interrupt is not None:
+            raise interrupt
 
     def _stage(self, admitted: Admitted) -> Staged:
         """Take the snapshot. A failure is raised with one rank; with several it fails the attempt on all."""

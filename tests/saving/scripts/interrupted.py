@@ -1,4 +1,4 @@
-"""Ctrl-C once or more often while a save is being written: `interrupted.py FOLDER TIMES`."""
+"""Ctrl-C once or more often while a save is being written: `interrupted.py FOLDER TIMES PRESET`."""
 
 import logging
 import os
@@ -9,19 +9,28 @@ import time
 
 import torch
 
-from ckpt_component import build_manager
+from ckpt_component import CheckpointListener, build_manager
 
 
-def press_ctrl_c(times: int) -> None:
-    for _ in range(times):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
+class PressCtrlC(CheckpointListener):
+    """Presses it while the snapshot is being written."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def on_staged(self, report: object) -> None:
+        threading.Thread(target=self.press, daemon=True).start()
+
+    def press(self) -> None:
+        for _ in range(self.times):
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-folder, times = sys.argv[1:]
+folder, times, preset = sys.argv[1:]
 # The 4 MB take two seconds.
-with build_manager("async_persistent", ["checkpoint.writer.max_bytes_per_second=2MB"], dir=folder) as manager:
+with build_manager(preset, ["checkpoint.writer.max_bytes_per_second=2MB"], dir=folder) as manager:
+    manager.add_listener(PressCtrlC(int(times)))
     manager.save(5, {"weight": torch.ones(1_000_000)})
-    threading.Thread(target=press_ctrl_c, args=[int(times)], daemon=True).start()
     time.sleep(60)
