@@ -20,8 +20,8 @@ from .core.commit.names import step_in_name
 from .core.commit.run_record import other_script
 from .core.coordination import Coordinator
 from .core.processes.home_process import HomeProcess
-from .core.storage.locate import absolute, expanded
-from .errors import CheckpointError, MissingKeysError, missing_keys
+from .core.storage.locate import absolute, expanded, path_text
+from .errors import CheckpointError, CheckpointTypeError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport
 from .loading import Reader
 from .saving.adapters import CheckpointReader, ForeignSaver, SynchronousWriter
@@ -129,9 +129,10 @@ class Checkpointer(ABC):
             kwargs["strict"] = strict
         names = {"rename": rename, "prefix": prefix, "ignore": ignore}
         kwargs.update((name, value) for name, value in names.items() if value)
-        with _naming_script(os.fspath(path)), self._recorded_load(os.fspath(path)):
+        text = path_text(path)
+        with _naming_script(text), self._recorded_load(text):
             loaded, missing = self._reader.read(
-                os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs
+                text, state_dict=state_dict, map_location=default_map_location, **kwargs
             )
         if self.last_load is not None and not kwargs.get("resuming"):
             self.saver.events.restored(self.last_load)
@@ -175,7 +176,7 @@ class Checkpointer(ABC):
         Raises:
             CheckpointCorruptError: a file is missing or differs from what was written; names the file
         """
-        return bool(self._reader.verify(os.fspath(path)))
+        return bool(self._reader.verify(path_text(path)))
 
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait for a snapshot that is still being copied.
@@ -305,7 +306,9 @@ class AsyncCheckpointer(Checkpointer):
 
 def _absolute(path: PathLike) -> str:
     """Make a path absolute. Raises CheckpointConfigError for a variable that is not set."""
-    text = os.fspath(path)
+    if isinstance(path, Mapping):
+        raise CheckpointTypeError("The state comes first: save(state, path).")
+    text = path_text(path)
     if text.startswith("~") or "$" in text:
         text = expanded(text, "path")
     return absolute(text)

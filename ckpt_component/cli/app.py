@@ -23,7 +23,7 @@ from ..core.storage.locate import is_url
 from ..errors import CheckpointConfigError, CheckpointError, printable
 from .output import Output, styled, width
 
-#: Exit codes: the answer is no (damaged, different, a check failed); the command could not do its work.
+#: Exit codes: a check failed (damaged, different); the command could not do its work.
 NO, FAILED = 1, 2
 
 #: Command -> its module, here or by its full name, and a line of help, in the order of the help. A module has
@@ -132,7 +132,7 @@ def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="ckpt",
         formatter_class=formatter,
-        description="Tools for checkpoints and runs.\nExit codes: 0 done, 1 the answer is no, 2 an error.",
+        description="Tools for checkpoints and runs.\nExit codes: 0 done, 1 a check failed, 2 an error.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)

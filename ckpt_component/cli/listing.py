@@ -115,7 +115,7 @@ def _entries(root: Root) -> Iterator[Listed]:
                 why = f"a {'save' if is_save else 'deletion'} that was cut off"
             yield _examined(root, name, IN_PROGRESS if used else DEBRIS, step_in_name(saved_as(name)), why)
     for name in root.quarantined:
-        yield _examined(root, name, DEBRIS, step_in_name(saved_as(name)), "set aside: damaged, or retired by a rewind")
+        yield _examined(root, name, DEBRIS, step_in_name(saved_as(name)), "set aside: damaged or rewound")
 
 
 def _foreign(root: Root, name: str) -> Listed:

@@ -40,7 +40,7 @@ from ..core.image.file_reuse import FileReuse, Find
 from ..core.options import Commit, Durability, OnLag, ReuseMode
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.steady import SteadyTensors
-from ..core.storage.locate import Storages, absolute, expanded, is_url, storage_at
+from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
 from ..events import EventFile, EventRecorder
@@ -131,8 +131,11 @@ def build_manager(
         CheckpointInUseError: another run on this host still saves in the folder, and `takeover` is false; on all ranks
     """
     preset = config if isinstance(config, str) else chosen_preset()
+    overrides = checked_overrides(overrides)
+    if dir is not None:
+        _refuse_two_folders(overrides, dir)
     if isinstance(config, str):
-        config, overrides = compose_checkpoint(config, checked_overrides(overrides)), ()
+        config, overrides = compose_checkpoint(config, overrides), ()
     settings = resolve_config(config, overrides)
     settings.dir = settings.dir if dir is None else _folder(dir)
     # The nearest first.
@@ -239,9 +242,16 @@ def _targets(settings: Checkpoint) -> Iterator[tuple[str, str]]:
     return ((kind, str(getattr(settings, kind)["_target_"])) for kind in PARTS)
 
 
+def _refuse_two_folders(overrides: Sequence[str], dir: str | os.PathLike[str]) -> None:
+    """Refuse an override of the folder beside the argument `dir`: one of them would be ignored."""
+    for text in overrides:
+        if text.startswith("checkpoint.dir="):
+            raise HydraConfigError(f"{text} and dir={str(dir)!r} both name the folder. Leave out one of them.")
+
+
 def _folder(dir: str | os.PathLike[str]) -> str:
     """Check the argument `dir` like the key, and expand it."""
-    root = os.fspath(dir)
+    root = path_text(dir, "dir")
     refuse_bad_dir(root)
     return expanded(root, "dir")
 

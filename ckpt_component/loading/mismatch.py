@@ -77,13 +77,14 @@ class Mismatches:
         if not facts:
             return
         if misfits or len(facts) > 1:
-            text = f"{self._where} does not fit the target: {'; it '.join(facts)}"
+            of_keys = [f"it {fact}" for fact in facts[bool(misfits) :]]
+            text = f"{self._where} does not fit the target: {'; '.join([*facts[: bool(misfits)], *of_keys])}"
         else:
             text = f"{'Checkpoint at ' if lacking else ''}{self._where} {facts[0]}"
         text = "; ".join([text, *advice]) + "."
-        option = likely_option(lacking, unexpected) if lacking else None
-        if option is not None:
-            text += f" Did you mean {option}?"
+        advice_on_names = how_to_find(lacking, unexpected) if lacking else None
+        if advice_on_names is not None:
+            text += f" {advice_on_names}"
         if lacking:
             raise MissingKeysError(text, lacking)
         raise UnexpectedKeysError(text, extra) if extra else CheckpointLoadError(text)
@@ -93,8 +94,24 @@ class Mismatches:
         return bool(self._misfits) and any(outer in self._misfits for outer in _beginnings(key))
 
 
-def likely_option(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
-    """The `rename` or `prefix` with which a load would probably find the missing keys, as one types it; or None."""
+def how_to_find(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
+    """Advice, if a load would probably find the missing keys under other names that the checkpoint has; or None."""
+    renames = _likely_renames(missing, unexpected)
+    if renames is None:
+        return None
+    if [*renames] == [""]:
+        return f"Did you mean prefix={renames['']!r}?"
+    (old, new), *others = renames.items()
+    if others:
+        return f"Did you mean rename={renames}?"
+    if new == "":
+        below = f"In the checkpoint these keys are below {old!r}"
+        return f"{below}: load them into {{{old!r}: ...}}, or pass rename={renames}."
+    return f"The checkpoint has {new!r} as {old!r}: use that name, or pass rename={renames}."
+
+
+def _likely_renames(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str] | None:
+    """Old and new beginnings of names with which most of the missing keys would be found; the longest first."""
     by_ending: dict[str, list[str]] = {}
     for key in unexpected:
         for ending in _endings(key):
@@ -108,8 +125,7 @@ def likely_option(missing: Sequence[str], unexpected: Sequence[str]) -> str | No
     best = pairs.most_common(_MOST_RENAMES)
     if not best or 2 * sum(count for _, count in best) < min(len(missing), len(unexpected)):
         return None
-    renames = {old: new for (old, new), _ in reversed(best)}
-    return f"prefix={renames['']!r}" if [*renames] == [""] else f"rename={renames}"
+    return {old: new for (old, new), _ in reversed(best)}
 
 
 def _beginnings(key: str) -> Iterator[str]:

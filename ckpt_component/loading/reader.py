@@ -32,7 +32,7 @@ from .foreign.dcp import StockDcpSource
 from .foreign.megatron import MegatronSource
 from .foreign.torch_file import TorchFileSource
 from .mapped_source import MappedSource
-from .mismatch import likely_option
+from .mismatch import how_to_find
 from .object_state import load_state
 from .ranges import RangeSource
 from .source import Access, Source
@@ -257,9 +257,9 @@ def _match(
         mapped.check_ignored(target.keys())
         missing = [key for key in missing if not mapped.is_ignored(key)]
     target.mismatches.refuse(missing, target.unexpected, strict=wanted.strict, allow_unexpected=wanted.allow_unexpected)
-    option = likely_option(missing, target.unexpected) if missing else None
-    if option is not None:
-        logger.warning("%s may have what is missing under other keys; did you mean %s?", path, option)
+    advice = how_to_find(missing, target.unexpected) if missing else None
+    if advice is not None:
+        logger.warning("%s may have what is missing under other keys. %s", path, advice)
     if target.unexpected:
         # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
         level = logging.WARNING if wanted.resuming or target.shortens_lists else logging.INFO

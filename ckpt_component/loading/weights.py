@@ -18,8 +18,9 @@ from ..core.coordination import RankStore, StoreCoordinator, distributed
 from ..core.formats.checkpoints import find_checkpoint
 from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
+from ..core.spelling import closest
 from ..core.state.key_map import names_above
-from ..core.storage.locate import storage_at
+from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .object_state import load_state
 from .reader import Reader, shares_host
@@ -82,7 +83,7 @@ def load_weights(
         )
     dist = None if alone else distributed()
     rank, world_size = (0, 1) if dist is None else (dist.get_rank(), dist.get_world_size())
-    found, step = _find(os.fspath(path), storage_options, alone)
+    found, step = _find(path_text(path), storage_options, alone)
     state = model.state_dict() if isinstance(model, torch.nn.Module) else model
     target: dict[str, Any] = state
     for name in reversed(key.split(".") if key else []):
@@ -150,10 +151,12 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str]) -> Source:
     if known and not (key == "" and known.isdisjoint(wanted)):
         return part
     names = [name for name, _ in source.contents.paths()]
-    likely = _likely_key(names, wanted)
-    if not known or likely:
-        tops = names if likely == "" else [*dict.fromkeys(name.partition(".")[0] for name in names)]
-        advice = "pass key= with the name of its weights" if likely is None else f"pass key={likely!r}"
+    likely = _likely_keys(names, wanted)
+    if not known or any(likely):
+        tops = names if likely == [""] else [*dict.fromkeys(name.partition(".")[0] for name in names)]
+        near = closest(key, likely)
+        guesses = [f"key={name!r}" for name in ([near] if near else likely)]
+        advice = f"pass {' or '.join(guesses)}" if guesses else "pass key= with the name of its weights"
         what = f"nothing under key={key!r}" if key else "other keys at the top than the model"
         raise CheckpointLoadError(
             f"{source.where} has {what}; it has {first_keys(tops, _MOST_NAMES)}. To load its weights, {advice}."
@@ -161,14 +164,15 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str]) -> Source:
     return part
 
 
-def _likely_key(known: Sequence[str], wanted: Sequence[str]) -> str | None:
-    """The name below which a checkpoint has most of the wanted names; None: it has none of them."""
+def _likely_keys(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """The names below which a checkpoint has most of the wanted names, the shortest first."""
     names, counts = {*wanted}, Counter[str]()
     for key in known:
         for above in ("", *names_above(key)):
             if key[len(above) :].removeprefix(".") in names:
                 counts[above] += 1
-    return max(counts, key=lambda name: (counts[name], -len(name)), default=None)
+    most = max(counts.values(), default=0)
+    return sorted((name for name, count in counts.items() if count == most), key=len)
 
 
 def _names_in(state: Mapping[Any, Any], above: str = "") -> Iterator[str]:

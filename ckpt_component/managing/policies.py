@@ -137,6 +137,8 @@ def checked_step(step: object) -> int:
         number = None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         number = None
+    if number is None and isinstance(step, Mapping):
+        raise CheckpointStepError("The step comes first: save(step, state).")
     if number is None:
         raise CheckpointStepError(
             f"The step is {step!r:.100}, a {type(step).__name__}; a step is a whole number: save(int(step), state)."

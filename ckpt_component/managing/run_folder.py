@@ -224,14 +224,13 @@ class RunFolder:
             self.retire_following(None, occupied)
             return
         later = _following(step - 1, occupied)
-        if self.resume.rewind or later != [step]:  # that the step itself is there is found out next
-            self._retire_or_refuse(
-                later,
-                f"Step {step} is the first that this run saves, and {self.run.roots} holds checkpoints of steps "
-                f"{steps_text(later)}. To continue from the newest, call restore() before training, with "
-                "checkpoint.resume=auto; to keep them, type a new checkpoint.dir; to retire them (they are renamed, "
-                "not deleted), checkpoint.rewind=true.",
-            )
+        self._retire_or_refuse(
+            later,
+            f"Step {step} is the first that this run saves, and {self.run.roots} already holds "
+            f"{'step' if len(later) == 1 else 'steps'} {steps_text(later)}. To continue from the newest, call "
+            "restore() before training, with checkpoint.resume=auto; to keep what is there, type a new checkpoint.dir; "
+            "to retire it (renamed, not deleted), checkpoint.rewind=true.",
+        )
 
     def _retire_or_refuse(self, later: list[int], text: str) -> None:
         """Do what `rewind` says with steps that follow; `text` is that of the refusal."""

@@ -41,6 +41,9 @@ from .replica_comparison import raise_different
 
 logger = logging.getLogger(__name__)
 
+#: A shorter wait for memory is not logged, in seconds.
+_SHOWN_WAIT = 0.05
+
 
 class SaveAttempts:
     """Makes attempts, one after the other.
@@ -183,8 +186,10 @@ class SaveAttempts:
             )
         snapshot.staged.result(0)  # raises the error of a failed snapshot
         if number == 1:
-            size, seconds = amount(snapshot.layout.payload_bytes), snapshot.staged_at - request.started
-            logger.info("%s staged: %s in %.3f s", name, size, seconds)
+            waited = snapshot.began_at - snapshot.planned_at if snapshot.planned_at else 0.0
+            seconds = snapshot.staged_at - request.started - waited
+            after = f", after waiting {waited:.2f} s for memory" if waited >= _SHOWN_WAIT else ""
+            logger.info("%s staged: %s in %.3f s%s", name, amount(snapshot.layout.payload_bytes), seconds, after)
             if events.has_listeners:
                 events.progressed(report_of(request, "staged", staged))
         apart = snapshot.apart
@@ -221,7 +226,7 @@ class SaveAttempts:
             self._fastest_io[device] = result["io"]
             logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", result["io"])
         size, speed = amount(result["bytes"]), rate(result["bytes"] / max(result["seconds"], 1e-9))
-        reused = f", and {amount(result['shared'])} are as before" if result["shared"] else ""
+        reused = f", and {amount(result['shared'])} are shared" if result["shared"] else ""
         logger.info("%s written: %s in %.2f s (%s)%s", name, size, result["seconds"], speed, reused)
         if result["copied"] and not self._has_warned_of_copies:
             self._has_warned_of_copies = True

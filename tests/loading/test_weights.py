@@ -145,6 +145,10 @@ def test_a_key_that_is_not_there_names_those_that_are(run: Path, tmp_path: Path)
     path, _ = bare(tmp_path)
     with pytest.raises(CheckpointLoadError, match=r"it has 0\.weight, 0\.bias, 1\.weight.*pass key=''\."):
         load_weights(net(), path)
+    torch.save({"model": net().state_dict(), "ema": net().state_dict()}, tmp_path / "both.pt")
+    for key, guess in (("modle", "key='model'"), ("weights", "key='ema' or key='model'")):
+        with pytest.raises(CheckpointLoadError, match=rf"it has model, ema\. To load its weights, pass {guess}\."):
+            load_weights(net(), tmp_path / "both.pt", key=key)
     with pytest.raises(CheckpointLoadError, match="pass key= with the name of its weights"):
         load_weights(torch.nn.ModuleDict({"x": net()}), path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -54,6 +55,15 @@ def stop_writer(stopped: list[int]) -> int:
     os.kill(pid, signal.SIGSTOP)
     stopped.append(pid)
     return pid
+
+
+def test_the_log_divides_a_copy_from_the_wait_for_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    slow = "checkpoint.writer.max_bytes_per_second=1MB"  # a save of 2 MB takes two seconds
+    with caplog.at_level("INFO", "ckpt_component"), build_manager("async_persistent", [slow], dir=tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"weight": torch.ones(500_000)})
+    _, second = (each for each in caplog.messages if " staged: " in each)
+    assert re.fullmatch(r"iter_0000002 staged: 2\.00 MB in \S+ s, after waiting \S+ s for memory", second)
 
 
 def test_a_hung_writer_stalls_the_next_save_by_max_stall_s_and_the_error_names_the_save(

@@ -17,6 +17,7 @@ from typing import Any
 
 import hydra
 import pytest
+import torch
 from ckpt_bench import app as bench_app
 from ckpt_train.app import main as ckpt_train
 from hydra import compose, initialize_config_dir
@@ -24,7 +25,13 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from strides import in_turn
 
-from ckpt_component import CheckpointConfigError, build_checkpointer, build_manager
+from ckpt_component import (
+    CheckpointConfigError,
+    CheckpointError,
+    build_checkpointer,
+    build_manager,
+    load_weights,
+)
 from ckpt_component.cli.app import main as ckpt
 from ckpt_component.config import override_hints, resolve_config
 
@@ -372,13 +379,14 @@ def test_to_ckpt(line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys:
     [
         ("synk", [], "Did you mean checkpoint=sync?"),
         ("sync", "checkpoint.dir=x", "overrides must be a list"),
+        ("sync", {"checkpoint.keep.last": 2}, "such as ['checkpoint.keep.last=2'], not a dict"),
+        ("sync", ["checkpoint.dir=x"], "checkpoint.dir=x and dir='ck' both name the folder. Leave out one of them."),
+        ("asyn", [], "Did you mean checkpoint=async_persistent?"),
         ("sync", ["writer=dcp"], "Did you mean checkpoint/writer=dcp?"),
         ("sync", ["lr=1"], "no key lr"),
         ("sync", ["workers=2"], "Did you mean checkpoint.writer.workers=2?"),
         ("sync", ["checkpoint.max_stall_s=3"], "Use checkpoint=async_persistent, or checkpoint.max_stall_s=null."),
         ("sync", ["checkpoint", "=", "sync"], "no spaces around ="),
-        ("sync", ["checkpoint.dir=~/ck"], "'checkpoint.dir=\"~/ck\"'"),
-        ("sync", ["checkpoint.dir=$NOPE/ck"], "NOPE is not set"),
         ("async_persistent", ["checkpoint/stager=none"], "Use checkpoint/caller=inline"),
         (None, [], "not NoneType"),
         (3, [], "not int"),
@@ -398,12 +406,43 @@ def test_to_build_manager(config: Any, overrides: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "words"),
+    [("checkpoint.dir=~/ck", "'checkpoint.dir=\"~/ck\"'"), ("checkpoint.dir=$NOPE/ck", "NOPE is not set")],
+)
+def test_as_the_folder_in_an_override(typed: str, words: str) -> None:
+    with pytest.raises(CheckpointConfigError, match=re.escape(words)):
+        build_manager("sync", [typed])
+
+
+@pytest.mark.parametrize(
     ("dir", "words"),
     [("", "checkpoint.dir is empty"), ("ftp://b/c", "no folder and no bucket"), ("$NOPE", "NOPE is not set")],
 )
 def test_as_the_folder(dir: str, words: str) -> None:
     with pytest.raises(CheckpointConfigError, match=re.escape(words)):
         build_manager("sync", dir=dir)
+
+
+def test_as_arguments_in_the_wrong_order_or_of_the_wrong_type(tmp_path: Path) -> None:
+    state: Any = {"weight": torch.ones(2)}
+    path: Any = tmp_path / "one"
+    with build_manager("sync", dir=path) as manager, build_checkpointer("sync") as checkpointer:
+        manager.save(1, state)
+        calls: list[tuple[Callable[[], object], str]] = [
+            (lambda: manager.save(state, 1), "The step comes first: save(step, state)."),
+            (lambda: checkpointer.save(path, state), "The state comes first: save(state, path)."),
+            (
+                lambda: manager.restore("runs/one"),
+                "Expected a state dict, got a str; give one such as {'model': model}.",
+            ),
+            (lambda: checkpointer.load(3), "path is 3, not a path such as path='runs/one'."),
+            (lambda: load_weights(torch.nn.Linear(2, 2), 5), "path is 5, not a path such as path='runs/one'."),
+            (lambda: build_manager("sync", dir=5), "dir is 5, not a path such as dir='runs/one'."),
+        ]
+        for call, text in calls:
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            assert str(caught.value) == text
 
 
 @pytest.mark.parametrize("by_argument", [True, False])

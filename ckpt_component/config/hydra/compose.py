@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -71,6 +71,9 @@ def checked_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides as a list; refuses a single string, whose characters would be taken for overrides."""
     if isinstance(overrides, str):
         raise HydraConfigError(f"overrides must be a list, such as [{overrides!r}], not a string.")
+    if isinstance(overrides, Mapping):
+        usual = [f"{key}={value}" for key, value in overrides.items()]
+        raise HydraConfigError(f"overrides must be a list, such as {usual!r:.200}, not a dict.")
     return list(overrides)
 
 

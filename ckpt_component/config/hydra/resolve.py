@@ -51,7 +51,7 @@ def resolve_config(
         our own parts, every key; their enums are strings, which `build_part` converts.
 
     Raises:
-        CheckpointConfigError: there are missing keys, unknown keys, a part set to a string, or a value that has a
+        CheckpointConfigError: there are unknown keys, missing keys, a part set to a string, or a value that has a
             wrong type, is out of range, or contradicts another; checked in this order
     """
     overrides = checked_overrides(overrides)
@@ -59,8 +59,8 @@ def resolve_config(
         config, overrides = compose_checkpoint(config, overrides), []
     tree = _override(_plain(config), overrides)
     refuse_whole_app(tree)
-    refuse_missing(tree)
     refuse_unknown_keys(tree)
+    refuse_missing(tree)
     refuse_text_parts(tree)
     parts = {kind: dict(tree.pop(kind, {})) for kind in PARTS}
     for kind, part in parts.items():

@@ -58,8 +58,8 @@ class CommitProtocol(ABC):
             if not names or self._leaves_room(names):
                 return
         raise CheckpointExistsError(
-            f"{target} already exists, and a checkpoint is never written over anything; save to a new path, or move it "
-            "away."
+            f"{target} already exists, and a checkpoint is never written over anything; choose another step or path, "
+            "or move it away."
         )
 
     def _leaves_room(self, names: Sequence[str]) -> bool:

@@ -126,7 +126,7 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | No
     """
     kind = kind_of(state_dict)
     if kind != "dict":
-        advice = "; give it a name: {'model': ...}" if kind == "stateful" else ""
+        advice = "; give it a name: {'model': ...}" if kind == "stateful" else "; give one such as {'model': model}"
         raise CheckpointStageError(f"Expected a state dict, got a {type(state_dict).__name__}{advice}.")
     flat = FlatState()
     try:

@@ -41,7 +41,8 @@ class KeyMap:
         if not isinstance(prefix, str):
             raise CheckpointTypeError(f"prefix={prefix!r:.200} must be a name, such as prefix='model'.")
         if isinstance(ignore, (str, bytes)) or not isinstance(ignore, Iterable) or not _are_texts(ignore):
-            raise CheckpointTypeError(f"ignore={ignore!r:.200} must be a list of names, such as ignore=['head'].")
+            usual = [ignore] if isinstance(ignore, str) else ["head"]
+            raise CheckpointTypeError(f"ignore={ignore!r:.200} must be a list of names, such as ignore={usual!r:.200}.")
         for old, new in rename.items():
             if old.count("*") != new.count("*"):
                 raise CheckpointLoadError(

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import CheckpointConfigError
+from ...errors import CheckpointConfigError, CheckpointTypeError
 from .faults import LOG, SPEC
 from .files import FileStorage
 from .storage import Storage
@@ -21,6 +21,17 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path begins with a scheme, such as `s3://`."""
     return _SCHEME.match(os.fspath(path)) is not None
+
+
+def path_text(path: object, argument: str = "path") -> str:
+    """A path that a user has passed, as text.
+
+    Raises:
+        CheckpointTypeError: it is not a path; the text names the argument
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointTypeError(f"{argument} is {path!r:.100}, not a path such as {argument}='runs/one'.")
+    return os.fspath(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
