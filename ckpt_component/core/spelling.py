@@ -16,9 +16,10 @@ E = TypeVar("E", bound=Enum)
 def closest(word: str, words: Iterable[str], cutoff: float = 0.7) -> str | None:
     """Return the entry of `words` of which `word` is most likely a misspelling or an abbreviation, or None."""
     names = list(words)
-    if len(word) > 3 and (longer := [name for name in names if name.startswith(word)]):
-        return longer[0]
     matches = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    longer = [name for name in names if len(word) > 3 and name.startswith(word)]
+    if longer and not any(name.startswith(word) for name in matches):
+        return longer[0]
     matches = matches or [name for name in names if sorted(name) == sorted(word)]  # `dpc`: too short for a ratio
     if matches or len(word) < 3:
         return next(iter(matches), None)
