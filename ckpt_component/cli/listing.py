@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ UNKNOWN = "unknown"
 STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
 #: How many folders below an empty root the advice names.
 _FOLDERS = 5
+#: Search at most so many folders for them, the outer ones first.
+_LOOKED_INTO = 200
 
 
 @dataclass
@@ -68,25 +71,28 @@ def what_text(root: Root, entry: Listed, more: str = "") -> str:
 
 
 def advice(root: Root, argument: str, command: str) -> Iterator[str]:
-    """For an empty root: the first folders in it that hold checkpoints.
+    """For an empty root: the first folders below it that hold checkpoints, such as those of a multirun's jobs.
 
     Args:
         root: the root
         argument: what names it on the command line
         command: the command to use there
     """
-    found = 0
-    for name in root.fs.names(root.path):
-        path = os.path.join(root.path, name)
-        if found == _FOLDERS or name.startswith(".") or not root.fs.is_real_folder(path):
-            continue
+    found, folders = 0, deque([""])
+    for _ in range(_LOOKED_INTO):
+        above = folders.popleft() if folders else None
+        if above is None or found == _FOLDERS:
+            return
         try:
-            steps = Root(root.fs, path).committed
+            steps = Root(root.fs, os.path.join(root.path, above)).committed if above else {}
+            names = [] if steps else root.fs.names(os.path.join(root.path, above))
         except OSError:
             continue  # not ours to read; this is advice only
         if steps:
             found += 1
-            yield f"{name}/ holds {len(steps)}: ckpt {command} {os.path.normpath(os.path.join(argument, name))}"
+            yield f"{above}/ holds {len(steps)}: ckpt {command} {os.path.normpath(os.path.join(argument, above))}"
+        inner = [os.path.join(above, name) for name in names if not name.startswith(".")]
+        folders.extend(each for each in inner if root.fs.is_real_folder(os.path.join(root.path, each)))
 
 
 def _entries(root: Root) -> Iterator[Listed]:

@@ -172,3 +172,10 @@ def test_it_names_the_folders_below_that_hold_checkpoints(
     monkeypatch.chdir(root.parent)
     assert ckpt("ls", ".").out.splitlines()[1:] == ["checkpoints/ holds 4: ckpt ls checkpoints"]
     assert ckpt("ls", root.parent).out.splitlines()[1:] == [f"checkpoints/ holds 4: ckpt ls {root}"]
+    inner = Path("multirun", "2026-11-26", "10-00-00", "0")
+    inner.mkdir(parents=True)
+    root.rename(inner / "checkpoints")
+    for command in ("ls", "du"):
+        found = ckpt(command, "multirun").out.splitlines()[1:]
+        below = "2026-11-26/10-00-00/0/checkpoints"
+        assert found == [f"{below}/ holds 4: ckpt {command} multirun/{below}"]
