@@ -251,14 +251,14 @@ class Checkpointer(ABC):
 
 @contextlib.contextmanager
 def _naming_script(path: str) -> Iterator[None]:
-    """Say of a checkpoint that lacks keys which other program saved it: the folder may be that of another run."""
+    """Say of a checkpoint that lacks keys which other script saved it: the folder may be that of another run."""
     try:
         yield
     except MissingKeysError as error:
         script = other_script(path)
         if script is None:
             raise
-        raise MissingKeysError(f"{error} It was saved by another program, {script}.", error.keys) from None
+        raise MissingKeysError(f"{error} Another script saved it: {script}.", error.keys, error.advice) from None
 
 
 class SyncCheckpointer(Checkpointer):

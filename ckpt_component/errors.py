@@ -161,11 +161,15 @@ def missing_keys(keys: list[str], most: int = 20) -> str:
 
 
 class MissingKeysError(CheckpointLoadError):
-    """`strict=True` and the checkpoint lacks keys that the target has; `keys` lists all of them."""
+    """`strict=True` and the checkpoint lacks keys that the target has; `keys` lists all of them.
 
-    def __init__(self, message: str, keys: list[str]) -> None:
+    `advice` is the sentence of the message on other names that the checkpoint has for them; empty if it has none.
+    """
+
+    def __init__(self, message: str, keys: list[str], advice: str = "") -> None:
         super().__init__(message)
         self.keys = keys
+        self.advice = advice
 
 
 class UnexpectedKeysError(CheckpointLoadError):

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -106,9 +107,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise CheckpointConfigError(f"ckpt has no command '{chosen}'; {hint}")
     if not arguments:
         arguments = ["--help"]
-    parsed, unknown = parser_of([] if chosen is None else [chosen]).parse_known_args(arguments)
+    parser = parser_of([] if chosen is None else [chosen])
+    parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hint = f"ckpt {parsed.command} --help lists what it takes."
+        near = closest(unknown[0].partition("=")[0], parser.options_of(parsed.command))
+        hint = f"did you mean {near}?" if near else f"ckpt {parsed.command} --help lists what it takes."
         raise CheckpointConfigError(f"ckpt {parsed.command} does not take '{unknown[0]}'; {hint}")
     parsed.options = dict(map(_option, parsed.options))
     for name, value in vars(parsed).items():
@@ -125,7 +128,7 @@ def _option(text: str) -> tuple[str, str]:
     return key, value
 
 
-def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
+def parser_of(complete: Sequence[str]) -> _Parser:
     """The parser of all commands, with the arguments of these; the modules of the others are not imported."""
     # Its own width is that of the terminal, however wide.
     formatter = partial(argparse.RawDescriptionHelpFormatter, width=width())
@@ -138,6 +141,7 @@ def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, (_, line) in COMMANDS.items():
         command = subparsers.add_parser(name, help=line, formatter_class=formatter)
+        parser.commands[name] = command
         if name not in complete:
             continue
         module = _module(name)
@@ -166,7 +170,19 @@ class _Formatter(logging.Formatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Quotes arguments in its errors as they may be printed."""
+    """Quotes arguments in its errors as they may be printed.
+
+    Attributes:
+        commands: the parsers of its commands
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands: dict[str, argparse.ArgumentParser] = {}
+
+    def options_of(self, command: str) -> list[str]:
+        """The long options of a command."""
+        return re.findall(r"--[a-z][a-z-]+", self.commands[command].format_help())
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))

@@ -82,11 +82,9 @@ class Mismatches:
         else:
             text = f"{'Checkpoint at ' if lacking else ''}{self._where} {facts[0]}"
         text = "; ".join([text, *advice]) + "."
-        advice_on_names = how_to_find(lacking, unexpected) if lacking else None
-        if advice_on_names is not None:
-            text += f" {advice_on_names}"
         if lacking:
-            raise MissingKeysError(text, lacking)
+            other_names = how_to_find(lacking, unexpected) or ""
+            raise MissingKeysError(f"{text} {other_names}".rstrip(), lacking, other_names)
         raise UnexpectedKeysError(text, extra) if extra else CheckpointLoadError(text)
 
     def _is_inside(self, key: str) -> bool:

@@ -40,6 +40,7 @@ def load_weights(
     strict: bool = True,
     allow_unexpected: bool | None = None,
     rename: Mapping[str, str] | None = None,
+    prefix: str = "",
     ignore: Sequence[str] = (),
     allow_dtype_cast: bool = False,
     alone: bool = False,
@@ -61,6 +62,7 @@ def load_weights(
             `strict=False` takes what fits.
         rename: as for `Checkpointer.load` of `{key: model}`: whole names in the checkpoint -> in that target, such as
             `{"model.module": "model"}`
+        prefix: as for `Checkpointer.load` of `{key: model}`: name to put before all keys, after the renames
         ignore: as for `Checkpointer.load` of `{key: model}`: names that are not loaded, such as `["model.head"]`
         allow_dtype_cast: let tensors take values of another dtype
         alone: this rank loads for itself, even if `torch.distributed` has more ranks
@@ -74,13 +76,15 @@ def load_weights(
         CheckpointLoadError: the checkpoint has nothing under `key`, or values have another shape or dtype; nothing was
             loaded. MissingKeysError and UnexpectedKeysError: keys differ.
         CheckpointCorruptError: the bytes on disk differ from those that were written. No older checkpoint is tried.
-        CheckpointTypeError: `model` is neither a module nor a dict
+        CheckpointTypeError: `model` is neither a module nor a dict, or `key` is not a name
         RanksError, CheckpointTimeoutError: other ranks did not call this, so they cannot agree on the newest
     """
     if not isinstance(model, (torch.nn.Module, dict)):
         raise CheckpointTypeError(
             f"load_weights() fills a module or a dict of tensors; pass one instead of a {type(model).__name__}."
         )
+    if not isinstance(key, str):
+        raise CheckpointTypeError(f"key is {key!r:.100}; pass a name such as 'model', or '' for a bare state dict.")
     dist = None if alone else distributed()
     rank, world_size = (0, 1) if dist is None else (dist.get_rank(), dist.get_world_size())
     found, step = _find(path_text(path), storage_options, alone)
@@ -104,8 +108,9 @@ def load_weights(
         allow_unexpected=not strict if allow_unexpected is None else allow_unexpected,
         allow_dtype_cast=allow_dtype_cast,
         rename=rename,
+        prefix=prefix,
         ignore=ignore,
-        narrow=partial(_weights_of, key=key, wanted=[*_names_in(state)]),
+        narrow=partial(_weights_of, key=key, wanted=[*_names_in(state)], renamed=bool(rename or prefix)),
     )
     if missing:
         logger.warning("Checkpoint at %s %s; these values are left as they are", found, missing_keys(missing))
@@ -134,30 +139,32 @@ def _find(path: str, options: Mapping[str, Any] | None, alone: bool) -> tuple[st
     return choice[0], choice[1]
 
 
-def _weights_of(source: Source, *, key: str, wanted: Sequence[str]) -> Source:
+def _weights_of(source: Source, *, key: str, wanted: Sequence[str], renamed: bool) -> Source:
     """The weights in a checkpoint.
 
     Args:
         source: the checkpoint
         key: where it has them
         wanted: the names of the model's values
+        renamed: whether the checkpoint has them under other names
 
     Raises:
-        CheckpointLoadError: it has nothing there; says what it has
+        CheckpointLoadError: it has nothing there, or they are somewhere else; says what it has
     """
     part = copy.copy(source)
     part.contents = source.contents.below(key)
-    known = {name for name, _ in part.contents.paths()}
-    if known and not (key == "" and known.isdisjoint(wanted)):
+    known = {name[len(key) :].removeprefix(".") for name, _ in part.contents.paths()}
+    if known and (renamed or not known.isdisjoint(wanted)):
         return part
     names = [name for name, _ in source.contents.paths()]
     likely = _likely_keys(names, wanted)
-    if not known or any(likely):
+    if not known or likely:
         tops = names if likely == [""] else [*dict.fromkeys(name.partition(".")[0] for name in names)]
         near = closest(key, likely)
         guesses = [f"key={name!r}" for name in ([near] if near else likely)]
         advice = f"pass {' or '.join(guesses)}" if guesses else "pass key= with the name of its weights"
-        what = f"nothing under key={key!r}" if key else "other keys at the top than the model"
+        where = f"under key={key!r}" if key else "at the top"
+        what = f"none of the model's keys {where}" if known else f"nothing {where}"
         raise CheckpointLoadError(
             f"{source.where} has {what}; it has {first_keys(tops, _MOST_NAMES)}. To load its weights, {advice}."
         )

@@ -47,7 +47,8 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
             kind = CheckpointUnreadableError if choice in scan.unusable else CheckpointCorruptError
             raise kind(f"checkpoint.resume={policy.choice}, and that checkpoint cannot be used: {bad[choice]}")
         if choice not in scan.committed:
-            others = f"there are {steps_text(scan.committed)}" if scan.committed else "there is none at all"
+            steps = "step" if len(scan.committed) == 1 else "steps"
+            others = f"it has {steps} {steps_text(scan.committed)}" if scan.committed else "there is none at all"
             if other is not None and choice in other[1]:
                 others += f"; with checkpoint.naming={other[0]} it is there"
             raise CheckpointNotFoundError(f"checkpoint.resume={choice}, but {root} has no such checkpoint; {others}.")

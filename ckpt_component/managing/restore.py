@@ -17,7 +17,13 @@ from ..core.commit.scan import Scan, both, repair_pointer
 from ..core.commit.visibility import wait_visible
 from ..core.storage.space import amount
 from ..core.storage.storage import Storage
-from ..errors import CheckpointCorruptError, CheckpointError, CheckpointLoadError, CheckpointUnreadableError
+from ..errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointLoadError,
+    CheckpointUnreadableError,
+    MissingKeysError,
+)
 from .lookup import candidates_of
 from .run_folder import RunFolder
 
@@ -95,6 +101,9 @@ class Restorer:
         try:
             step, damaged = self._load_first(found.candidates, manifests, tag, load)
         except CheckpointLoadError as error:
+            if isinstance(error, MissingKeysError) and error.advice and not (self._policy.is_exact or unused):
+                text = f"{error} Here it also needs checkpoint.resume={found.candidates[0][0]}."
+                raise MissingKeysError(text, error.keys) from None
             if unused and ranks.is_leader and not isinstance(error, CheckpointCorruptError):
                 logger.warning("%s was not used; to use it, add checkpoint.resume=%d", unused, found.candidates[0][0])
             raise

@@ -136,6 +136,9 @@ class SavePipeline:
             staged = self._stage(admitted)
         except CheckpointError as error:
             return self._refuse(request, error)
+        except KeyboardInterrupt:
+            logger.warning("interrupted before the snapshot of %s was complete, so it is not saved", path)
+            raise
         written = partial(self._attempts.written_by, admitted.token)
         if staged.snapshot is None:
             copied, save = _failed(staged.error), SaveHandle(request, admitted.number)
@@ -162,7 +165,8 @@ class SavePipeline:
         while not ended:
             try:
                 if interrupt is not None:
-                    logger.warning("interrupted; waiting until %s is saved", os.path.basename(save.path))
+                    text = "interrupted; waiting until %s is saved, whatever you press; kill -9 %d gives it up"
+                    logger.warning(text, os.path.basename(save.path), os.getpid())
                 ended = self.saves.follow(save)
             except KeyboardInterrupt as another:
                 interrupt = another

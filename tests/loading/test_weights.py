@@ -149,6 +149,17 @@ def test_a_key_that_is_not_there_names_those_that_are(run: Path, tmp_path: Path)
     for key, guess in (("modle", "key='model'"), ("weights", "key='ema' or key='model'")):
         with pytest.raises(CheckpointLoadError, match=rf"it has model, ema\. To load its weights, pass {guess}\."):
             load_weights(net(), tmp_path / "both.pt", key=key)
+    with pytest.raises(CheckpointLoadError, match=r"none of the model's keys under key='model'.*pass key=''\."):
+        load_weights({"model": net().state_dict()}, run)
+    with pytest.raises(MissingKeysError, match=r"Did you mean prefix='net'\?"):
+        load_weights(torch.nn.ModuleDict({"net": net()}), path, key="")
+    load_weights(torch.nn.ModuleDict({"net": net()}), path, key="", prefix="net")
+    no_name: Any = None
+    with pytest.raises(CheckpointTypeError, match="key is None; pass a name such as 'model'"):
+        load_weights(net(), run, key=no_name)
+    (tmp_path / "train.py").write_text("import torch\n")
+    with pytest.raises(CheckpointLoadError, match=r"train\.py is not a file of torch\.save\.$"):
+        load_weights(net(), tmp_path / "train.py")
     with pytest.raises(CheckpointLoadError, match="pass key= with the name of its weights"):
         load_weights(torch.nn.ModuleDict({"x": net()}), path)
 

@@ -205,6 +205,16 @@ def test_ctrl_c_does_not_lose_a_save(times: int, preset: str, text: str, tmp_pat
         assert manager.steps() == [5]
 
 
+def test_ctrl_c_within_the_copy_says_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with build_manager("async_persistent", dir=tmp_path) as manager:
+        with faults.at("stage").raises(KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+            manager.save(1, state_of(1))
+        assert manager.save(2, state_of(2))
+    assert f"interrupted before the snapshot of {tmp_path}/iter_0000001 was complete, so it is not saved" in caplog.text
+    with build_manager("sync", dir=tmp_path) as manager:
+        assert manager.steps() == [2]
+
+
 def test_a_program_that_forgets_close_says_which_step_is_not_saved(tmp_path: Path) -> None:
     (tmp_path / "forgets.py").write_text(
         "import torch\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_component import CheckpointLoadError, build_manager
+from ckpt_component import CheckpointLoadError, MissingKeysError, build_manager
 
 
 def module_and_optimizer(layers: int, optimizer: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
@@ -62,6 +62,18 @@ def test_options_that_a_resume_does_not_use_are_named_when_it_fails(
     with build_manager("sync", dir=tmp_path) as manager, pytest.raises(CheckpointLoadError, match="has no place in"):
         manager.restore(smaller, ignore=["model.1", "optimizer"])
     assert "ignore was not used; to use it, add checkpoint.resume=7" in caplog.text
+
+
+def test_advice_on_names_can_be_typed(tmp_path: Path) -> None:
+    with build_manager("sync", dir=tmp_path) as manager:
+        manager.save(7, {"model": {"weight": torch.ones(2)}})
+    typo: dict[str, Any] = {"modle": {"weight": torch.zeros(2)}}
+    with build_manager("sync", dir=tmp_path) as manager, pytest.raises(MissingKeysError) as caught:
+        manager.restore(typo)
+    advice = "use that name, or pass rename={'model': 'modle'}. Here it also needs checkpoint.resume=7."
+    assert str(caught.value).endswith(f"The checkpoint has 'modle' as 'model': {advice}")
+    with build_manager("sync", ["checkpoint.resume=7"], dir=tmp_path) as manager:
+        assert manager.restore(typo, rename={"model": "modle"}) == 7
 
 
 def test_settings_of_an_optimizer_that_the_checkpoint_lacks_stay_as_they_are(tmp_path: Path) -> None:

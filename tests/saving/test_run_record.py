@@ -117,7 +117,7 @@ def test_of_another_programs_checkpoint_missing_keys_say_which(tmp_path: Path, m
     theirs = saved(tmp_path / "theirs")
     monkeypatch.undo()
     assert stored_config(theirs).script == "train.py"
-    assert refusal(theirs) == refusal(ours).replace("ours", "theirs") + " It was saved by another program, train.py."
+    assert refusal(theirs) == refusal(ours).replace("ours", "theirs") + " Another script saved it: train.py."
 
 
 # --- what there is none of ------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_a_run_that_began_elsewhere_counts_its_own_steps(tmp_path: Path) -> None
     shutil.rmtree(own / "iter_0000001")
     with manager_in(own, f"checkpoint.resume={base}") as manager:
         assert manager.restore(state_of(0)) == 7000
-        with pytest.raises(CheckpointExistsError, match=r"Step 1 is the first .* steps 2\. .*resume=auto"):
+        with pytest.raises(CheckpointExistsError, match=r"Step 1 is the first .* step 2\. .*resume=auto"):
             manager.save(1, state_of(1))
         assert manager.save(7001, state_of(7001))
         assert manager.steps() == [2, 7001]

@@ -65,5 +65,13 @@ def snapshot() -> Any:
     )
     layout = SimpleNamespace(payload_bytes=60)
     return SimpleNamespace(
-        encoded=encoded, staged=staged, copied=staged, layout=layout, staged_at=0.0, source=None, apart=None
+        encoded=encoded,
+        staged=staged,
+        copied=staged,
+        layout=layout,
+        staged_at=0.0,
+        began_at=0.0,
+        planned_at=0.0,
+        source=None,
+        apart=None,
     )

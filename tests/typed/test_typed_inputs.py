@@ -287,6 +287,7 @@ BENCH: list[tuple[str, str | None]] = [
 ]
 
 CKPT = [
+    ("ls . --jsn", "ckpt ls does not take '--jsn'; did you mean --json?"),
     ("tune . --size 10", "type a unit, such as --size=4GB"),
     ("tune . --size 4XB", "500MB (MB = 1e6)"),
     ("tune . --size=-4GB", "--size=-4GB is too little to measure"),

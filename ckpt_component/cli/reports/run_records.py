@@ -182,7 +182,8 @@ def why_no_run(folder: Path) -> str:
     if near:
         return f"{folder} is not the folder of a run's checkpoints; type {' or '.join(map(str, near[:3]))}."
     return (
-        f"{folder} has no events; runs write them with their first save, unless checkpoint.events=false. "
+        f"{folder} has no events; runs write them with their first save, in checkpoint.local.dir if they have one, "
+        "unless checkpoint.events=false. "
         f"ckpt ls {folder} lists what is there."
     )
 

@@ -162,6 +162,9 @@ def load_stream(stream: Any, size: int, path: str, *, mapped: bool = False, veri
     except CheckpointCorruptError:
         raise
     except pickle.UnpicklingError as error:
+        stream.seek(0)
+        if not zipped and stream.read(1) != pickle.PROTO:  # which begins every pickle of torch
+            raise CheckpointLoadError(f"{path} is not a file of torch.save.") from error
         raise CheckpointLoadError(
             f"{path} holds Python objects that safe loading refuses: {_first_line(error)} "
             "If you trust the file, load it with torch.load(weights_only=False) yourself."
