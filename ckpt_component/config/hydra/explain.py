@@ -82,9 +82,11 @@ def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: 
     for override in sorted(refused, key=lambda item: item not in picks):
         text: str | None = None
         if override in picks:
-            text = _unfit_pick(override, refused, hydra_text) or _unknown_option(
-                override, loader, "+" if override.is_add() and config_name else ""
+            # Without an app, the plus of `+checkpoint=sync` is ours.
+            typed = override.is_add() and (
+                config_name is not None or not override.key_or_group.startswith("checkpoint")
             )
+            text = _unfit_pick(override, refused, hydra_text) or _unknown_option(override, loader, "+" if typed else "")
         else:
             keys = _keys_of(config_name, usable) if keys is None else keys
             if "/" in override.key_or_group:
