@@ -17,26 +17,33 @@ Record = Callable[[str, object], None]
 
 
 def summary(*reports: Path) -> dict[str, Any]:
-    """Add up the properties that JUnit reports of pytest hold, and count the tests that failed."""
-    tried: Counter[str] = Counter()
-    tests = failed = skipped = 0
-    seconds = 0.0
+    """Add up the properties that JUnit reports of pytest hold, and count the tests that failed.
+
+    Args:
+        *reports: a test in a later report was run again, and replaces the same test in an earlier one
+    """
+    cases: dict[tuple[str | None, str | None], ElementTree.Element] = {}
+    again, seconds = 0, 0.0
     for report in reports:
-        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-            tests += int(suite.get("tests", 0))
-            failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-            skipped += int(suite.get("skipped", 0))
-            seconds += float(suite.get("time", 0))
-            for each in suite.iter("property"):
-                value = str(each.get("value"))
-                if value.isdigit():  # others are figures, in words
-                    tried[str(each.get("name"))] += int(value)
+        root = ElementTree.parse(report).getroot()
+        seconds += sum(float(suite.get("time", 0)) for suite in root.iter("testsuite"))
+        for case in root.iter("testcase"):
+            name = case.get("classname"), case.get("name")
+            again += name in cases
+            cases[name] = case
+    tried: Counter[str] = Counter()
+    for each in (each for case in cases.values() for each in case.iter("property")):
+        value = str(each.get("value"))
+        if value.isdigit():  # others are figures, in words
+            tried[str(each.get("name"))] += int(value)
+    kinds = Counter(child.tag for case in cases.values() for child in case)
     commit = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
     return {
         "commit": commit.stdout.strip(),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "tests": tests - skipped,
-        "tests that failed": failed,
+        "tests": len(cases) - kinds["skipped"],
+        "tests that failed": kinds["failure"] + kinds["error"],
+        "tests run again": again,
         "minutes": round(seconds / 60),
         "tried": dict(sorted(tried.items())),
     }

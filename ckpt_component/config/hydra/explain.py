@@ -83,10 +83,9 @@ def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: 
         text: str | None = None
         if override in picks:
             # Without an app, the plus of `+checkpoint=sync` is ours.
-            typed = override.is_add() and (
-                config_name is not None or not override.key_or_group.startswith("checkpoint")
-            )
-            text = _unfit_pick(override, refused, hydra_text) or _unknown_option(override, loader, "+" if typed else "")
+            is_ours = config_name is None and override.key_or_group.startswith("checkpoint")
+            plus = "+" if override.is_add() and not is_ours else ""
+            text = _unfit_pick(override, refused, hydra_text) or _unknown_option(override, loader, plus)
         else:
             keys = _keys_of(config_name, usable) if keys is None else keys
             if "/" in override.key_or_group:
