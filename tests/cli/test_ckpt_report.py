@@ -53,7 +53,7 @@ def test_alone_it_prints_its_commands(capsys: pytest.CaptureFixture[str]) -> Non
         (["report", "nowhere"], 2, "error: There is no folder nowhere"),
         (["report"], 2, "the following arguments are required: FOLDER"),
         (["reprot", "."], 2, "error: ckpt has no command 'reprot'; did you mean ckpt report?"),
-        (["report", "nowhere", "--jsn"], 2, "error: ckpt report does not take '--jsn'; ckpt report --help"),
+        (["report", "nowhere", "--jsn"], 2, "error: ckpt report does not take '--jsn'; did you mean --json?"),
     ],
 )
 def test_a_mistake_ends_in_words(tmp_path: Path, arguments: list[str], code: int, told: str) -> None:
