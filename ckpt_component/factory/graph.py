@@ -245,7 +245,7 @@ def _targets(settings: Checkpoint) -> Iterator[tuple[str, str]]:
 def _refuse_two_folders(overrides: Sequence[str], dir: str | os.PathLike[str]) -> None:
     """Refuse an override of the folder beside the argument `dir`: one of them would be ignored."""
     for text in overrides:
-        if text.lstrip("+").startswith("checkpoint.dir="):
+        if text.lstrip("+").partition("=")[0] == "checkpoint.dir":
             raise HydraConfigError(f"{text} and dir={str(dir)!r} both name the folder. Leave out one of them.")
 
 
