@@ -161,13 +161,12 @@ class SavePipeline:
         The write starts threads, which Python refuses once the main thread has ended.
         """
         interrupt: KeyboardInterrupt | None = None
-        ended = False
-        while not ended:
+        while not save.done():
             try:
                 if interrupt is not None:
                     text = "interrupted; waiting until %s is saved, whatever you press; kill -9 %d gives it up"
                     logger.warning(text, os.path.basename(save.path), os.getpid())
-                ended = self.saves.follow(save)
+                self.saves.follow(save)
             except KeyboardInterrupt as another:
                 interrupt = another
         if interrupt is not None:
