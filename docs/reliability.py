@@ -18,12 +18,12 @@ _MEANING = {
     "simulated faults": "an operation of a simulated disk fails, once or from then on, is done and its answer lost, or cut short",
     "simulated requests": "a request to a simulated bucket fails, is done twice, loses its answer, or its client is killed",
     "schedules": "two to four simulated ranks save: messages get lost or late, ranks stop and die, disks fail",
-    "histories": "a random history of saves, faults, damage, restarts, rewinds, copies and deletions",
+    "histories": "a random history of saves, faults, damage, restarts, rewinds, copies, deletions",
     "kills": "`kill -9` of the trainer, the writer process, one rank or all, at a file operation or at a random moment",
     "power cuts": "the power of a real ext4 is cut at a file operation",
-    "real disks compared": "what a power cut leaves of random operations on a real ext4 is a state that the simulated disk may leave",
+    "real disks compared": "a real ext4 whose power was cut has a state that the simulated disk may have",
     "failing calls": "a file operation of a real run fails with EIO or ENOSPC, once or from then on",
-    "damages": "a random bit flip, cut, swap or hole in a file of a checkpoint, which is then loaded",
+    "damages": "a random bit flip, cut, swap or hole in a file of a checkpoint, then a load",
     "requests": "a request to a bucket is cut before or after its answer, repeated, or refused from then on",
 }
 _TABLE = re.compile(r"(?<=<!-- Written by docs/reliability.py. -->\n\n).*?\n(?=\n#|\Z)", re.S)
