@@ -20,6 +20,8 @@ from ckpt_bench.measure.raw import block_of, copy, write
 from ckpt_bench.measure.training_loop import Loop
 
 NBYTES, STEP_SECONDS, STEPS = 1_490_000_000, 0.2, 10
+#: How long to wait for the other process.
+SECONDS = 600
 WORK = ("copy", "crc32", "direct write")
 
 
@@ -60,6 +62,8 @@ def main() -> None:
             loop.step()
         seconds = clock.spent().wall_s
         if request is not None:
+            if not ours.poll(SECONDS):
+                raise SystemExit(f"The other process did not finish '{request}' within {SECONDS} s.")
             ours.recv()
         return seconds
 
