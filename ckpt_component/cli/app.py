@@ -170,7 +170,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Quotes arguments in its errors as they may be printed.
+    """Raises its errors as typed ones of one line, without the usage.
 
     Attributes:
         commands: the parsers of its commands
@@ -185,7 +185,7 @@ class _Parser(argparse.ArgumentParser):
         return re.findall(r"--[a-z][a-z-]+", self.commands[command].format_help())
 
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
+        raise CheckpointConfigError(f"{self.prog}: {message}; {self.prog} --help lists what it takes.")
 
 
 def _module(command: str) -> Any:

@@ -63,7 +63,7 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise CheckpointConfigError(invalid_choice("format", self.format, FORMATS))
+            raise CheckpointConfigError(invalid_choice("format", self.format, FORMATS, form="{1}"))
         check_dtype("dtype", self.dtype)
         if self.config_from and self.format != "hf":
             raise CheckpointConfigError(

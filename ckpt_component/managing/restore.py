@@ -10,11 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from ..checkpointer import Checkpointer
 from ..core.commit.cleanup import Unfinished, quarantine
 from ..core.commit.names import StepNames
 from ..core.commit.scan import Scan, both, repair_pointer
 from ..core.commit.visibility import wait_visible
+from ..core.state.flatten import not_a_state
 from ..core.storage.space import amount
 from ..core.storage.storage import Storage
 from ..errors import (
@@ -85,6 +88,8 @@ class Restorer:
             allow_dtype_cast: let the state's tensors take values of another dtype
             options: `rename`, `prefix` and `ignore`, instead of those of the policy, if there are any
         """
+        if not isinstance(state, Mapping | torch.nn.Module):  # also where there is no checkpoint to load yet
+            raise not_a_state(state)
         ranks, timeouts = self._run.ranks, self._run.timeouts
         deadline = time.monotonic() + timeouts.stage + timeouts.close
         manifests: dict[str, Mapping[str, Any]] = {}

@@ -222,7 +222,7 @@ def test_only_an_export_is_replaced(saved: Path, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["hff", "CKPT", "OUT"], "Did you mean format=hf?"),
+        (["hff", "CKPT", "OUT"], "Did you mean hf?"),
         (["hf", "CKPT", "OUT", "--prefix", "modle."], "Did you mean 'model'?"),
         (["hf", "CKPT", "OUT", "--ignore", "hed"], "Did you mean 'head'?"),
         (["hf", "CKPT", "OUT", "--rename", "body.0=body.1"], "ignore=['body.0.weight']"),

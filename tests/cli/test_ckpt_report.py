@@ -51,7 +51,8 @@ def test_alone_it_prints_its_commands(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "code", "told"),
     [
         (["report", "nowhere"], 2, "error: There is no folder nowhere"),
-        (["report"], 2, "the following arguments are required: FOLDER"),
+        (["report"], 2, "error: ckpt report: the following arguments are required: FOLDER; ckpt report --help lists "),
+        (["gc", "--keep-last", "ten", "."], 2, "error: ckpt gc: argument --keep-last: invalid int value: 'ten'; "),
         (["reprot", "."], 2, "error: ckpt has no command 'reprot'; did you mean ckpt report?"),
         (["report", "nowhere", "--jsn"], 2, "error: ckpt report does not take '--jsn'; did you mean --json?"),
     ],

@@ -429,12 +429,15 @@ def test_as_arguments_in_the_wrong_order_or_of_the_wrong_type(tmp_path: Path) ->
     path: Any = tmp_path / "one"
     one: Any = 1
     text_of_no_path = "{} is 1, not a path such as {}='runs/one'."
+    no_state = f"Expected a state dict, got a {type(path).__name__}; give one such as "
     with build_manager("sync", dir=path) as manager, build_checkpointer("sync") as checkpointer:
+        with pytest.raises(CheckpointError, match=no_state):
+            manager.restore(path)  # where nothing is saved yet
         manager.save(1, state)
         calls: list[tuple[Callable[[], object], str]] = [
             (lambda: manager.save(state, one), "The step comes first: save(step, state)."),
             (lambda: checkpointer.save(path, state), "The state comes first: save(state, path)."),
-            (lambda: manager.restore(path), f"Expected a state dict, got a {type(path).__name__}; give one such as "),
+            (lambda: manager.restore(path), no_state),
             (lambda: checkpointer.load(one), text_of_no_path.format("path", "path")),
             (lambda: load_weights(torch.nn.Linear(2, 2), one), text_of_no_path.format("path", "path")),
             (lambda: build_manager("sync", dir=one), text_of_no_path.format("dir", "dir")),

@@ -124,10 +124,8 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | No
         CheckpointStageError: the state is not a dict or contains itself, a dict key is neither str, int, float, bool
             nor None, an object could not restore its state, or ranks that do not save hold parts of a tensor
     """
-    kind = kind_of(state_dict)
-    if kind != "dict":
-        advice = "; give it a name: {'model': ...}" if kind == "stateful" else "; give one such as {'model': model}"
-        raise CheckpointStageError(f"Expected a state dict, got a {type(state_dict).__name__}{advice}.")
+    if kind_of(state_dict) != "dict":
+        raise not_a_state(state_dict)
     flat = FlatState()
     try:
         _walk((), state_dict, flat, rank)
@@ -138,6 +136,12 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | No
     else:
         _take_parts(flat, world_size)
     return flat
+
+
+def not_a_state(value: object) -> CheckpointStageError:
+    """The error for a value that was passed instead of a state dict."""
+    named = "give it a name: {'model': ...}" if kind_of(value) == "stateful" else "give one such as {'model': model}"
+    return CheckpointStageError(f"Expected a state dict, got a {type(value).__name__}; {named}.")
 
 
 def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = False) -> None:
