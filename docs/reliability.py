@@ -17,7 +17,7 @@ _MEANING = {
     "simulated power cuts": "the power goes at an operation of a simulated disk, each with several states that may be left",
     "simulated faults": "an operation of a simulated disk fails, once or from then on, is done and its answer lost, or cut short",
     "simulated requests": "a request to a simulated bucket fails, is done twice, loses its answer, or its client is killed",
-    "schedules": "two to four simulated ranks save: messages get lost or late, ranks stop and die, disks fail",
+    "schedules": "two to four simulated ranks save: messages get lost or late, ranks stop and die, storage fails",
     "histories": "a random history of saves, faults, damage, restarts, rewinds, copies, deletions",
     "kills": "`kill -9` of the trainer, the writer process, one rank or all, at a file operation or at a random moment",
     "power cuts": "the power of a real ext4 is cut at a file operation",

@@ -17,18 +17,22 @@ from __future__ import annotations
 
 import datetime
 import errno
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.clock import Clock
 from ..core.storage.bucket import ObjectStorage
 from .disk import DiskFile
 from .simulated_files import Fault, PowerCut
+
+if TYPE_CHECKING:
+    from .simulation import SimulatedProcess  # needs greenlet
 
 T = TypeVar("T")
 _Entries = list[dict[str, Any]]
@@ -45,13 +49,15 @@ class SimulatedObjects:
         objects: by path
         now: its clock, seconds since 1970; each change takes a millisecond
         lag: how many changes a listing may lag behind
+        lag_seconds: for how long after a change a listing may not know of it
     """
 
     objects: dict[str, DiskFile] = field(default_factory=dict)
     now: float = 1.8e9
     lag: int = 0
-    #: The names before each of the last changes.
-    _before: deque[tuple[str, ...]] = field(default_factory=lambda: deque(maxlen=100))
+    lag_seconds: float = math.inf
+    #: The last changes: when, and the names before.
+    _changes: deque[tuple[float, tuple[str, ...]]] = field(default_factory=lambda: deque(maxlen=100))
 
     def file(self, path: str) -> DiskFile:
         """The object at a path. Raises FileNotFoundError."""
@@ -78,15 +84,16 @@ class SimulatedObjects:
 
     def listed(self, prefix: str) -> list[str]:
         """The paths with a prefix, as many changes ago as `lag` says, of those that can still be looked at."""
-        names = self._before[-self.lag] if 0 < self.lag <= len(self._before) else sorted(self.objects)
+        unknown = [names for when, names in self._changes if self.now - when <= self.lag_seconds][-self.lag :]
+        names = unknown[0] if self.lag and unknown else sorted(self.objects)
         return [path for path in names if path.startswith(prefix) and path in self.objects]
 
     def cut_power(self, seed: int) -> None:
         """The clients are gone; what was answered stays. `seed` chooses nothing: there is one state."""
 
     def _change(self) -> None:
-        self._before.append(tuple(sorted(self.objects)))
         self.now += 0.001
+        self._changes.append((self.now, tuple(sorted(self.objects))))
 
 
 class SimulatedBucket(ObjectStorage):
@@ -97,9 +104,11 @@ class SimulatedBucket(ObjectStorage):
         faults: what happens at the requests with these numbers, from 1 on. `cut`, `fail` and `lost` as for files;
             `twice`: it is done twice, and the second answer counts
         counts: whether the requests at a path have numbers; None: at every path
+        requests: what makes the requests, instead of what these two describe
 
     Attributes:
         disk: the bucket
+        requests: what makes the requests
         operations: `(name, path)` of each request that has a number, in their order
     """
 
@@ -109,11 +118,27 @@ class SimulatedBucket(ObjectStorage):
         faults: Mapping[int, Fault] | None = None,
         *,
         counts: Callable[[str], bool] | None = None,
+        requests: _Requests | None = None,
     ) -> None:
         self.disk = bucket
-        self.operations: list[tuple[str, str]] = []
-        super().__init__("", client=_Requests(bucket, faults or {}, counts or (lambda path: True), self.operations))
+        if requests is None:
+            requests = _Requests(bucket, {} if faults is None else faults, counts or (lambda path: True))
+        self.requests, self.operations = requests, requests.operations
+        super().__init__("", client=requests)
         self.clock = _AheadClock()
+
+
+class ProcessBucket(SimulatedBucket):
+    """The bucket as a simulated process sees it: each request is a turn of the process, by whose clock pauses go.
+
+    Args:
+        process: the process
+        bucket: the bucket, whose objects and faults all processes share; used by objects of this class alone
+    """
+
+    def __init__(self, process: SimulatedProcess, bucket: SimulatedBucket) -> None:
+        super().__init__(bucket.disk, requests=_ProcessRequests(process, bucket.requests))
+        self.clock = process.clock
 
 
 class _AheadClock(Clock):
@@ -131,17 +156,11 @@ class _AheadClock(Clock):
 class _Requests:
     """The functions of obstore that `ObjectStorage` calls, on simulated objects."""
 
-    def __init__(
-        self,
-        bucket: SimulatedObjects,
-        faults: Mapping[int, Fault],
-        counts: Callable[[str], bool],
-        operations: list[tuple[str, str]],
-    ) -> None:
-        self._bucket = bucket
+    def __init__(self, bucket: SimulatedObjects, faults: Mapping[int, Fault], counts: Callable[[str], bool]) -> None:
+        self.bucket = bucket
+        self.operations: list[tuple[str, str]] = []
         self._faults = faults
         self._counts = counts
-        self._operations = operations
         self._lasting: Fault | None = None
         self._is_off = False
         self._lock = threading.Lock()
@@ -156,8 +175,8 @@ class _Requests:
             raise PowerCut
         fault: Fault | None = None
         if self._counts(path):
-            self._operations.append((name, path))
-            fault = self._faults.get(len(self._operations), self._lasting)
+            self.operations.append((name, path))
+            fault = self._faults.get(len(self.operations), self._lasting)
         if fault is None:
             return effect()
         if fault.lasts:
@@ -174,24 +193,24 @@ class _Requests:
 
     def put(self, store: None, key: str, data: bytes, *, mode: str, use_multipart: bool) -> None:
         path = f"/{key}"
-        self.request("put", path, partial(self._bucket.put, path, bytes(data), new=mode == "create"))
+        self.request("put", path, partial(self.bucket.put, path, bytes(data), new=mode == "create"))
 
     def copy(self, store: None, from_: str, to: str) -> None:
-        self.request("copy", f"/{to}", lambda: self._bucket.put(f"/{to}", bytes(self._bucket.file(f"/{from_}").data)))
+        self.request("copy", f"/{to}", lambda: self.bucket.put(f"/{to}", bytes(self.bucket.file(f"/{from_}").data)))
 
     def delete(self, store: None, keys: str | Sequence[str]) -> None:
         for key in [keys] if isinstance(keys, str) else keys:
-            self.request("delete", f"/{key}", partial(self._bucket.remove, f"/{key}"))
+            self.request("delete", f"/{key}", partial(self.bucket.remove, f"/{key}"))
 
     def head(self, store: None, key: str) -> dict[str, Any]:
         return self.request("head", f"/{key}", lambda: self._entry(f"/{key}"))
 
     def get(self, store: None, key: str) -> _Fetched:
-        return self.request("get", f"/{key}", lambda: _Fetched(bytes(self._bucket.file(f"/{key}").data)))
+        return self.request("get", f"/{key}", lambda: _Fetched(bytes(self.bucket.file(f"/{key}").data)))
 
     def get_range(self, store: None, key: str, *, start: int, length: int) -> bytes:
         path = f"/{key}"
-        return self.request("get", path, lambda: bytes(self._bucket.file(path).data[start : start + length]))
+        return self.request("get", path, lambda: bytes(self.bucket.file(path).data[start : start + length]))
 
     def list(self, store: None, prefix: str | None) -> Iterator[_Entries]:
         folder, last = f"/{prefix or ''}".rstrip("/"), ""
@@ -203,7 +222,7 @@ class _Requests:
         folder = f"/{prefix or ''}".rstrip("/")
 
         def effect() -> dict[str, Any]:
-            paths = self._bucket.listed(f"{folder}/")
+            paths = self.bucket.listed(f"{folder}/")
             parts = {path: path[len(folder) + 1 :].partition("/") for path in paths}
             folders = {f"{folder[1:]}/{name}" for name, slash, _ in parts.values() if slash}
             here = [self._entry(path) for path, (_, slash, _) in parts.items() if not slash]
@@ -212,17 +231,30 @@ class _Requests:
         return self.request("list", folder, effect)
 
     def open_writer(self, store: None, key: str, *, buffer_size: int, max_concurrency: int) -> _PartsWriter:
-        return _PartsWriter(self, self._bucket, f"/{key}")
+        return _PartsWriter(self, self.bucket, f"/{key}")
 
     def _page(self, folder: str, last: str) -> _Entries:
         """The entries after a path; other changes may come between two pages."""
-        paths = [path for path in self._bucket.listed(f"{folder}/") if path > last]
+        paths = [path for path in self.bucket.listed(f"{folder}/") if path > last]
         return [self._entry(path) for path in paths[:_PAGE]]
 
     def _entry(self, path: str) -> dict[str, Any]:
-        file = self._bucket.file(path)
+        file = self.bucket.file(path)
         modified = datetime.datetime.fromtimestamp(file.modified, tz=datetime.timezone.utc)
         return {"path": path[1:], "size": file.size, "last_modified": modified}
+
+
+class _ProcessRequests(_Requests):
+    """The requests of one process; their numbers are those of all."""
+
+    def __init__(self, process: SimulatedProcess, shared: _Requests) -> None:
+        vars(self).update(vars(shared))
+        self._process = process
+
+    def request(self, name: str, path: str, effect: Callable[[], T]) -> T:
+        self._process.turn()
+        self.bucket.now = max(self.bucket.now, 1.8e9 + self._process.simulation.now)
+        return super().request(name, path, effect)
 
 
 class _Fetched:

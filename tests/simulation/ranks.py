@@ -1,4 +1,4 @@
-"""Ranks that save together on a simulated disk, over a simulated store; what happens to them, and what must hold."""
+"""Ranks that save together on a simulated disk or bucket, over a simulated store; what happens, and what must hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from simulation.rank_writer import RankWriter, content, snapshot
 
-from ckpt_component import CheckpointError
+from ckpt_component import CheckpointError, CheckpointSaveError
 from ckpt_component.core.commit.commit import new_attempt, refuse_existing
 from ckpt_component.core.commit.fencing import FencingToken, read_owner
 from ckpt_component.core.commit.manifest import data_folder
@@ -22,11 +22,13 @@ from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.storage.storage import Storage
 from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import NoRun, SaveContext
 from ckpt_component.saving.records import Admitted, SaveRequest, Staged
-from ckpt_component.testing import Disk, Fault, SimulatedFiles
+from ckpt_component.testing import Disk, Fault, SimulatedBucket, SimulatedFiles, SimulatedObjects
 from ckpt_component.testing.process_files import ProcessFiles
+from ckpt_component.testing.simulated_bucket import ProcessBucket
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
@@ -63,7 +65,7 @@ class Job:
 
     Attributes:
         simulation: where it runs
-        files: the disk, as no process sees it
+        files: the disk or bucket, as no process sees it
         world_size: number of ranks
         steps: the steps
         faults: what happens to the messages
@@ -72,7 +74,7 @@ class Job:
     """
 
     simulation: Simulation
-    files: SimulatedFiles
+    files: SimulatedFiles | SimulatedBucket
     world_size: int
     steps: Sequence[int] = (*STEPS, LAST)
     faults: dict[int, MessageFault] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class Job:
         ranks = StoreCoordinator(
             RankStore(connection, rank, self.world_size, f"{self.name}/"), TIMEOUTS.heartbeat, TIMEOUTS.stall
         )
-        files, writer = ProcessFiles(process, self.files), cast(Any, RankWriter(self.name))
+        files, writer = storage_of(process, self.files), cast(Any, RankWriter(self.name))
         run = NoRun(lambda path: files)
         if rank == 0:
             ownership = FencingToken(files, ROOT)
@@ -112,14 +114,15 @@ class Job:
             self.outcomes.append(Outcome(rank, step, error, began, self.simulation.now))
         ranks.close()
 
-    def _save(
-        self, step: int, ranks: StoreCoordinator, files: ProcessFiles, attempts: SaveAttempts, owner: str
-    ) -> None:
+    def _save(self, step: int, ranks: StoreCoordinator, files: Storage, attempts: SaveAttempts, owner: str) -> None:
         path = os.path.join(ROOT, MEGATRON.folder(step))
 
         def admit(proposals: list[Any]) -> list[str]:
             assert {*proposals} == {path}
-            refuse_existing(files, path)
+            try:
+                refuse_existing(files, path)
+            except OSError as error:  # as the admission of a save does
+                raise CheckpointSaveError(str(error), error.errno) from error
             return [owned_token(new_token()), owner]
 
         token, owner = ranks.meet("save", path, admit, ranks.clock.now() + MEETING, path)
@@ -128,15 +131,24 @@ class Job:
         attempts.run(Staged(admitted, attempt, snapshot(), None, None, 0, 0.0), attempt, 1)
 
 
-def files_of(protocol: str, faults: Mapping[int, Fault] | None = None) -> SimulatedFiles:
-    """An empty disk with the folder of the runs."""
-    rename = protocol == "rename"
-    files = SimulatedFiles(Disk(), faults, atomic_rename=rename, locks=rename)
+def files_of(protocol: str, faults: Mapping[int, Fault] | None = None) -> SimulatedFiles | SimulatedBucket:
+    """An empty disk, or a bucket, with the folder of the runs."""
+    files: SimulatedFiles | SimulatedBucket
+    if protocol == "bucket":
+        files = SimulatedBucket(SimulatedObjects(), faults)
+    else:
+        rename = protocol == "rename"
+        files = SimulatedFiles(Disk(), faults, atomic_rename=rename, locks=rename)
     files.make_folders(ROOT)
     return files
 
 
-def unsafe(files: SimulatedFiles, *jobs: Job) -> list[str]:
+def storage_of(process: SimulatedProcess, files: SimulatedFiles | SimulatedBucket) -> Storage:
+    """The storage as a process sees it."""
+    return ProcessBucket(process, files) if isinstance(files, SimulatedBucket) else ProcessFiles(process, files)
+
+
+def unsafe(files: SimulatedFiles | SimulatedBucket, *jobs: Job) -> list[str]:
     """What must never be, whatever happened."""
     found, runs = scan_steps(files, ROOT, MEGATRON), {job.name: job for job in jobs}
     wrong = [f"step {step}: {why}" for step, why in {**found.damaged, **found.torn, **found.unusable}.items()]
@@ -163,8 +175,10 @@ def unsafe(files: SimulatedFiles, *jobs: Job) -> list[str]:
     return wrong
 
 
-def lasting(files: SimulatedFiles, seed: int, *jobs: Job) -> list[str]:
-    """What a power cut changes about it."""
+def lasting(files: SimulatedFiles | SimulatedBucket, seed: int, *jobs: Job) -> list[str]:
+    """What a power cut changes about it; nothing in a bucket."""
+    if isinstance(files, SimulatedBucket):
+        return []
     disk = copy.deepcopy(files.disk)
     disk.cut_power(seed)
     after = SimulatedFiles(disk, atomic_rename=files.atomic_rename)
@@ -207,8 +221,12 @@ class Schedule:
             other.start(when)
             jobs.append(other)
             self.what.append(f"another run from {when:.2f}")
+        if isinstance(files, SimulatedBucket):
+            files.disk.lag, files.disk.lag_seconds = choice.choice((0, 0, 3, 20)), choice.choice((0.1, 2.0))
         if not simulation.run(LIMIT):
             self.wrong.append("it has not ended")
+        if isinstance(files, SimulatedBucket):
+            files.disk.lag = 0
         self.wrong += (
             unsafe(files, *jobs) + lasting(files, seed, *jobs) + [text for each in jobs for text in late(each)]
         )
@@ -223,7 +241,7 @@ class Schedule:
             self.wrong += late(job, TIMEOUTS.heartbeat + SOON)
         self.wrong += self._next_run(seed, files)
 
-    def _next_run(self, seed: int, files: SimulatedFiles) -> list[str]:
+    def _next_run(self, seed: int, files: SimulatedFiles | SimulatedBucket) -> list[str]:
         """What is wrong with the run that follows: it saves, and deletes what was left."""
         self._storage.clear()
         files.disk.now += 600
@@ -259,7 +277,10 @@ class Schedule:
             elif kind == "date":
                 simulation.at(when, partial(setattr, process, "date_offset", choice.choice((-1e6, 1e6))))
             elif kind == "storage":
-                number, fails = choice.randrange(5, 60 * job.world_size), choice.choice(("fail", "lost"))
+                number, fails = (
+                    choice.randrange(5, 60 * job.world_size),
+                    choice.choice(("fail", "lost", *["twice"] * isinstance(job.files, SimulatedBucket))),
+                )
                 self._storage[number] = Fault(fails)
                 simulation.at(CALM - 1.0, self._storage.clear)
                 kind = f"storage: operation {number} {fails}"
@@ -271,16 +292,20 @@ class Schedule:
             self.what.append(f"{kind} (rank {rank}, at {when:.2f})")
 
 
-def overtaken(files: SimulatedFiles, *jobs: Job) -> list[str]:
+def overtaken(files: SimulatedFiles | SimulatedBucket, *jobs: Job) -> list[str]:
     """What a run has committed that was replaced before it looked at the owner file for the last time."""
     owner, path = read_owner(files, ROOT), os.path.join(ROOT, OWNER)
     old = [job.name for job in jobs if owner is not None and job.token != owner.token]
-    replaced = max(number for number, (_, at) in enumerate(files.operations) if at == path)
+    replaced = max(number for number, (name, at) in enumerate(files.operations) if at == path and name != "get")
     wrong = []
     for step, manifest in scan_steps(files, ROOT, MEGATRON).manifests.items():
-        # The last operation before that look.
-        synced = [(name == "sync_folder" and manifest["attempt"] in at) for name, at in files.operations]
-        if manifest["run"] in old and any(synced[replaced:]):
+        # The last operation before that look; in a bucket, it is the put of the draft.
+        draft = f"{manifest['attempt']}/{MANIFEST}.draft"
+        last = [
+            at.endswith(draft) if name == "put" else name == "sync_folder" and manifest["attempt"] in at
+            for name, at in files.operations
+        ]
+        if manifest["run"] in old and any(last[replaced:]):
             wrong.append(f"step {step} was committed by {manifest['run']}, which another run had replaced")
     return wrong
 

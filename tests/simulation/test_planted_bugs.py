@@ -228,6 +228,30 @@ BUGS = [
         "",
         "ranks",
     ),
+    Bug(
+        "a_run_that_was_replaced_commits_to_a_bucket",
+        "core/commit/commit.py",
+        "        check_owner(storage, os.path.dirname(attempt.target), attempt.owner)\n",
+        "        pass\n",
+        "ranks",
+        "bucket",
+    ),
+    Bug(
+        "a_folder_that_listings_do_not_know_yet_is_taken_for_a_deleted_one",
+        "saving/attempts.py",
+        "            wait_visible(visible, attempt.staging, self._timeouts.visible, self._clock)\n",
+        "            wait_visible(visible, attempt.staging, 0.0, self._clock)\n",
+        "ranks",
+        "bucket",
+    ),
+    Bug(
+        "a_manifest_replaces_that_of_another_run",
+        "core/storage/bucket.py",
+        '                self._put(path, data, "create")\n',
+        "                self._put(path, data)\n",
+        "ranks",
+        "bucket",
+    ),
 ]
 PROGRAM = """
 import faulthandler, sys

@@ -24,7 +24,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+@pytest.mark.parametrize("protocol", ["rename", "manifest", "bucket"])
 @pytest.mark.parametrize(
     "part", [*range(QUICK), *(pytest.param(part, marks=pytest.mark.soak) for part in range(QUICK, SOAK))]
 )
@@ -38,8 +38,9 @@ def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_pr
 
 
 @pytest.mark.parametrize("kind", ["lost", "unanswered", "late", "stopped"])
-def test_each_request_of_a_save_meets_a_fault_once(kind: str) -> None:
-    wrong = each_request(kind, "rename")
+@pytest.mark.parametrize("protocol", ["rename", "bucket"])
+def test_each_request_of_a_save_meets_a_fault_once(protocol: str, kind: str) -> None:
+    wrong = each_request(kind, protocol)
     assert not wrong, "\n".join(wrong)
 
 
