@@ -21,8 +21,8 @@ class MessageFault:
 
     Attributes:
         kind: `lost`: it does not arrive, and the connection breaks. `unanswered`: it is done, and the connection breaks
-            before the answer. `late`: it arrives late; so do those behind it. `stopped`: its sender is stopped before
-            it arrives.
+            before the answer. `late`: it arrives late; so do those behind it. `stopped`, `killed`: its sender is,
+            before it arrives.
         seconds: how late, or stopped for how long
     """
 
@@ -125,6 +125,8 @@ class SimulatedConnection:
         fault = store.fault()
         if fault is not None and fault.kind == "stopped":
             self._process.stop(fault.seconds)
+        elif fault is not None and fault.kind == "killed":
+            self._process.kill()
         self._process.turn()
         if fault is not None and fault.kind == "late":
             simulation.park(simulation.now + fault.seconds)

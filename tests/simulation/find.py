@@ -36,7 +36,7 @@ def find(name: str, protocol: str) -> int:
 def find_in_schedules(protocol: str) -> int:
     """The same for several ranks."""
     logging.disable(logging.CRITICAL)
-    for kind in ("lost", "unanswered", "late"):
+    for kind in ("lost", "unanswered", "late", "killed"):
         if wrong := each_request(kind, protocol):
             print(f"violation: {wrong[0]}")
             return 1

@@ -311,7 +311,7 @@ def overtaken(files: SimulatedFiles | SimulatedBucket, *jobs: Job) -> list[str]:
 
 
 def each_request(kind: str, protocol: str) -> list[str]:
-    """What is wrong if one request is lost, unanswered or late, or its sender stopped: each of a save of two ranks."""
+    """What is wrong if one request is lost, unanswered or late, or its sender stopped or killed: each of a save."""
 
     def job(number: int, *steps: int) -> Job:
         # The same seed, so that all is the same up to this request.
@@ -323,8 +323,8 @@ def each_request(kind: str, protocol: str) -> list[str]:
     wrong = []
     for number in range(1, job(0, 1).store.requests + 1):
         done = job(number, 1, LAST)
-        found = (
-            unsafe(done.files, done) + late(done, LONGEST_SAVE if kind in ("late", "stopped") else SOON) + stuck(done)
-        )
-        wrong += [f"request {number} {kind}: {text}" for text in found]
+        bound = {"late": LONGEST_SAVE, "stopped": LONGEST_SAVE, "killed": TIMEOUTS.heartbeat + SOON}.get(kind, SOON)
+        found = unsafe(done.files, done) + late(done, bound) + (stuck(done) if kind != "killed" else [])
+        # A rank that has never sent a heartbeat may still be starting, so it is waited for.
+        wrong += [f"request {number} {kind}: {text}" for text in found if "it has sent no heartbeat" not in text]
     return wrong

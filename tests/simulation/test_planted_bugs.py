@@ -222,6 +222,13 @@ BUGS = [
         "ranks",
     ),
     Bug(
+        "a_vote_whose_rank_died_before_it_was_counted_is_waited_for",  # ours
+        "core/coordination/question.py",
+        "        if not ranks:\n",
+        "        if False:\n",
+        "ranks",
+    ),
+    Bug(
         "what_a_dead_run_left_stays",
         "core/commit/fencing.py",
         "        if self._fenced:\n            self._clean_up()\n",

@@ -37,7 +37,7 @@ def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_pr
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("kind", ["lost", "unanswered", "late", "stopped"])
+@pytest.mark.parametrize("kind", ["lost", "unanswered", "late", "stopped", "killed"])
 @pytest.mark.parametrize("protocol", ["rename", "bucket"])
 def test_each_request_of_a_save_meets_a_fault_once(protocol: str, kind: str) -> None:
     wrong = each_request(kind, protocol)

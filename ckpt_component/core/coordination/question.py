@@ -60,6 +60,13 @@ class Question:
         """The ranks that have not posted."""
         return [rank for rank in range(self.store.world_size) if not self.has_posted(rank)]
 
+    def late(self) -> list[int]:
+        """The ranks that have not posted. If there are none, the counter is made right: one died before it counted."""
+        ranks = self.missing()
+        if not ranks:
+            self.count("count", self.store.world_size)
+        return ranks
+
     def absentees(self) -> str:
         """Describe what the question waits for, for a message."""
         ranks = self.missing()
@@ -106,7 +113,7 @@ class Question:
         """Whether every rank has voted, or one has failed or is lost; adds lost ranks to `lost`."""
         if self.has_all() or self.count("failed"):
             return True
-        lost.update(detector.dead_ranks(self.missing))
+        lost.update(detector.dead_ranks(self.late))
         return bool(lost)
 
     def outcomes(self, detector: FailureDetector, deadline: float) -> list[Any]:
@@ -120,7 +127,7 @@ class Question:
             self.store.wait_until(lambda: self.is_over(detector, lost), deadline, lambda: "all ranks to write")
         except CheckpointTimeoutError as error:
             late = dict.fromkeys(self.missing(), "did not finish before timeouts.write was over")
-            if late:  # else a rank has died between its vote and the count
+            if late:  # else the last vote came just now
                 raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
         if self.count("failed"):
             self.store.clock.sleep(_COMPANY_SECONDS)

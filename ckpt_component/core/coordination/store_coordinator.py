@@ -245,8 +245,8 @@ class StoreCoordinator(Coordinator):
         """On the leader: wait until every rank has posted."""
         self._wait(
             question,
-            lambda: question.count("count") >= self.world_size,
-            question.missing,
+            question.has_all,
+            question.late,
             deadline,
             question.absentees,
             lookout,
