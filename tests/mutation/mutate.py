@@ -34,11 +34,15 @@ ROOMS = {
         *("tests/saving/test_keep.py", "tests/simulation/test_protocols.py", "tests/storage/test_commit.py"),
         *("tests/storage/test_copying.py", "tests/simulation", "tests/saving/test_resume_scan.py"),
     ),
-    "core/coordination": ("tests/coordination", "tests/saving/test_alone.py"),
+    "core/coordination": (
+        *("tests/simulation/test_calls.py", "tests/simulation/test_decisions.py", "tests/coordination"),
+        *("tests/simulation/test_ranks.py", "tests/saving/test_alone.py"),
+    ),
     "managing": ("tests/saving", "tests/simulation"),
     "saving": ("tests/saving", "tests/simulation"),
 }
-SECONDS = 200
+#: A run of tests hangs if it takes this many times as long as without a mutant.
+PATIENCE = 5
 _SWAPS: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
     **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And},
@@ -121,8 +125,8 @@ def _short(node: ast.AST) -> str:
     return " ".join(ast.unparse(node).split())[:70]
 
 
-def _tests_fail(tests: tuple[str, ...], log: str) -> bool:
-    """Run tests in a fork, which imports the package anew. A run that hangs counts as failed."""
+def _outcome(tests: tuple[str, ...], log: str, seconds: float) -> str:
+    """Run tests in a fork, which imports the package anew; returns `passed`, `failed` or `hung`."""
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -132,26 +136,32 @@ def _tests_fail(tests: tuple[str, ...], log: str) -> bool:
 
         usual = ["-q", "-x", "-p", "no:cacheprovider", "-n0", "-m", "not slow and not soak"]
         os._exit(pytest.main([*usual, "-o", "addopts=--import-mode=importlib", "-o", "timeout=60", *tests]))
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     if ended == (0, 0):
         os.waitpid(pid, 0)
-    return ended == (0, 0) or ended[1] != 0
+        return "hung"
+    return "failed" if ended[1] else "passed"
 
 
 def survivors_in(package: Path, file: str, accepted: set[str]) -> list[str]:
     """The mutants of a file of the copy that no test notices."""
     path, tests = package / file, next(tests for room, tests in ROOMS.items() if file.startswith(f"{room}/"))
     source, alive, count, log = path.read_text(), list[str](), 0, str(package.parent / "log")
-    if _tests_fail(tests, log):
+    began = time.monotonic()
+    if _outcome(tests, log, 3600) != "passed":
         sys.exit(f"The tests of {file} fail without a mutant:\n{Path(log).read_text()[-3000:]}")
+    limit = PATIENCE * (time.monotonic() - began)
     for name, mutant in mutants_of(source):
         count += 1
         path.write_text(mutant)
-        if not _tests_fail(tests, log):
+        outcome = _outcome(tests, log, limit)
+        if outcome == "hung":  # counts as noticed, but a test that fails says more
+            print(f"hung      {file}: {name}", flush=True)
+        if outcome == "passed":
             alive.append(f"{file}: {name}")
             print(f"{'accepted' if alive[-1] in accepted else 'SURVIVED'}  {alive[-1]}", flush=True)
     path.write_text(source)

@@ -1,0 +1,130 @@
+"""Calls that every rank must make, on simulated time: all get rank 0's answer, and who has not called is named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from simulation.test_decisions import after, outcomes
+
+from ckpt_component import CheckpointTimeoutError, RanksError
+from ckpt_component.core.coordination import StepQuestions, StoreCoordinator
+
+seeds = pytest.mark.parametrize("seed", range(5))
+LOGGER = "ckpt_component.coordination"
+
+
+def answers(ranks: StoreCoordinator, questions: StepQuestions, steps: Sequence[int]) -> list[Any]:
+    """What a rank gets for these steps; the errors as texts."""
+    found: list[Any] = []
+    for step in steps:
+        try:
+            found.append(questions.ask(step, lambda step=step: (ranks.rank, step), after(ranks, 30.0)))  # type: ignore[misc]
+        except RanksError as error:
+            found.append(str(error))
+    return found
+
+
+def of_rank_0(*steps: int) -> list[list[int]]:
+    return [[0, step] for step in steps]
+
+
+@seeds
+def test_only_rank_0_is_asked_and_steps_it_alone_called_for_are_skipped(seed: int) -> None:
+    called = {0: (1, 2, 3, 4), 1: (1, 2, 3, 4), 2: (3, 4)}
+
+    def ask(ranks: StoreCoordinator) -> Any:
+        return answers(ranks, StepQuestions(ranks, "maybe_save"), called[ranks.rank])
+
+    found = outcomes(seed, 3, ask)
+    assert {rank: [list(answer) for answer in got] for rank, got in found.items()} == {
+        rank: of_rank_0(*steps) for rank, steps in called.items()
+    }
+
+
+@seeds
+def test_a_step_that_rank_0_did_not_call_for_is_an_error_and_the_next_one_is_answered(seed: int) -> None:
+    called = {0: (1, 4), 1: (1, 2, 3, 4)}
+
+    def ask(ranks: StoreCoordinator) -> Any:
+        return answers(ranks, StepQuestions(ranks, "maybe_save"), called[ranks.rank])
+
+    text = "maybe_save must be called on every rank; rank 0 did not for step {}: it is at step 4."
+    assert outcomes(seed, 2, ask)[1] == [[0, 1], text.format(2), text.format(3), [0, 4]]
+
+
+@seeds
+def test_after_a_restart_from_an_earlier_step_no_older_answer_counts(seed: int) -> None:
+    called = {0: (1, 2, 3, 4), 1: (1, 2)}
+
+    def ask(ranks: StoreCoordinator) -> Any:
+        questions = StepQuestions(ranks, "maybe_save")
+        before = answers(ranks, questions, called[ranks.rank])
+        questions.restart(1)
+        return before, answers(ranks, questions, (2, 3))
+
+    found = outcomes(seed, 2, ask)
+    assert found[1] == (of_rank_0(1, 2), of_rank_0(2, 3))
+
+
+def late(seconds: float, *, goes_on: bool = False, world_size: int = 2) -> Callable[[StoreCoordinator], Any]:
+    """All ranks save step 2; those above 0 call so much later, or go on to step 3 without the call."""
+
+    def ask(ranks: StoreCoordinator) -> Any:
+        ranks.at_step(1 if ranks.rank else 2)
+        if ranks.rank:
+            ranks.clock.sleep(seconds)
+            ranks.at_step(3 if goes_on else 2)
+            if goes_on:
+                return ranks.clock.sleep(20.0)
+        began = ranks.clock.now()
+        try:
+            return ranks.meet("save", 1, sum, after(ranks, 60.0))
+        except RanksError as error:
+            return error.failures, ranks.clock.now() - began, str(error)
+
+    return ask
+
+
+@seeds
+def test_a_late_rank_is_waited_for_and_named_once(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+    assert outcomes(seed, 2, late(25.0)) == {0: 2, 1: 2}
+    text = "waiting for 10 s: save must be called on every rank; rank 1 did not for step 2: it is at step 1"
+    assert [record.getMessage() for record in caplog.records] == [text]
+
+
+@seeds
+def test_no_rank_is_named_that_is_less_than_ten_seconds_late(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+    assert outcomes(seed, 2, late(8.0)) == {0: 2, 1: 2}
+    assert not caplog.records
+
+
+@seeds
+def test_a_rank_that_went_on_without_the_call_is_not_waited_for(seed: int) -> None:
+    failures, seconds, text = outcomes(seed, 2, late(5.0, goes_on=True))[0]
+    assert failures == {1: "is at step 3"} and seconds < 10.0, (failures, seconds)
+    assert text == "save must be called on every rank; rank 1 did not for step 2: it is at step 3."
+
+
+def test_of_many_ranks_eight_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+    outcomes(1, 12, late(15.0))
+    (record,) = (record for record in caplog.records if "waiting" in record.getMessage())
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 (and 3 more) did not for step 2: rank 1 is at step 1," in record.getMessage()
+
+
+@seeds
+def test_at_the_deadline_the_error_says_where_the_missing_rank_is(seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        ranks.at_step(2)
+        if ranks.rank:
+            return ranks.clock.sleep(40.0)
+        return ranks.meet("save", 1, sum, after(ranks, 20.0))
+
+    error = outcomes(seed, 2, ask)[0]
+    text = "Timed out: save must be called on every rank; rank 1 did not for step 2: it is at step 2 too, and late."
+    assert isinstance(error, CheckpointTimeoutError) and str(error) == text
