@@ -10,7 +10,11 @@ import pytest
 from simulation.test_decisions import after, outcomes
 
 from ckpt_component import CheckpointTimeoutError, RanksError
-from ckpt_component.core.coordination import StepQuestions, StoreCoordinator
+from ckpt_component.core.coordination import RankStore, StepQuestions, StoreCoordinator
+from ckpt_component.core.coordination.connection import StoreConnection
+from ckpt_component.core.coordination.heartbeat import Place
+from ckpt_component.testing.simulated_store import SimulatedStore
+from ckpt_component.testing.simulation import Simulation
 
 seeds = pytest.mark.parametrize("seed", range(5))
 LOGGER = "ckpt_component.coordination"
@@ -110,11 +114,56 @@ def test_a_rank_that_went_on_without_the_call_is_not_waited_for(seed: int) -> No
     assert text == "save must be called on every rank; rank 1 did not for step 2: it is at step 3."
 
 
-def test_of_many_ranks_eight_are_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("world_size", "more"), [(9, ""), (12, " (and 3 more)")])
+def test_of_many_ranks_eight_are_named(world_size: int, more: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, LOGGER)
-    outcomes(1, 12, late(15.0))
+    outcomes(1, world_size, late(15.0))
     (record,) = (record for record in caplog.records if "waiting" in record.getMessage())
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 (and 3 more) did not for step 2: rank 1 is at step 1," in record.getMessage()
+    assert f"ranks 1, 2, 3, 4, 5, 6, 7, 8{more} did not for step 2: rank 1 is at step 1," in record.getMessage()
+
+
+@seeds
+def test_a_rank_that_has_closed_its_manager_is_not_waited_for(seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        ranks.at_step(2)
+        if ranks.rank:
+            return ranks.close()
+        return ranks.meet("save", 1, sum, after(ranks, 60.0))
+
+    error = outcomes(seed, 2, ask)[0]
+    text = "save must be called on every rank; rank 1 did not for step 2: it has closed its manager."
+    assert isinstance(error, RanksError) and str(error) == text
+
+
+def test_a_closed_rank_sends_no_heartbeats() -> None:
+    simulation, requests = Simulation(1), list[int]()
+    process = simulation.process("rank 0")
+    store = SimulatedStore(process)
+
+    def run() -> None:
+        connection = StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock)
+        ranks = StoreCoordinator(RankStore(connection, 0, 1, "run/"), 10.0, 30.0)
+        for seconds in (0.1, 20.0):
+            process.clock.sleep(seconds)
+            requests.append(store.requests)
+        ranks.close()
+        for seconds in (0.1, 20.0):
+            process.clock.sleep(seconds)
+            requests.append(store.requests)
+
+    process.start(run)
+    assert simulation.run(60.0)
+    assert requests[1] - requests[0] in (9, 10) and requests[2] == requests[1] + 1 == requests[3], requests
+
+
+def test_the_place_of_a_rank_tells_whether_it_will_still_make_a_call() -> None:
+    here = Place(0, 5)
+    assert here.at(5) == here and here.at(6) == Place(0, 6) and Place().at(3) == Place(0, 3)
+    assert here.at(3) == Place(1, 3)  # it went back: its steps come again
+    assert here.at(6).is_past(here) and here.is_past(Place()) and Place(0, 0, closed=True).is_past(here) is True
+    assert not here.is_past(here) and not here.is_past(here.at(3)) and not Place(1, 6).is_past(here)
+    assert not Place().is_past(here)
+    assert str(Place()) == "has not called the manager for any step" and str(here) == "is at step 5"
 
 
 @seeds
