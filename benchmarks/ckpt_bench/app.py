@@ -25,6 +25,7 @@ from ckpt_component.cli.reports.result import RUNNING, write_job_result
 from ckpt_component.cli.text import counted
 from ckpt_component.config.hydra.app import run_app
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError
+from ckpt_component.core.spelling import closest
 from ckpt_component.errors import CheckpointError
 
 from .device import device_name, require_cuda
@@ -62,9 +63,22 @@ def arguments(typed: list[str]) -> list[str]:
     """Translate the command line for Hydra: `check` becomes `action=check`, and lists get brackets outside a sweep.
 
     In a sweep, `state=large,many_small` is one job per state; otherwise it is a single run of both.
+
+    Raises:
+        SystemExit: with what to type instead, for an unknown action, and for presets and recipes, which are rows here
     """
-    if typed and typed[0] in _ACTIONS:
+    if typed and re.fullmatch(r"\w+", typed[0]):
+        if typed[0] not in _ACTIONS:
+            near = closest(typed[0], _ACTIONS)
+            hint = f"did you mean ckpt-bench {near}?" if near else f"its actions are {', '.join(_ACTIONS)}."
+            sys.exit(f"ckpt-bench has no action '{typed[0]}'; {hint}")
         typed = [f"action={typed[0]}", *typed[1:]]
+    for word in typed:
+        if re.match(r"\+{0,2}(checkpoint|recipe)[=./]", word):
+            sys.exit(
+                f"ckpt-bench does not take {word}: it measures presets, as rows=[async_persistent,sync]. Settings are "
+                "swept by ckpt-train -m, and chosen by ckpt tune."
+            )
     if any(option in typed for option in _MULTIRUN):
         return typed
     return [re.sub(r"^(state|target|rows|items|ranks)=(\w+(?:,\w+)+)$", r"\1=[\2]", argument) for argument in typed]

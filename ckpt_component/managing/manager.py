@@ -71,6 +71,8 @@ class CheckpointManager(StoppableLoop):
         self._restored: int | None = None
         self._last: ReachedStep | None = None
         self._newest: SaveHandle | None = None
+        #: The last step whose save could not begin, and the error that the caller got.
+        self._told: tuple[int, str] | None = None
         self._saved_step: int | None = None
         #: The step of the run's own folder that it began with, until its first step.
         self._began_at: int | None = None
@@ -287,18 +289,17 @@ class CheckpointManager(StoppableLoop):
         self._last = reached._replace(number=step)
         self._ranks.at_step(step)
         self._run.events.step_ended(step)
-        self._delete_old()
+        self._delete_old(step)
         if only_if_due and not self._is_due(step, reached.state):
             return False
-        newest = self._newest
-        refuse_earlier(step, self._saved_step, "restored" if newest is None else "saved last")
         if self._is_saved(step):
             return False
         if self._closed:
             raise CheckpointError("This manager is closed; build a new one to save again.")
-        before, self._clock.last_save = self._clock.last_save, time.monotonic()
-        path, may_wait = self._run.path_of(step), self._policy.overlap == "wait"
+        path, may_wait, before = self._run.path_of(step), self._policy.overlap == "wait", self._clock.last_save
         try:
+            refuse_earlier(step, self._saved_step, "restored" if self._newest is None else "saved last")
+            self._clock.last_save = time.monotonic()
             _, save = self._pipeline.save(reached.state, path, may_wait=may_wait, step=step, metrics=reached.metrics)
         except CheckpointBusyError as error:
             self._clock.last_save = before
@@ -308,6 +309,9 @@ class CheckpointManager(StoppableLoop):
                     "or skip, or save less often."
                 ) from error
             return self._skip(step, "an earlier save is still running (checkpoint.overlap=skip)")
+        except CheckpointError as error:
+            self._told = step, str(error)
+            raise
         self._saved_step, self._newest = step, save
         return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
 
@@ -326,13 +330,15 @@ class CheckpointManager(StoppableLoop):
             self._pipeline.foresight.look(state)
         return due
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, step: int) -> None:
         """After the first step, on the save thread, delete what dead runs have left and `keep` no longer keeps.
 
         Not in `restore`: a script that evaluates restores too, and may have other values of `keep`.
         """
+        if self._began_at is None or step <= self._began_at:  # such a step is refused, or there already
+            return
         began_at, self._began_at = self._began_at, None
-        if began_at is not None and self._policy.enabled and self._ranks.is_leader:
+        if self._policy.enabled and self._ranks.is_leader:
             self._pipeline.run_after_saves(partial(self._restorer.delete_old, began_at))
 
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
@@ -430,12 +436,14 @@ class CheckpointManager(StoppableLoop):
         failed = self._saves.deliver_failed()
         if any(report.step == last.number and report.outcome == "failed" for report in self.reports):
             logger.warning("trying once more to save step %d, because it is the last one", last.number)
+        told = self._told
         try:
             self._save(last, only_if_due=False)
-        except CheckpointStepError as error:
-            if self.stopped_by is None:
-                raise
+        except CheckpointError as error:
             # Stopped while it repeats steps: the exit code must not change, because a later checkpoint is there.
+            repeats = isinstance(error, CheckpointStepError) and self.stopped_by is not None
+            if not repeats and told != (last.number, str(error)):
+                raise
             logger.warning("the last step is not saved: %s", error)
         finally:
             if failed:

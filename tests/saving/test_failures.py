@@ -18,6 +18,7 @@ from strides import in_turn
 from ckpt_component import (
     AsyncCheckpointer,
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointSaveError,
     build_checkpointer,
@@ -227,6 +228,18 @@ def test_a_program_that_forgets_close_says_which_step_is_not_saved(tmp_path: Pat
     assert done.returncode == 0 and done.stdout.count("step 3 is not saved: the program ended before the end of") == 1
     with build_manager("sync", dir=tmp_path / "run") as manager:
         assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_refusal_that_the_program_caught_is_not_raised_again_at_the_end(
+    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    state: dict[str, Any] = state_of(5)
+    with build_manager("sync", dir=tmp_path / "run") as manager:
+        manager.save(5, state)
+        with pytest.raises(CheckpointError, match="Step 4 is not after step 5" if step == 4 else "holds a"):
+            manager.save(step, {**state, "bad": lambda: 0} if step == 6 else state)
+    assert caplog.text.count("the last step is not saved: ") == 1 and manager.steps() == [5]
 
 
 def test_a_last_step_that_failed_is_tried_once_more_and_says_so(

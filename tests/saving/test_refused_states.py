@@ -21,7 +21,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from ckpt_component import CheckpointStageError, PerRank, SyncCheckpointer, build_checkpointer
+from ckpt_component import CheckpointStageError, PerRank, SyncCheckpointer, build_checkpointer, build_manager
 
 
 @dataclasses.dataclass
@@ -146,6 +146,30 @@ def deep_tuple() -> tuple[Any, ...]:
     return values
 
 
+@pytest.mark.parametrize("container", [dict, list, tuple])
+def test_what_is_saved_is_deep_enough_to_be_loaded(tmp_path: Path, container: type) -> None:
+    """At the limit of nesting, from deep within a program."""
+
+    def nested(levels: int) -> Any:
+        value: Any = 1
+        for _ in range(levels):
+            value = {"a": value} if container is dict else container([value])
+        return value
+
+    def deep(frames: int) -> None:
+        if frames:
+            return deep(frames - 1)
+        state = {"d": nested(199)}
+        with build_manager("sync", dir=tmp_path) as manager:
+            with pytest.raises(CheckpointStageError, match="more than 200 levels deep"):
+                manager.save(1, {"d": nested(202)})
+            manager.save(2, state)
+            assert manager.restore(state) == 2
+        assert state == {"d": nested(199)}
+
+    deep(100)
+
+
 class Own:
     """Its state holds itself."""
 
@@ -173,8 +197,8 @@ class Own:
         (endless_list(), "'a.b.1' contains itself"),
         (endless_dict(), "'a.b.me' contains itself"),
         (Own(), "'a.b.me' contains itself"),
-        (deep_dict(), "nested too deeply"),
-        (deep_tuple(), "'a.b' is nested too deeply"),
+        (deep_dict(), "The state dict is nested more than 200 levels deep"),
+        (deep_tuple(), "'a.b' is nested more than 200 levels deep"),
         ({Name.ONE: 1}, "A key of a.b is the Name"),
         ({np.float64(1): 1}, "A key of a.b is the float64"),
     ],

@@ -17,7 +17,7 @@ import pytest
 import torch
 from inside import tidied
 
-from ckpt_component import CheckpointManager, build_manager
+from ckpt_component import CheckpointManager, CheckpointStepError, build_manager
 from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
@@ -282,3 +282,17 @@ def test_nothing_is_deleted_after_a_restore_from_elsewhere(tmp_path: Path) -> No
     elsewhere = _left_by_dead_runs(tmp_path / "elsewhere", 7) / "iter_0000007"
     own = _left_by_dead_runs(tmp_path / "own", 1, 2, 3, 4)
     assert _stepped(own, f"checkpoint.resume={elsewhere}") == [1, 2, 3, 4]
+
+
+def test_a_step_that_is_refused_deletes_nothing(tmp_path: Path) -> None:
+    """It is a mistake of the program, which may have other values of `keep` than the run that made the folder."""
+    with build_manager("sync", ["checkpoint.keep.last=10"], dir=tmp_path) as manager:
+        for step in (1, 2, 3, 4, 5):
+            manager.save(step, {"step": step})
+    with build_manager("sync", ["checkpoint.keep.last=1"], dir=tmp_path) as manager:
+        assert manager.restore({"step": 0}) == 5
+        with pytest.raises(CheckpointStepError):
+            manager.save(4, {"step": 4})
+        assert manager.steps() == [1, 2, 3, 4, 5]
+    with build_manager("sync", ["checkpoint.save.every_steps=100"], dir=tmp_path) as manager:
+        assert manager.steps() == [1, 2, 3, 4, 5]

@@ -123,7 +123,9 @@ def _measured(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lines(parsed: argparse.Namespace, data: dict[str, Any]) -> Iterator[str]:
-    yield f"\nwritten: {data['recipe']}\n\n{Path(data['recipe']).read_text(encoding='utf-8')}"
+    yield from ("", f"written: {data['recipe']}", "")
+    yield from Path(data["recipe"]).read_text(encoding="utf-8").splitlines()
+    yield ""
     yield f"ckpt-train --config-dir {parsed.conf} +recipe={parsed.name}    # or any Hydra app that has checkpoint"
     yield (
         f'build_manager("{parsed.preset}", overrides=["hydra.searchpath=[file://{parsed.conf.resolve()}]", '

@@ -7,7 +7,6 @@ What stock DCP loses is recorded separately: int keys, empty dicts, `OrderedDict
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +20,7 @@ import torch
 from ...errors import CheckpointStageError
 from .dense_tensors import ORDINARY
 from .instead import is_config
+from .objects import DEEPEST
 from .paths import TAG, Path, key_of
 from .per_rank import PerRank, rank_name
 from .shards import Shard, check_mesh, local_parts, mesh_of
@@ -121,8 +121,9 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | No
         world_size: how many ranks save together; None if this is not for a save
 
     Raises:
-        CheckpointStageError: the state is not a dict or contains itself, a dict key is neither str, int, float, bool
-            nor None, an object could not restore its state, or ranks that do not save hold parts of a tensor
+        CheckpointStageError: the state is not a dict, contains itself or is nested too deeply, a dict key is neither
+            str, int, float, bool nor None, an object could not restore its state, or ranks that do not save hold parts
+            of a tensor
     """
     if kind_of(state_dict) != "dict":
         raise not_a_state(state_dict)
@@ -147,6 +148,8 @@ def not_a_state(value: object) -> CheckpointStageError:
 def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = False) -> None:
     """Add a value and everything below it to `flat`. `inside`: it is part of an object's state, which that restores."""
     kind = kind_of(value)
+    if len(path) > DEEPEST:
+        raise RecursionError
     if kind == "object":
         flat.objects.append(value)
         flat.object_paths.append(path)
@@ -220,7 +223,7 @@ def _endless(state_dict: Mapping[Any, Any]) -> CheckpointStageError:
         path, value, around = waiting.pop()
         if any(value is container for container in around):
             return CheckpointStageError(f"'{key_of(path)}' contains itself, which cannot be checkpointed.")
-        if len(path) > sys.getrecursionlimit():
+        if len(path) > DEEPEST:
             break
         around = (*around, value)
         if isinstance(value, PerRank):
@@ -231,7 +234,7 @@ def _endless(state_dict: Mapping[Any, Any]) -> CheckpointStageError:
             waiting += [((*path, position), element, around) for position, element in enumerate(value)]
         elif kind_of(value) == "stateful":
             waiting.append((path, value.state_dict(), around))
-    return CheckpointStageError("The state dict is nested too deeply to be checkpointed; flatten it.")
+    return CheckpointStageError(f"The state dict is nested more than {DEEPEST} levels deep; flatten it.")
 
 
 def _take_parts(flat: FlatState, world_size: int | None) -> None:

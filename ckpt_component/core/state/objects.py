@@ -44,6 +44,10 @@ _ALLOWED = (
 )
 
 
+#: Levels of a state, and of an object in it. Python, and torch's pickler, recurse several times as deep.
+DEEPEST = 200
+
+
 def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
     """Copy a value into a form that loads with `weights_only`; shares nothing mutable with the original.
 
@@ -53,7 +57,7 @@ def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
         parents: ids of the containers around it
 
     Raises:
-        CheckpointStageError: the value contains a type that safe loading would refuse
+        CheckpointStageError: the value contains a type that safe loading would refuse, or is nested too deeply
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -61,15 +65,14 @@ def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
     if kind in _CONTAINERS:
         if id(value) in parents:
             raise CheckpointStageError(f"'{key}' contains itself, which cannot be checkpointed.")
+        if len(parents) >= DEEPEST:
+            raise CheckpointStageError(f"'{key}' is nested more than {DEEPEST} levels deep; flatten it.")
         encoded = partial(encode, key=key, parents=(*parents, id(value)))
-        try:
-            if kind not in (dict, OrderedDict):
-                return kind(map(encoded, value))
-            if TAG in value:
-                raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")
-            return kind(zip(map(encoded, value), map(encoded, value.values()), strict=True))
-        except RecursionError:
-            raise CheckpointStageError(f"'{key}' is nested too deeply to be checkpointed; flatten it.") from None
+        if kind not in (dict, OrderedDict):
+            return kind(map(encoded, value))
+        if TAG in value:
+            raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")
+        return kind(zip(map(encoded, value), map(encoded, value.values()), strict=True))
     if isinstance(value, torch.Tensor):
         check_tensor(value, key)
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
