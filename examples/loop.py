@@ -1,4 +1,4 @@
-"""A training loop that saves every 50 steps and resumes: run it again, or stop it with Ctrl-C and run it again.
+"""A training loop that saves every 50 steps and resumes: run it, raise STEPS, and run it again.
 
 python examples/loop.py
 """

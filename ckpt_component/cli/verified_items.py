@@ -73,7 +73,10 @@ class VerifiedItems:
 
     def delete(self) -> None:
         """The verification is complete."""
-        self._path.unlink(missing_ok=True)
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:  # such as in a home folder of another user, where there is none of ours
+            logger.info("%s cannot be deleted: %s", self._path, error)
 
     def _read(self) -> set[tuple[str, int, int]]:
         try:

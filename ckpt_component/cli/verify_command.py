@@ -132,7 +132,7 @@ def _verify(
         )
     except BaseException:
         verified.save()
-        logger.warning("cut off; to continue, add --resume to the command")
+        logger.warning("not complete; to continue, add --resume to the command")
         raise
     verified.delete()
     nbytes, nbytes_left = (sum(item.length for item in set(group)) for group in (items, left))

@@ -83,6 +83,11 @@ def load_weights(
         raise CheckpointTypeError(
             f"load_weights() fills a module or a dict of tensors; pass one instead of a {type(model).__name__}."
         )
+    for name, value in {} if isinstance(model, torch.nn.Module) else model.items():
+        if isinstance(value, torch.nn.Module):
+            raise CheckpointTypeError(
+                f"load_weights() fills one module; pass the {type(value).__name__} at {name!r}, not the dict around it."
+            )
     if not isinstance(key, str):
         raise CheckpointTypeError(f"key is {key!r:.100}; pass a name such as 'model', or '' for a bare state dict.")
     dist = None if alone else distributed()

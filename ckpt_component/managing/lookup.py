@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from ..core.commit.names import MANIFEST, NAMINGS, step_in_name
+from ..core.commit.names import MANIFEST, NAMINGS, no_step, step_in_name
 from ..core.commit.scan import (
     Scan,
     committed_under_other_names,
@@ -165,7 +165,7 @@ def _step_and_path(fs: Storage, path: str) -> tuple[int, str]:
     """
     if not fs.exists(path):
         raise CheckpointNotFoundError(
-            f"checkpoint.resume={path} does not exist; name the folder of a checkpoint, or its file."
+            f"checkpoint.resume={path} does not exist{no_step(path)}; name the folder of a checkpoint, or its file."
         )
     is_folder = fs.is_folder(path)
     for naming in NAMINGS.values() if is_folder else ():

@@ -430,7 +430,8 @@ class CheckpointManager(StoppableLoop):
     def _save_last(self, last: ReachedStep) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
         if self.stopped_by is not None and self._ranks.is_leader:
-            newest = max(self._run.scan(warns=True).committed, default=0)
+            steps = self._run.scan(warns=True).committed
+            newest = f"that of step {steps[-1]}" if steps else "none"
             logger.info(LAST_SAVE, self.stopped_by.name, last.number, newest)
         self._saves.wait(self._timeouts.whole_save)
         failed = self._saves.deliver_failed()

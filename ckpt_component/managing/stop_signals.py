@@ -25,7 +25,7 @@ REQUEUE_EXIT_CODE = 85
 #: Signals that end the job; whoever sends one decides whether it starts again. From weak to strong.
 _ENDING = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM)
 #: Logged before the last save, whose end the scheduler may not wait for.
-LAST_SAVE = "%s: saving step %d; until it is committed, the newest checkpoint is that of step %d (0: there is none)"
+LAST_SAVE = "%s: saving step %d; until it is committed, the newest checkpoint is %s"
 #: The ranks exchange what they have caught about this often, and at least once in this many steps.
 _SECONDS_BETWEEN, _MOST_STEPS_BETWEEN = 1.0, 100
 

@@ -14,7 +14,7 @@ from ckpt_component import build_manager
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
-    """Train for some steps, from the newest checkpoint on."""
+    """Train for some steps; with an absolute `checkpoint.dir`, from its newest checkpoint on."""
     torch.manual_seed(config.seed)
     model = torch.nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)

@@ -441,6 +441,15 @@ def test_as_arguments_in_the_wrong_order_or_of_the_wrong_type(tmp_path: Path) ->
             (lambda: checkpointer.load(one), text_of_no_path.format("path", "path")),
             (lambda: load_weights(torch.nn.Linear(2, 2), one), text_of_no_path.format("path", "path")),
             (lambda: build_manager("sync", dir=one), text_of_no_path.format("dir", "dir")),
+            (
+                lambda: build_manager("sync", "runs/x"),
+                "overrides must be a list, not 'runs/x'; for a folder, type dir='runs/x'.",
+            ),
+            (
+                lambda: load_weights({"model": torch.nn.Linear(2, 2)}, path),
+                "load_weights() fills one module; pass the ",
+            ),
+            (lambda: checkpointer.load(f"{path}@1"), f"There is no checkpoint at {path}@1 (@ is for ckpt and load_we"),
         ]
         for call, text in calls:
             with pytest.raises(CheckpointError) as caught:

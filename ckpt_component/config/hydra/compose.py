@@ -70,6 +70,10 @@ def plain_dict(node: Any, resolve: bool) -> dict[str, Any]:
 def checked_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides as a list; refuses a single string, whose characters would be taken for overrides."""
     if isinstance(overrides, str):
+        if "=" not in overrides:
+            raise HydraConfigError(
+                f"overrides must be a list, not {overrides!r}; for a folder, type dir={overrides!r}."
+            )
         raise HydraConfigError(f"overrides must be a list, such as [{overrides!r}], not a string.")
     if isinstance(overrides, Mapping):
         usual = [f"{key}={value}" for key, value in overrides.items()]

@@ -82,6 +82,11 @@ NAMINGS = {"megatron": MEGATRON, "step": STEP, "huggingface": HUGGINGFACE, "torc
 _NAMED_STEP = re.compile(rf"(?:.*[^a-z])?(?:iter|iteration|step|checkpoint|ckpt)[_=-]?(\d{{1,{STEP_DIGITS}}})", re.I)
 
 
+def no_step(path: str) -> str:
+    """What to add to a text about a path that does not exist, if it names a step with `@`."""
+    return " (@ is for ckpt and load_weights)" if "@" in os.path.basename(path) else ""
+
+
 def step_in_name(name: str) -> int | None:
     """The step in the name of any program's folder or file, or None."""
     match = _NAMED_STEP.fullmatch(os.path.splitext(name)[0])

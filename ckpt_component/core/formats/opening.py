@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import CheckpointLoadError, CheckpointNotFoundError
 from ..commit.manifest import read_manifest
+from ..commit.names import no_step
 from ..storage.locate import absolute
 from ..storage.safe_open import read_failure
 from ..storage.storage import Storage
@@ -68,7 +69,7 @@ def _look(storage: Storage, path: str, manifest: Mapping[str, Any] | None) -> Li
     except OSError as error:
         raise read_failure(path, error) from error
     if not exists:
-        raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
+        raise CheckpointNotFoundError(f"There is no checkpoint at {path}{no_step(path)}.")
     if not is_folder:
         return Listing(storage, path, weights=path)
     manifest = read_manifest(storage, path) if manifest is None else manifest
