@@ -116,7 +116,7 @@ def _entries(root: Root) -> Iterator[Listed]:
         if not name.startswith(ALIVE_PREFIX):  # the mark of an attempt that is listed itself
             is_save = "/" in name or name.startswith(STAGING_PREFIX)
             if used:
-                why = "being saved" if is_save else "being deleted"
+                why = "being saved" if is_save else "being deleted, or cut off just now"
             else:
                 why = f"a {'save' if is_save else 'deletion'} that was cut off"
             yield _examined(root, name, IN_PROGRESS if used else DEBRIS, step_in_name(saved_as(name)), why)

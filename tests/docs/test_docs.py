@@ -141,7 +141,7 @@ SCRIPTS = {
 QUICK_PAGES = {"tutorial.md"}
 
 
-def _of_other_days(number: int) -> list[pytest.MarkDecorator]:
+def _of_other_commits(number: int) -> list[pytest.MarkDecorator]:
     """Half of the other pages take their turn, by the commit; all do with the soak marker."""
     return [] if number % 2 == STRIDE_OFFSET % 2 else [pytest.mark.soak]
 
@@ -149,7 +149,7 @@ def _of_other_days(number: int) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[] if page in QUICK_PAGES else [pytest.mark.slow, *_of_other_days(number)])
+        pytest.param(page, marks=[] if page in QUICK_PAGES else [pytest.mark.slow, *_of_other_commits(number)])
         for number, (page, script) in enumerate(SCRIPTS.items())
         if script and page != "README.md"
     ],
