@@ -120,6 +120,13 @@ def test_a_dead_rank_is_named_when_its_heartbeats_stop(seed: int, call: Ask, dea
     assert found.keys() == {0, 1, 2} - {dead}
     assert all(isinstance(error, RanksError) and {*error.failures} == {dead} for error in found.values()), found
     assert all("heartbeat" in str(error) for error in found.values()), found
+    assert all(error.causes == {dead: "RanksError"} for error in found.values())  # it will not take part in a retry
+
+
+@seeds
+def test_ranks_that_die_together_are_named_together(seed: int) -> None:
+    found = outcomes(seed, 4, partial(then, vote), {1: 3.0, 3: 3.0})
+    assert all({*error.failures} == {1, 3} == {*error.causes} for error in found.values()), found
 
 
 @seeds
@@ -132,3 +139,4 @@ def test_a_rank_that_lives_and_writes_nothing_hangs(seed: int) -> None:
     assert all(isinstance(error, RanksError) and "timeouts.stall" in error.failures[1] for error in found.values()), (
         found
     )
+    assert all(error.causes == {1: "CheckpointTimeoutError"} for error in found.values())
