@@ -35,8 +35,12 @@ ROOMS = {
         *("tests/storage/test_copying.py", "tests/simulation", "tests/saving/test_resume_scan.py"),
     ),
     "core/coordination": (
-        *("tests/simulation/test_calls.py", "tests/simulation/test_decisions.py", "tests/coordination"),
-        *("tests/simulation/test_ranks.py", "tests/saving/test_alone.py"),
+        *(
+            "tests/simulation/test_calls.py",
+            "tests/simulation/test_decisions.py",
+            "tests/simulation/test_heartbeats.py",
+        ),
+        *("tests/coordination", "tests/simulation/test_ranks.py", "tests/saving/test_alone.py"),
     ),
     "managing": ("tests/saving", "tests/simulation"),
     "saving": ("tests/saving", "tests/simulation"),
