@@ -29,9 +29,11 @@ class Held:
         self.answers.set()
         self.counts: dict[str, int] = {}
         self.values: dict[str, bytes] = {}
+        self.clones = 0
 
     def clone(self) -> Held:
         self.answers.wait()
+        self.clones += 1
         return self
 
     def add(self, key: str, amount: int) -> int:
@@ -87,8 +89,10 @@ def test_every_call_ends_and_names_the_holder(name: str, held: Held) -> None:
     store = connected(held)
     held.answers.clear()
     for _ in range(2):
-        with pytest.raises(RanksError, match=r"rank 0 at node17:29400, has not answered .*timeouts.heartbeat=0.3"):
+        text = r"rank 0 at node17:29400, has not answered .*timeouts.heartbeat=0.3"
+        with pytest.raises(RanksError, match=text) as caught:
             CALLS[name](store)
+        assert caught.value.failures == {0: "does not answer"} and caught.value.causes == {0: "RanksError"}
     held.answers.set()
     assert store.add("later", 2) == 2 and not store.is_blocked
 
@@ -151,6 +155,15 @@ def test_a_vote_of_which_the_store_took_a_part_counts_as_a_failure(held: Held) -
     finally:
         for ranks in (leader, voter):
             ranks.close()
+
+
+def test_a_clone_is_a_connection_of_its_own_from_its_first_call_on(held: Held) -> None:
+    """So that a thread that waits for an answer keeps no other one waiting."""
+    store = connected(held)
+    store.set("key", b"value")
+    clone = store.clone()
+    assert held.clones == 1
+    assert clone.peek("key") == b"value" and held.clones == 2
 
 
 def test_the_thread_of_a_connection_ends_with_it(held: Held) -> None:
