@@ -167,6 +167,21 @@ def test_the_place_of_a_rank_tells_whether_it_will_still_make_a_call() -> None:
 
 
 @seeds
+def test_a_call_that_a_rank_gave_up_at_an_earlier_step_is_passed_over(seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        if ranks.is_leader:
+            ranks.clock.sleep(10.0)
+        else:
+            ranks.at_step(1)
+            with pytest.raises(CheckpointTimeoutError):
+                ranks.meet("save", 1, sum, after(ranks, 2.0))
+        ranks.at_step(2)
+        return ranks.meet("save", 1, sum, after(ranks, 60.0)), ranks.meetings["save"]
+
+    assert outcomes(seed, 2, ask) == {0: (2, 2), 1: (2, 2)}
+
+
+@seeds
 def test_at_the_deadline_the_error_says_where_the_missing_rank_is(seed: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         ranks.at_step(2)
