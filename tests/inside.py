@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from ckpt_component import Checkpointer, CheckpointManager
 
 
@@ -26,3 +28,12 @@ def tidied(manager: CheckpointManager) -> CheckpointManager:
     assert restorer is not None
     assert restorer._folder.purge.wait(60)
     return manager
+
+
+def uploaded(manager: CheckpointManager) -> None:
+    """Wait until `checkpoint.dir` has the newest checkpoint, and the manager knows it: then it deletes the local one."""
+    uploads, deadline = manager._uploads, time.monotonic() + 60
+    assert uploads is not None
+    while uploads.lag_steps or uploads.in_use():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from inside import uploaded
 
 from ckpt_component import (
     CheckpointConfigError,
@@ -70,7 +71,7 @@ def test_saves_are_uploaded_and_restored_from_the_nearest_place(
         assert manager.restore({"value": torch.zeros(1)}) is None
         for step, loss in losses.items():
             manager.save(step, {"value": torch.full((1,), float(step))}, metrics={"loss": loss})
-            _until_uploaded(manager, slow, step)
+            uploaded(manager)
     assert steps_in(fast) == [2, 4]  # the newest and the best
     assert steps_in(slow) == [2, 3, 4]
     assert (slow / MEGATRON.pointer).read_text() == "4"
@@ -101,7 +102,7 @@ def test_going_back_retires_in_both_places(tmp_path: Path) -> None:
     with manager_of(tmp_path, "local.keep_last=2", "keep.last=null") as manager:
         for step in (1, 2):
             manager.save(step, state)
-            _until_uploaded(manager, tmp_path / "slow", step)
+            uploaded(manager)
     with pytest.raises(CheckpointExistsError, match="step 2 would follow step 1"):
         restored(tmp_path, "resume=1", "save.at_end=true")
     with manager_of(tmp_path, "local.keep_last=2", "resume=1", "rewind=true") as manager:
@@ -147,13 +148,6 @@ def test_a_dead_target_is_a_warning_with_the_lag_and_an_error_by_policy(
         manager.save(16, state)
         manager.save(17, state)
     assert steps_in(slow) == [17]  # the last one of a run, even if it is not due
-
-
-def _until_uploaded(manager: CheckpointManager, slow: Path, step: int) -> None:
-    deadline = time.monotonic() + 20
-    while not (slow / f"iter_000000{step}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
