@@ -73,7 +73,9 @@ def arguments(typed: list[str]) -> list[str]:
             hint = f"did you mean ckpt-bench {near}?" if near else f"its actions are {', '.join(_ACTIONS)}."
             sys.exit(f"ckpt-bench has no action '{typed[0]}'; {hint}")
         typed = [f"action={typed[0]}", *typed[1:]]
-    for word in typed:
+    for before, word in zip(["", *typed], typed, strict=False):
+        if re.fullmatch(r"\w+", word) and (not before.startswith("-") or before in _MULTIRUN):
+            sys.exit(f"ckpt-bench takes KEY=VALUE after its action, such as rows=sync, and not '{word}'.")
         if re.match(r"\+{0,2}(checkpoint|recipe)[=./]", word):
             sys.exit(
                 f"ckpt-bench does not take {word}: it measures presets, as rows=[async_persistent,sync]. Settings are "

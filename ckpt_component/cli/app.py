@@ -24,6 +24,8 @@ from ..core.storage.locate import is_url
 from ..errors import CheckpointConfigError, CheckpointError, printable
 from .output import Output, styled, width
 
+#: What `ckpt` takes without a command.
+_ALONE = ("-h", "--help", "--version")
 #: Exit codes: a check failed (damaged, different); the command could not do its work.
 NO, FAILED = 1, 2
 
@@ -107,6 +109,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise CheckpointConfigError(f"ckpt has no command '{chosen}'; {hint}")
     if not arguments:
         arguments = ["--help"]
+    if chosen is None and arguments[0] not in _ALONE:
+        near = closest(arguments[0], _ALONE)
+        raise CheckpointConfigError(f"ckpt does not take '{arguments[0]}'; did you mean ckpt {near or '--help'}?")
     parser = parser_of([] if chosen is None else [chosen])
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:

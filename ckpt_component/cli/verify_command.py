@@ -1,6 +1,6 @@
 """`ckpt verify CKPT|ROOT...`: compare all bytes with their checksums.
 
-Read checkpoints, or all of a folder, and compare every byte with the checksums taken at the save; a file that several
+Read checkpoints, or all of a folder, and compare every value with the checksums taken at the save; a file that several
 of them share is read once. Needs no torch. Of other programs' checkpoints it checks sizes and structure, and the CRCs
 in files of torch.save. Exit code 1: something is damaged.
 

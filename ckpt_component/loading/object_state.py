@@ -101,6 +101,19 @@ def takes_only_its_own_keys(stateful: Stateful) -> bool:
     )
 
 
+def new_optimizer_states(state: Any) -> dict[str, StateDict]:
+    """What `state_dict()` of optimizers returned before their first step, by key, among the values of a state.
+
+    A load fills these dicts; an optimizer has others, so nothing of it would get there.
+    """
+    values = state.items() if isinstance(state, dict) else ()
+    return {
+        key: value
+        for key, value in values
+        if type(value) is dict and value.keys() == {"state", "param_groups"} and not value["state"]
+    }
+
+
 def _fit_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
     """Have the values of a checkpoint in the form in which an optimizer takes them."""
     if isinstance(state.get("state"), dict):

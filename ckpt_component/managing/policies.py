@@ -141,7 +141,7 @@ def checked_step(step: object) -> int:
         raise CheckpointStepError("The step comes first: save(step, state).")
     if number is None:
         raise CheckpointStepError(
-            f"The step is {step!r:.100}, a {type(step).__name__}; a step is a whole number: save(int(step), state)."
+            f"The step is {step!r:.100}, a {type(step).__name__}; a step is a whole number, such as int(step)."
         )
     if not 0 <= number <= MAX_STEP:
         raise CheckpointStepError(f"The step is {number}; steps go from 0 to {MAX_STEP}, counted by the training loop.")

@@ -27,6 +27,7 @@ from ..errors import (
     CheckpointUnreadableError,
     MissingKeysError,
 )
+from ..loading.object_state import new_optimizer_states
 from .lookup import candidates_of
 from .run_folder import RunFolder
 
@@ -95,7 +96,7 @@ class Restorer:
         manifests: dict[str, Mapping[str, Any]] = {}
         found = Found(**ranks.meet("restore", None, lambda _: self._look(manifests)._asdict(), deadline))
         tag = f"restore/{ranks.meetings['restore']}"
-        options = options or self._policy.load_options
+        options, new = options or self._policy.load_options, new_optimizer_states(state)
         unused = "" if self._policy.is_exact or not found.candidates else " and ".join(options)
         if unused:
             options = {}
@@ -106,12 +107,16 @@ class Restorer:
         try:
             step, damaged = self._load_first(found.candidates, manifests, tag, load)
         except CheckpointLoadError as error:
-            if isinstance(error, MissingKeysError) and error.advice and not (self._policy.is_exact or unused):
+            if isinstance(error, MissingKeysError) and error.advice and not self._policy.is_exact:
                 text = f"{error} Here it also needs checkpoint.resume={found.candidates[0][0]}."
                 raise MissingKeysError(text, error.keys) from None
             if unused and ranks.is_leader and not isinstance(error, CheckpointCorruptError):
                 logger.warning("%s was not used; to use it, add checkpoint.resume=%d", unused, found.candidates[0][0])
             raise
+        lost = [key for key, value in new.items() if value["state"]]
+        if lost and ranks.is_leader:
+            text = "%s in the state: a state_dict() was filled, and its optimizer was not; pass the optimizer itself"
+            logger.warning(text, " and ".join(map(repr, lost)))
         never = self._policy.choice == "never"
         if self._policy.rewind or not never:
             suspects = [*found.suspects, *damaged]

@@ -83,6 +83,7 @@ def test_a_run_shows_a_table_and_leaves_its_figures_and_nothing_else(bench: Benc
         ("repeat=3", "Did you mean repeats=3?"),
         ("action=chek", "chek"),
         ("chekc", "ckpt-bench has no action 'chekc'; did you mean ckpt-bench check?"),
+        ("check foo", "ckpt-bench takes KEY=VALUE after its action, such as rows=sync, and not 'foo'."),
         ("checkpoint=sync", "ckpt-bench does not take checkpoint=sync: it measures presets, as rows=["),
         ("+recipe=fastest", "ckpt-bench does not take +recipe=fastest: it measures presets, as rows=["),
         ("dir=/nowhere", "dir=/nowhere: no folder can be made there"),
@@ -90,7 +91,7 @@ def test_a_run_shows_a_table_and_leaves_its_figures_and_nothing_else(bench: Benc
     ],
 )
 def test_a_mistake_ends_with_code_1_and_in_words(bench: Bench, override: str, told: str) -> None:
-    done = bench(override)
+    done = bench(*override.split())
     assert done.returncode == 1, done.stdout + done.stderr
     assert told in done.stderr and "Traceback" not in done.stderr
 

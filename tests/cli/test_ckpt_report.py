@@ -54,6 +54,8 @@ def test_alone_it_prints_its_commands(capsys: pytest.CaptureFixture[str]) -> Non
         (["report"], 2, "error: ckpt report: the following arguments are required: FOLDER; ckpt report --help lists "),
         (["gc", "--keep-last", "ten", "."], 2, "error: ckpt gc: argument --keep-last: invalid int value: 'ten'; "),
         (["reprot", "."], 2, "error: ckpt has no command 'reprot'; did you mean ckpt report?"),
+        (["--versoin"], 2, "error: ckpt does not take '--versoin'; did you mean ckpt --version?"),
+        (["diff", ".", "999"], 2, "999 does not exist; a step is given with its folder, such as runs/one@999."),
         (["report", "nowhere", "--jsn"], 2, "error: ckpt report does not take '--jsn'; did you mean --json?"),
     ],
 )

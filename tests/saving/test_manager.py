@@ -222,3 +222,22 @@ def test_a_second_save_of_a_step_does_nothing_and_says_so(tmp_path: Path, caplog
         assert not manager.maybe_save(5, state)
     told = [record.getMessage() for record in caplog.records if "is saved already" in record.getMessage()]
     assert told == ["step 5 is saved already, and this call of save() does nothing: a step is saved once"]
+
+
+def test_a_state_dict_that_stands_for_its_new_optimizer_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The dict is filled, and the optimizer, which nobody told, would start anew."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    with build_manager("sync", dir=tmp_path) as manager:
+        manager.save(1, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    fresh = torch.optim.AdamW(model.parameters())
+    for given, warns in ((fresh.state_dict(), True), (optimizer.state_dict(), False), (fresh, False)):
+        caplog.clear()
+        with build_manager("sync", ["checkpoint.save.at_end=false"], dir=tmp_path) as manager:
+            assert manager.restore({"model": model.state_dict(), "optimizer": given}) == 1
+        assert ("'optimizer' in the state: a state_dict() was filled" in caplog.text) is warns
+    assert len(fresh.state) == 2

@@ -32,7 +32,7 @@ _SPARED = ("queue", "sync", "commit", "rate", "stage", "reused")
 _MEANING = (
     "stall: training waited; stage: planned and copied to memory; queue: waited for memory and the writer; write, "
     "sync: to the disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and "
-    "slower steps; what does not fit is left out (COLUMNS=100 shows more)"
+    "slower steps. Columns that do not fit are left out; --json has them"
 )
 
 

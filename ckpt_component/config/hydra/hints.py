@@ -79,8 +79,9 @@ def _refuse_dashes(words: Sequence[str], roots: Sequence[str]) -> None:
     for number, word in enumerate(words):
         option = re.fullmatch(r"--?((\w+)[\w./]*)(?:=(.*))?", word)
         if option and option[2] in roots:
+            plus = "+" * (option[2] == "recipe")  # which no command has in its defaults list
             value = option[3] if option[3] is not None else "".join(words[number + 1 : number + 2]) or "..."
-            sys.exit(f"{word}: an override has no dashes. Did you mean {option[1]}={value}?")
+            sys.exit(f"{word}: an override has no dashes. Did you mean {plus}{option[1]}={value}?")
 
 
 @contextmanager

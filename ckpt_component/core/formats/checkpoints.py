@@ -289,6 +289,8 @@ def _typo(fs: Storage, path: str) -> str:
     """The end of a text about a path that does not exist: the name beside it that is probably meant."""
     folder, name = os.path.split(path)
     near = closest(name, fs.names(folder)) if fs.is_folder(folder) else None
+    if name.isdecimal() and near is None:
+        return f"; a step is given with its folder, such as runs/one@{name}."
     return "." if near is None else f"; did you mean {os.path.join(folder, near)}?"
 
 
