@@ -41,6 +41,7 @@ ROOMS = {
             "tests/simulation/test_heartbeats.py",
         ),
         *("tests/coordination", "tests/simulation/test_ranks.py", "tests/saving/test_alone.py"),
+        "tests/saving/test_world.py",
     ),
     "managing": ("tests/saving", "tests/simulation"),
     "saving": ("tests/saving", "tests/simulation"),
