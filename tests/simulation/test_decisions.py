@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,17 +13,23 @@ from simulation.ranks import LIMIT
 from ckpt_component import CheckpointError, CheckpointTimeoutError, RanksError
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
-from ckpt_component.testing.simulated_store import SimulatedStore
+from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 seeds = pytest.mark.parametrize("seed", range(20))
 Ask = Callable[[StoreCoordinator], Any]
 
 
-def outcomes(seed: int, world_size: int, ask: Ask, deaths: Mapping[int, float] | None = None) -> dict[int, Any]:
+def outcomes(
+    seed: int,
+    world_size: int,
+    ask: Ask,
+    deaths: Mapping[int, float] | None = None,
+    faults: Mapping[int, MessageFault] | None = None,
+) -> dict[int, Any]:
     """What `ask` returns or raises on each rank that lives; the torchrun agent holds the store."""
     simulation, found = Simulation(seed), dict[int, Any]()
-    store = SimulatedStore(simulation.process("agent"))
+    store = SimulatedStore(simulation.process("agent"), faults)
 
     def run(rank: int, process: SimulatedProcess) -> None:
         connection = StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock)
@@ -90,6 +97,41 @@ def test_a_rank_whose_time_is_up_waits_for_a_decision_that_rank_0_has_begun(seed
         return ranks.decide("slow", 1 + ranks.rank, decide, after(ranks, 30.0 if ranks.is_leader else 0.5))
 
     assert outcomes(seed, 2, ask) == {0: 3, 1: 3}
+
+
+def test_a_rank_that_dies_while_it_gives_up_leaves_no_rank_waiting() -> None:
+    """Also between its request that closes the question and the one that answers it."""
+
+    def ask(ranks: StoreCoordinator) -> Any:
+        if ranks.is_leader:
+            ranks.clock.sleep(3.0)
+        return ranks.decide("late", 1, sum, after(ranks, 30.0 if ranks.is_leader else 0.5))
+
+    errors = Counter[str]()
+    for number in range(1, 80):
+        found = outcomes(1, 2, ask, faults={number: MessageFault("killed")})
+        if 0 in found and 1 not in found:
+            # Its value counts if it has posted that.
+            assert found[0] == 2 or isinstance(found[0], CheckpointError), (number, found)
+            errors[str(found[0])] += 1
+    # It had not begun, it had closed the question and not answered it, or it had given it up.
+    waits = ("rank 1 to take part in 'late'", "rank 0 to decide 'late'", "rank 0 to take part in 'late'")
+    assert errors.keys() == {"2", *(f"Timed out waiting for {wait}." for wait in waits)}, errors
+
+
+@seeds
+def test_ranks_that_fail_shortly_after_the_first_are_named_too(seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        def work() -> int:
+            ranks.clock.sleep(0.07 * ranks.rank)
+            if ranks.rank:
+                raise OSError(5, f"of rank {ranks.rank}")
+            return 1
+
+        return ranks.all_succeed("vote", work, lambda: 0, after(ranks, 60.0))
+
+    found = outcomes(seed, 3, ask)
+    assert all({*error.failures} == {1, 2} and error.errno == 5 for error in found.values()), found
 
 
 def vote(ranks: StoreCoordinator) -> Any:
