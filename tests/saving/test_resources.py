@@ -80,7 +80,7 @@ def test_writers_write_with_as_many_threads_as_they_have_workers(
 
 
 def test_the_stall_of_a_save_is_about_one_copy_of_the_state(tmp_path: Path) -> None:
-    """The least of several, because other work on the machine makes single ones long."""
+    """In one of several pairs, because other work on the machine makes single ones long."""
     state = {f"weight{number}": torch.ones(16 * MB, dtype=torch.uint8) for number in range(4)}
     target = {key: torch.empty_like(value) for key, value in state.items()}
     copies, stalls = list[float](), list[float]()
@@ -96,4 +96,5 @@ def test_the_stall_of_a_save_is_about_one_copy_of_the_state(tmp_path: Path) -> N
             manager.save(step, state)
             stalls.append(time.perf_counter() - begun)
             manager.wait()
-    assert min(stalls) < 3 * min(copies[1:]) + 0.01
+    pairs = [*zip(stalls, copies, strict=True)][1:]  # the first copy touches new memory
+    assert any(stall < 3 * copy + 0.01 for stall, copy in pairs), pairs
