@@ -14,8 +14,8 @@ PAGE = REPOSITORY / "docs" / "reliability.md"
 NUMBERS = REPOSITORY / "docs" / "reliability.json"
 
 _MEANING = {
-    "simulated power cuts": "the power goes at an operation of a simulated disk, each with several states that it may leave",
-    "simulated faults": "an operation of a simulated disk fails, once or from then on, is done and its answer lost, or cut short",
+    "simulated power cuts": "the power goes at an operation of a simulated disk, with several possible disk states each",
+    "simulated faults": "an operation of a simulated disk fails (once or from then on), is done but unanswered, or is cut short",
     "simulated requests": "a request to a simulated bucket fails, is done twice, loses its answer, or its client is killed",
     "schedules": "two to four simulated ranks save: messages get lost or late, ranks stop and die, storage fails",
     "histories": "a random history of saves, faults, damage, restarts, rewinds, copies, deletions",
