@@ -199,7 +199,7 @@ def test_the_contract_of_the_page_tests_the_stager_of_the_page(tmp_path: Path) -
         next(block.code for block in blocks("python") if block.page == "extending.md" and text in block.code)
         for text in ("class TimedStager", "StagerContract")
     )
-    (tmp_path / "my_app.py").write_text(script.partition("config = ")[0])
+    (tmp_path / "my_app.py").write_text(script)
     (tmp_path / "test_my_app.py").write_text(contract)
     assert re.search(r"\d\d passed in", run("python -m pytest -q -p no:cacheprovider test_my_app.py", tmp_path))
 
