@@ -25,7 +25,7 @@ from ..errors import CheckpointConfigError, CheckpointError, printable
 from .output import Output, styled, width
 
 #: What `ckpt` takes without a command.
-_ALONE = ("-h", "--help", "--version")
+_GLOBAL_OPTIONS = ("-h", "--help", "--version")
 #: Exit codes: a check failed (damaged, different); the command could not do its work.
 NO, FAILED = 1, 2
 
@@ -109,8 +109,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise CheckpointConfigError(f"ckpt has no command '{chosen}'; {hint}")
     if not arguments:
         arguments = ["--help"]
-    if chosen is None and arguments[0] not in _ALONE:
-        near = closest(arguments[0], _ALONE)
+    if chosen is None and arguments[0] not in _GLOBAL_OPTIONS:
+        near = closest(arguments[0], _GLOBAL_OPTIONS)
         raise CheckpointConfigError(f"ckpt does not take '{arguments[0]}'; did you mean ckpt {near or '--help'}?")
     parser = parser_of([] if chosen is None else [chosen])
     parsed, unknown = parser.parse_known_args(arguments)

@@ -72,7 +72,7 @@ class CheckpointManager(StoppableLoop):
         self._last: ReachedStep | None = None
         self._newest: SaveHandle | None = None
         #: The last step whose save could not begin, and the error that the caller got.
-        self._told: tuple[int, str] | None = None
+        self._refusal: tuple[int, str] | None = None
         self._saved_step: int | None = None
         #: The step of the run's own folder that it began with, until its first step.
         self._began_at: int | None = None
@@ -310,7 +310,7 @@ class CheckpointManager(StoppableLoop):
                 ) from error
             return self._skip(step, "an earlier save is still running (checkpoint.overlap=skip)")
         except CheckpointError as error:
-            self._told = step, str(error)
+            self._refusal = step, str(error)
             raise
         self._saved_step, self._newest = step, save
         return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
@@ -437,13 +437,13 @@ class CheckpointManager(StoppableLoop):
         failed = self._saves.deliver_failed()
         if any(report.step == last.number and report.outcome == "failed" for report in self.reports):
             logger.warning("trying once more to save step %d, because it is the last one", last.number)
-        told = self._told
+        refusal = self._refusal
         try:
             self._save(last, only_if_due=False)
         except CheckpointError as error:
             # Stopped while it repeats steps: the exit code must not change, because a later checkpoint is there.
             repeats = isinstance(error, CheckpointStepError) and self.stopped_by is not None
-            if not repeats and told != (last.number, str(error)):
+            if not repeats and refusal != (last.number, str(error)):
                 raise
             logger.warning("the last step is not saved: %s", error)
         finally:
