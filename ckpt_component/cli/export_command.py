@@ -26,6 +26,7 @@ from ..core.progress import progress_bar
 from ..core.storage.locate import file_storage
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
+from ..exporting.casting import check_dtype
 from ..exporting.export import FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
 from ..exporting.hugging_face import CONFIG
 from .output import Output
@@ -79,6 +80,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     Raises:
         CheckpointConfigError: an argument is invalid
     """
+    check_dtype("--dtype", parsed.dtype)
     most = MAX_SHARD_BYTES
     if parsed.max_shard_size is not None:
         from ..config.quantities import BYTES, quantity

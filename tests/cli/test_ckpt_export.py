@@ -228,7 +228,7 @@ def test_only_an_export_is_replaced(saved: Path, tmp_path: Path, capsys: pytest.
         (["hf", "CKPT", "OUT", "--rename", "body.0=body.1"], "ignore=['body.0.weight']"),
         (["hf", "CKPT", "OUT", "--rename", "bdy=layers"], "Did you mean 'body'?"),
         (["hf", "CKPT", "OUT", "--rename", "body"], "--rename=body has no new name"),
-        (["hf", "CKPT", "OUT", "--dtype", "bfloat1"], "Did you mean dtype=bfloat16?"),
+        (["hf", "CKPT", "OUT", "--dtype", "bfloat1"], "Did you mean --dtype=bfloat16?"),
         (
             ["hf", "CKPT", "OUT", "--prefix", "", "--ignore", "model", "--ignore", "optimizer.exp"],
             "no tensor to export",
