@@ -28,6 +28,7 @@ ROWS = {
     "torch_save": "torch.save",
     "dcp_save_t1": "dcp.save",
 }
+_BENCHMARK = "GPT with Adam, 1.49 GB, 2 cores, a virtual disk"
 #: One stylesheet for light and dark pages.
 _STYLE = """
 text { font: 13px -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2328 }
@@ -74,21 +75,21 @@ def heading(title: str, measured: str) -> list[str]:
 
 def benchmark(numbers: Mapping[str, Any], measured: str) -> str:
     """Bars: how long a save keeps training waiting, and until it is durable."""
-    rows = numbers["rows"]
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(row["durable_s"] for row in rows.values())
-    parts = heading(numbers["title"], measured)
+    rows = {title: numbers[name] for name, title in ROWS.items()}
+    scale = (_WIDTH - _LEFT - _RIGHT) / max(row["durable"] for row in rows.values())
+    parts = heading(_BENCHMARK, measured)
     parts += legend(42, [("wait", "training waits"), ("write", "in the background, until durable")])
     y = 58
     for name, row in rows.items():
         parts += [text(_LEFT - 10, y + 15, name, anchor="end")]
         parts += [
-            bar(_LEFT, y, row["durable_s"] * scale, 20, "write"),
-            bar(_LEFT, y, row["stall_s"] * scale, 20, "wait"),
+            bar(_LEFT, y, row["durable"] * scale, 20, "write"),
+            bar(_LEFT, y, row["stall"] * scale, 20, "wait"),
         ]
-        words = f"{seconds(row['stall_s'])} of {seconds(row['durable_s'])}"
-        parts += [text(_LEFT + row["durable_s"] * scale + 8, y + 15, words, "small")]
+        words = f"{seconds(row['stall'])} of {seconds(row['durable'])}"
+        parts += [text(_LEFT + row["durable"] * scale + 8, y + 15, words, "small")]
         y += 30
-    return picture(y + 4, f"{numbers['title']}: seconds that training waits, and until durable", parts)
+    return picture(y + 4, f"{_BENCHMARK}: seconds that training waits, and until durable", parts)
 
 
 def saves(numbers: Mapping[str, Any], measured: str) -> str:
@@ -112,14 +113,27 @@ def saves(numbers: Mapping[str, Any], measured: str) -> str:
     return picture(y, numbers["title"], parts)
 
 
-def measured_rows(folder: Path) -> dict[str, Any]:
-    """The rows of the state `large` in the `figures.csv` of a run of `ckpt-bench`: medians in seconds."""
-    medians: dict[str, dict[str, float]] = {}
+def measured_figures(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """What the `figures.csv` of a run of `ckpt-bench` says by state and row: medians in seconds."""
+    medians: dict[str, dict[str, dict[str, float]]] = {}
     with open(folder / "figures.csv", newline="") as file:
         for line in csv.DictReader(file):
-            if line["state"] == "large" and line["figure"] in ("stall", "durable"):
-                medians.setdefault(line["row"], {})[f"{line['figure']}_s"] = round(float(line["median"]), 5)
-    return {title: medians[name] for name, title in ROWS.items() if name in medians}
+            if line["median"]:
+                row = medians.setdefault(line["state"], {}).setdefault(line["row"], {})
+                row[line["figure"]] = round(float(line["median"]), 5)
+    kept = ("stall", "staged", "durable", "lost", "load_warm", "load_cold")
+    for rows in medians.values():
+        limits = rows.pop("limits")
+        for name, row in rows.items():
+            rows[name] = {figure: row[figure] for figure in kept if figure in row}
+        writes = [value for figure, value in limits.items() if figure.startswith(("write_", "direct_"))]
+        rows["limits"] = {
+            "stall": limits["memcpy"],
+            "durable": min(writes),
+            "load_warm": limits["read_crc32_warm"],
+            "load_cold": limits["read_crc32_cold"],
+        }
+    return medians
 
 
 def measured_lanes(megabytes: int = 400) -> list[dict[str, Any]]:
@@ -179,7 +193,7 @@ def measure(folder: Path) -> None:
     )
     numbers = {
         "measured": f"{date.today():%-d %B %Y}, commit {commit.stdout.strip()}",
-        "benchmark": {"title": "GPT with Adam, 1.49 GB, 2 cores, a virtual disk", "rows": measured_rows(folder)},
+        "figures": measured_figures(folder),
         "saves": {
             "title": f"A save of 400 MB beside steps of {median * 1000:.0f} ms, two presets",
             "lanes": rounded,
@@ -192,7 +206,7 @@ def pictures() -> dict[Path, str]:
     """The pictures as they are to be, by path."""
     numbers = json.loads(NUMBERS.read_text())
     return {
-        FOLDER / "pictures" / "benchmark.svg": benchmark(numbers["benchmark"], numbers["measured"]),
+        FOLDER / "pictures" / "benchmark.svg": benchmark(numbers["figures"]["large"], numbers["measured"]),
         FOLDER / "pictures" / "saves.svg": saves(numbers["saves"], numbers["measured"]),
     }
 

@@ -313,19 +313,18 @@ def test_pages_that_messages_name_exist() -> None:
         assert not anchor or anchor in anchors(page), f"a message names {path}#{anchor}"
 
 
-def test_the_page_of_keys_is_current() -> None:
-    page = runpy.run_path(str(REPOSITORY / "docs" / "configuration.py"))["page"]()
-    assert (REPOSITORY / "docs" / "configuration.md").read_text() == page, "run python docs/configuration.py"
-
-
-def test_the_table_of_rooms_is_current() -> None:
-    page = runpy.run_path(str(REPOSITORY / "docs" / "rooms.py"))["page"]()
-    assert (REPOSITORY / "docs" / "design.md").read_text() == page, "run python docs/rooms.py"
-
-
-def test_the_numbers_of_the_last_soak_are_current() -> None:
-    page = runpy.run_path(str(REPOSITORY / "docs" / "reliability.py"))["page"]()
-    assert (REPOSITORY / "docs" / "reliability.md").read_text() == page, "run python docs/reliability.py"
+@pytest.mark.parametrize(
+    ("script", "page"),
+    [
+        ("configuration.py", "configuration.md"),
+        ("rooms.py", "design.md"),
+        ("reliability.py", "reliability.md"),
+        ("performance.py", "performance.md"),
+    ],
+)
+def test_a_page_that_a_script_writes_is_current(script: str, page: str) -> None:
+    written = runpy.run_path(str(REPOSITORY / "docs" / script))["page"]()
+    assert (REPOSITORY / "docs" / page).read_text() == written, f"run python docs/{script}"
 
 
 def test_the_page_of_symbols_has_all_public_names() -> None:
