@@ -1,12 +1,17 @@
-"""Does a test notice each small change of the code? Mutates one file after the other, and runs the tests of its room.
+"""Does a test notice each small change of the code? Makes one change after the other, and runs the tests that reach it.
 
     python tests/mutation/mutate.py                          all files of `ROOMS`; takes hours
-    python tests/mutation/mutate.py core/commit/retention.py
+    python tests/mutation/mutate.py core/commit/retention.py managing
     python tests/mutation/mutate.py --changed main           the files that differ from a branch
+    python tests/mutation/mutate.py --tests tests/saving/test_keep.py managing/policies.py
 
-It works on a copy. A mutant that no test notices must be in `survivors.txt`, with the reason why that is right; another
-survivor, or a line of that file that no longer applies, is the exit code 1. Torch is imported once, and a process forked
-for each mutant.
+A mutant that no test notices must be in `survivors.txt`, with the reason why that is right; another survivor, or a line
+of that file that no longer applies, is the exit code 1.
+
+It works on a copy. A first run of the tests tells which statements each of them reaches, in all its processes. Then a
+fork for each mutant puts the changed functions in place of those imported, and runs the tests that reach the changed
+statement until one fails or `ENOUGH_SECONDS` of them have passed. Changes of what runs when the
+file is imported (defaults, constants) need a new process, and all tests of the room until one fails.
 """
 
 from __future__ import annotations
@@ -14,176 +19,315 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import copy
+import gc
+import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FunctionType
+
+import mutants
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS = Path(__file__).with_name("survivors.txt")
-#: By room: the tests that a change of it must make fail, those that fail most often first.
-ROOMS = {
-    "core/commit": (
-        *("tests/saving/test_keep.py", "tests/simulation/test_protocols.py", "tests/storage/test_commit.py"),
-        *("tests/storage/test_copying.py", "tests/simulation", "tests/saving/test_resume_scan.py"),
-    ),
-    "core/coordination": (
-        *(
-            "tests/simulation/test_calls.py",
-            "tests/simulation/test_decisions.py",
-            "tests/simulation/test_heartbeats.py",
-        ),
-        *("tests/coordination", "tests/simulation/test_ranks.py", "tests/saving/test_alone.py"),
-        "tests/saving/test_world.py",
-    ),
-    "managing": ("tests/saving", "tests/simulation"),
-    "saving": ("tests/saving", "tests/simulation"),
-}
-#: A run of tests hangs if it takes this many times as long as without a mutant.
-PATIENCE = 5
-_SWAPS: dict[type, type] = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
-    **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And},
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add},
-}
+ROOMS = ("core/commit", "core/coordination", "managing", "saving")
+TESTS = tuple(
+    f"tests/{name}"
+    for name in ("simulation", "saving", "coordination", "storage", "loading", "events", "cli", "callers")
+)
+#: No further test is run for a mutant once tests that take so long without it have passed.
+ENOUGH_SECONDS = 12.0
+#: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
+PATIENCE, GRACE_SECONDS = 10.0, 8.0
+#: Defines the builtin that the calls before statements call, in every process: it notes each number once.
+_NOTES = """
+import builtins, os
+seen = set()
+file = os.open(os.environ.get("MUTATION_NOTES", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def reached(number):
+    if number not in seen:
+        seen.add(number)
+        os.write(file, b"%d " % number)
+builtins.mutation_reached, builtins.mutation_seen = reached, seen
+"""
 
 
-def _changes(node: ast.AST) -> Iterator[ast.AST]:
-    """What a node is replaced by."""
-    changed = copy.deepcopy(node)
-    if isinstance(changed, ast.Compare) and type(changed.ops[0]) in _SWAPS:
-        changed.ops[0] = _SWAPS[type(changed.ops[0])]()
-        yield changed
-    elif isinstance(changed, ast.BoolOp | ast.BinOp) and type(changed.op) in _SWAPS:
-        changed.op = _SWAPS[type(changed.op)]()
-        yield changed
-    elif isinstance(changed, ast.UnaryOp) and isinstance(changed.op, ast.Not):
-        yield changed.operand
-    elif isinstance(changed, ast.Constant) and isinstance(changed.value, int):
-        changed.value = not changed.value if isinstance(changed.value, bool) else changed.value + 1
-        yield changed
-    elif isinstance(changed, ast.If | ast.IfExp) and not isinstance(changed.test, ast.Compare | ast.UnaryOp):
-        changed.test = ast.UnaryOp(ast.Not(), changed.test)
-        yield changed
-    elif isinstance(changed, ast.Raise) or (isinstance(changed, ast.Expr) and isinstance(changed.value, ast.Call)):
-        yield ast.Pass()
-    elif isinstance(changed, ast.Return) and not (changed.value is None or _is_none(changed.value)):
-        yield ast.Return(ast.Constant(None))
-    elif isinstance(changed, ast.Continue):
-        yield ast.Break()
+@dataclass(frozen=True)
+class Reach:
+    """What the tests reach without a mutant.
+
+    Attributes:
+        seconds: by the place of a test among all: how long it takes
+        tests: by file and line of a statement: the places of the tests that reach it, the quickest first
+    """
+
+    seconds: Mapping[int, float]
+    tests: Mapping[tuple[str, int], Sequence[int]]
 
 
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+class Worker:
+    """A plugin that sees to one in `workers` of the mutants, in place of running the tests.
 
+    Args:
+        root: a copy of the repository for this worker alone
+        files: what is mutated
+        share: which mutants, and of how many workers: those whose number modulo `share[1]` is `share[0]`
+        write: file descriptor for the outcomes, a JSON line each
+    """
 
-def _is_beside(node: ast.AST) -> bool:
-    """Whether no test is to notice: logs, texts, annotations, and names of the module."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+    def __init__(self, root: Path, files: Sequence[str], share: tuple[int, int], write: int) -> None:
+        self._root, self._package, self._files = root, root / "ckpt_component", files
+        self._share, self._write = share, write
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._look(session)
+        reach = self._reach(session)
+        for file in self._files:
+            place = self._package / file
+            original = place.read_text()
+            anywhere = sorted({test for (each, _), tests in reach.tests.items() if each == file for test in tests})
+            anywhere.sort(key=reach.seconds.__getitem__)
+            for number, mutant in enumerate(mutants.mutants_of(original)):
+                if number % self._share[1] != self._share[0]:
+                    continue
+                place.write_text(ast.unparse(mutant.tree))
+                at_import = mutant.line is None
+                tests = _enough(
+                    session, anywhere if at_import else reach.tests.get((file, mutant.line), ()), reach.seconds
+                )
+                with _temporary(self._root / "tmp"):
+                    outcome = "unfit" if at_import else self._outcome(session, place, mutant, reach, tests)
+                    if outcome == "unfit":
+                        outcome = _outcome_anew(self._root, [session.items[test].nodeid for test in tests])
+                os.write(self._write, json.dumps([outcome, f"{file}: {mutant.name}"]).encode() + b"\n")
+            place.write_text(original)
         return True
-    text = ast.unparse(node) if isinstance(node, ast.Expr | ast.If) else ""
-    return text.startswith(("logger.", "if TYPE_CHECKING")) or isinstance(
-        node, ast.JoinedStr | ast.Import | ast.ImportFrom
+
+    def _look(self, session: pytest.Session) -> None:
+        """Run this worker's share of the tests in a fork, with calls before the statements of all files."""
+        notes, result, places = self._root / "notes", self._result(self._share[0]), list[tuple[str, int]]()
+        originals = {file: (self._package / file).read_text() for file in self._files}
+        sources = {}
+        for file, text in originals.items():
+
+            def number_of(line: int, file: str = file) -> int:
+                places.append((file, line))
+                return len(places) - 1
+
+            sources[file] = mutants.with_calls(text, "mutation_reached", number_of)
+
+        def look() -> int:
+            _quiet(self._root / "log")
+            os.environ["MUTATION_NOTES"] = str(notes)
+            exec(_NOTES, {})
+            for file, tree in sources.items():
+                _replace(self._package / file, tree)
+                (self._package / file).write_text(_with_notes(ast.unparse(tree)))
+            seen, seconds, failed = dict[str, list[tuple[str, int]]](), dict[str, float](), _Failed()
+            session.config.pluginmanager.register(failed)
+            for item, ahead in _pairs(session.items[self._share[0] :: self._share[1]]):
+                notes.write_bytes(b"")
+                sys.modules["builtins"].mutation_seen.clear()
+                began = time.monotonic()
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=ahead)
+                seconds[item.nodeid] = time.monotonic() - began
+                seen[item.nodeid] = sorted({places[int(note)] for note in notes.read_bytes().split()})
+            result.with_suffix(".part").write_text(json.dumps([seconds, seen, failed.tests]))
+            result.with_suffix(".part").rename(result)
+            return 0
+
+        os.waitpid(_fork(look), 0)
+        for file, text in originals.items():
+            (self._package / file).write_text(text)
+        if not result.exists():
+            result.write_text("null")
+
+    def _result(self, worker: int) -> Path:
+        return self._root.parent / f"reach{worker}.json"
+
+    def _reach(self, session: pytest.Session) -> Reach:
+        """Wait for what all workers found."""
+        numbers = {item.nodeid: number for number, item in enumerate(session.items)}
+        tests, seconds = dict[tuple[str, int], list[int]](), dict[int, float]()
+        for result in map(self._result, range(self._share[1])):
+            while not result.exists():
+                time.sleep(0.1)
+            found = json.loads(result.read_text())
+            if found is None:
+                sys.exit(f"The tests ended early:\n{(self._root / 'log').read_text()[-3000:]}")
+            took, seen, failed = found
+            seconds |= {numbers[test]: each for test, each in took.items()}
+            for test in failed if self._share[0] == 0 else ():
+                print(f"left out: {test} fails without a mutant", flush=True)
+            for test, places in seen.items():
+                for place in places if test not in failed else ():
+                    tests.setdefault(tuple(place), []).append(numbers[test])
+        if self._share[0] == 0:
+            print(f"{len(seconds)} tests, {sum(seconds.values()):.0f} s", flush=True)
+        return Reach(seconds, {place: sorted(each, key=seconds.__getitem__) for place, each in tests.items()})
+
+    def _outcome(
+        self, session: pytest.Session, place: Path, mutant: mutants.Mutant, reach: Reach, tests: Sequence[int]
+    ) -> str:
+        """Whether the tests `passed`, `failed`, or `hung`, or the function is `unfit` to be put in place."""
+        read, write = os.pipe()
+
+        def run() -> int:
+            os.setsid()
+            _quiet(self._root / "log")
+            if not _replace(place, mutant.tree):
+                return 2
+            session.config.pluginmanager.register(_Failed(at_once=True))
+            for number, (item, ahead) in zip(tests, _pairs([session.items[number] for number in tests]), strict=True):
+                os.write(write, f"{number} ".encode())
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=ahead)
+            return 0
+
+        pid = _fork(run)
+        os.close(write)
+        limit, ended = GRACE_SECONDS, os.pidfd_open(pid)
+        while (ready := select.select([read, ended], [], [], limit)[0]) and ended not in ready:
+            if said := os.read(read, 1 << 16).split():
+                limit = GRACE_SECONDS + PATIENCE * reach.seconds[int(said[-1])]
+        os.close(read)
+        os.close(ended)
+        if not ready:
+            _end(pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _end(pid)
+        return {0: "passed", 2: "unfit"}.get(code, "failed") if ready else "hung"
+
+
+class _Failed:
+    """Collects the tests that fail, or ends the process at the first."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.tests, self._at_once = list[str](), at_once
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.tests.append(report.nodeid)
+            if self._at_once:
+                os._exit(1)
+
+
+def _fork(function: Callable[[], int]) -> int:
+    """Call a function in a fork; what it returns is the exit code. Returns the process ID."""
+    if pid := os.fork():
+        return pid
+    try:
+        os._exit(function())
+    except BaseException:
+        traceback.print_exc()
+        os._exit(3)
+
+
+def _pairs(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+    return zip(items, [*items[1:], None], strict=True)
+
+
+def _quiet(log: Path) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
+
+
+def _with_notes(text: str) -> str:
+    """Define the builtin where a process has not run sitecustomize.py."""
+    head = "from __future__ import annotations\n"
+    return text.replace(
+        head, f"{head}import builtins\nif not hasattr(builtins, 'mutation_reached'):\n    exec({_NOTES!r}, {{}})\n", 1
     )
 
 
-def mutants_of(source: str) -> Iterator[tuple[str, str]]:
-    """Each mutant's name, which does not depend on line numbers, and its source."""
-    tree, seen = ast.parse(source), Counter[str]()
-
-    def visit(parent: ast.AST, place: str) -> Iterator[tuple[str, str]]:
-        for field, value in ast.iter_fields(parent):
-            if field in ("annotation", "returns", "decorator_list", "exc", "type_params"):
-                continue
-            items = value if isinstance(value, list) else [value]
-            for number, node in enumerate(items):
-                if not isinstance(node, ast.AST) or _is_beside(node):
-                    continue
-                for change in _changes(node):
-                    name = f"{place}: {_short(node)} -> {_short(change)}"
-                    seen[name] += 1
-                    put(parent, field, value, number, change)
-                    yield name + f" #{seen[name]}" * (seen[name] > 1), ast.unparse(ast.fix_missing_locations(tree))
-                    put(parent, field, value, number, node)
-                within = place
-                if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    within = f"{place}.{node.name}".lstrip(".")
-                yield from visit(node, within)
-
-    def put(parent: ast.AST, field: str, value: object, number: int, node: ast.AST) -> None:
-        if isinstance(value, list):
-            value[number] = node
-        else:
-            setattr(parent, field, node)
-
-    yield from visit(tree, "")
+def _replace(path: Path, tree: ast.Module) -> bool:
+    """Put a file's functions in place of those imported; returns False if one does not fit."""
+    codes = mutants.functions_of(tree, str(path))
+    gc.unfreeze()
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__.co_filename == str(path):
+            code = function.__code__
+            for new in codes.get((code.co_name, code.co_firstlineno), ()):
+                if new.co_freevars != code.co_freevars:
+                    return False
+                function.__code__ = new
+    gc.freeze()
+    return True
 
 
-def _short(node: ast.AST) -> str:
-    return " ".join(ast.unparse(node).split())[:70]
+def _outcome_anew(copy: Path, tests: Sequence[str]) -> str:
+    """The same in a new process."""
+    names = copy / "names"
+    names.write_text("\n".join(tests))
+    usual = ["-q", "-x", "-p", "no:cacheprovider", "-n0", "-o", "addopts=--import-mode=importlib", f"@{names}"]
+    with open(copy / "log", "w") as log:
+        command = [sys.executable, "-m", "pytest", *usual]
+        child = subprocess.Popen(command, cwd=copy, stdout=log, stderr=log, start_new_session=True)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(PATIENCE * (GRACE_SECONDS + ENOUGH_SECONDS) / 2)
+    hung = child.poll() is None
+    _end(child.pid)
+    return "hung" if hung else "failed" if child.wait() else "passed"
 
 
-def _outcome(tests: tuple[str, ...], log: str, seconds: float) -> str:
-    """Run tests in a fork, which imports the package anew; returns `passed`, `failed` or `hung`."""
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(1, 2)
-        import pytest
-
-        usual = ["-q", "-x", "-p", "no:cacheprovider", "-n0", "-m", "not slow and not soak"]
-        os._exit(pytest.main([*usual, "-o", "addopts=--import-mode=importlib", "-o", "timeout=60", *tests]))
-    deadline = time.monotonic() + seconds
-    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.02)
+def _end(leader: int) -> None:
+    """Kill a process and those that it started."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    if ended == (0, 0):
-        os.waitpid(pid, 0)
-        return "hung"
-    return "failed" if ended[1] else "passed"
+        os.killpg(leader, signal.SIGKILL)
 
 
-def survivors_in(package: Path, file: str, accepted: set[str]) -> list[str]:
-    """The mutants of a file of the copy that no test notices."""
-    path, tests = package / file, next(tests for room, tests in ROOMS.items() if file.startswith(f"{room}/"))
-    source, alive, count, log = path.read_text(), list[str](), 0, str(package.parent / "log")
-    began = time.monotonic()
-    if _outcome(tests, log, 3600) != "passed":
-        sys.exit(f"The tests of {file} fail without a mutant:\n{Path(log).read_text()[-3000:]}")
-    limit = PATIENCE * (time.monotonic() - began)
-    for name, mutant in mutants_of(source):
-        count += 1
-        path.write_text(mutant)
-        outcome = _outcome(tests, log, limit)
-        if outcome == "hung":  # counts as noticed, but a test that fails says more
-            print(f"hung      {file}: {name}", flush=True)
-        if outcome == "passed":
-            alive.append(f"{file}: {name}")
-            print(f"{'accepted' if alive[-1] in accepted else 'SURVIVED'}  {alive[-1]}", flush=True)
-    path.write_text(source)
-    print(f"{file}: {count} mutants, {len(alive)} survived", flush=True)
-    return alive
+def _enough(session: pytest.Session, tests: Sequence[int], seconds: Mapping[int, float]) -> Sequence[int]:
+    """The tests to run for a mutant: each test function with its quickest parameters first, then with the others."""
+    turns, turn_of = Counter[str](), dict[int, int]()
+    for test in tests:
+        name = session.items[test].nodeid.partition("[")[0]
+        turn_of[test] = turns[name]
+        turns[name] += 1
+    spent, chosen = 0.0, list[int]()
+    for test in sorted(tests, key=lambda test: (turn_of[test], seconds[test])):
+        if spent < ENOUGH_SECONDS:
+            spent += seconds[test]
+            chosen.append(test)
+    return chosen
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[None]:
+    """Let pytest make its temporary folders here."""
+    folder.mkdir()
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
 
 
 def main() -> int:
     """Mutate the files that were asked for. Returns 1 if a survivor is not accepted, or an accepted one has gone."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*")
+    parser.add_argument("files", nargs="*", default=ROOMS)
     parser.add_argument("--changed", metavar="BRANCH")
+    parser.add_argument(
+        "--tests", action="append", metavar="PATH", help="these alone, such as a new one; may be repeated"
+    )
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     options, package = parser.parse_args(), REPOSITORY / "ckpt_component"
-    files = options.files or [
+    files = [
         str(path.relative_to(package))
-        for room in ROOMS
-        for path in sorted((package / room).rglob("*.py"))
+        for name in options.files
+        for path in sorted([package / name] if name.endswith(".py") else (package / name).rglob("*.py"))
         if path.name != "__init__.py"
     ]
     if options.changed:
@@ -191,26 +335,51 @@ def main() -> int:
         changed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         files = [file for file in files if file in changed]
     accepted = {line.partition("  # ")[0] for line in SURVIVORS.read_text().splitlines() if line and line[0] != "#"}
-    with tempfile.TemporaryDirectory() as folder:
-        ignored = shutil.ignore_patterns("__pycache__", ".*")
-        for name in ("ckpt_component", "tests", "conf", "recipes", "docs", "pyproject.toml"):
-            place = REPOSITORY / name
-            if place.is_dir():
-                shutil.copytree(place, Path(folder) / name, ignore=ignored)
-            else:
-                shutil.copy(place, Path(folder) / name)
-        os.chdir(folder)
-        sys.dont_write_bytecode = True
-        os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=f"{folder}{os.pathsep}{folder}/tests")
-        sys.path[:0] = [folder, f"{folder}/tests"]
-        import torch
+    import torch
 
-        torch.set_num_threads(1)
-        alive = [name for file in files for name in survivors_in(Path(folder) / "ckpt_component", file, accepted)]
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        read, write = os.pipe()
+        for number in range(options.workers):
+            root = _copy(Path(folder).resolve() / str(number))
+            _fork(partial(_work, root, Worker(root, files, (number, options.workers), write), options.tests or TESTS))
+        os.close(write)
+        alive, counts = list[str](), Counter[str]()
+        with open(read) as lines:
+            for outcome, name in map(json.loads, lines):
+                counts[outcome] += 1
+                if outcome == "passed":
+                    alive.append(name)
+                    print("accepted" if name in accepted else "SURVIVED", name, flush=True)
+                elif outcome == "hung":  # counts as noticed, but a test that fails says more
+                    print("hung    ", name, flush=True)
+        codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(options.workers)]
     new = [name for name in alive if name not in accepted]
     gone = [name for name in accepted if name.partition(":")[0] in files and name not in alive]
     print(*(f"gone from the code, or killed: {name}" for name in gone), sep="\n")
-    return bool(new or gone)
+    print(f"{counts.total()} mutants of {len(files)} files: {dict(counts)}; {len(new)} survivors are not accepted")
+    return max(codes) or bool(new or gone)
+
+
+def _copy(root: Path) -> Path:
+    root.mkdir()
+    for name in ("ckpt_component", "tests", "conf", "recipes", "docs", "pyproject.toml"):
+        place = REPOSITORY / name
+        if place.is_dir():
+            shutil.copytree(place, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(place, root / name)
+    (root / "sitecustomize.py").write_text(f"exec({_NOTES!r}, {{}})\n")
+    return root
+
+
+def _work(root: Path, worker: Worker, tests: Sequence[str]) -> int:
+    os.chdir(root)
+    sys.dont_write_bytecode = True
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=f"{root}{os.pathsep}{root}/tests")
+    sys.path[:0] = [str(root), f"{root}/tests"]
+    usual = ["-q", "-s", "-p", "no:cacheprovider", "-n0", "-o", "addopts=--import-mode=importlib"]
+    return int(pytest.main([*usual, "-m", "not slow and not soak", *tests], plugins=[worker]))
 
 
 if __name__ == "__main__":
