@@ -76,7 +76,7 @@ def page() -> str:
         "|---|---|---|---|",
         *(row(key, f"`{key.default}`") for key in keys() if not key.option),
         "\n## Keys of the parts\n",
-        "Below `checkpoint`, of the options in the first column.\n",
+        "These keys are below `checkpoint`, if it picks the option in the first column.\n",
         "| options | key | type | default | meaning |",
         "|---|---|---|---|---|",
         *(line for kind in PARTS for line in of_parts(kind)),

@@ -22,7 +22,7 @@ _COLUMNS = {
     "load_cold": "cold load",
 }
 _ROWS = {
-    "limits": "*limits of the machine*",
+    "limits": "*raw machine*",
     "async_persistent": "`async_persistent`",
     "async_persistent_fast": "`async_persistent`, isal",
     "async_zero_overhead": "`async_zero_overhead`",

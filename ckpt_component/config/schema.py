@@ -111,7 +111,7 @@ class Reuse:
     mode: ReuseMode = ReuseMode.auto
     """`auto`: share files with the last checkpoint where their bytes are proved to be the same; `off`: write all."""
     frozen: list[str] = field(default_factory=list)
-    """Keys of tensors that will not change, such as [model.base.*], so that the second save need not find out."""
+    """Keys of tensors that will not change, such as [model.base.*], which the second save then need not detect."""
     base: str | None = field(default=None, metadata={"path": True})
     """A run's folder, or a checkpoint, on the same file system, whose files may be shared too."""
 
@@ -123,7 +123,7 @@ class Local:
     dir: str | None = field(default=None, metadata={"path": True})
     """A fast folder to save to, which all ranks must see; null: save to `checkpoint.dir` itself."""
     keep_last: int = at_least(1, 2)
-    """Keep this many of the newest in `local.dir`, and the best by `keep.best`; `keep` is for `checkpoint.dir`."""
+    """In `local.dir`, keep this many of the newest, and those of `keep.best`. All of `keep` applies to `checkpoint.dir`."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Upload:
     """How checkpoints get from `checkpoint.local.dir` to `checkpoint.dir`: by a process of low priority on rank 0."""
 
     every_steps: int | None = at_least(1, None)
-    """Upload every n-th step and the last one of the run; null: all, or the newest if saves are faster."""
+    """Upload every n-th step and the last one of the run; null: all, but only the newest if uploads lag."""
     max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
     """The most that is uploaded per second; null: no limit."""
     finish_seconds: float = above(0, 300.0, SECONDS)
@@ -161,7 +161,7 @@ class Timeouts:
     worker_start: float = above(0, 30.0, SECONDS)
     """For a writer process to start."""
     stage: float | None = above(0, None, SECONDS)
-    """For memory for a snapshot to become free, and for its copy; null: 300, or `max_stall_s` if that is more."""
+    """Until memory for a snapshot is free, and until the copy is made; null: 300, or `max_stall_s` if that is more."""
     write: float | None = above(0, None, SECONDS)
     """For all files of a checkpoint to be written and committed; null: 1800, or more if `stall` is long."""
     close: float = above(0, 60.0, SECONDS)
@@ -184,7 +184,7 @@ class Load:
     prefix: str | None = None
     """Name to put before all keys, after the renames: `model` loads a plain state dict into the state's `model`."""
     ignore: list[str] = field(default_factory=list)
-    """Names in the checkpoint, or else in the state, that are not loaded, such as [lm_head]."""
+    """Names that are not loaded, such as [lm_head]; looked up in the checkpoint, then in the state."""
 
 
 @dataclass
@@ -198,7 +198,7 @@ class Export:
     every_steps: int | None = at_least(1, None)
     """Also export the checkpoint of every n-th step; null: only the last one of a run that comes to its end."""
     prefix: str | None = None
-    """Export only what is below this prefix, without it; null: with `hf` the model, otherwise everything."""
+    """Export only keys below this prefix, which is stripped; null: with `hf` the model, otherwise everything."""
     rename: Any = None
     """Names in the checkpoint and in the export, such as {blocks: transformer.h}, after the prefix is stripped."""
     ignore: list[str] = field(default_factory=list)
