@@ -123,7 +123,7 @@ class Local:
     dir: str | None = field(default=None, metadata={"path": True})
     """A fast folder to save to, which all ranks must see; null: save to `checkpoint.dir` itself."""
     keep_last: int = at_least(1, 2)
-    """In `local.dir`, keep this many of the newest, and those of `keep.best`. All of `keep` applies to `checkpoint.dir`."""
+    """Keep this many of the newest, and those of `keep.best`, in `local.dir`. In `checkpoint.dir`, `keep` applies."""
 
 
 @dataclass
