@@ -10,7 +10,7 @@ of that file that no longer applies, is the exit code 1.
 
 It works on a copy. A first run of the tests tells which statements each of them reaches, in all its processes. Then a
 fork for each mutant puts the changed functions in place of those imported, and runs the tests that reach the changed
-statement until one fails or `ENOUGH_SECONDS` of them have passed. Changes of what runs when the
+statement until one fails or enough have passed. Changes of what runs when the
 file is imported (defaults, constants) need a new process, and all tests of the room until one fails.
 """
 
@@ -30,9 +30,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -45,12 +44,12 @@ SURVIVORS = Path(__file__).with_name("survivors.txt")
 ROOMS = ("core/commit", "core/coordination", "managing", "saving")
 TESTS = tuple(
     f"tests/{name}"
-    for name in ("simulation", "saving", "coordination", "storage", "loading", "events", "cli", "callers")
+    for name in ("simulation", "saving", "coordination", "storage", "loading", "events", "cli", "callers", "megatron")
 )
-#: No further test is run for a mutant once tests that take so long without it have passed.
-ENOUGH_SECONDS = 12.0
+#: Tests are run for a mutant until the quickest took so long without it, and those that tell most of the file too.
+QUICK_SECONDS, TELLING_SECONDS = 1.5, 12.0
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
-PATIENCE, GRACE_SECONDS = 10.0, 8.0
+PATIENCE, GRACE_SECONDS = 8.0, 5.0
 #: Defines the builtin that the calls before statements call, in every process: it notes each number once.
 _NOTES = """
 import builtins, os
@@ -64,17 +63,52 @@ builtins.mutation_reached, builtins.mutation_seen = reached, seen
 """
 
 
-@dataclass(frozen=True)
 class Reach:
     """What the tests reach without a mutant.
 
-    Attributes:
+    Args:
         seconds: by the place of a test among all: how long it takes
-        tests: by file and line of a statement: the places of the tests that reach it, the quickest first
+        tests: by file and line of a statement: the places of the tests that reach it
+        names: of the test functions, by place
+
+    Attributes:
+        seconds: as given
     """
 
-    seconds: Mapping[int, float]
-    tests: Mapping[tuple[str, int], Sequence[int]]
+    def __init__(
+        self, seconds: Mapping[int, float], tests: Mapping[tuple[str, int], Sequence[int]], names: Sequence[str]
+    ) -> None:
+        self.seconds, self._tests, self._names = seconds, tests, names
+
+    def chosen(self, file: str, line: int | None, more: int) -> Sequence[int]:
+        """The tests to run for a mutant of a statement, or of what runs when the file is imported.
+
+        First come the quickest of each test function, then those that tell most of the file: that reach statements
+        which few others reach.
+        """
+        weights, reaching = defaultdict[int, float](float), set[int]()
+        for (each, at), tests in self._tests.items():
+            if each == file:
+                for test in tests:
+                    weights[test] += 1 / len(tests)
+                reaching.update(tests if line in (None, at) else ())
+        turns, turn_of = Counter[str](), dict[int, int]()
+        for test in sorted(reaching, key=self.seconds.__getitem__):
+            turn_of[test] = turns[self._names[test]]
+            turns[self._names[test]] += 1
+        quick = list(
+            self._within(more * QUICK_SECONDS, sorted(reaching, key=lambda test: (turn_of[test], self.seconds[test])))
+        )
+        others = sorted(
+            reaching - set(quick), key=lambda test: (turn_of[test] > 2, -weights[test] / (self.seconds[test] + 0.1))
+        )
+        return [*quick, *self._within(more * TELLING_SECONDS, others)]
+
+    def _within(self, seconds: float, tests: Sequence[int]) -> Iterator[int]:
+        for test in tests:
+            if seconds > 0:
+                yield test
+            seconds -= self.seconds[test]
 
 
 class Worker:
@@ -85,11 +119,20 @@ class Worker:
         files: what is mutated
         share: which mutants, and of how many workers: those whose number modulo `share[1]` is `share[0]`
         write: file descriptor for the outcomes, a JSON line each
+        options: of the command line
+
+    Attributes:
+        marks: options of pytest that select tests
     """
 
-    def __init__(self, root: Path, files: Sequence[str], share: tuple[int, int], write: int) -> None:
+    def __init__(
+        self, root: Path, files: Sequence[str], share: tuple[int, int], write: int, options: argparse.Namespace
+    ) -> None:
         self._root, self._package, self._files = root, root / "ckpt_component", files
         self._share, self._write = share, write
+        self._among = options.among and options.among.read_text().splitlines()
+        self._more = 10 if options.run_slow else 1
+        self.marks = ["-m", "not soak", "--run-slow"] if options.run_slow else ["-m", "not slow and not soak"]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -98,16 +141,12 @@ class Worker:
         for file in self._files:
             place = self._package / file
             original = place.read_text()
-            anywhere = sorted({test for (each, _), tests in reach.tests.items() if each == file for test in tests})
-            anywhere.sort(key=reach.seconds.__getitem__)
             for number, mutant in enumerate(mutants.mutants_of(original)):
-                if number % self._share[1] != self._share[0]:
+                is_other = self._among is not None and f"{file}: {mutant.name}" not in self._among
+                if is_other or number % self._share[1] != self._share[0]:
                     continue
                 place.write_text(ast.unparse(mutant.tree))
-                at_import = mutant.line is None
-                tests = _enough(
-                    session, anywhere if at_import else reach.tests.get((file, mutant.line), ()), reach.seconds
-                )
+                at_import, tests = mutant.line is None, reach.chosen(file, mutant.line, self._more)
                 with _temporary(self._root / "tmp"):
                     outcome = "unfit" if at_import else self._outcome(session, place, mutant, reach, tests)
                     if outcome == "unfit":
@@ -177,7 +216,7 @@ class Worker:
                     tests.setdefault(tuple(place), []).append(numbers[test])
         if self._share[0] == 0:
             print(f"{len(seconds)} tests, {sum(seconds.values()):.0f} s", flush=True)
-        return Reach(seconds, {place: sorted(each, key=seconds.__getitem__) for place, each in tests.items()})
+        return Reach(seconds, tests, [item.nodeid.partition("[")[0] for item in session.items])
 
     def _outcome(
         self, session: pytest.Session, place: Path, mutant: mutants.Mutant, reach: Reach, tests: Sequence[int]
@@ -236,7 +275,7 @@ def _fork(function: Callable[[], int]) -> int:
 
 
 def _pairs(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
-    return zip(items, [*items[1:], None], strict=True)
+    return zip(items, [*items[1:], None][: len(items)], strict=True)
 
 
 def _quiet(log: Path) -> None:
@@ -276,7 +315,7 @@ def _outcome_anew(copy: Path, tests: Sequence[str]) -> str:
         command = [sys.executable, "-m", "pytest", *usual]
         child = subprocess.Popen(command, cwd=copy, stdout=log, stderr=log, start_new_session=True)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(PATIENCE * (GRACE_SECONDS + ENOUGH_SECONDS) / 2)
+        child.wait(PATIENCE * (GRACE_SECONDS + TELLING_SECONDS))
     hung = child.poll() is None
     _end(child.pid)
     return "hung" if hung else "failed" if child.wait() else "passed"
@@ -286,21 +325,6 @@ def _end(leader: int) -> None:
     """Kill a process and those that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-
-
-def _enough(session: pytest.Session, tests: Sequence[int], seconds: Mapping[int, float]) -> Sequence[int]:
-    """The tests to run for a mutant: each test function with its quickest parameters first, then with the others."""
-    turns, turn_of = Counter[str](), dict[int, int]()
-    for test in tests:
-        name = session.items[test].nodeid.partition("[")[0]
-        turn_of[test] = turns[name]
-        turns[name] += 1
-    spent, chosen = 0.0, list[int]()
-    for test in sorted(tests, key=lambda test: (turn_of[test], seconds[test])):
-        if spent < ENOUGH_SECONDS:
-            spent += seconds[test]
-            chosen.append(test)
-    return chosen
 
 
 @contextlib.contextmanager
@@ -322,6 +346,10 @@ def main() -> int:
     parser.add_argument(
         "--tests", action="append", metavar="PATH", help="these alone, such as a new one; may be repeated"
     )
+    parser.add_argument(
+        "--among", type=Path, metavar="FILE", help="only mutants that it has as lines, such as survivors"
+    )
+    parser.add_argument("--run-slow", action="store_true", help="with the slow tests, and ten times as many of all")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     options, package = parser.parse_args(), REPOSITORY / "ckpt_component"
     files = [
@@ -342,7 +370,11 @@ def main() -> int:
         read, write = os.pipe()
         for number in range(options.workers):
             root = _copy(Path(folder).resolve() / str(number))
-            _fork(partial(_work, root, Worker(root, files, (number, options.workers), write), options.tests or TESTS))
+            _fork(
+                partial(
+                    _work, root, Worker(root, files, (number, options.workers), write, options), options.tests or TESTS
+                )
+            )
         os.close(write)
         alive, counts = list[str](), Counter[str]()
         with open(read) as lines:
@@ -379,7 +411,7 @@ def _work(root: Path, worker: Worker, tests: Sequence[str]) -> int:
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=f"{root}{os.pathsep}{root}/tests")
     sys.path[:0] = [str(root), f"{root}/tests"]
     usual = ["-q", "-s", "-p", "no:cacheprovider", "-n0", "-o", "addopts=--import-mode=importlib"]
-    return int(pytest.main([*usual, "-m", "not slow and not soak", *tests], plugins=[worker]))
+    return int(pytest.main([*usual, *worker.marks, *tests], plugins=[worker]))
 
 
 if __name__ == "__main__":

@@ -7,21 +7,33 @@ import errno
 import logging
 import os
 import time
+from dataclasses import replace
 
 import pytest
 from simulation.trials import FAULTS, FILES, ROOT, SEEDS, TARGET, Trial, delete, lives, save, seen, set_aside
 
 from ckpt_component.core.commit import commit
-from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
+from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine, sweep_attempts
+from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import VERSION, encode_manifest, read_manifest
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
-from ckpt_component.core.commit.names import MANIFEST, MEGATRON, QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX
+from ckpt_component.core.commit.names import (
+    ALIVE_PREFIX,
+    MANIFEST,
+    MEGATRON,
+    QUARANTINE_PREFIX,
+    STAGING_PREFIX,
+    TRASH_PREFIX,
+    trash_path,
+)
 from ckpt_component.core.commit.protocol import Attempt
-from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.processes.running import ProcessName
+from ckpt_component.core.storage.new_names import host_token, new_token
 from ckpt_component.errors import CheckpointConfigError, CheckpointExistsError, CheckpointSaveError
 from ckpt_component.testing import Disk, SimulatedFiles
 
-ANOTHER = {"version": VERSION, "attempt": "0badc0de-12345678", "world_size": 1, "files": []}
+FOREIGN = "0badc0de-12345678"
+ANOTHER = {"version": VERSION, "attempt": FOREIGN, "world_size": 1, "files": []}
 
 
 @pytest.mark.parametrize(("atomic_rename", "goes"), [(False, True), (True, False)])
@@ -31,6 +43,68 @@ def test_an_empty_folder_of_a_step_is_an_attempts_where_attempts_make_it(atomic_
     files.disk.now += 600
     Unfinished(files, ROOT, MEGATRON).sweep()
     assert files.exists(TARGET) != goes
+
+
+def test_an_empty_folder_that_an_attempt_may_be_about_to_use_stays() -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=False, locks=False)
+    files.make_folders(os.path.join(ROOT, "events"))
+    files.make_folder(os.path.join(ROOT, "iter_0000001"))
+    files.disk.now += 600
+    files.make_folder(os.path.join(ROOT, "iter_0000002"))
+    Unfinished(files, ROOT, MEGATRON).sweep()
+    assert files.names(ROOT) == ["events", "iter_0000002"]
+
+
+def test_a_sweep_that_finds_nothing_changes_nothing() -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=False)
+    files.make_folders(ROOT)
+    save(Trial(files))
+    files.operations.clear()
+    assert Unfinished(files, ROOT, MEGATRON).sweep() == [] and files.operations == []
+
+
+def begun(files: SimulatedFiles, step: int, token: str) -> Attempt:
+    attempt = commit.new_attempt(files, os.path.join(ROOT, MEGATRON.folder(step)), token)
+    commit.begin(attempt)
+    return attempt
+
+
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_what_is_waited_for_are_attempts_that_live_on_this_host(protocol: str) -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename")
+    files.make_folders(trash_path(TARGET))
+    foreign, alive, _ = (begun(files, step, token) for step, token in enumerate([FOREIGN, new_token(), new_token()]))
+    locks = [AttemptLock(files, foreign), AttemptLock(files, alive)]
+    assert Unfinished(files, ROOT, MEGATRON).living() == [os.path.relpath(alive.staging, ROOT)]
+    for lock in locks:
+        lock.close()
+    assert Unfinished(files, ROOT, MEGATRON).living() == []
+
+
+def test_a_mark_of_a_process_that_has_ended_goes_with_its_attempt_and_not_before() -> None:
+    """Without the mark, the next start could not tell that the attempt is dead."""
+    files = SimulatedFiles(Disk(), locks=False)
+    files.make_folders(ROOT)
+    first, last = (f"{host_token()}-{digit * 8}" for digit in "0f")
+    ended = replace(ProcessName.current(), pid=2**22 + 1).key  # above the highest that Linux gives
+    kept, stray = (f"{ALIVE_PREFIX}{token}.{ended}.{new_token()}" for token in (first, last))
+    for mark in (kept, stray):
+        files.write_new(os.path.join(ROOT, mark), b"")
+    staging = os.path.basename(begun(files, 1, first).staging)
+    assert Unfinished(files, ROOT, MEGATRON).sweep() == [stray]
+    assert files.names(ROOT) == [kept, staging]
+    files.disk.now += 6
+    assert Unfinished(files, ROOT, MEGATRON).sweep() == [staging, kept]
+
+
+@pytest.mark.parametrize("protocol", ["rename", "manifest"])
+def test_what_dead_processes_left_of_one_target_is_deleted_alone(protocol: str) -> None:
+    files = SimulatedFiles(Disk(), atomic_rename=protocol == "rename")
+    files.make_folders(ROOT)
+    attempts = [begun(files, step, new_token()) for step in (1, 2, 3)]
+    files.disk.now += 600
+    sweep_attempts(files, attempts[1].target)
+    assert [files.exists(attempt.staging) for attempt in attempts] == [True, protocol == "manifest", True]
 
 
 @pytest.mark.parametrize("protocol", ["rename", "manifest"])

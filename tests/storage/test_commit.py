@@ -87,6 +87,25 @@ def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
+def test_a_file_of_another_rank_that_is_visible_late_is_waited_for(tmp_path: Path) -> None:
+    class Caching(FileStorage):
+        looks = 0
+
+        def size(self, path: str) -> int | None:
+            if os.path.basename(path) != "theirs":
+                return super().size(path)
+            self.looks += 1
+            return super().size(path) if self.looks > 4 else None
+
+    fs = Caching()
+    attempt = begun(fs, tmp_path / "one")
+    ranks = []
+    for rank, name in enumerate(("ours", "theirs")):
+        fs.write_new(os.path.join(attempt.staging, name), b"1234")
+        ranks.append({"rank": rank, "files": [{"name": name, "size": 4}]})
+    assert commit.publish(attempt, ranks, {}, {}, visibility_timeout=60) == 3
+
+
 def test_a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
     fs = FileStorage()
     attempt = begun(fs, tmp_path / "one")

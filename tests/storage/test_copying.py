@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,22 @@ import pytest
 import torch
 
 from ckpt_component import build_manager
+from ckpt_component.core.clock import Clock, Latch
+from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.copying import Continued, copy_checkpoint
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.names import OWNER
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.errors import CheckpointFencedError
+from ckpt_component.errors import CheckpointCorruptError, CheckpointFencedError, CheckpointStorageFullError
+from ckpt_component.testing import Disk, SimulatedFiles
+
+SOURCE, TARGET = "/runs/one/iter_0000001", "/runs/two/iter_0000001"
+ROOT = os.path.dirname(TARGET)
+#: The last of them is larger than what is copied at once.
+FILES = {"small": b"1234", "empty": b"", "large": os.urandom(17 << 20)}
 
 
 class OtherFiles(FileStorage):
@@ -104,4 +116,123 @@ def test_a_copy_is_fenced_at_its_commit(saved: str, tmp_path: Path) -> None:
     copy._before_commit = lambda staging, kept: FencingToken(storage, str(tmp_path)).acquire()  # type: ignore[method-assign]
     with pytest.raises(CheckpointFencedError):
         copy.run()
-    assert storage.names(copy.target) == []
+    assert storage.names(str(tmp_path)) == [OWNER]
+
+
+def source_on(files: FileStorage) -> Mapping[str, Any]:
+    """Make a checkpoint of `FILES`; returns its manifest."""
+    files.make_folders(os.path.dirname(SOURCE))
+    attempt = commit.new_attempt(files, SOURCE, new_token())
+    commit.begin(attempt)
+    for name, data in FILES.items():
+        files.write_new(os.path.join(attempt.staging, name), data)
+    commit.publish(
+        attempt, [{"rank": 0, "files": [{"name": name, "size": len(data)} for name, data in FILES.items()]}], {}, {}
+    )
+    manifest = read_manifest(files, SOURCE)
+    assert manifest is not None
+    return manifest
+
+
+def do_nothing(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_copy_has_every_byte_and_closes_its_files_and_its_progress_ends_at_the_total(shares: bool) -> None:
+    files, done, totals = SimulatedFiles(Disk()), list[int](), list[int]()
+    manifest = source_on(files)
+
+    @contextmanager
+    def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+        totals.append(total)
+        yield done.append
+
+    def share(name: str, path: str) -> bool:
+        if name == "large":
+            files.link(os.path.join(SOURCE, name), path)
+        return name == "large"
+
+    continued = Continued(manifest["attempt"], FencingToken(files, ROOT), do_nothing, share) if shares else None
+    files.operations.clear()
+    copy_checkpoint(files, SOURCE, manifest, files, TARGET, do_nothing, progress, continued)
+    assert {name: files.read(os.path.join(TARGET, name), 1 << 30) for name in FILES} == FILES
+    assert [sum(done)] == totals == [sum(map(len, FILES.values()))]
+    counts = Counter(name for name, _ in files.operations)
+    assert counts["create"] == counts["close"] and counts["link"] == shares
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_of_a_damaged_source_nothing_is_made(more: int) -> None:
+    files = SimulatedFiles(Disk())
+    manifest = source_on(files)
+    damaged = files.disk.file(os.path.join(SOURCE, "small"))
+    damaged.resize(damaged.size + more)
+    with pytest.raises(CheckpointCorruptError, match="small has"):
+        copy_checkpoint(files, SOURCE, manifest, files, TARGET, do_nothing)
+    assert not files.exists(ROOT)
+
+
+def test_a_copy_that_does_not_fit_is_refused_before_anything_is_made() -> None:
+    class Roomy(SimulatedFiles):
+        free = sum(map(len, FILES.values())) - 1
+
+        def free_bytes(self, path: str) -> int | None:
+            return self.free
+
+    files = Roomy(Disk())
+    manifest = source_on(files)
+    with pytest.raises(CheckpointStorageFullError):
+        copy_checkpoint(files, SOURCE, manifest, files, TARGET, do_nothing)
+    assert not files.exists(ROOT)
+    files.free += 1
+    copy_checkpoint(files, SOURCE, manifest, files, TARGET, do_nothing)
+    assert files.is_folder(TARGET)
+
+
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "cut off"), CheckpointCorruptError("damaged")])
+def test_only_a_copy_that_can_be_continued_leaves_files_behind(error: Exception, continues: bool) -> None:
+    files = SimulatedFiles(Disk())
+    manifest = source_on(files)
+
+    def fail(staging: str, kept: Collection[str]) -> None:
+        raise error
+
+    continued = Continued(manifest["attempt"], FencingToken(files, ROOT), do_nothing) if continues else None
+    with pytest.raises(type(error)):
+        copy_checkpoint(files, SOURCE, manifest, files, TARGET, fail, continued=continued)
+    left = [name for name in files.names(ROOT) if name != OWNER]
+    assert len(left) == (continues and isinstance(error, OSError))
+
+
+def test_when_a_file_cannot_be_copied_the_others_are_not_copied_to_their_end() -> None:
+    class Watched(Clock):
+        def latch(self) -> Latch:
+            self.made = super().latch()
+            return self.made
+
+    files, clock, begun, paced = SimulatedFiles(Disk()), Watched(), threading.Event(), list[int]()
+    manifest = source_on(files)
+    files.clock = clock
+
+    def pace(nbytes: int) -> None:
+        if nbytes == len(FILES["small"]):
+            begun.wait(5)
+            raise OSError(errno.EIO, "cut off")
+        begun.set()
+        if not paced:
+            clock.made.wait(5)
+        paced.append(nbytes)
+
+    with pytest.raises(OSError, match="cut off"):
+        copy_checkpoint(
+            files,
+            SOURCE,
+            manifest,
+            files,
+            TARGET,
+            do_nothing,
+            continued=Continued(manifest["attempt"], FencingToken(files, ROOT), pace),
+        )
+    assert sum(paced) < len(FILES["large"])

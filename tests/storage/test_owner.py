@@ -36,6 +36,42 @@ def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCa
         first.acquire()
 
 
+def test_the_first_save_makes_the_root(tmp_path: Path) -> None:
+    FencingToken(FileStorage(), str(tmp_path / "new" / "root")).acquire()
+    assert os.listdir(tmp_path / "new" / "root") == [".ckpt-owner.json"]
+
+
+def test_the_end_of_a_run_that_lost_the_root_releases_nothing(tmp_path: Path) -> None:
+    first, second = FencingToken(FileStorage(), str(tmp_path)), FencingToken(FileStorage(), str(tmp_path))
+    first.acquire()
+    second.acquire()
+    first.release()
+    owner = read_owner(FileStorage(), str(tmp_path))
+    assert owner is not None and owner.token == second.token and not owner.released
+    (tmp_path / ".ckpt-owner.json").unlink()
+    second.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_two_that_took_the_root_at_once_one_is_fenced_even_when_the_other_has_ended(tmp_path: Path) -> None:
+    first, second = FencingToken(FileStorage(), str(tmp_path)), FencingToken(FileStorage(), str(tmp_path))
+    first.acquire()
+    (tmp_path / ".ckpt-owner.json").unlink()  # as if the second had looked before it was there
+    second.acquire()
+    second.release()
+    with pytest.raises(CheckpointFencedError):
+        first.acquire()
+
+
+def test_an_owner_of_which_the_start_is_not_known_may_be_alive(tmp_path: Path) -> None:
+    FencingToken(FileStorage(), str(tmp_path)).acquire()
+    path = tmp_path / ".ckpt-owner.json"
+    values = json.loads(path.read_bytes())
+    del values["started"], values["released"]  # as in files of early versions
+    path.write_text(json.dumps(values))
+    assert FencingToken(FileStorage(), str(tmp_path)).other() is not None
+
+
 def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) -> None:
     fs, first = FileStorage(), FencingToken(FileStorage(), str(tmp_path))
     first.acquire()
@@ -47,7 +83,16 @@ def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) 
     assert not (tmp_path / "one").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"generation": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b'{"generation": 1}',
+        b'{"generation": "1", "token": "a", "host": "b", "pid": 1, "since": 1.5}',
+        b'{"generation": 1, "token": "a", "host": 2, "pid": 1, "since": 1.5}',
+    ],
+)
 def test_a_file_that_is_damaged_is_written_again(content: bytes, tmp_path: Path) -> None:
     ownership = FencingToken(FileStorage(), str(tmp_path))
     ownership.acquire()
