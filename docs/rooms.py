@@ -18,7 +18,7 @@ STOREYS = {
     "outside": ("core.processes", "core.storage", "core.state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),
     "files": ("events", "core.writing", "core.formats"),
-    "formats both ways, configs": ("config", "writers", "loading"),
+    "reading and writing formats, configs": ("config", "writers", "loading"),
     "parts": ("exporting", "compat", "callers", "stagers"),
     "one save, a run": ("background", "saving", "checkpointer", "managing"),
     "assembly": ("factory",),
