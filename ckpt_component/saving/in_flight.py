@@ -105,7 +105,8 @@ class SaveHandle(SaveFuture[SaveReport]):
         if error is None:
             self.set_result(report)
         else:
-            self.delivered = delivered
+            # It may have been raised already, in the words of another rank, while the save still ran here.
+            self.delivered = self.delivered or delivered
             self.set_exception(error)
 
 

@@ -1,0 +1,40 @@
+"""Ranks as threads of this process, each with its own connection to a store, for tests of what ranks agree on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from ckpt_component.core.coordination import RankStore, StoreCoordinator
+from ckpt_component.core.coordination.connection import another_connection
+
+
+@contextlib.contextmanager
+def rank_threads(world_size: int) -> Iterator[Callable[[Callable[[StoreCoordinator], Any]], list[Any]]]:
+    """Gives a function that calls another one on all ranks, and returns what it returns or raises there, by rank."""
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    ranks = [
+        StoreCoordinator(RankStore(another_connection(dist, store), rank, world_size, "test/"))
+        for rank in range(world_size)
+    ]
+
+    def on_all(call: Callable[[StoreCoordinator], Any]) -> list[Any]:
+        def run(coordinator: StoreCoordinator) -> Any:
+            try:
+                return call(coordinator)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(world_size) as pool:
+            return list(pool.map(run, ranks, timeout=60))
+
+    try:
+        yield on_all
+    finally:
+        for coordinator in ranks:
+            coordinator.close()
