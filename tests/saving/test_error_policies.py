@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from ckpt_component import (
     AsyncCheckpointer,
     CheckpointBusyError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointFencedError,
     CheckpointGivenUpError,
@@ -31,9 +33,20 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.core.commit.commit import new_attempt
+from ckpt_component.core.commit.protocol import Attempt
+from ckpt_component.core.coordination import LocalCoordinator
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.process import ByteProcess
-from ckpt_component.saving.retry import ConsecutiveFailures, ErrorPolicy, is_retryable
+from ckpt_component.saving.retry import (
+    ConsecutiveFailures,
+    ErrorPolicy,
+    FailedAttempts,
+    RetryLoop,
+    is_retryable,
+    is_stall,
+)
 from ckpt_component.testing import faults
 from ckpt_component.testing.faults import SaveFault
 
@@ -197,6 +210,46 @@ def test_which_errors_are_worth_another_try() -> None:
     assert not any(is_retryable(error) for error in lasting)
 
 
+class SecondRank(LocalCoordinator):
+    """A rank that rank 0 does not answer, for some reason."""
+
+    def __init__(self, why: CheckpointError) -> None:
+        super().__init__()
+        self.rank, self.asked, self._why = 1, 0, why
+
+    def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, name: str | None = None) -> Any:
+        self.asked += 1
+        raise self._why
+
+
+@pytest.mark.parametrize(("cause", "asked"), [("RanksError", 0), ("CheckpointSaveError", 1)])
+def test_no_rank_tries_again_without_the_consent_of_rank_0_which_a_dead_one_is_not_asked_for(
+    cause: str, asked: int, tmp_path: Path
+) -> None:
+    tries: list[int] = []
+
+    def make(attempt: Attempt, number: int) -> None:
+        tries.append(number)
+        raise RanksError("failed", causes={0: cause})
+
+    rank = SecondRank(CheckpointTimeoutError("rank 0 does not answer"))
+    loop = RetryLoop(rank, ErrorPolicy(attempts=3, backoff_seconds=0.0), 5.0)
+    made = loop.run(new_attempt(FileStorage(), str(tmp_path / "one"), new_token()), make)
+    assert isinstance(made, FailedAttempts) and isinstance(made.error, RanksError) and made.number == 1
+    assert tries == [1] and rank.asked == asked
+
+
+def test_a_save_was_given_up_for_training_only_if_all_ranks_that_failed_gave_it_up() -> None:
+    def of_ranks(*causes: str) -> RanksError:
+        return RanksError("failed", causes=dict(enumerate(causes)))
+
+    stall = CheckpointStallError.__name__
+    assert is_stall(CheckpointStallError("too long")) and is_stall(of_ranks(stall)) and is_stall(of_ranks(stall, stall))
+    assert not any(
+        map(is_stall, (disk_error(), of_ranks(stall, "CheckpointSaveError"), of_ranks(), RanksError("gone")))
+    )
+
+
 def test_pauses_double_up_to_a_limit() -> None:
     policy = ErrorPolicy(attempts=6, backoff_seconds=1.0, max_backoff_seconds=5.0)
     assert [policy.pause(number) for number in range(1, 6)] == [1, 2, 4, 5, 5]
@@ -254,6 +307,19 @@ def test_warn_logs_reports_and_goes_on(preset: str, tmp_path: Path, caplog: pyte
     ]
     assert "on fire" in str(manager.reports[0].error)
     assert checkpoints_in(tmp_path) == ["iter_0000001", "iter_0000002"]
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_the_report_of_a_failed_save_says_how_long_training_stood(preset: str, tmp_path: Path) -> None:
+    slow = faults.at("send").calls(lambda: time.sleep(0.3))
+    with manager_in(tmp_path, "checkpoint.on_error=warn", preset=preset) as manager, slow, failing(disk_error()):
+        began = time.monotonic()
+        manager.save(1, state_of(1))
+        stood = time.monotonic() - began
+        manager.wait()
+    [report] = manager.reports
+    assert report.outcome == "failed"
+    assert (0.3 if preset == "sync" else 0) < report.stall_s <= stood
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])

@@ -21,11 +21,15 @@ from ckpt_component import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointSaveError,
+    CheckpointTimeoutError,
     build_checkpointer,
     build_manager,
 )
 from ckpt_component.core.image.copy import CopyTasks
 from ckpt_component.core.storage.locate import LOG, SPEC
+from ckpt_component.events import SaveReport
+from ckpt_component.saving.context import NoRun
+from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle
 from ckpt_component.stagers.background_copy import BackgroundCopy
 from ckpt_component.testing import faults
 
@@ -93,6 +97,67 @@ def test_close_raises_what_nobody_has_seen(tmp_path: Path) -> None:
     with pytest.raises(CheckpointSaveError):
         checkpointer.close()
     checkpointer.close()
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_a_closed_checkpointer_saves_nothing(preset: str, tmp_path: Path) -> None:
+    checkpointer = build_checkpointer(preset)
+    checkpointer.close()
+    with pytest.raises(CheckpointError, match="This checkpointer is closed; build a new one to save again"):
+        checkpointer.save(state_of(1), tmp_path / "one")
+    assert os.listdir(tmp_path) == []
+
+
+def test_close_ends_the_writer_process_also_when_it_gives_up_a_save_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(saves: InFlightSaves, limit: float) -> None:
+        raise CheckpointTimeoutError("a save was still running")
+
+    checkpointer = build()
+    checkpointer.save(state_of(1), tmp_path / "one")[1].result(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(InFlightSaves, "wait", hang)
+        with pytest.raises(CheckpointTimeoutError, match="still running"):
+            checkpointer.close()
+    assert faults.writers() == []
+    checkpointer.close()
+
+
+def test_a_save_is_not_written_before_the_one_ahead_of_it_has_ended(tmp_path: Path) -> None:
+    with build("checkpoint.stager.arenas=2") as checkpointer, faults.at("send").holds() as held:
+        first = checkpointer.save(state_of(1), tmp_path / "one")[1]
+        held.wait()
+        second = checkpointer.save(state_of(2), tmp_path / "two")[1]
+        with pytest.raises(TimeoutError):
+            second.result(0.5)
+        held.release()
+        second.result(30)
+        assert first.done()
+
+
+def test_hooks_of_a_run_hear_of_each_commit_and_change_nothing_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[SaveReport] = []
+
+    def fail(run: NoRun, report: SaveReport) -> None:
+        heard.append(report)
+        raise RuntimeError("no such hook")
+
+    def leave(run: NoRun, report: SaveReport) -> None:
+        heard.append(report)
+        sys.exit(1)
+
+    monkeypatch.setattr(NoRun, "after_commit", fail)
+    monkeypatch.setattr(NoRun, "after_save", leave)
+    with build() as checkpointer:
+        saved = checkpointer.save(state_of(1), tmp_path / "one")[1]
+        report = saved.result(30)
+    assert [each.path for each in heard] == [str(tmp_path / "one")] * 2
+    assert report.outcome == "committed"
+    assert isinstance(saved, SaveHandle) and saved.report is report
+    assert "is committed, but a hook after the commit failed" in caplog.text
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,12 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON
+from ckpt_component.core.image.apart_files import FileBytes
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.storage import Held, Storage
 from ckpt_component.events import read_events
+from ckpt_component.saving.base_files import BaseFiles
 from ckpt_component.testing import SimulatedBucket, SimulatedObjects
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -45,15 +51,15 @@ class Training:
         self.adapter = {"a": torch.zeros(300), "b": torch.zeros(20_000)}
         self.saved: dict[int, dict[str, Any]] = {}
         self.step = 0
-        self._options = (preset, [f"checkpoint.dir={folder}", "checkpoint.save.at_end=false", *overrides], options)
+        self.options = options
+        self._overrides = (preset, [f"checkpoint.dir={folder}", "checkpoint.save.at_end=false", *overrides])
 
     @property
     def state(self) -> dict[str, Any]:
         return {"base": self.base, "adapter": self.adapter, "step": self.step}
 
     def manager(self) -> CheckpointManager:
-        preset, overrides, options = self._options
-        return build_manager(preset, overrides, **options)
+        return build_manager(*self._overrides, **self.options)
 
     def save(self, manager: CheckpointManager) -> int:
         """Train a step and save it; returns the bytes that were written."""
@@ -87,6 +93,38 @@ class Training:
                 for name, value in values.items():
                     assert torch.equal(value, self.saved[step][part][name]), f"step {step} has another {part}.{name}"
         return True
+
+
+class Counted(FileStorage):
+    """Counts how often each file is held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Counter[Held]()
+
+    def hold(self, path: str) -> Held | None:
+        held = super().hold(path)
+        if held is not None:
+            self.held[held] += 1
+        return held
+
+    def release(self, held: Held) -> None:
+        super().release(held)
+        self.held[held] -= 1
+
+
+class Deleting(FileStorage):
+    """Another process deletes a folder once its manifest was read."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def read(self, path: str, limit: int) -> bytes:
+        data = super().read(path, limit)
+        if path == os.path.join(self._folder, MANIFEST):
+            shutil.rmtree(self._folder)
+        return data
 
 
 @pytest.fixture
@@ -139,6 +177,14 @@ def test_a_loop_that_offers_its_state_at_each_step_shares_from_its_second_save_o
                 tensor.add_(1)
             manager.maybe_save(step, training.state)
     assert [report.bytes < 150_000 for report in manager.reports] == [False, True, True]
+
+
+def test_what_is_shared_needs_no_room(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    with training.manager() as manager:
+        for _ in range(3):
+            training.save(manager)
+        monkeypatch.setattr(FileStorage, "free_bytes", lambda files, path: BASE_BYTES // 2)
+        assert training.save(manager) < 150_000
 
 
 def test_off_writes_everything(tmp_path: Path) -> None:
@@ -276,6 +322,61 @@ def test_a_run_over_a_base_stores_what_differs(tmp_path: Path, whole: bool) -> N
         assert second.save(manager) < 150_000
     shutil.rmtree(first.folder)
     assert second.holds()
+
+
+def over(base: dict[str, torch.Tensor], folder: Path, *overrides: str) -> Training:
+    """A run that trains over a copy of a base."""
+    training = Training(folder, "sync", DECLARED, *overrides)
+    training.base = {name: value.clone() for name, value in base.items()}
+    return training
+
+
+def test_large_files_of_a_base_are_shared_and_closed(tmp_path: Path) -> None:
+    """Larger than what is read at once to learn whether they are the same."""
+    storage, large = Counted(), {"layer0": torch.randn((9 << 20) // 4)}
+    options = {"storage_of": lambda path: storage}
+    first = over(large, tmp_path / "first")
+    second = over(large, tmp_path / "second", f"checkpoint.reuse.base={first.folder}")
+    for training in (first, second):
+        training.options.update(options)
+        with training.manager() as manager:
+            training.save(manager)
+    assert manager.reports[-1].bytes < 150_000 < (9 << 20) <= manager.reports[-1].reused
+    assert second.holds() and storage.held
+    del manager
+    gc.collect()
+    assert not any(storage.held.values())
+
+
+def test_other_folders_are_looked_in_where_one_has_nothing_is_damaged_or_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Training(tmp_path / "first", "sync", DECLARED)
+    another = Training(tmp_path / "another", "sync", DECLARED)
+    for training in (first, another):
+        with training.manager() as manager:
+            training.save(manager)
+    asked: list[dict[int, FileBytes]] = []
+
+    def find(files: BaseFiles, wanted: Mapping[int, FileBytes], storage: Storage, elsewhere: bool) -> dict[int, Any]:
+        asked.append(dict(wanted))
+        return {}
+
+    monkeypatch.setattr(BaseFiles, "find", find)
+    second = over(first.base, tmp_path / "second")
+    with second.manager() as manager:
+        second.save(manager)
+    monkeypatch.undo()
+    damaged, deleted = tmp_path / "damaged", tmp_path / "deleted"
+    damaged.mkdir()
+    (damaged / MANIFEST).write_text("{")
+    for folder in (damaged, deleted, another.path(1)):
+        storage = Deleting(str(deleted))
+        shutil.copytree(first.path(1), deleted)
+        folders = [str(folder), str(first.folder)]
+        found = BaseFiles(partial(list, folders), storage, MEGATRON).find(asked[0], storage, False)
+        assert found.keys() == asked[0].keys() != set(), folder
+        shutil.rmtree(deleted, ignore_errors=True)
 
 
 def test_a_damaged_base_is_not_shared(tmp_path: Path) -> None:

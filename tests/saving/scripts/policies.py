@@ -119,7 +119,15 @@ def warned(rank: int, world_size: int, folder: Path) -> None:
         (folder / "run" / "iter_0000004" / "mine").touch()
         settle()
         assert manager.save(4, state_of(4, rank)) is False
-    assert [entry[:2] for entry in outcomes(manager)] == [(1, "failed"), (2, "failed"), (3, "committed"), (4, "failed")]
+        # Also of these so many in a row.
+        (folder / "run" / "iter_0000005").mkdir(exist_ok=True)
+        (folder / "run" / "iter_0000005" / "mine").touch()
+        settle()
+        assert manager.save(5, state_of(5, rank)) is False
+        with pytest.raises(CheckpointGivenUpError, match=r"2 saves in a row.*iter_0000005"):
+            manager.save(6, state_of(6, rank))
+    failed = [(1, "failed"), (2, "failed"), (3, "committed"), (4, "failed"), (5, "failed")]
+    assert [entry[:2] for entry in outcomes(manager)] == failed
     check(folder / "run", 3, rank)
 
 
