@@ -1,17 +1,20 @@
 """Does a test notice each small change of the code? Makes one change after the other, and runs the tests that reach it.
 
-    python tests/mutation/mutate.py                          all files of `ROOMS`; takes hours
-    python tests/mutation/mutate.py core/commit/retention.py managing
-    python tests/mutation/mutate.py --changed main           the files that differ from a branch
-    python tests/mutation/mutate.py --tests tests/saving/test_keep.py managing/policies.py
+In the folder tests:
+
+    python -m mutation.mutate                                    all files of `ROOMS`; takes hours
+    python -m mutation.mutate managing core/commit/retention.py
+    python -m mutation.mutate --changed main                     the files that differ from a branch
+    python -m mutation.mutate --among FILE --run-slow saving     what is left, with more tests
+    python -m mutation.mutate --tests tests/saving/test_keep.py managing/policies.py
 
 A mutant that no test notices must be in `survivors.txt`, with the reason why that is right; another survivor, or a line
 of that file that no longer applies, is the exit code 1.
 
-It works on a copy. A first run of the tests tells which statements each of them reaches, in all its processes. Then a
-fork for each mutant puts the changed functions in place of those imported, and runs the tests that reach the changed
-statement until one fails or enough have passed. Changes of what runs when the
-file is imported (defaults, constants) need a new process, and all tests of the room until one fails.
+It works on copies. A first run of the tests tells which statements each of them reaches, in all its processes. Then a
+fork for each mutant puts the changed functions in place of those imported, and runs tests that reach the changed
+statement until one fails or enough have passed: a statement that many tests reach gets only some of them. Changes of
+what runs when the file is imported (defaults, constants) need a new process.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ from functools import partial
 from pathlib import Path
 from types import FunctionType
 
-import mutants
 import pytest
+
+from . import mutants
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS = Path(__file__).with_name("survivors.txt")
@@ -387,7 +391,8 @@ def main() -> int:
                     print("hung    ", name, flush=True)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(options.workers)]
     new = [name for name in alive if name not in accepted]
-    gone = [name for name in accepted if name.partition(":")[0] in files and name not in alive]
+    all_run = not (options.among or options.tests)
+    gone = [name for name in accepted if all_run and name.partition(":")[0] in files and name not in alive]
     print(*(f"gone from the code, or killed: {name}" for name in gone), sep="\n")
     print(f"{counts.total()} mutants of {len(files)} files: {dict(counts)}; {len(new)} survivors are not accepted")
     return max(codes) or bool(new or gone)
