@@ -65,7 +65,7 @@ class Purge:
         return self._last is None or not wait_futures([self._last], seconds).not_done
 
     def close(self) -> None:
-        """Wait for the purge that is running, for as long as its storage takes; none is started after it."""
+        """Wait for the purge that is running, for as long as its storage takes, and end its thread."""
         self._thread.shutdown()
 
     def _begin(self, purge: Callable[[Collection[str]], None], after: str) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import signal
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +20,21 @@ import torch
 from ckpt_component import (
     CheckpointBusyError,
     CheckpointConfigError,
+    CheckpointError,
     CheckpointManager,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    CheckpointStageError,
+    CheckpointStepError,
+    MissingKeysError,
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.background.exports import BackgroundExports
 from ckpt_component.config.rules import checked_resume
+from ckpt_component.managing import recording
 from ckpt_component.managing.policies import ResumePolicy, SavePolicy
+from ckpt_component.saving.foresight import Foresight
 from ckpt_component.testing import faults
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
@@ -179,7 +193,9 @@ def test_a_failed_save_is_told_once_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
-def test_the_last_step_is_saved_although_earlier_saves_run_or_failed(overlap: str, tmp_path: Path) -> None:
+def test_the_last_step_is_saved_although_earlier_saves_run_or_failed(
+    overlap: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         faults.at("write").holds() as held,
         faults.at("write").raises(CheckpointSaveError("the first one failed", 5)),
@@ -191,6 +207,19 @@ def test_the_last_step_is_saved_although_earlier_saves_run_or_failed(overlap: st
         threading.Timer(0.2, held.release).start()
     assert manager.steps() == [2]
     assert [(report.step, report.outcome) for report in manager.reports] == [(1, "failed"), (2, "committed")]
+    assert "trying once more" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_who_interrupts_a_run_hears_what_it_waits_for(
+    error: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(error), faults.at("write").holds() as held, manager_in(tmp_path) as manager:
+        manager.save(1, fresh())
+        threading.Timer(0.1, held.release).start()
+        raise error
+    assert ("interrupted; waiting until step 1 is saved" in caplog.text) is (error is KeyboardInterrupt)
+    assert manager.steps() == [1]
 
 
 def test_off_does_nothing(tmp_path: Path) -> None:
@@ -198,6 +227,7 @@ def test_off_does_nothing(tmp_path: Path) -> None:
         manager.guard(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
         assert manager.restore(fresh()) is None
         run(manager, range(1, 3), fresh())
+        assert manager.save(3, fresh()) is False
         manager.wait()
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointConfigError, match="build_manager"):
@@ -206,7 +236,16 @@ def test_off_does_nothing(tmp_path: Path) -> None:
 
 def test_policies() -> None:
     assert SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 5.1)
+    assert SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 5.0)
     assert not SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 4.9)
+    for steps, seconds, at_end in ((10, None, False), (None, 5.0, False), (None, None, True), (None, None, False)):
+        policy = SavePolicy(every_steps=steps, every_seconds=seconds, at_end=at_end)
+        assert policy.repeats is (steps is not None or seconds is not None)
+        assert policy.enabled is (policy.repeats or at_end)
+    searches = {choice: ResumePolicy(choice).searches for choice in ("auto", "must", "never", "best", 12, "runs/x")}
+    assert [choice for choice, does in searches.items() if does] == ["auto", "must"]
+    assert [choice for choice in searches if ResumePolicy(choice).is_exact] == [12, "runs/x"]
+    assert ResumePolicy().searches and not ResumePolicy().rewind
     assert ResumePolicy(12).path is None and ResumePolicy("runs/x").path == os.path.abspath("runs/x")
     assert checked_resume("12") == 12
     with pytest.raises(CheckpointConfigError, match="auto, must, never"):
@@ -217,11 +256,175 @@ def test_a_second_save_of_a_step_does_nothing_and_says_so(tmp_path: Path, caplog
     state = fresh()
     with manager_in(tmp_path) as manager:
         assert manager.save(5, state)
+        assert "is saved already" not in caplog.text
         state["weight"].fill_(1)
         assert not manager.save(5, state)
         assert not manager.maybe_save(5, state)
     told = [record.getMessage() for record in caplog.records if "is saved already" in record.getMessage()]
     assert told == ["step 5 is saved already, and this call of save() does nothing: a step is saved once"]
+
+
+def test_maybe_save_raises_the_error_of_an_earlier_save_although_none_is_due(tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.save.every_steps=2", "checkpoint.save.at_end=false") as manager:
+        with faults.at("write").raises(CheckpointSaveError("the disk is on fire", 5)):
+            manager.maybe_save(2, fresh())
+            with pytest.raises(CheckpointSaveError, match="on fire"):
+                for step in range(3, 6001, 2):
+                    assert not manager.maybe_save(step, fresh())
+                    time.sleep(0.01)
+        assert not manager.maybe_save(6001, fresh())  # it is told once
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_a_save_that_fails_with_warn_is_not_said_to_be_started(preset: str, tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.on_error=warn", *RESTORES_ONLY, preset=preset) as manager:
+        if preset == "sync":
+            with faults.at("write").raises(CheckpointSaveError("the disk is on fire", 5)):
+                assert manager.save(1, fresh()) is False
+        else:
+            (tmp_path / "iter_0000001").mkdir(parents=True)
+            (tmp_path / "iter_0000001" / "mine").touch()
+            assert manager.save(1, fresh()) is False
+        assert manager.save(2, fresh()) is True
+    assert [(report.step, report.outcome) for report in manager.reports] == [(1, "failed"), (2, "committed")]
+
+
+def test_keys_that_the_checkpoint_lacks_are_an_error_unless_the_caller_allows_it(tmp_path: Path) -> None:
+    with manager_in(tmp_path, preset="sync") as manager:
+        manager.save(1, fresh())
+    state = {**fresh(), "more": torch.ones(2)}
+    with manager_in(tmp_path, *RESTORES_ONLY, preset="sync") as manager:
+        with pytest.raises(MissingKeysError, match="more"):
+            manager.restore(state)
+        assert manager.restore(state, strict=False) == 1
+
+
+def test_arguments_in_the_wrong_place_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    with manager_in(tmp_path, preset="sync") as manager:
+        with pytest.raises(CheckpointStageError, match="Expected a state dict, got a list"):
+            manager.restore([fresh()])  # type: ignore[arg-type]
+        with pytest.raises(CheckpointStepError, match=r"The step comes first: save\(step, state\)\."):
+            manager.save(fresh(), 2)  # type: ignore[arg-type]
+    assert manager.steps() == []
+
+
+def test_only_steps_before_a_save_of_the_run_help_to_prepare_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(Foresight, "look", lambda self, state: looked.append(state["step"]))
+    with manager_in(tmp_path, "checkpoint.save.every_steps=2", preset="sync") as manager:
+        run(manager, range(1, 6), fresh())
+    assert looked == [1, 3, 5]
+    with manager_in(tmp_path, *RESTORES_ONLY, preset="sync") as manager:
+        run(manager, range(6, 8), fresh())
+    assert looked == [1, 3, 5]
+
+
+def test_the_time_of_a_restore_does_not_count_as_time_since_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, ahead, now = fresh(), [0.0], time.monotonic
+    usual = ("checkpoint.save.every_steps=null", "checkpoint.save.every_seconds=1000", "checkpoint.save.at_end=false")
+    with manager_in(tmp_path, *usual, preset="sync") as manager:
+        manager.save(1, state)
+    with manager_in(tmp_path, *usual, preset="sync") as manager:
+        monkeypatch.setattr(time, "monotonic", lambda: now() + ahead[0])
+        ahead[0] = 900.0  # what is loaded before the restore
+        assert manager.restore(state) == 1
+        ahead[0] = 1800.0
+        assert not manager.maybe_save(2, state)
+        ahead[0] = 1950.0
+        assert manager.maybe_save(3, state)
+        assert not manager.maybe_save(4, state)
+
+
+def test_what_is_no_checkpoint_is_warned_about_where_steps_are_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
+    for call in (CheckpointManager.steps, CheckpointManager.best_steps):
+        with manager_in(tmp_path, *RESTORES_ONLY, "checkpoint.keep.best.metric=loss", preset="sync") as manager:
+            caplog.clear()
+            assert call(manager) == call(manager) == []
+        assert caplog.text.count("skipped, not a committed checkpoint: ") == 1
+
+
+def test_a_run_that_restores_and_makes_no_step_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager_in(tmp_path, preset="sync") as manager:
+        manager.save(4, fresh())
+    assert manager.idle is None
+    for overrides, steps, idle in (
+        ((), range(0), 4),
+        ((), range(4, 5), 4),
+        (RESTORES_ONLY, range(0), None),
+        ((), range(5, 7), None),
+    ):
+        caplog.clear()
+        with manager_in(tmp_path, *overrides, preset="sync") as manager:
+            assert manager.restore(fresh()) == 4
+            run(manager, steps, fresh())
+        assert manager.idle == idle and ("nothing was trained" in caplog.text) is (idle is not None)
+
+
+def test_only_a_run_that_came_to_its_end_finishes_its_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished, export = list[bool](), "checkpoint.export.format=hf"
+    monkeypatch.setattr(BackgroundExports, "end", lambda self, *, finish: finished.append(finish))
+    for number, error in enumerate((None, ZeroDivisionError)):
+        with suppress(ZeroDivisionError), manager_in(tmp_path / f"{number}", export):
+            if error is not None:
+                raise error
+    with manager_in(tmp_path / "2", export) as manager:
+        manager.stop_on_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert manager.should_stop()
+    with (
+        faults.at("write").raises(CheckpointSaveError("the disk is on fire", 5)),
+        pytest.raises(CheckpointSaveError, match="on fire"),
+        manager_in(tmp_path / "3", export, "checkpoint.save.at_end=false") as manager,
+    ):
+        manager.save(1, fresh())  # of which `close` says that it failed
+    assert finished == [True, False, False, False]
+
+
+def test_a_program_that_ends_is_told_only_of_a_step_that_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = list[Callable[[], object]]()
+
+    def register(function: Callable[..., object], *args: Any) -> None:
+        if function.__module__ == CheckpointManager.__module__:
+            ends.append(partial(function, *args))
+
+    monkeypatch.setattr(atexit, "register", register)
+    with manager_in(tmp_path / "0", preset="sync") as manager:  # one with a step, none, and one that is gone
+        manager.maybe_save(1, fresh())
+        with manager_in(tmp_path / "1", preset="sync"):
+            manager_in(tmp_path / "2", preset="sync").close()
+            gc.collect()
+            for end in ends:
+                end()
+    assert len(ends) == 3 and caplog.text.count("is not saved: the program ended before the end of") == 1
+
+
+def test_a_closed_manager_saves_nothing(tmp_path: Path) -> None:
+    with manager_in(tmp_path, preset="sync") as manager:
+        manager.save(1, fresh())
+    with pytest.raises(CheckpointError, match="This manager is closed; build a new one to save again"):
+        manager.save(2, fresh())
+    assert manager.steps() == [1]
+
+
+def test_a_report_gets_the_managers_of_its_job(tmp_path: Path) -> None:
+    assert recording.stop() == []
+    recording.start()
+    managers = []
+    for number in range(2):
+        with manager_in(tmp_path / f"{number}", preset="sync") as manager:
+            managers.append(manager)
+    assert recording.stop() == managers and recording.stop() == []
+    with manager_in(tmp_path / "2", preset="sync"):
+        assert recording.stop() == []  # nobody asked
 
 
 def test_a_state_dict_that_stands_for_its_new_optimizer_is_warned_of(

@@ -37,6 +37,8 @@ from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.events import CheckpointListener, LoadReport
+from ckpt_component.managing.run_context import steps_text
 
 POINTER = "latest_checkpointed_iteration.txt"
 SCRIPT = Path(__file__).parent / "scripts" / "damaged_resume.py"
@@ -166,6 +168,46 @@ def test_what_cannot_be_read_is_passed_over_and_stays(
     assert restored(tmp_path) == 2  # the disk is back
 
 
+def test_what_was_found_damaged_and_cannot_be_read_again_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk that fails now may have failed then."""
+    run(tmp_path, 1, 2)
+    flip(tmp_path, 2)
+    bad, read = os.stat(tmp_path / "iter_0000002" / "__0_0.distcp").st_ino, os.preadv
+
+    def failing(fd: int, *rest: Any) -> int:
+        if "step 2 cannot be used, trying step 1" in caplog.text and os.fstat(fd).st_ino == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, *rest)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert restored(tmp_path) == 1
+    assert "iter_0000002 cannot be verified again: " in caplog.text and quarantined(tmp_path) == []
+
+
+def test_with_two_tiers_each_checkpoint_is_read_and_quarantined_where_it_is(tmp_path: Path) -> None:
+    local, other, slow = f"checkpoint.local.dir={tmp_path / 'fast'}", tmp_path / "other", tmp_path / "slow"
+    run(other, 7)
+    path = f"checkpoint.resume={other / 'iter_0000007'}"
+    with manager_in(slow, local, path, RESTORES_ONLY) as manager:
+        assert manager.restore(target()) == 7
+    run(slow, 1, 2)
+    flip(slow, 2)
+    assert restored(slow, local, RESTORES_ONLY) == 1
+    assert quarantined(slow) == ["iter_0000002"]
+
+
+def test_damaged_ones_before_the_restored_step_are_quarantined_also_where_those_after_it_are_retired(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, 1, 2, 3)
+    (tmp_path / "iter_0000001" / "manifest.json").unlink()
+    (tmp_path / "iter_0000003" / "manifest.json").write_bytes(b"{")
+    assert restored(tmp_path, "checkpoint.rewind=true") == 2
+    assert quarantined(tmp_path) == ["iter_0000001", "iter_0000003"]
+
+
 def test_a_manifest_that_cannot_be_read_stops_a_run_that_would_begin_from_scratch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,11 +235,58 @@ def test_a_checkpoint_of_another_release_is_neither_used_nor_renamed(tmp_path: P
         ours.load(tmp_path / "iter_0000002")
 
 
-def test_another_models_checkpoint_is_an_error_and_no_damage(tmp_path: Path) -> None:
+def test_a_step_that_was_asked_for_and_cannot_be_used_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
+    """One that another release wrote may be whole."""
+    run(tmp_path, 1, 2, 3)
+    edit_manifest(tmp_path / "iter_0000003", lambda manifest: manifest.__setitem__("version", 99))
+    (tmp_path / "iter_0000002" / "__0_0.distcp").unlink()
+    for step, kind in ((3, CheckpointUnreadableError), (2, CheckpointCorruptError)):
+        with pytest.raises(CheckpointCorruptError, match=f"resume={step}, and that checkpoint cannot") as caught:
+            restored(tmp_path, f"checkpoint.resume={step}")
+        assert type(caught.value) is kind
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    for steps, text in (((), "there is none at all"), ((1,), "it has step 1"), ((2,), "it has steps 1, 2")):
+        run(tmp_path, *steps)
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            restored(tmp_path, "checkpoint.resume=7")
+        assert str(caught.value) == f"checkpoint.resume=7, but {tmp_path} has no such checkpoint; {text}."
+    assert steps_text(list(range(1, 9))) == "1, 2, 3, 4, 5, 6, 7, 8"
+    assert steps_text(list(range(1, 11))) == "1, 2, 3, 4, 5, 6, 7, ... (10 in all), 10"
+
+
+def test_files_that_may_be_checkpoints_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, more in ((1, ""), (2, " and 1 more"), (3, " and 2 more")):
+        torch.save(target(), tmp_path / f"weights-{number}.pt")
+        caplog.clear()
+        assert restored(tmp_path) is None
+        assert caplog.text.count(f".pt{more} may be a checkpoint, but is not loaded; to load it, type ") == 1
+    torch.save(target(), tmp_path / "step_4.pt")
+    with pytest.raises(CheckpointNotFoundError, match=rf"To load it, type checkpoint\.resume={tmp_path}/step_4\.pt; "):
+        restored(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "step"), [("step_7/weights.pt", 7), ("step_7/step_3.pt", 7), ("step_5.pt", 5), ("step_7/step_3", 3)]
+)
+def test_a_file_has_the_step_of_its_folder_or_else_its_own(path: str, step: int, tmp_path: Path) -> None:
+    file = tmp_path / "theirs" / path
+    file.parent.mkdir(parents=True)
+    if file.suffix:
+        torch.save({"weight": torch.ones(1000), "step": 1}, file)
+    else:
+        run(tmp_path / "theirs", 3)
+        (tmp_path / "theirs" / "iter_0000003").rename(file)
+    with manager_in(tmp_path / "ours", f"checkpoint.resume={file}") as manager:
+        assert manager.restore(target()) == step
+
+
+def test_another_models_checkpoint_is_an_error_and_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 1, 2)
     with manager_in(tmp_path) as manager, pytest.raises(CheckpointLoadError, match="has shape"):
         manager.restore({"weight": torch.zeros(7), "step": 0})
-    assert quarantined(tmp_path) == []
+    assert quarantined(tmp_path) == [] and "was not used" not in caplog.text
 
 
 @pytest.mark.parametrize("lost", [("manifest.json",), ("manifest.json", ".metadata", "integrity-0.json")])
@@ -236,6 +325,60 @@ def test_a_rename_that_fails_does_not_stop_the_run(
         manager.save(4, target())
         tidied(manager)
         assert manager.steps() == [2, 3, 4]
+
+
+def test_steps_before_a_damaged_one_that_could_not_be_renamed_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The restore has told of it, and training does not stop at the first save."""
+    run(tmp_path, 1, 5)
+    flip(tmp_path, 5)
+
+    def fail(self: FileStorage, source: str, target: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+
+    with manager_in(tmp_path) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStorage, "rename_new", fail)
+            assert manager.restore(target()) == 1
+        assert "resumed from step 1 although 5 follow(s)" in caplog.text
+        assert manager.save(2, target())
+
+
+def test_a_restore_from_scratch_is_told_to_no_listener(tmp_path: Path) -> None:
+    told = list[int | None]()
+
+    class Listener(CheckpointListener):
+        def on_restored(self, report: LoadReport) -> None:
+            told.append(report.step)
+
+    run(tmp_path, 1)
+    with manager_in(tmp_path) as manager:
+        manager.add_listener(Listener())
+        assert manager.restore(target()) == 1
+        shutil.rmtree(tmp_path / "iter_0000001")  # by hand
+        assert manager.restore(target()) is None
+    assert told == [1]
+
+
+def test_a_damaged_one_that_could_not_be_renamed_counts_once_its_step_is_saved_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, 1, 2)
+    flip(tmp_path, 2)
+
+    def fail(self: FileStorage, source: str, target: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+
+    with manager_in(tmp_path, "checkpoint.keep.last=2") as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStorage, "rename_new", fail)
+            assert manager.restore(target()) == 1
+        shutil.rmtree(tmp_path / "iter_0000002")  # by hand
+        for step in (2, 3, 4):
+            manager.save(step, target())
+            tidied(manager)
+        assert manager.steps() == [3, 4]
 
 
 @pytest.mark.parametrize("text", [b"", b"garbage", b"7", b"-1", b"\xff\xfe", b"9" * 100, b"1", None])
@@ -449,6 +592,20 @@ def test_restore_waits_for_the_save_of_its_own_manager(tmp_path: Path, gate: _Ga
         assert manager.save(2, state) is False  # the loop continues there
         assert manager.save(3, state)
     assert manager.steps() == [1, 2, 3]
+
+
+def test_begin_at_waits_for_the_save_of_its_own_manager(tmp_path: Path, gate: _Gate) -> None:
+    state: dict[str, Any] = {"w": torch.zeros(10), "step": 0}
+    with build_manager("async_persistent", dir=tmp_path) as manager:
+        try:
+            for step in (1, 2):
+                manager.save(step, state)
+            manager.begin_at(2)
+            assert gate.opened.is_set() and manager.reports[-1].step == 2
+        finally:
+            gate.opened.set()
+        assert manager.save(2, state) is False  # it is there
+    assert manager.steps() == [1, 2]
 
 
 def test_restore_after_a_failed_save_of_its_own_takes_the_one_before(tmp_path: Path) -> None:

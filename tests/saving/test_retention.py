@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ckpt_component import CheckpointManager, CheckpointStepError, build_manager
 from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.managing.purge import Purge
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -172,6 +174,38 @@ def test_a_save_that_finds_no_room_waits_for_the_deletions_after_the_last_one(
     assert manager.steps() == [3] and [report.outcome for report in manager.reports] == ["committed"] * 3
 
 
+def test_what_no_thread_takes_any_more_is_deleted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the interpreter exits."""
+    submit, refused = ThreadPoolExecutor.submit, list[str]()
+
+    def refuse(self: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(getattr(function, "func", None), "__module__", "") == Purge.__module__:
+            refused.append(threading.current_thread().name)
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        return submit(self, function, *args, **kwargs)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    with build_manager("sync", ["checkpoint.keep.last=1"], dir=tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+            manager.wait()
+    assert refused and manager.steps() == [2]
+
+
+def test_a_step_whose_folder_was_there_before_counts_when_it_is_committed(tmp_path: Path) -> None:
+    """Where checkpoints are not renamed, an attempt of another host may have left it."""
+    usual = ["checkpoint.commit=manifest", "checkpoint.keep.last=1"]
+    with build_manager("sync", usual, dir=tmp_path) as manager:
+        manager.save(1, state_of(1))
+    left = tmp_path / "iter_0000002" / "0badc0de-12345678"
+    left.mkdir(parents=True)
+    (left / "__0_0.distcp").touch()
+    with build_manager("sync", usual, dir=tmp_path) as manager:
+        assert manager.restore(state_of(0)) == 1
+        assert manager.save(2, state_of(2))
+    assert manager.steps() == [2]
+
+
 @pytest.fixture
 def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counter[str]]:
     """How often a manifest was read, and a file of a step looked at, since the last call."""
@@ -293,6 +327,7 @@ def test_a_step_that_is_refused_deletes_nothing(tmp_path: Path) -> None:
         assert manager.restore({"step": 0}) == 5
         with pytest.raises(CheckpointStepError):
             manager.save(4, {"step": 4})
+        assert not manager.save(5, {"step": 5})  # nor does one that is there already
         assert manager.steps() == [1, 2, 3, 4, 5]
     with build_manager("sync", ["checkpoint.save.every_steps=100"], dir=tmp_path) as manager:
         assert manager.steps() == [1, 2, 3, 4, 5]

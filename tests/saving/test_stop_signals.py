@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +19,8 @@ from ranks import run_ranks
 
 import ckpt_component
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointManager, CheckpointTypeError, build_manager
-from ckpt_component.managing.stop_signals import STOPPING
+from ckpt_component.core.coordination import LocalCoordinator
+from ckpt_component.managing.stop_signals import STOPPING, StopSignals
 
 SCRIPT = Path(__file__).parent / "scripts" / "stopping.py"
 NOTHING_BY_ITSELF = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"]
@@ -275,6 +276,93 @@ with build_manager("off") as manager:
     )
     assert done.stdout == "still here\n"
     assert done.returncode == -signal.SIGINT
+
+
+class _Pair(LocalCoordinator):
+    """The leader of two ranks, of which the other one has caught `other`, a signal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
+        self.other = 0
+        self.deadlines: list[float] = []
+
+    def meet(
+        self, name: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None
+    ) -> Any:
+        """Decide from both."""
+        self.deadlines.append(deadline)
+        return decide([value, self.other])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds: goes on when a test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def pair(clock: list[float]) -> Iterator[tuple[StopSignals, _Pair]]:
+    """What one of two ranks has to stop by, with signal handlers of its own."""
+    ranks = _Pair()
+    signals = StopSignals(ranks, 7.0, [signal.SIGUSR1, signal.SIGTERM], 85)
+    yield signals, ranks
+    signals.close()
+
+
+def test_two_ranks_exchange_about_once_a_second_what_they_have_caught(
+    pair: tuple[StopSignals, _Pair], clock: list[float]
+) -> None:
+    """And after the first step, when nobody knows yet how long a step takes."""
+    signals, ranks = pair
+    asked_after = []
+    for step in range(1, 21):
+        clock[0] += 0.25 if step <= 13 else 3.0
+        asked = len(ranks.deadlines)
+        assert signals.agreed() is None
+        if len(ranks.deadlines) > asked:
+            assert ranks.deadlines[-1] == clock[0] + 7.0
+            asked_after.append(step)
+    assert asked_after == [1, 5, 9, 13, 17, 18, 19, 20]
+
+
+def test_two_ranks_that_are_quick_exchange_after_a_hundred_steps_at_the_latest(
+    pair: tuple[StopSignals, _Pair],
+) -> None:
+    signals, ranks = pair
+    for _ in range(201):
+        assert signals.agreed() is None
+    assert len(ranks.deadlines) == 3
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "agreed"),
+    [
+        (signal.SIGTERM, 0, signal.SIGTERM),
+        (0, signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1),
+        (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1),
+    ],
+)
+def test_two_ranks_stop_by_what_one_of_them_has_caught(
+    mine: int, other: int, agreed: signal.Signals, pair: tuple[StopSignals, _Pair]
+) -> None:
+    signals, ranks = pair
+    assert signals.agreed() is None
+    ranks.other = other
+    if mine:
+        signal.raise_signal(signal.Signals(mine))
+    steps = 0
+    while (found := signals.agreed()) is None:
+        steps += 1
+        assert steps < 101
+    assert found is agreed
+    ranks.other, asked = 0, len(ranks.deadlines)
+    for _ in range(200):
+        assert signals.agreed() is agreed  # once and for all
+    assert len(ranks.deadlines) == asked
 
 
 @pytest.mark.slow

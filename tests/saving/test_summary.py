@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,13 @@ import torch
 from ranks import run_ranks
 
 from ckpt_component import CheckpointManager, build_manager
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.coordination import LocalCoordinator
+from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.events import SaveReport
+from ckpt_component.managing.run_context import RunContext
+from ckpt_component.managing.summary import contents_text
 
 STATE: dict[str, Any] = {"weight": torch.ones(100)}
 
@@ -60,6 +68,20 @@ def test_repr_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (tmp_path / "run").unlink()
         (tmp_path / "away").rename(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
+
+
+def test_of_a_bucket_repr_says_what_this_run_saved_and_asks_nobody() -> None:
+    def said(*reports: SaveReport) -> str:
+        run = RunContext(FileStorage(), "s3://bucket/run", MEGATRON, LocalCoordinator(), ResolvedTimeouts())
+        return contents_text(run, reports)
+
+    now = time.time()
+    failed = SaveReport("s3://bucket/run/iter_0000009", "failed", 9, time=now)
+    first = SaveReport("s3://bucket/run/iter_0000000", step=0, time=now - 7300, committed_s=10)
+    second = SaveReport("s3://bucket/run/iter_0000003", step=3, time=now - 100, committed_s=40)
+    assert said(failed) == "nothing saved to s3://bucket/run yet"
+    assert said(failed, first) == "1 checkpoint saved to s3://bucket/run, newest 0 (2 h ago)"
+    assert said(first, second, failed) == "2 checkpoints saved to s3://bucket/run, newest 3 (60 s ago)"
 
 
 # --- the closing line -----------------------------------------------------------------------------------------------
