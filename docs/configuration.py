@@ -12,7 +12,7 @@ HEAD = """# Configuration
 
 <!-- Written by docs/configuration.py from ckpt_component/config/schema.py. -->
 
-`ckpt keys` prints these keys and their limits; `ckpt keys timeout` those with a word in them. [Hydra](hydra.md) shows how to set them.
+`ckpt keys` prints these keys and their limits; `ckpt keys timeout` prints those that contain this word. [Hydra](hydra.md) shows how to set them.
 
 | group | options |
 |---|---|
@@ -23,7 +23,8 @@ NOTES = """
 All parts combine, except that `stager=none` lets the writer read the live tensors and needs `caller=inline`.
 
 Sizes and times take units: `8MB` (10^6 bytes), `2GiB` (2^30), `90s`, `30m`, `2h`. `~` and `$VAR` in folders are expanded; for Hydra,
-quote `~`: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder, in a Hydra multirun in the job's output folder.
+quote `~`: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder; in a Hydra multirun,
+in the job's output folder.
 A key takes `null` if that is its default, or its meaning says so.
 """
 

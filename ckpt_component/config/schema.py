@@ -111,7 +111,7 @@ class Reuse:
     mode: ReuseMode = ReuseMode.auto
     """`auto`: share files with the last checkpoint where their bytes are proved to be the same; `off`: write all."""
     frozen: list[str] = field(default_factory=list)
-    """Keys of tensors that will not change, such as [model.base.*], which the second save then need not detect."""
+    """Keys of tensors that will not change, such as [model.base.*]; the second save need not detect that."""
     base: str | None = field(default=None, metadata={"path": True})
     """A run's folder, or a checkpoint, on the same file system, whose files may be shared too."""
 
@@ -184,7 +184,7 @@ class Load:
     prefix: str | None = None
     """Name to put before all keys, after the renames: `model` loads a plain state dict into the state's `model`."""
     ignore: list[str] = field(default_factory=list)
-    """Names that are not loaded, such as [lm_head]; looked up in the checkpoint, then in the state."""
+    """Names not to load, such as [lm_head]: the checkpoint's or, if not found there, the state's."""
 
 
 @dataclass
@@ -253,9 +253,9 @@ class Checkpoint:
     load: Load = field(default_factory=Load)
     """How to load a checkpoint that `resume` names by step or path; the run's own newest one loads as it is."""
     rewind: bool = False
-    """Allow `resume` of a step, a path, `best` or `never` where later checkpoints exist, and retire those."""
+    """Let `resume` be a step, a path, `best` or `never` where later checkpoints exist, and retire those."""
     takeover: bool = False
-    """Save also in a folder in which another run of this host still saves; that run's next save then fails."""
+    """Save even in a folder in which another run of this host still saves; that run's next save then fails."""
     overlap: Overlap = Overlap.wait
     """When a save is due while the previous one still runs: `wait` for it, `skip` the new one, or `error`."""
     on_error: OnError = OnError["raise"]
@@ -362,7 +362,7 @@ class PersistentCaller(Part):
     io_priority: IoPriority = IoPriority.low
     """How the writer process queues for the disk: `normal`, `low`, or `idle` (when no other process uses it)."""
     page_cache: PageCache = PageCache.auto
-    """`auto`: where memory is plentiful, the newest checkpoint is read once after its commit; or `off`."""
+    """`auto`: where memory is plentiful, read the newest checkpoint into it after its commit; or `off`."""
 
 
 @dataclass
