@@ -278,7 +278,7 @@ BENCH: list[tuple[str, str | None]] = [
     ("repeats=0", "repeats must be at least 1, got 0"),
     ("repeat=3", "Did you mean repeats=3?"),
     ("action=chek", "Did you mean action=check?"),
-    ("chek", "'chek' is not of the form key=value"),
+    ("chek", "has no action 'chek'; did you mean ckpt-bench check?"),
     ("state=[]", "state is empty"),
     ("row_timeout=15m", None),
     ("row_timeout=soon", "90s, 30m, 2h; got soon."),
