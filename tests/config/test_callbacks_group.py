@@ -23,7 +23,10 @@ def compose(hydra_version: dict[str, str]):  # type: ignore[no-untyped-def]
     return composed
 
 
-def test_the_group_is_a_callback_with_a_preset(compose) -> None:  # type: ignore[no-untyped-def]
+def test_the_group_is_a_callback_with_a_preset(  # type: ignore[no-untyped-def]
+    compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     node = compose("+callbacks=ckpt", "callbacks.ckpt.checkpoint.save.every_steps=7").callbacks.ckpt
     assert node._target_ == "ckpt_component.integrations.lightning.CheckpointCallback" and node._recursive_ is False
     settings = resolve_config(node.checkpoint)

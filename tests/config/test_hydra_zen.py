@@ -26,7 +26,8 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.filterwarnings("ignore:.*_execution_whitelist_")
-def test_builds_of_build_manager_takes_a_dataclass(tmp_path: Path) -> None:
+def test_builds_of_build_manager_takes_a_dataclass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     from hydra_zen import builds, instantiate
 
     from ckpt_component import build_manager
