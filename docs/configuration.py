@@ -77,7 +77,7 @@ def page() -> str:
         "|---|---|---|---|",
         *(row(key, f"`{key.default}`") for key in keys() if not key.option),
         "\n## Keys of the parts\n",
-        "These keys are below `checkpoint`, if it picks the option in the first column.\n",
+        "`checkpoint` has these keys if the option in the first column is chosen.\n",
         "| options | key | type | default | meaning |",
         "|---|---|---|---|---|",
         *(line for kind in PARTS for line in of_parts(kind)),

@@ -28,7 +28,7 @@ _ROWS = {
     "async_zero_overhead": "`async_zero_overhead`",
     "async_zero_overhead_fast": "`async_zero_overhead`, isal",
     "sync": "`sync`",
-    "torch_checkpointing": "`torch_checkpointing`",
+    "torch_checkpointing": "Meta's `torch_checkpointing`",
     "torch_save": "`torch.save`",
     "dcp_save_t1": "`dcp.save`",
     "nvrx_persistent_clone": "NVRx persistent",

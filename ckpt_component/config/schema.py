@@ -111,7 +111,7 @@ class Reuse:
     mode: ReuseMode = ReuseMode.auto
     """`auto`: share files with the last checkpoint where their bytes are proved to be the same; `off`: write all."""
     frozen: list[str] = field(default_factory=list)
-    """Keys of tensors that will not change, such as [model.base.*]; the second save need not detect that."""
+    """Keys of tensors that will not change, such as [model.base.*]; even the second save reuses them."""
     base: str | None = field(default=None, metadata={"path": True})
     """A run's folder, or a checkpoint, on the same file system, whose files may be shared too."""
 
@@ -180,7 +180,7 @@ class Load:
 
     # A dict in the type would keep Hydra's command line from adding keys.
     rename: Any = None
-    """Names in the checkpoint and in the state, such as {transformer.h: model.blocks}; `*` stands for any text."""
+    """Maps the checkpoint's names to the state's, such as {transformer.h: model.blocks}; `*` stands for any text."""
     prefix: str | None = None
     """Name to put before all keys, after the renames: `model` loads a plain state dict into the state's `model`."""
     ignore: list[str] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Export:
     prefix: str | None = None
     """Export only keys below this prefix, which is stripped; null: with `hf` the model, otherwise everything."""
     rename: Any = None
-    """Names in the checkpoint and in the export, such as {blocks: transformer.h}, after the prefix is stripped."""
+    """Maps the checkpoint's names to the export's, such as {blocks: transformer.h}, after the prefix is stripped."""
     ignore: list[str] = field(default_factory=list)
     """Names in the checkpoint that are left out, after the prefix is stripped; `*` stands for any text."""
     dtype: str | None = None
@@ -362,7 +362,7 @@ class PersistentCaller(Part):
     io_priority: IoPriority = IoPriority.low
     """How the writer process queues for the disk: `normal`, `low`, or `idle` (when no other process uses it)."""
     page_cache: PageCache = PageCache.auto
-    """`auto`: where memory is plentiful, read the newest checkpoint into it after its commit; or `off`."""
+    """`auto`: where memory is plentiful, read the newest checkpoint into the page cache after its commit; or `off`."""
 
 
 @dataclass
