@@ -33,8 +33,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -42,6 +42,7 @@ from types import FunctionType
 import pytest
 
 from . import mutants
+from .reach import TELLING_SECONDS, Reach
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS = Path(__file__).with_name("survivors.txt")
@@ -50,8 +51,6 @@ TESTS = tuple(
     f"tests/{name}"
     for name in ("simulation", "saving", "coordination", "storage", "loading", "events", "cli", "callers", "megatron")
 )
-#: Tests are run for a mutant until the quickest took so long without it, and those that tell most of the file too.
-QUICK_SECONDS, TELLING_SECONDS = 1.5, 12.0
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
 PATIENCE, GRACE_SECONDS = 8.0, 5.0
 #: Defines the builtin that the calls before statements call, in every process: it notes each number once.
@@ -65,54 +64,6 @@ def reached(number):
         os.write(file, b"%d " % number)
 builtins.mutation_reached, builtins.mutation_seen = reached, seen
 """
-
-
-class Reach:
-    """What the tests reach without a mutant.
-
-    Args:
-        seconds: by the place of a test among all: how long it takes
-        tests: by file and line of a statement: the places of the tests that reach it
-        names: of the test functions, by place
-
-    Attributes:
-        seconds: as given
-    """
-
-    def __init__(
-        self, seconds: Mapping[int, float], tests: Mapping[tuple[str, int], Sequence[int]], names: Sequence[str]
-    ) -> None:
-        self.seconds, self._tests, self._names = seconds, tests, names
-
-    def chosen(self, file: str, line: int | None, more: int) -> Sequence[int]:
-        """The tests to run for a mutant of a statement, or of what runs when the file is imported.
-
-        First come the quickest of each test function, then those that tell most of the file: that reach statements
-        which few others reach.
-        """
-        weights, reaching = defaultdict[int, float](float), set[int]()
-        for (each, at), tests in self._tests.items():
-            if each == file:
-                for test in tests:
-                    weights[test] += 1 / len(tests)
-                reaching.update(tests if line in (None, at) else ())
-        turns, turn_of = Counter[str](), dict[int, int]()
-        for test in sorted(reaching, key=self.seconds.__getitem__):
-            turn_of[test] = turns[self._names[test]]
-            turns[self._names[test]] += 1
-        quick = list(
-            self._within(more * QUICK_SECONDS, sorted(reaching, key=lambda test: (turn_of[test], self.seconds[test])))
-        )
-        others = sorted(
-            reaching - set(quick), key=lambda test: (turn_of[test] > 2, -weights[test] / (self.seconds[test] + 0.1))
-        )
-        return [*quick, *self._within(more * TELLING_SECONDS, others)]
-
-    def _within(self, seconds: float, tests: Sequence[int]) -> Iterator[int]:
-        for test in tests:
-            if seconds > 0:
-                yield test
-            seconds -= self.seconds[test]
 
 
 class Worker:
