@@ -161,7 +161,7 @@ class Timeouts:
     worker_start: float = above(0, 30.0, SECONDS)
     """For a writer process to start."""
     stage: float | None = above(0, None, SECONDS)
-    """Until memory for a snapshot is free, and until the copy is made; null: 300, or `max_stall_s` if that is more."""
+    """For a snapshot's memory to be free, and again for its copy; null: 300, or `max_stall_s` if that is more."""
     write: float | None = above(0, None, SECONDS)
     """For all files of a checkpoint to be written and committed; null: 1800, or more if `stall` is long."""
     close: float = above(0, 60.0, SECONDS)
@@ -184,7 +184,7 @@ class Load:
     prefix: str | None = None
     """Name to put before all keys, after the renames: `model` loads a plain state dict into the state's `model`."""
     ignore: list[str] = field(default_factory=list)
-    """Names not to load, such as [lm_head]: the checkpoint's or, if not found there, the state's."""
+    """Names not to load, such as [lm_head]. A name that the checkpoint lacks is looked up in the state."""
 
 
 @dataclass
@@ -206,7 +206,7 @@ class Export:
     dtype: str | None = None
     """Convert floating-point tensors: `float64`, `float32`, `float16`, `bfloat16`; null: as they are."""
     config_from: str | None = field(default=None, metadata={"path": True})
-    """Hugging Face folder whose config.json and tokenizer files are copied into each folder of `hf`."""
+    """Hugging Face folder whose config.json and tokenizer files are copied into each `hf` export."""
     timeout: float = above(0, 3600.0, SECONDS)
     """For one export to finish, in the background or at the end of the run."""
 
@@ -253,7 +253,7 @@ class Checkpoint:
     load: Load = field(default_factory=Load)
     """How to load a checkpoint that `resume` names by step or path; the run's own newest one loads as it is."""
     rewind: bool = False
-    """Let `resume` be a step, a path, `best` or `never` where later checkpoints exist, and retire those."""
+    """Let `resume` be a step, a path, `best` or `never` where later checkpoints exist, and set those aside."""
     takeover: bool = False
     """Save even in a folder in which another run of this host still saves; that run's next save then fails."""
     overlap: Overlap = Overlap.wait

@@ -86,7 +86,7 @@ def plan(scenario: Scenario) -> list[Forecast]:
     call = max(call, -copy)  # the line through two sizes may cut below zero; a small state does not
     durable = None if write is None else max(call + copy + write + fixed, write)
     awaits_write = parts["caller"] == "inline"
-    copy_source = f"state of a rank / {_COPY / 1e9:g} GB/s (assumed; --measured)"
+    copy_source = f"state of a rank / {_COPY / 1e9:g} GB/s (assumed without --measured)"
     if rates and rates.copy:
         copy_source = f"{rates.call:.3f} s + state of a rank / {1e-9 / rates.copy:.2f} GB/s (measured)"
     if awaits_write:
@@ -103,7 +103,7 @@ def plan(scenario: Scenario) -> list[Forecast]:
         best = max(best_interval(max(lost, _LEAST_LOSS), mtbf), durable or 0.0)
         risk = 0.0 if awaits_write else best if durable is None else durable
         training = training_fraction(best, lost, mtbf, scenario.restart_s, risk)
-    bound = "durable: saves do not overlap" if best is not None and best == durable else "T, Daly 2006"
+    bound = "durable: saves do not overlap" if best is not None and best == durable else "T below, Daly 2006"
     return [
         Forecast("state of a rank", rank_bytes, "bytes", "state / ranks"),
         Forecast(
