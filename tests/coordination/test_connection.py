@@ -166,6 +166,28 @@ def test_a_clone_is_a_connection_of_its_own_from_its_first_call_on(held: Held) -
     assert clone.peek("key") == b"value" and held.clones == 2
 
 
+def test_ranks_have_a_connection_of_their_own_to_the_store_of_the_process_group(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's calls, which may wait for minutes, must not keep ours waiting."""
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: held)
+    RankStore.of_group(0, 2, "test").set("key", b"value")
+    assert held.clones == 1
+
+
+def test_an_answer_that_was_not_begun_is_given_once_the_store_answers(held: Held) -> None:
+    """What rank 0 did is done: the others learn of it late, rather than never."""
+    leader, other = (StoreCoordinator(connected(held, timeout, rank)) for rank, timeout in ((0, 0.3), (1, 60)))
+    held.answers.clear()
+    for number in range(2):  # the first waits for the store, the second for the first
+        assert leader.run_on_leader(f"act/{number}", lambda: "done", time.monotonic() + 20) == "done"
+    held.answers.set()
+    for number in range(2):
+        assert other.run_on_leader(f"act/{number}", lambda: None, time.monotonic() + 20) == "done"
+    for ranks in (leader, other):
+        ranks.close()
+
+
 def test_the_thread_of_a_connection_ends_with_it(held: Held) -> None:
     before = {*threading.enumerate()}  # those of other tests may end at any time
     store = connected(held)

@@ -114,6 +114,26 @@ def test_a_rank_that_went_on_without_the_call_is_not_waited_for(seed: int) -> No
     assert text == "save must be called on every rank; rank 1 did not for step 2: it is at step 3."
 
 
+@seeds
+@pytest.mark.parametrize("name", ["save", "maybe_save"])
+def test_rank_0_that_went_on_without_the_call_is_not_waited_for(name: str, seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        ranks.at_step(3 if ranks.is_leader else 2)
+        if ranks.is_leader:
+            return ranks.clock.sleep(20.0)
+        began = ranks.clock.now()
+        try:
+            if name == "save":
+                return ranks.meet("save", 1, sum, after(ranks, 60.0))
+            return StepQuestions(ranks, name).ask(2, lambda: 1, after(ranks, 60.0))
+        except RanksError as error:
+            return error.failures, ranks.clock.now() - began, str(error)
+
+    failures, seconds, text = outcomes(seed, 2, ask)[1]
+    assert failures == {0: "is at step 3"} and seconds < 10.0, (failures, seconds)
+    assert text == f"{name} must be called on every rank; rank 0 did not for step 2: it is at step 3."
+
+
 @pytest.mark.parametrize(("world_size", "more"), [(9, ""), (12, " (and 3 more)")])
 def test_of_many_ranks_eight_are_named(world_size: int, more: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, LOGGER)

@@ -26,8 +26,18 @@ def outcomes(
     ask: Ask,
     deaths: Mapping[int, float] | None = None,
     faults: Mapping[int, MessageFault] | None = None,
+    left: dict[str, bytes] | None = None,
 ) -> dict[int, Any]:
-    """What `ask` returns or raises on each rank that lives; the torchrun agent holds the store."""
+    """What `ask` returns or raises on each rank that lives; the torchrun agent holds the store.
+
+    Args:
+        seed: of the schedule
+        world_size: number of ranks
+        ask: called on each rank
+        deaths: when a rank is killed
+        faults: what happens to requests to the store, by their number
+        left: gets what the store holds at the end
+    """
     simulation, found = Simulation(seed), dict[int, Any]()
     store = SimulatedStore(simulation.process("agent"), faults)
 
@@ -47,6 +57,8 @@ def outcomes(
         if deaths and rank in deaths:
             simulation.at(deaths[rank], process.kill)
     assert simulation.run(LIMIT)
+    if left is not None:
+        left.update(store.values)
     return found
 
 
@@ -182,3 +194,12 @@ def test_a_rank_that_lives_and_writes_nothing_hangs(seed: int) -> None:
         found
     )
     assert all(error.causes == {1: "CheckpointTimeoutError"} for error in found.values())
+
+
+@seeds
+def test_a_rank_that_writes_slowly_does_not_hang(seed: int) -> None:
+    def ask(ranks: StoreCoordinator) -> Any:
+        work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
+        return ranks.all_succeed("vote", work, lambda: int(ranks.clock.now()), after(ranks, 120.0))
+
+    assert outcomes(seed, 2, ask) == {0: [None, None], 1: []}
