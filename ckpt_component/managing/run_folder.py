@@ -67,7 +67,7 @@ class RunFolder:
         before_save: Sequence[Callable[[], None]] = (),
         on_commit: Sequence[Callable[[SaveReport], None]] = (),
         *,
-        takeover: bool = False,
+        takeover: bool,
     ) -> None:
         self.run = run
         self.files = files or {}
@@ -82,7 +82,7 @@ class RunFolder:
         self._root = run.root
         self._protocol = protocol_of(run.fs)
         #: Of the permanent folder behind a local one.
-        self.remote = None if run.remote is None else RunFolder(run.remote, resume, keep)
+        self.remote = None if run.remote is None else RunFolder(run.remote, resume, keep, takeover=takeover)
 
     def check_writable(self) -> None:
         """Before the first step, on all ranks; see `WriteAccess.check`."""

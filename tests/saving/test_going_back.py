@@ -187,6 +187,8 @@ def test_a_script_that_never_restores_is_refused_at_its_first_save(preset: str, 
     never = manager_in(tmp_path, "checkpoint.resume=never", preset=preset)
     with never as manager, pytest.raises(CheckpointExistsError, match="checkpoint.resume=never"):
         manager.save(2000, state_of(2000))
+    with manager_in(tmp_path / "new", "checkpoint.resume=never", preset=preset) as manager:
+        assert manager.save(1, state_of(1)) and manager.save(2, state_of(2))  # its own are not in the way
 
 
 def test_an_evaluation_that_saves_after_all_is_settled_at_that_save(tmp_path: Path) -> None:
@@ -468,6 +470,15 @@ def test_rewind_retires_nothing_of_a_run_that_is_alive(tmp_path: Path, another_r
     owned_by(tmp_path, _ended_pid())
     assert restored(tmp_path, "checkpoint.resume=1", REWIND) == 1
     assert json.loads((tmp_path / ".ckpt-owner.json").read_text())["pid"] == os.getpid()  # what follows is fenced off
+
+
+def test_a_takeover_is_of_both_folders(tmp_path: Path, another_run: subprocess.Popen[bytes]) -> None:
+    slow = saved(tmp_path / "slow", 1, 2)
+    owned_by(slow, another_run.pid)
+    back = ["checkpoint.resume=1", REWIND, f"checkpoint.local.dir={tmp_path / 'fast'}", *RESTORES_ONLY]
+    with pytest.raises(CheckpointSaveError, match=f"would retire 2 in {slow}, .* still runs. End it first"):
+        restored(slow, *back)
+    assert restored(slow, *back, "checkpoint.takeover=true") == 1 and retired(slow) == ["iter_0000002"]
 
 
 @pytest.mark.parametrize(("which", "level"), [("ended", "DEBUG"), ("elsewhere", "INFO"), ("alive", "WARNING")])
