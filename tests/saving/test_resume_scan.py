@@ -7,9 +7,10 @@ import logging
 import os
 import shutil
 import threading
+import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import pytest
 import torch
 from forging import edit_manifest
 from inside import tidied
+from rank_threads import rank_threads
 from ranks import run_ranks
 
 from ckpt_component import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointLoadError,
     CheckpointManager,
@@ -32,13 +35,19 @@ from ckpt_component import (
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.liveness import AttemptLock
-from ckpt_component.core.commit.names import QUARANTINE_PREFIX
+from ckpt_component.core.commit.names import MEGATRON, QUARANTINE_PREFIX
+from ckpt_component.core.commit.retention import RetentionPolicy
+from ckpt_component.core.coordination import StoreCoordinator
+from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.events import CheckpointListener, LoadReport
-from ckpt_component.managing.run_context import steps_text
+from ckpt_component.managing.policies import ResumePolicy
+from ckpt_component.managing.restore import Restorer, wait_for_writers
+from ckpt_component.managing.run_context import RunContext, steps_text
+from ckpt_component.managing.run_folder import RunFolder
 
 POINTER = "latest_checkpointed_iteration.txt"
 SCRIPT = Path(__file__).parent / "scripts" / "damaged_resume.py"
@@ -528,6 +537,103 @@ def test_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "ckpt_component"):
         assert restored(tmp_path) == 1
     assert len([record for record in caplog.records if "iter_0000002" in record.message]) == 1
+
+
+def test_a_writer_at_work_is_waited_for_until_it_ends_or_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempt = new_attempt(FileStorage(), str(tmp_path / "iter_0000001"), new_token())
+    begin(attempt)
+    held = AttemptLock(FileStorage(), attempt)
+    now, looks, ends = 100.0, 0, 1000.0
+
+    def look() -> float:
+        nonlocal looks
+        looks += 1
+        return now if looks < 1000 else 1e9
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > ends:
+            held.close()
+
+    caplog.set_level(logging.INFO, "ckpt_component")
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", look)
+        patch.setattr(time, "sleep", sleep)
+        assert wait_for_writers(FileStorage(), str(tmp_path), MEGATRON, 5.0).living() and 105 < now < 106
+        assert caplog.text.count("waiting up to 5 s for") == caplog.text.count("continuing without it") == 1
+        caplog.clear()
+        now, looks, ends = 100.0, 0, 103.0
+        assert not wait_for_writers(FileStorage(), str(tmp_path), MEGATRON, 5.0).living() and 103 < now < 104
+        assert caplog.text.count("waiting up to 5 s for") == 1 and "continuing without it" not in caplog.text
+
+
+# --- several ranks --------------------------------------------------------------------------------------------------
+
+
+class _SeenLate(FileStorage):
+    """A checkpoint is there at the second look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    def exists(self, path: str) -> bool:
+        self.looks += 1
+        return self.looks > 1 and super().exists(path)
+
+
+class _Loads:
+    """Loads nothing, and fails as told, in the place of a checkpointer."""
+
+    verifies, last_load = False, None
+
+    def __init__(self, failure: Exception | None, seen: Callable[[], bool]) -> None:
+        self._failure, self._seen = failure, seen
+
+    def load(self, path: str, state: dict[str, Any], **options: Any) -> None:
+        assert self._seen()
+        if self._failure is not None:
+            raise self._failure
+
+
+@pytest.mark.parametrize(
+    ("failures", "raised"),
+    [
+        ([None, None], None),
+        ([None, CheckpointUnreadableError("b")], CheckpointUnreadableError("Rank 1: b")),
+        ([CheckpointUnreadableError("a"), CheckpointCorruptError("b")], CheckpointCorruptError("Rank 1: b")),
+        ([ZeroDivisionError("a"), CheckpointUnreadableError("b")], CheckpointUnreadableError("Rank 1: b")),
+        ([ZeroDivisionError("a"), CheckpointLoadError("b")], CheckpointLoadError("Rank 0: a")),
+    ],
+)
+def test_all_ranks_load_what_they_see_or_raise_the_worst_of_their_failures(
+    failures: list[Exception | None], raised: Exception | None, tmp_path: Path
+) -> None:
+    """What one rank cannot read is damaged for none."""
+    run(tmp_path, 1)
+    # Time to read alone would not be enough.
+    timeouts, views = ResolvedTimeouts(stage=60.0, write=1.0), [FileStorage(), _SeenLate()]
+
+    def load(ranks: StoreCoordinator) -> int | None:
+        view, failure = views[ranks.rank], failures[ranks.rank]
+        loads: Any = _Loads(failure, lambda: getattr(view, "looks", 2) == 2)
+        context = RunContext(view, str(tmp_path), MEGATRON, ranks, timeouts)
+        folder = RunFolder(context, ResumePolicy(), RetentionPolicy(), takeover=False)
+        try:
+            return Restorer(loads, folder, saves=False).load(target(), strict=True, allow_dtype_cast=False)
+        except CheckpointError as error:
+            assert error.__cause__ is failure
+            raise
+
+    with rank_threads(2) as on_all:
+        found = on_all(load)
+    if raised is None:
+        assert found == [1, 1]
+    else:
+        assert [(type(each), str(each)) for each in found] == [(type(raised), str(raised))] * 2
 
 
 @pytest.mark.slow
