@@ -71,6 +71,8 @@ def test_a_run_from_scratch_has_no_checkpoint_that_it_began_with(tmp_path: Path)
 def test_a_damaged_one_is_set_aside_if_there_is_an_older_one(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     flip(tmp_path, 2)
+    with manager_in(tmp_path, "checkpoint.verify=off") as manager:
+        manager.begin_at(2)  # nobody looks
     with pytest.raises(CheckpointCorruptError, match="step 2 is damaged; it is now kept as .* from step 1") as caught:
         begun(tmp_path, 2)
     (kept,) = tmp_path.glob(".ckpt-quarantine.iter_0000002.*")
@@ -78,6 +80,17 @@ def test_a_damaged_one_is_set_aside_if_there_is_an_older_one(tmp_path: Path) -> 
     noted = [event for event in read_events(tmp_path) if event["event"] == "quarantine"]
     assert [(event["step"], event["path"]) for event in noted] == [(2, str(kept))]
     begun(tmp_path, 1)
+
+
+def test_with_two_tiers_each_is_verified_where_it_is(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    saved(slow, 1, 2)
+    saved(fast, 3)
+    for step, root in ((3, fast), (2, slow)):
+        flip(root, step)
+        told = pytest.raises(CheckpointCorruptError, match=f"step {step} is damaged; it is now kept as {root}/")
+        with manager_in(slow, f"checkpoint.local.dir={fast}") as manager, told:
+            manager.begin_at(step)
 
 
 @pytest.mark.parametrize("damage", ["a_bit", "its_manifest", "no_manifest"])

@@ -60,6 +60,21 @@ def test_a_manager_from_before_the_group_refuses_every_call(managers: list[Check
         assert manager.steps() == []
 
 
+@pytest.mark.parametrize(("launched", "warns"), [("2", True), ("1", False), ("", False)])
+def test_a_launched_rank_without_a_group_hears_once_that_it_is_alone(
+    launched: str, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", launched)
+    monkeypatch.setenv("RANK", "1")
+    with manager_in(tmp_path) as manager:
+        manager.restore({"weight": torch.ones(10)})
+        assert manager.save(1, STATE) and manager.save(2, STATE)
+    lines = [record.getMessage() for record in caplog.records if "WORLD_SIZE" in record.getMessage()]
+    assert len(lines) == warns
+    for line in lines:
+        assert "WORLD_SIZE is 2" in line and "RANK=1" in line and "init_process_group() before build_manager()" in line
+
+
 # --- steps ----------------------------------------------------------------------------------------------------------
 
 

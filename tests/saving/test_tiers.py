@@ -121,12 +121,17 @@ def test_a_dead_target_is_a_warning_with_the_lag_and_an_error_by_policy(
     slow.touch()  # a file cannot be listed as a folder
     with pytest.raises(CheckpointUnreadableError, match="may have one, but cannot be listed"):
         restored(tmp_path)  # a checkpoint may be there, from which to continue
+    caplog.clear()
     with manager_of(tmp_path, "resume=never", "upload.finish_seconds=0.5") as manager:
         manager.restore(state)
         for step in range(1, 6):
             manager.save(step, state)
         manager.wait()
         assert manager.steps()[-1] == 5
+    assert caplog.text.count("cannot be listed; only") == 1
+    assert restored(tmp_path, "resume=5")[0] == 5
+    with pytest.raises(CheckpointUnreadableError, match="resume=9, and .* may have one, but cannot be listed"):
+        restored(tmp_path, "resume=9")
     fast = str(tmp_path / "fast")
     assert ckpt(capsys, "log", fast).count("upload failed: [Errno 20] Not a directory") == 1
     behind = [record.message for record in caplog.records if "5 steps behind step 5" in record.message]

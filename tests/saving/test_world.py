@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from ranks import run_ranks
 from strides import in_turn
 
-from ckpt_component import build_checkpointer, build_manager
+from ckpt_component import build_checkpointer
 
 pytestmark = pytest.mark.slow
 
@@ -52,16 +51,3 @@ def test_tensors_of_some_of_the_ranks_are_whole_or_refused(tmp_path: Path) -> No
     stock = {"rows": torch.zeros(7, 5), "scalar": torch.tensor(0.0)}
     dcp.load(stock, checkpoint_id=tmp_path / "good")
     assert torch.equal(stock["rows"], whole) and stock["scalar"] == 2.5
-
-
-def test_a_launched_rank_without_a_group_hears_once_that_it_is_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    state = {"w": torch.ones(2)}
-    with caplog.at_level(logging.WARNING, "ckpt_component"), build_manager("sync", dir=tmp_path) as manager:
-        manager.restore(state)
-        assert manager.save(1, state) and manager.save(2, state)
-    (line,) = [record.getMessage() for record in caplog.records if "WORLD_SIZE" in record.getMessage()]
-    assert "WORLD_SIZE is 2" in line and "RANK=1" in line and "init_process_group() before build_manager()" in line
