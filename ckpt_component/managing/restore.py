@@ -129,7 +129,7 @@ class Restorer:
         self.is_here = step is not None and self._is_here(step)
         # Steps of a run that began elsewhere may start below those that the folder holds.
         self._folder.settled = self._saves and (step is None or self.is_here)
-        if step is not None and self.path is not None:
+        if self.path is not None:
             self._folder.resumed_from(self.path)
         if step is not None and self._checkpointer.last_load is not None:
             self._run.events.restored(replace(self._checkpointer.last_load, step=step))
