@@ -47,12 +47,16 @@ class Memory(Stager):
 
     def __init__(self, is_free: bool, is_changed: bool) -> None:
         self._is_free, self._is_changed = is_free, is_changed
+        self.prewarmed: StatePlan | None = None
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
         return replace(super().inspect(state_dict), changed=self._is_changed)
 
     def take(self, plan: StatePlan) -> Snapshot:
         raise NotImplementedError
+
+    def prewarm(self, plan: StatePlan) -> None:
+        self.prewarmed = plan
 
     def wait_free(self, deadline: float) -> bool:
         return self._is_free
@@ -208,14 +212,43 @@ def test_a_failure_that_one_rank_knows_of_is_raised_on_all() -> None:
     assert failed.delivered and running.delivered  # and will not be raised again
 
 
+def planner_on(ranks: Coordinator, stager: Stager, *, shared: bool = False) -> SavePlanner:
+    """Plans for a writer that stores what the ranks share once, or on each of them."""
+    stager.connect(WRITER, ranks=ranks, shared=False, timeout=20.0)
+    context = SaveContext(ranks, lambda path: FILES, ResolvedTimeouts(stage=2.0), Run(lambda path: None, ""))
+    return SavePlanner(stager, cast(Any, SimpleNamespace(shared=shared)), context)
+
+
 def test_a_state_that_one_rank_cannot_save_is_told_to_all_by_a_prewarm() -> None:
     def prewarm(ranks: Coordinator) -> None:
-        stager = Memory(True, False)
-        stager.connect(WRITER, ranks=ranks, shared=False, timeout=20.0)
-        context = SaveContext(ranks, lambda path: FILES, ResolvedTimeouts(stage=2.0), Run(lambda path: None, ""))
-        SavePlanner(stager, WRITER, context).prewarm({"step": threading.Lock() if ranks.rank == 1 else 1})
+        planner_on(ranks, Memory(True, False)).prewarm({"step": threading.Lock() if ranks.rank == 1 else 1})
 
     with rank_threads(2) as on_all:
         found = on_all(prewarm)
     assert all(isinstance(each, RanksError) and {*each.failures} == {1} for each in found), found
     assert all("step" in str(each) for each in found)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_prewarm_plans_on_all_ranks_where_one_has_a_new_state(shared: bool) -> None:
+    def prewarm(ranks: Coordinator) -> StatePlan | None:
+        stager = Memory(True, is_changed=ranks.rank == 1)
+        planner_on(ranks, stager, shared=shared).prewarm({"step": 1})
+        return stager.prewarmed
+
+    with rank_threads(2) as on_all:
+        found = on_all(prewarm)
+    assert [(each.changed, each.share is not None) for each in found] == [(True, shared)] * 2
+
+
+def test_a_rank_that_could_not_agree_on_a_plan_makes_all_plan_again() -> None:
+    def plan(ranks: Coordinator) -> list[bool]:
+        planner = planner_on(ranks, Memory(True, False), shared=True)
+        known = planner.inspect({"step": 1})
+        if ranks.rank == 1:  # and rank 0 does not come
+            with pytest.raises(CheckpointTimeoutError):
+                planner.share(replace(known, changed=True, wait_until=0.0))
+        return [known.changed, planner.inspect({"step": 1}).changed]
+
+    with rank_threads(2) as on_all:
+        assert on_all(plan) == [[False, False], [False, True]]
