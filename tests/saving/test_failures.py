@@ -22,6 +22,7 @@ from ckpt_component import (
     CheckpointExistsError,
     CheckpointSaveError,
     CheckpointTimeoutError,
+    WorkerDiedError,
     build_checkpointer,
     build_manager,
 )
@@ -114,12 +115,14 @@ def test_close_ends_the_writer_process_also_when_it_gives_up_a_save_that_hangs(
     def hang(saves: InFlightSaves, limit: float) -> None:
         raise CheckpointTimeoutError("a save was still running")
 
-    checkpointer = build()
-    checkpointer.save(state_of(1), tmp_path / "one")[1].result(30)
-    with monkeypatch.context() as patch:
+    checkpointer = build("checkpoint.timeouts.close=0.1", "checkpoint.timeouts.write=10")
+    with faults.at("write").stops("writer") as stopped, monkeypatch.context() as patch:
+        saved = checkpointer.save(state_of(1), tmp_path / "one")[1]
+        stopped.wait()
         patch.setattr(InFlightSaves, "wait", hang)
         with pytest.raises(CheckpointTimeoutError, match="still running"):
             checkpointer.close()
+    assert isinstance(saved.exception(30), WorkerDiedError)  # and not the deadline of the write
     assert faults.writers() == []
     checkpointer.close()
 
@@ -267,6 +270,7 @@ def test_ctrl_c_does_not_lose_a_save(times: int, preset: str, text: str, tmp_pat
     script = Path(__file__).parent / "scripts" / "interrupted.py"
     done = run_program([str(script), str(tmp_path / "run"), str(times), preset], tmp_path)
     assert text in done.stdout and "\nKeyboardInterrupt" in done.stdout
+    assert done.stdout.count("the listener is closed") == 1
     with build_manager("sync", dir=tmp_path / "run") as manager:
         assert manager.steps() == [5]
 

@@ -343,7 +343,6 @@ def test_large_files_of_a_base_are_shared_and_closed(tmp_path: Path) -> None:
             training.save(manager)
     assert manager.reports[-1].bytes < 150_000 < (9 << 20) <= manager.reports[-1].reused
     assert second.holds() and storage.held
-    del manager
     gc.collect()
     assert not any(storage.held.values())
 

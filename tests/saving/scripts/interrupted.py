@@ -26,6 +26,9 @@ class PressCtrlC(CheckpointListener):
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGINT)
 
+    def close(self) -> None:
+        print("the listener is closed", flush=True)
+
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 folder, times, preset = sys.argv[1:]
