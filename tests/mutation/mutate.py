@@ -49,7 +49,7 @@ SURVIVORS = Path(__file__).with_name("survivors.txt")
 ROOMS = ("core/commit", "core/coordination", "managing", "saving")
 TESTS = tuple(
     f"tests/{name}"
-    for name in ("simulation", "saving", "coordination", "storage", "loading", "events", "cli", "callers", "megatron")
+    for name in ("simulation", "saving", "coordination", "storage", "loading", "events", "cli", "callers", "stagers", "megatron")
 )
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
 PATIENCE, GRACE_SECONDS = 8.0, 5.0
