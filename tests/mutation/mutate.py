@@ -47,10 +47,9 @@ from .reach import TELLING_SECONDS, Reach
 REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS = Path(__file__).with_name("survivors.txt")
 ROOMS = ("core/commit", "core/coordination", "managing", "saving")
-TESTS = tuple(
-    f"tests/{name}"
-    for name in ("simulation", "saving", "coordination", "storage", "loading", "events", "cli", "callers", "stagers", "megatron")
-)
+_OF_ROOMS = ("simulation", "faults", "saving", "coordination", "storage", "loading")
+_AROUND = ("process", "stagers", "callers", "events", "cli", "megatron")
+TESTS = tuple(f"tests/{name}" for name in (*_OF_ROOMS, *_AROUND))
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
 PATIENCE, GRACE_SECONDS = 8.0, 5.0
 #: Defines the builtin that the calls before statements call, in every process: it notes each number once.
