@@ -5,11 +5,12 @@ In the folder tests:
     python -m mutation.mutate                                    all files of `ROOMS`; takes hours
     python -m mutation.mutate managing core/commit/retention.py
     python -m mutation.mutate --changed main                     the files that differ from a branch
-    python -m mutation.mutate --among FILE --run-slow saving     what is left, with more tests
+    python -m mutation.mutate --among FILE --more 10 saving      those that a file lists, with more tests
     python -m mutation.mutate --tests tests/saving/test_keep.py managing/policies.py
 
 A mutant that no test notices must be in `survivors.txt`, with the reason why that is right; another survivor, or a line
-of that file that no longer applies, is the exit code 1.
+of that file that no longer applies, is the exit code 1. For a mutant that only few of many tests notice, `killers.txt`
+names one to begin with; `--more` adds those that it finds.
 
 It works on copies. A first run of the tests tells which statements each of them reaches, in all its processes. Then a
 fork for each mutant puts the changed functions in place of those imported, and runs tests that reach the changed
@@ -45,7 +46,7 @@ from . import mutants
 from .reach import TELLING_SECONDS, Reach
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SURVIVORS = Path(__file__).with_name("survivors.txt")
+SURVIVORS, KILLERS = (Path(__file__).with_name(f"{name}.txt") for name in ("survivors", "killers"))
 ROOMS = ("core/commit", "core/coordination", "managing", "saving")
 _OF_ROOMS = ("simulation", "faults", "saving", "coordination", "storage", "loading")
 _AROUND = ("process", "stagers", "callers", "events", "cli", "megatron")
@@ -85,7 +86,7 @@ class Worker:
         self._root, self._package, self._files = root, root / "ckpt_component", files
         self._share, self._write = share, write
         self._among = options.among and options.among.read_text().splitlines()
-        self._more = 10 if options.run_slow else 1
+        self._more, self._killers = options.more, _named(KILLERS)
         self.marks = ["-m", "not soak", "--run-slow"] if options.run_slow else ["-m", "not slow and not soak"]
 
     @pytest.hookimpl(tryfirst=True)
@@ -100,12 +101,18 @@ class Worker:
                 if is_other or number % self._share[1] != self._share[0]:
                     continue
                 place.write_text(ast.unparse(mutant.tree))
-                at_import, tests = mutant.line is None, reach.chosen(file, mutant.line, self._more)
+                name = f"{file}: {mutant.name}"
+                usual, tests = (
+                    reach.chosen(file, mutant.line, more, self._killers.get(name)) for more in (1, self._more)
+                )
                 with _temporary(self._root / "tmp"):
-                    outcome = "unfit" if at_import else self._outcome(session, place, mutant, reach, tests)
+                    outcome, last = (
+                        ("unfit", None) if mutant.line is None else self._outcome(session, place, mutant, reach, tests)
+                    )
                     if outcome == "unfit":
                         outcome = _outcome_anew(self._root, [session.items[test].nodeid for test in tests])
-                os.write(self._write, json.dumps([outcome, f"{file}: {mutant.name}"]).encode() + b"\n")
+                found = None if last is None or last in usual else reach.names[last]
+                os.write(self._write, json.dumps([outcome, name, found]).encode() + b"\n")
             place.write_text(original)
         return True
 
@@ -174,8 +181,11 @@ class Worker:
 
     def _outcome(
         self, session: pytest.Session, place: Path, mutant: mutants.Mutant, reach: Reach, tests: Sequence[int]
-    ) -> str:
-        """Whether the tests `passed`, `failed`, or `hung`, or the function is `unfit` to be put in place."""
+    ) -> tuple[str, int | None]:
+        """Whether the tests `passed`, `failed`, or `hung`, or the function is `unfit` to be put in place.
+
+        Returns that, and the place of the last test that ran.
+        """
         read, write = os.pipe()
 
         def run() -> int:
@@ -191,17 +201,21 @@ class Worker:
 
         pid = _fork(run)
         os.close(write)
-        limit, ended = GRACE_SECONDS, os.pidfd_open(pid)
-        while (ready := select.select([read, ended], [], [], limit)[0]) and ended not in ready:
+        limit, ended, last = GRACE_SECONDS, os.pidfd_open(pid), None
+        while (ready := select.select([read, ended], [], [], limit)[0]) and (read in ready or ended not in ready):
             if said := os.read(read, 1 << 16).split():
-                limit = GRACE_SECONDS + PATIENCE * reach.seconds[int(said[-1])]
+                last = int(said[-1])
+                limit = GRACE_SECONDS + PATIENCE * reach.seconds[last]
+            elif ended in ready:
+                break
         os.close(read)
         os.close(ended)
         if not ready:
             _end(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         _end(pid)
-        return {0: "passed", 2: "unfit"}.get(code, "failed") if ready else "hung"
+        outcome = {0: "passed", 2: "unfit"}.get(code, "failed") if ready else "hung"
+        return outcome, None if outcome in ("passed", "unfit") else last
 
 
 class _Failed:
@@ -303,7 +317,8 @@ def main() -> int:
     parser.add_argument(
         "--among", type=Path, metavar="FILE", help="only mutants that it has as lines, such as survivors"
     )
-    parser.add_argument("--run-slow", action="store_true", help="with the slow tests, and ten times as many of all")
+    parser.add_argument("--run-slow", action="store_true", help="with the slow tests")
+    parser.add_argument("--more", type=int, default=1, metavar="N", help="spend N times as long on each mutant")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     options, package = parser.parse_args(), REPOSITORY / "ckpt_component"
     files = [
@@ -316,7 +331,7 @@ def main() -> int:
         command = ["git", "-C", str(package), "diff", "--name-only", "--relative", options.changed, "--", "."]
         changed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         files = [file for file in files if file in changed]
-    accepted = {line.partition("  # ")[0] for line in SURVIVORS.read_text().splitlines() if line and line[0] != "#"}
+    accepted = _named(SURVIVORS)
     import torch
 
     torch.set_num_threads(1)
@@ -330,22 +345,33 @@ def main() -> int:
                 )
             )
         os.close(write)
-        alive, counts = list[str](), Counter[str]()
+        alive, counts, killers = list[str](), Counter[str](), _named(KILLERS)
         with open(read) as lines:
-            for outcome, name in map(json.loads, lines):
+            for outcome, name, found in map(json.loads, lines):
                 counts[outcome] += 1
+                if found is not None and options.more > 1:
+                    killers[name] = found
                 if outcome == "passed":
                     alive.append(name)
                     print("accepted" if name in accepted else "SURVIVED", name, flush=True)
                 elif outcome == "hung":  # counts as noticed, but a test that fails says more
                     print("hung    ", name, flush=True)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(options.workers)]
+    if options.more > 1:
+        head = KILLERS.read_text().partition("\n")[0]
+        KILLERS.write_text("\n".join([head, *(f"{name}  # {killers[name]}" for name in sorted(killers))]) + "\n")
     new = [name for name in alive if name not in accepted]
     all_run = not (options.among or options.tests)
     gone = [name for name in accepted if all_run and name.partition(":")[0] in files and name not in alive]
     print(*(f"gone from the code, or killed: {name}" for name in gone), sep="\n")
     print(f"{counts.total()} mutants of {len(files)} files: {dict(counts)}; {len(new)} survivors are not accepted")
     return max(codes) or bool(new or gone)
+
+
+def _named(file: Path) -> dict[str, str]:
+    """What a file says of mutants, by their names."""
+    lines = (line.partition("  # ") for line in file.read_text().splitlines() if line and line[0] != "#")
+    return {name: said for name, _, said in lines}
 
 
 def _copy(root: Path) -> Path:

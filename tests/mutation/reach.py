@@ -19,18 +19,19 @@ class Reach:
 
     Attributes:
         seconds: as given
+        names: as given
     """
 
     def __init__(
         self, seconds: Mapping[int, float], tests: Mapping[tuple[str, int], Sequence[int]], names: Sequence[str]
     ) -> None:
-        self.seconds, self._tests, self._names = seconds, tests, names
+        self.seconds, self.names, self._tests = seconds, names, tests
 
-    def chosen(self, file: str, line: int | None, more: int) -> Sequence[int]:
+    def chosen(self, file: str, line: int | None, more: int, first: str | None = None) -> Sequence[int]:
         """The tests to run for a mutant of a statement, or of what runs when the file is imported.
 
-        First come the quickest of each test function, then those that tell most of the file: that reach statements
-        which few others reach.
+        First comes a test function that is known to notice it, then the quickest of each, then those that tell most of
+        the file: that reach statements which few others reach.
         """
         weights, reaching = defaultdict[int, float](float), set[int]()
         for (each, at), tests in self._tests.items():
@@ -40,11 +41,11 @@ class Reach:
                 reaching.update(tests if line in (None, at) else ())
         turns, turn_of = Counter[str](), dict[int, int]()
         for test in sorted(reaching, key=self.seconds.__getitem__):
-            turn_of[test] = turns[self._names[test]]
-            turns[self._names[test]] += 1
-        quick = list(
-            self._within(more * QUICK_SECONDS, sorted(reaching, key=lambda test: (turn_of[test], self.seconds[test])))
-        )
+            turn_of[test] = turns[self.names[test]]
+            turns[self.names[test]] += 1
+        known = [test for test in reaching if self.names[test] == first]
+        quickest = sorted(reaching.difference(known), key=lambda test: (turn_of[test], self.seconds[test]))
+        quick = [*known, *self._within(more * QUICK_SECONDS, quickest)]
         others = sorted(
             reaching - set(quick), key=lambda test: (turn_of[test] > 2, -weights[test] / (self.seconds[test] + 0.1))
         )

@@ -20,17 +20,20 @@ breaks = pytest.mark.parametrize("kind", ["lost", "unanswered"])
 REQUESTS = 60
 
 
-def on_a_rank(call: Callable[[RankStore], Any], *faults: MessageFault) -> Any:
-    """What a rank, the first of two, gets; a key has a value, and then the faults happen to the next requests."""
+def on_a_rank(call: Callable[..., Any], *faults: MessageFault, ranks: int = 1) -> Any:
+    """What a process that makes the calls of the first of two ranks, or of both, gets.
+
+    A key has a value, and then the faults happen to the next requests.
+    """
     simulation, found = Simulation(1), list[Any]()
     process = simulation.process("rank 0")
     store = SimulatedStore(simulation.process("agent"), {2 + number: fault for number, fault in enumerate(faults)})
 
     def run() -> None:
-        connection = StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock)
-        ranks = RankStore(connection, 0, 2, "run/")
-        ranks.set("key", b"value")
-        found.append(call(ranks))
+        connections = [StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock) for _ in "01"]
+        stores = [RankStore(connection, rank, 2, "run/") for rank, connection in enumerate(connections)]
+        stores[0].set("key", b"value")
+        found.append(call(*stores[:ranks]))
 
     process.start(run)
     assert simulation.run(200.0)
@@ -153,11 +156,8 @@ def test_of_answers_that_nobody_reads_the_last_ones_stay() -> None:
 
 
 def test_what_all_ranks_have_left_is_removed_with_the_next_answer() -> None:
-    def call(store: RankStore) -> list[bool]:
-        leader, other = (
-            PolledCoordinator(store, 10.0),
-            PolledCoordinator(RankStore(store.clone()._connection, 1, 2, "run/"), 10.0),
-        )
+    def call(store: RankStore, others: RankStore) -> list[bool]:
+        leader, other = PolledCoordinator(store, 10.0), PolledCoordinator(others, 10.0)
         looks = [ranks.look("look", 0, lambda: True, after(ranks, 10.0)) for ranks in (leader, other)]
         for ranks in (leader, other):
             ranks.leave("look")
@@ -167,4 +167,4 @@ def test_what_all_ranks_have_left_is_removed_with_the_next_answer() -> None:
         other.close()
         return [*looks, store.has("look/answer")]
 
-    assert on_a_rank(call) == [True, True, True, False]
+    assert on_a_rank(call, ranks=2) == [True, True, True, False]
