@@ -49,7 +49,7 @@ class WriteAccess:
         # Rank 0 makes the folder, and the others wait for it.
         run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
         self._ownership.root_exists = run.ranks.is_leader and run.fs.is_folder(run.root)
-        if run.remote is not None and run.ranks.world_size > 1:
+        if run.remote is not None:
             self._check_shared(deadline)
         if not run.ranks.is_leader:
             try:
@@ -92,8 +92,10 @@ class WriteAccess:
     def _check_shared(self, deadline: float) -> None:
         """Check that the local folder is the same on all ranks, whose files a checkpoint collects."""
         run, failure = self._run, None
-        # Each rank looks in its own folder, which may have another name.
-        trial = os.path.join(run.root, run.ranks.run_on_leader("root/trial", self._leave_trial, deadline))
+        name = run.ranks.run_on_leader("root/trial", self._leave_trial, deadline)
+        if name is None:
+            return
+        trial = os.path.join(run.root, name)  # each rank looks in its own folder, which may have another name
         if not run.ranks.is_leader:
             try:
                 wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible)
@@ -108,9 +110,13 @@ class WriteAccess:
             if run.ranks.is_leader:
                 run.fs.unlink(trial)
 
-    def _leave_trial(self) -> str:
-        name = f"{TRIAL_PREFIX}{new_token()}"
-        self._run.fs.write_new(os.path.join(self._run.root, name), b"")
+    def _leave_trial(self) -> str | None:
+        """Make a file for the others to find, and return its name; None: that is not possible now."""
+        fs, name = self._run.fs, f"{TRIAL_PREFIX}{new_token()}"
+        try:
+            fs.close(fs.create(os.path.join(self._run.root, name)))
+        except OSError:  # the disk is full, or a save says what is wrong
+            return None
         return name
 
     def _try_to_write(self) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from rank_threads import rank_threads
 from ranks import run_ranks
 
 from ckpt_component import (
@@ -21,7 +24,13 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.coordination import Coordinator
+from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.managing.run_context import RunContext
+from ckpt_component.managing.write_access import WriteAccess
 from ckpt_component.testing import faults
 
 SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
@@ -182,8 +191,43 @@ def test_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path
     run_ranks(SCRIPT, "root_not_writable", 2, tmp_path)
 
 
-def test_a_local_folder_that_ranks_do_not_share_is_refused_on_all(tmp_path: Path) -> None:
-    run_ranks(SCRIPT, "local_not_shared", 2, tmp_path)
+def on_two_ranks(folders: Sequence[Path], remote: Path | None, timeouts: ResolvedTimeouts) -> list[Any]:
+    """What two ranks, each with a folder, come to before the first step; `remote` is the one behind a local folder."""
+
+    def check(ranks: Coordinator) -> None:
+        far = None if remote is None else RunContext(FileStorage(), str(remote), MEGATRON, ranks, timeouts)
+        run = RunContext(FileStorage(), str(folders[ranks.rank]), MEGATRON, ranks, timeouts, remote=far)
+        WriteAccess(run, FencingToken(run.fs, run.root), takeover=False).check()
+
+    with rank_threads(2) as on_all:
+        return on_all(check)
+
+
+@pytest.mark.parametrize(
+    ("remote", "text"),
+    [
+        (True, "checkpoint.local.dir=.*/1 is another folder than that of rank 0. All ranks must share it"),
+        (False, "checkpoint.dir=.*/1, which another rank made, cannot be seen from here after 0.1 s"),
+    ],
+)
+def test_a_folder_that_ranks_do_not_share_is_refused_on_all(remote: bool, text: str, tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    found = on_two_ranks(folders, tmp_path / "far" if remote else None, ResolvedTimeouts(visible=0.1))
+    assert all(isinstance(error, CheckpointConfigError) for error in found), found
+    assert all(re.match(f"On rank 1: {text}", str(error)) for error in found), found
+    assert os.listdir(folders[0]) == []
+
+
+def test_a_local_disk_that_is_full_at_the_start_is_a_warning_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: FileStorage, path: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileStorage, "create", full)
+    # A rank may wait for the folder longer than for other ranks.
+    timeouts = ResolvedTimeouts(stage=1.0, visible=60.0)
+    assert on_two_ranks([tmp_path / "fast"] * 2, tmp_path / "far", timeouts) == [None, None]
 
 
 def test_two_ranks_need_what_they_write_together(tmp_path: Path) -> None:

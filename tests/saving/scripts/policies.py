@@ -206,16 +206,6 @@ def root_not_writable(rank: int, world_size: int, folder: Path) -> None:
         assert manager.save(1, state_of(1, rank))
 
 
-def local_not_shared(rank: int, world_size: int, folder: Path) -> None:
-    """The local folder of each rank is another one: all ranks refuse to build the manager, and say which key it is."""
-    two_tiers = ["checkpoint.timeouts.visible=0.1", f"checkpoint.local.dir={folder / f'fast{rank}'}"]
-    text = "On rank 1: checkpoint.local.dir=.*fast1 is another folder than that of rank 0. All ranks must share it"
-    with pytest.raises(CheckpointConfigError, match=text):
-        manager_in(folder / "run", *two_tiers)
-    if rank == 0:
-        assert os.listdir(folder / "fast0") == []
-
-
 def no_room(rank: int, world_size: int, folder: Path) -> None:
     """Room for what either rank writes but not for both: refused on both, in numbers."""
     state = {"mine": PerRank(torch.full((100_000,), float(rank)))}
