@@ -51,7 +51,7 @@ class StopSignals:
         signals: Sequence[signal.Signals],
         requeue_exit_code: int,
         *,
-        owns_ranks: bool = False,
+        owns_ranks: bool,
     ) -> None:
         self._home = HomeProcess("handler")
         self._timeout = timeout

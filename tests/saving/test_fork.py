@@ -29,11 +29,12 @@ def manager_in(root: Path, *overrides: str, preset: str = "async_persistent") ->
     return build_manager(preset, ["checkpoint.save.every_steps=1", *overrides], dir=root)
 
 
-@pytest.fixture
-def default_sigterm() -> Iterator[None]:
-    """Whatever another test of this process has left."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
+@pytest.fixture(params=["default", "handler"])
+def end_by_sigterm(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The exit code of a process that gets a SIGTERM, for which there is a handler or not."""
+    own = request.param == "handler"
+    before = signal.signal(signal.SIGTERM, (lambda number, frame: os._exit(7)) if own else signal.SIG_DFL)
+    yield 7 if own else -signal.SIGTERM
     signal.signal(signal.SIGTERM, before)
 
 
@@ -75,6 +76,7 @@ def test_a_forked_manager_refuses_and_closes_nothing(preset: str, tmp_path: Path
             lambda: manager.begin_at(1),
             lambda: manager.prewarm(state),
             manager.wait,
+            manager.stop_on_signal,
             manager.should_stop,
         )
         silent = (manager.exit_if_stopped, lambda: manager.__exit__(None, None, None), manager.close)
@@ -117,7 +119,7 @@ def test_a_child_that_builds_its_own_manager_saves(tmp_path: Path) -> None:
     assert (tmp_path / "child" / "iter_0000007").is_dir()
 
 
-def test_a_signal_ends_a_child_and_not_the_loop_of_its_parent(tmp_path: Path, default_sigterm: None) -> None:
+def test_a_signal_ends_a_child_and_not_the_loop_of_its_parent(tmp_path: Path, end_by_sigterm: int) -> None:
     with manager_in(tmp_path, preset="sync") as manager:
         manager.stop_on_signal()
         pid = os.fork()
@@ -127,7 +129,7 @@ def test_a_signal_ends_a_child_and_not_the_loop_of_its_parent(tmp_path: Path, de
                 time.sleep(60)
             finally:
                 os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == end_by_sigterm
         assert not manager.should_stop()
 
 

@@ -20,7 +20,8 @@ from ranks import run_ranks
 import ckpt_component
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointManager, CheckpointTypeError, build_manager
 from ckpt_component.core.coordination import LocalCoordinator
-from ckpt_component.managing.stop_signals import STOPPING, StopSignals
+from ckpt_component.core.processes.home_process import HomeProcess
+from ckpt_component.managing.stop_signals import STOPPING, StoppableLoop, StopSignals
 
 SCRIPT = Path(__file__).parent / "scripts" / "stopping.py"
 NOTHING_BY_ITSELF = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"]
@@ -108,6 +109,7 @@ def test_only_the_named_signals_are_caught(tmp_path: Path) -> None:
         ((1000,), 85, CheckpointTypeError, r"signals such as signal.SIGUSR1, got 1000\."),
         ((signal.SIGKILL,), 85, CheckpointTypeError, r"SIGKILL cannot be caught; name one that can, such as"),
         ((), 0, CheckpointConfigError, r"an exit code from 1 to 255, got 0; 0 means success"),
+        ((), 256, CheckpointConfigError, r"an exit code from 1 to 255, got 256"),
         ((), "85", CheckpointConfigError, r"an exit code from 1 to 255, got '85'"),
     ],
 )
@@ -140,7 +142,7 @@ def test_without_a_stop_it_does_not_exit() -> None:
         pass
     manager.exit_if_stopped()
     with build_manager("off") as manager:
-        manager.stop_on_signal(requeue_exit_code=99)
+        manager.stop_on_signal(requeue_exit_code=1)
         assert not manager.should_stop()
         os.kill(os.getpid(), signal.SIGUSR1)  # after the last step: the job is done
     manager.exit_if_stopped()
@@ -172,13 +174,13 @@ def test_a_warning_that_comes_during_the_last_save_counts(tmp_path: Path) -> Non
             raise AssertionError
 
     with build_manager("sync", NOTHING_BY_ITSELF, dir=tmp_path) as manager:
-        manager.stop_on_signal(requeue_exit_code=99)
+        manager.stop_on_signal(requeue_exit_code=255)
         manager.maybe_save(1, {"slow": Slow()})
         os.kill(os.getpid(), signal.SIGTERM)
         assert manager.should_stop()
     with pytest.raises(SystemExit) as exit:
         manager.exit_if_stopped()
-    assert exit.value.code == 99 and manager.steps() == [1]
+    assert exit.value.code == 255 and manager.steps() == [1]
 
 
 @pytest.mark.slow
@@ -285,6 +287,7 @@ class _Pair(LocalCoordinator):
         super().__init__()
         self.world_size = 2
         self.other = 0
+        self.closed = False
         self.deadlines: list[float] = []
 
     def meet(
@@ -293,6 +296,9 @@ class _Pair(LocalCoordinator):
         """Decide from both."""
         self.deadlines.append(deadline)
         return decide([value, self.other])
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture
@@ -307,7 +313,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def pair(clock: list[float]) -> Iterator[tuple[StopSignals, _Pair]]:
     """What one of two ranks has to stop by, with signal handlers of its own."""
     ranks = _Pair()
-    signals = StopSignals(ranks, 7.0, [signal.SIGUSR1, signal.SIGTERM], 85)
+    signals = StopSignals(ranks, 7.0, [signal.SIGUSR1, signal.SIGTERM], 85, owns_ranks=False)
     yield signals, ranks
     signals.close()
 
@@ -338,16 +344,17 @@ def test_two_ranks_that_are_quick_exchange_after_a_hundred_steps_at_the_latest(
 
 
 @pytest.mark.parametrize(
-    ("mine", "other", "agreed"),
+    ("mine", "other", "agreed", "code"),
     [
-        (signal.SIGTERM, 0, signal.SIGTERM),
-        (0, signal.SIGTERM, signal.SIGTERM),
-        (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1),
-        (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1),
+        (signal.SIGTERM, 0, signal.SIGTERM, 143),
+        (0, signal.SIGTERM, signal.SIGTERM, 143),
+        (0, signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1, 85),
+        (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1, 85),
     ],
 )
 def test_two_ranks_stop_by_what_one_of_them_has_caught(
-    mine: int, other: int, agreed: signal.Signals, pair: tuple[StopSignals, _Pair]
+    mine: int, other: int, agreed: signal.Signals, code: int, pair: tuple[StopSignals, _Pair]
 ) -> None:
     signals, ranks = pair
     assert signals.agreed() is None
@@ -363,6 +370,20 @@ def test_two_ranks_stop_by_what_one_of_them_has_caught(
     for _ in range(200):
         assert signals.agreed() is agreed  # once and for all
     assert len(ranks.deadlines) == asked
+    signals.close()
+    with pytest.raises(SystemExit) as exit:
+        signals.exit()
+    assert exit.value.code == code
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_coordinator_that_was_made_for_the_signals_is_closed_with_them(own: bool) -> None:
+    ranks = _Pair()
+    loop = StoppableLoop(HomeProcess("loop"), (lambda: ranks) if own else ranks, 7.0)
+    loop.stop_on_signal(signal.SIGUSR1)
+    assert not ranks.closed
+    loop.stop_catching()
+    assert ranks.closed == own
 
 
 @pytest.mark.slow
