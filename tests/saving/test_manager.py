@@ -404,6 +404,8 @@ def test_a_program_that_ends_is_told_only_of_a_step_that_is_not_saved(
             gc.collect()
             for end in ends:
                 end()
+        manager.save(1, fresh())
+        ends[0]()
     assert len(ends) == 3 and caplog.text.count("is not saved: the program ended before the end of") == 1
 
 

@@ -64,24 +64,33 @@ def test_repr_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert repr(manager) == f"<CheckpointManager: no checkpoint in {tmp_path}/run, sync>"
         (tmp_path / "run").rename(tmp_path / "away")
         (tmp_path / "run").write_text("")
-        assert repr(manager).startswith("<CheckpointManager: ")
+        assert repr(manager).startswith(f"<CheckpointManager: {tmp_path}/run cannot be listed ([Errno 20] Not a dir")
         (tmp_path / "run").unlink()
         (tmp_path / "away").rename(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
 
 
-def test_of_a_bucket_repr_says_what_this_run_saved_and_asks_nobody() -> None:
-    def said(*reports: SaveReport) -> str:
-        run = RunContext(FileStorage(), "s3://bucket/run", MEGATRON, LocalCoordinator(), ResolvedTimeouts())
-        return contents_text(run, reports)
+def said_of_a_bucket(*reports: SaveReport) -> str:
+    run = RunContext(FileStorage(), "s3://bucket/run", MEGATRON, LocalCoordinator(), ResolvedTimeouts())
+    return contents_text(run, reports)
 
-    now = time.time()
+
+def test_of_a_bucket_repr_says_what_this_run_saved_and_asks_nobody() -> None:
+    now, said = time.time(), said_of_a_bucket
     failed = SaveReport("s3://bucket/run/iter_0000009", "failed", 9, time=now)
     first = SaveReport("s3://bucket/run/iter_0000000", step=0, time=now - 7300, committed_s=10)
     second = SaveReport("s3://bucket/run/iter_0000003", step=3, time=now - 100, committed_s=40)
     assert said(failed) == "nothing saved to s3://bucket/run yet"
     assert said(failed, first) == "1 checkpoint saved to s3://bucket/run, newest 0 (2 h ago)"
     assert said(first, second, failed) == "2 checkpoints saved to s3://bucket/run, newest 3 (60 s ago)"
+
+
+@pytest.mark.parametrize(
+    ("age", "text"), [(-5, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (172_799, "48 h"), (172_800, "2 d")]
+)
+def test_repr_says_how_old_the_newest_is(age: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 10.0**9)
+    assert f"newest 3 ({text} ago)" in said_of_a_bucket(SaveReport("", step=3, time=10.0**9 - age))
 
 
 # --- the closing line -----------------------------------------------------------------------------------------------
