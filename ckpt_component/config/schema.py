@@ -111,7 +111,7 @@ class Reuse:
     mode: ReuseMode = ReuseMode.auto
     """`auto`: share files with the last checkpoint where their bytes are proved to be the same; `off`: write all."""
     frozen: list[str] = field(default_factory=list)
-    """Keys of tensors that will not change, such as [model.base.*]; even the second save reuses them."""
+    """Keys of tensors that will not change, such as [model.base.*]; the second save already reuses them."""
     base: str | None = field(default=None, metadata={"path": True})
     """A run's folder, or a checkpoint, on the same file system, whose files may be shared too."""
 
@@ -161,7 +161,7 @@ class Timeouts:
     worker_start: float = above(0, 30.0, SECONDS)
     """For a writer process to start."""
     stage: float | None = above(0, None, SECONDS)
-    """For a snapshot's memory to be free, and again for its copy; null: 300, or `max_stall_s` if that is more."""
+    """For a snapshot's memory to be free, and as long for copying; null: 300, or `max_stall_s` if that is more."""
     write: float | None = above(0, None, SECONDS)
     """For all files of a checkpoint to be written and committed; null: 1800, or more if `stall` is long."""
     close: float = above(0, 60.0, SECONDS)
@@ -184,7 +184,7 @@ class Load:
     prefix: str | None = None
     """Name to put before all keys, after the renames: `model` loads a plain state dict into the state's `model`."""
     ignore: list[str] = field(default_factory=list)
-    """Names not to load, such as [lm_head]. A name that the checkpoint lacks is looked up in the state."""
+    """Names not to load, such as [lm_head]: keys of the checkpoint or, where none has such a name, of the state."""
 
 
 @dataclass

@@ -103,7 +103,7 @@ def plan(scenario: Scenario) -> list[Forecast]:
         best = max(best_interval(max(lost, _LEAST_LOSS), mtbf), durable or 0.0)
         risk = 0.0 if awaits_write else best if durable is None else durable
         training = training_fraction(best, lost, mtbf, scenario.restart_s, risk)
-    bound = "durable: saves do not overlap" if best is not None and best == durable else "T below, Daly 2006"
+    bound = "durable: saves do not overlap" if best is not None and best == durable else "optimum, Daly 2006"
     return [
         Forecast("state of a rank", rank_bytes, "bytes", "state / ranks"),
         Forecast(
