@@ -161,7 +161,7 @@ class Timeouts:
     worker_start: float = above(0, 30.0, SECONDS)
     """For a writer process to start."""
     stage: float | None = above(0, None, SECONDS)
-    """For a snapshot's memory to be free, and as long for copying; null: 300, or `max_stall_s` if that is more."""
+    """For a snapshot's memory to be free, and again for copying; null: 300, or `max_stall_s` if that is more."""
     write: float | None = above(0, None, SECONDS)
     """For all files of a checkpoint to be written and committed; null: 1800, or more if `stall` is long."""
     close: float = above(0, 60.0, SECONDS)
@@ -259,7 +259,7 @@ class Checkpoint:
     overlap: Overlap = Overlap.wait
     """When a save is due while the previous one still runs: `wait` for it, `skip` the new one, or `error`."""
     on_error: OnError = OnError["raise"]
-    """When a save fails: `raise` at the next call, `warn` in log and reports and continue, or `retry`, then raise."""
+    """When a save fails: `raise` at the next call; `warn` in log and reports, then continue; or `retry`, then raise."""
     retry: Retry = field(default_factory=Retry)
     """How `on_error: retry` repeats a failed save."""
     give_up_after: int | None = at_least(1, 3)
