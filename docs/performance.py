@@ -31,7 +31,7 @@ _ROWS = {
     "torch_checkpointing": "Meta's `torch_checkpointing`",
     "torch_save": "`torch.save`",
     "dcp_save_t1": "`dcp.save`",
-    "nvrx_persistent_clone": "NVRx persistent",
+    "nvrx_persistent_clone": "[NVRx](https://github.com/NVIDIA/nvidia-resiliency-ext) persistent",
     "nvrx_temporal": "NVRx temporal",
 }
 _STATES = {"large": "GPT and Adam, 1.49 GB", "many_small": "20,000 tensors, 0.67 GB"}
