@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.manifest import check_files, decode_manifest, encode_manifest, read_manifest
-from ckpt_component.core.commit.names import MEGATRON, STEP
+from ckpt_component.core.commit.names import HUGGINGFACE, MEGATRON, STEP, TORCHTITAN
 from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage.files import FileStorage
@@ -135,14 +136,37 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_manifest_knows_when_it_was_changed() -> None:
     data = encode_manifest({"version": 1, "world_size": 1, "files": []})
-    assert decode_manifest(data, "x") == {"version": 1, "world_size": 1, "files": []}
+    laid_out_otherwise = {"manifest": {"world_size": 1, "version": 1, "files": []}, "crc32": json.loads(data)["crc32"]}
+    for same in (data, json.dumps(laid_out_otherwise, indent=1).encode()):
+        assert decode_manifest(same, "x") == {"version": 1, "world_size": 1, "files": []}
     with pytest.raises(CheckpointCorruptError, match="own checksum"):
         decode_manifest(data.replace(b'"files":[]', b'"files":[1]'), "x")
     with pytest.raises(CheckpointCorruptError, match="not a complete manifest"):
         decode_manifest(data[:-3], "x")
 
 
+@pytest.mark.parametrize("fails", ["is_real_folder", "size"])
+def test_files_that_cannot_be_looked_at_are_not_called_damaged(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = FileStorage(atomic_rename=False)
+    attempt = begun(fs, tmp_path / "iter_0000001")
+    fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
+    commit.publish(attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
+    usual = getattr(FileStorage, fails)
+
+    def failing(self: FileStorage, path: str) -> object:
+        if path.startswith(attempt.staging):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return usual(self, path)
+
+    monkeypatch.setattr(FileStorage, fails, failing)
+    scan = scan_steps(fs, str(tmp_path), MEGATRON)
+    assert "cannot be read: Input/output error" in scan.unusable[1] and not scan.damaged
+
+
 def test_names() -> None:
     assert MEGATRON.folder(200) == "iter_0000200" and MEGATRON.step("iter_0000200") == 200
     assert STEP.folder(200) == "step_00000200"
+    assert HUGGINGFACE.folder(2) == "checkpoint-2" and TORCHTITAN.folder(2) == "step-2"
     assert MEGATRON.step("iter_200") is None and MEGATRON.step("xiter_0000200") is None

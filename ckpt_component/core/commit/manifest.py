@@ -8,7 +8,6 @@ the manifest, or, where checkpoints are committed without a rename, in the attem
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import zlib
@@ -112,13 +111,11 @@ def data_folder(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> s
         return folder
     path = os.path.join(folder, manifest["at"])
     try:
-        is_folder, exists = storage.is_real_folder(path), storage.exists(path)
+        is_folder = storage.is_real_folder(path)
     except OSError as error:
         raise read_failure(path, error) from error
-    if not exists:
-        raise read_failure(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path))
     if not is_folder:
-        raise CheckpointCorruptError(f"{path} is not a folder, but manifest.json says that the files are in it.")
+        raise CheckpointCorruptError(f"{path} is missing or not a folder; manifest.json says that the files are in it.")
     return path
 
 
