@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import threading
+from importlib.machinery import ModuleSpec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def test_the_record_is_a_file_of_the_checkpoint_like_others(tmp_path: Path) -> N
     (path / "run.json").unlink()  # a checkpoint that lacks a file is none
     with build_manager("sync", dir=tmp_path) as manager:
         assert manager.steps() == []
+    with pytest.raises(CheckpointCorruptError, match=r"run\.json cannot be read: No such file"):
+        stored_config(path)
 
 
 def test_the_other_files_are_those_of_a_checkpoint_without_a_record(tmp_path: Path) -> None:
@@ -115,6 +118,8 @@ def test_of_another_programs_checkpoint_missing_keys_say_which(tmp_path: Path, m
     monkeypatch.setattr("__main__.__spec__", None, raising=False)
     monkeypatch.setattr("__main__.__file__", "/home/me/train.py", raising=False)
     theirs = saved(tmp_path / "theirs")
+    monkeypatch.setattr("__main__.__spec__", ModuleSpec("jobs.train.__main__", None))
+    assert stored_config(saved(tmp_path / "module")).script == "jobs.train"
     monkeypatch.undo()
     assert stored_config(theirs).script == "train.py"
     assert refusal(theirs) == refusal(ours).replace("ours", "theirs") + " Another script saved it: train.py."

@@ -50,7 +50,7 @@ class StoredConfig:
 
     def encode(self) -> bytes:
         """The content of the file."""
-        text = json.dumps(_as_json(asdict(self)), indent=1, allow_nan=False)
+        text = json.dumps(_as_json(asdict(self)), indent=1)
         return f"{text}\n".encode("utf-8", "backslashreplace")
 
 
