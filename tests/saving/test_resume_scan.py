@@ -276,6 +276,22 @@ def test_files_that_may_be_checkpoints_are_named(tmp_path: Path, caplog: pytest.
         restored(tmp_path)
 
 
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step_4").mkdir()
+    names = FileStorage.names
+
+    def failing(self: FileStorage, path: str) -> list[str]:
+        if path.endswith("step_4"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return names(self, path)
+
+    monkeypatch.setattr(FileStorage, "names", failing)
+    assert restored(tmp_path) is None
+    assert "step_4 ([Errno 5] Input/output error" in caplog.text and "whether it is a checkpoint" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("path", "step"), [("step_7/weights.pt", 7), ("step_7/step_3.pt", 7), ("step_5.pt", 5), ("step_7/step_3", 3)]
 )

@@ -128,18 +128,20 @@ def test_one_that_is_damaged_meanwhile_is_not_counted_among_the_newest(damage: s
     assert manager.steps() == [2, 4]
 
 
-def test_one_that_could_not_be_read_for_a_while_is_deleted_later(
+def test_one_that_could_not_be_read_for_a_while_is_read_once_more_and_deleted_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    away, read = threading.Event(), FileStorage.read
+    away, read, reads = threading.Event(), FileStorage.read, list[str]()
 
     def fail_while_away(self: FileStorage, path: str, *args: Any, **kwargs: Any) -> bytes:
-        if away.is_set() and path.endswith("iter_0000001/manifest.json"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        if path.endswith("iter_0000001/manifest.json"):
+            if away.is_set():
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            reads.append(path)
         return read(self, path, *args, **kwargs)
 
     monkeypatch.setattr(FileStorage, "read", fail_while_away)
-    with manager_in(tmp_path) as manager:
+    with manager_in(tmp_path, "checkpoint.keep.last=3") as manager:
         away.set()
         for step in (1, 2):
             manager.save(step, state_of(step))
@@ -147,8 +149,9 @@ def test_one_that_could_not_be_read_for_a_while_is_deleted_later(
         while "iter_0000001/manifest.json cannot be read" not in caplog.text:
             time.sleep(0.01)
         away.clear()
-        manager.save(3, state_of(3))
-    assert manager.steps() == [3]
+        for step in (3, 4):
+            manager.save(step, state_of(step))
+    assert len(reads) == 1 and manager.steps() == [2, 3, 4]
 
 
 def test_a_save_that_finds_no_room_waits_for_the_deletions_after_the_last_one(

@@ -69,10 +69,9 @@ class Scan:
         """Remove a step."""
         if step in self.committed:
             self.committed.remove(step)
-        for group in self._groups():
+        known: tuple[dict[int, Any], ...] = (*self._groups(), self.metrics, self.manifests)
+        for group in known:
             group.pop(step, None)
-        self.metrics.pop(step, None)
-        self.manifests.pop(step, None)
 
     def _groups(self) -> tuple[dict[int, str], ...]:
         return self.damaged, self.torn, self.unfinished, self.unusable, self.foreign
