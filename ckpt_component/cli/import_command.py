@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         CheckpointError: as a load of the source, and as a save
     """
     if not 0 <= parsed.step <= MAX_STEP:
-        raise CheckpointConfigError(f"--step={parsed.step} must be at least 0.")
+        raise CheckpointConfigError(f"--step={parsed.step} must be from 0 to {MAX_STEP}.")
     source, root = find_checkpoint(parsed.source, parsed.options).path, absolute(parsed.root)
     fs = storage_at(root, options=parsed.options)
     scans = {names: scan_steps(fs, root, names) for names in NAMINGS.values()}

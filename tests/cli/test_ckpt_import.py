@@ -98,7 +98,7 @@ def test_an_import_goes_by_the_names_that_are_there_and_replaces_nothing(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["SRC", "ROOT", "--step", "-1"], "must be at least 0"),
+        (["SRC", "ROOT", "--step", "-1"], "must be from 0 to 9"),
         (["SRC", "ROOT", "--step", "1", "--rename", "state_dct=net"], "Did you mean 'state_dict'?"),
         (["SRC", "ROOT", "--step", "1", "--ignore", "epch"], "Did you mean 'epoch'?"),
         (["nowhere", "ROOT", "--step", "1"], "does not exist"),
