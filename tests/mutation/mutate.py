@@ -49,7 +49,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS, KILLERS = (Path(__file__).with_name(f"{name}.txt") for name in ("survivors", "killers"))
 ROOMS = ("core/commit", "core/coordination", "managing", "saving")
 _OF_ROOMS = ("simulation", "faults", "saving", "coordination", "storage", "loading")
-_AROUND = ("process", "stagers", "callers", "events", "cli", "megatron")
+_AROUND = ("process", "stagers", "callers", "events", "config", "cli", "megatron")
 TESTS = tuple(f"tests/{name}" for name in (*_OF_ROOMS, *_AROUND))
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
 PATIENCE, GRACE_SECONDS = 8.0, 5.0
