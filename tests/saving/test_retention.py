@@ -118,7 +118,7 @@ def test_one_that_is_damaged_meanwhile_is_not_counted_among_the_newest(damage: s
     with manager_in(tmp_path, "checkpoint.keep.last=2") as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step))
-        manager.wait()
+        tidied(manager)  # the last one was examined
         file = tmp_path / "iter_0000003" / ("manifest.json" if damage == "its_manifest_is_cut" else "__0_0.distcp")
         if damage == "a_file_is_gone":
             file.unlink()

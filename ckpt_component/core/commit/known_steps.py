@@ -24,7 +24,7 @@ class KnownSteps:
         scan: what a scan of it has just found, owned by this object from now on; None: nothing is known
 
     Attributes:
-        scan: what is known
+        scan: what is known; its committed steps are not sorted
     """
 
     def __init__(self, storage: Storage, root: str, names: StepNames, scan: Scan | None = None) -> None:
@@ -32,10 +32,8 @@ class KnownSteps:
         self._root = root
         self._names = names
         self.scan = scan or Scan()
-        #: By the name of the folder.
-        self._examined = {names.folder(step): step for step in self.scan.steps()}
-        #: When the manifests in `scan` were last modified, if that is known.
-        self._modified: dict[int, float] = {}
+        #: The steps that were examined -> when their manifests were last modified, if that is known.
+        self._examined: dict[int, float | None] = dict.fromkeys(self.scan.steps())
 
     def update(self, entries: Collection[str]) -> set[int]:
         """Examine the folders of steps that are new, and forget those that are gone.
@@ -49,12 +47,10 @@ class KnownSteps:
         Raises:
             OSError: a folder cannot be examined now; the next update tries it again
         """
-        for name in self._examined.keys() - set(entries):
-            self._forget(self._examined[name])
-        for step in list(self.scan.unusable):
+        there = {step for name in entries if (step := self._names.step_of(name)) is not None}
+        for step in (self._examined.keys() - there) | self.scan.unusable.keys():
             self._forget(step)
-        unknown = (self._names.step_of(name) for name in entries if name not in self._examined)
-        new = {step for step in unknown if step is not None}
+        new = there - self._examined.keys()
         self.look_again(new)
         return new
 
@@ -65,16 +61,13 @@ class KnownSteps:
             OSError: as `update`
         """
         for step in steps:
-            name = self._names.folder(step)
-            folder = os.path.join(self._root, name)
+            folder = os.path.join(self._root, self._names.folder(step))
             modified = self._modified_at(folder)
-            known = None if modified is None or modified != self._modified.get(step) else self.scan.manifests.get(step)
+            is_known = modified is not None and modified == self._examined.get(step)
+            known = self.scan.manifests.get(step) if is_known else None
             self._forget(step)
             examine(self._storage, folder, step, self.scan, known)
-            self._examined[name] = step
-            if modified is not None:
-                self._modified[step] = modified
-        self.scan.committed.sort()
+            self._examined[step] = modified
 
     def keep_manifests(self, steps: Collection[int]) -> None:
         """Forget the manifests of other steps, which take memory for each file of a checkpoint."""
@@ -89,5 +82,4 @@ class KnownSteps:
 
     def _forget(self, step: int) -> None:
         self.scan.forget(step)
-        self._modified.pop(step, None)
-        self._examined.pop(self._names.folder(step), None)
+        self._examined.pop(step, None)
