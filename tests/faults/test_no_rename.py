@@ -288,6 +288,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
     where = Path(quarantine(FileStorage() if renames else store, attempt.target))
     lock.close()
     assert (where / QUARANTINED).read_bytes() == content and not manifest.exists()
+    assert not Path(attempt.target, living.token, QUARANTINED).exists()
     assert where == Path(attempt.staging) or damage == "at"
     scan = scan_steps(store, str(root), MEGATRON)
     assert (scan.committed, scan.damaged, scan.torn, scan.foreign) == ([], {}, {}, {})

@@ -34,7 +34,7 @@ class Trial:
 
     Attributes:
         files: its storage
-        acknowledged: whether the save was reported as committed
+        acknowledged: whether what was done was reported as done
         error: why it was not
     """
 
@@ -66,6 +66,7 @@ def delete(trial: Trial) -> None:
 def set_aside(trial: Trial) -> None:
     try:
         quarantine(trial.files, TARGET)
+        trial.acknowledged = True
     except (CheckpointError, OSError) as error:
         trial.error = error
 
