@@ -105,7 +105,7 @@ class Worker:
                 usual, tests = (
                     reach.chosen(file, mutant.line, more, self._killers.get(name)) for more in (1, self._more)
                 )
-                with _temporary(self._root / "tmp"):
+                with _temporary(self._root):
                     outcome, last = (
                         ("unfit", None) if mutant.line is None else self._outcome(session, place, mutant, reach, tests)
                     )
@@ -296,14 +296,14 @@ def _end(leader: int) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[None]:
-    """Let pytest make its temporary folders here."""
-    folder.mkdir()
-    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
+def _temporary(root: Path) -> Iterator[None]:
+    """Let pytest make its temporary folders in a new one."""
+    folder = tempfile.mkdtemp(dir=root)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
     try:
         yield
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # a process that is not killed yet may write there
 
 
 def main() -> int:
