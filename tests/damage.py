@@ -1,11 +1,18 @@
-"""Damage to the files of a checkpoint, at random from a seed: bit flips, cuts, holes, and swaps of equal-size files."""
+"""What happens to checkpoints: damage, at random from a seed or in one place, and disks that fail for a while."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_component.core.storage.files import FileStorage
 
 
 @contextmanager
@@ -25,6 +32,41 @@ def damaged(folder: Path, twin: Path, rng: random.Random) -> Iterator[tuple[str,
         yield done, path.name
     finally:
         path.write_bytes(whole)
+
+
+def flip_step(root: Path, step: int) -> None:
+    """Flip a bit in the middle of the data of rank 0."""
+    path = root / f"iter_{step:07d}" / "__0_0.distcp"
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+@contextmanager
+def unreadable(root: Path, step: int, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Inside the block, reads of the data of rank 0 fail, where `when()` is true."""
+    bad, read = os.stat(root / f"iter_{step:07d}" / "__0_0.distcp").st_ino, os.preadv
+
+    def fail(fd: int, *rest: Any) -> int:
+        if os.fstat(fd).st_ino == bad and when():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        yield
+
+
+@contextmanager
+def no_renames() -> Iterator[None]:
+    """Inside the block, nothing can be renamed."""
+
+    def fail(self: FileStorage, source: str, target: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileStorage, "rename_new", fail)
+        yield
 
 
 def flip(path: Path, whole: bytes, twin: Path, rng: random.Random) -> tuple[str, bytes]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damage import flip_step, unreadable
 
 from ckpt_component import CheckpointCorruptError, CheckpointManager, CheckpointUnreadableError, build_manager
 from ckpt_component.events import read_events
@@ -24,13 +23,6 @@ def saved(root: Path, *steps: int) -> None:
     with manager_in(root) as manager:
         for step in steps:
             manager.save(step, {"weight": torch.full((1000,), float(step))})
-
-
-def flip(root: Path, step: int) -> None:
-    path = root / f"iter_{step:07d}" / "__0_0.distcp"
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    path.write_bytes(whole)
 
 
 def begun(root: Path, step: int) -> None:
@@ -70,7 +62,7 @@ def test_a_run_from_scratch_has_no_checkpoint_that_it_began_with(tmp_path: Path)
 
 def test_a_damaged_one_is_set_aside_if_there_is_an_older_one(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
-    flip(tmp_path, 2)
+    flip_step(tmp_path, 2)
     with manager_in(tmp_path, "checkpoint.verify=off") as manager:
         manager.begin_at(2)  # nobody looks
     with pytest.raises(CheckpointCorruptError, match="step 2 is damaged; it is now kept as .* from step 1") as caught:
@@ -87,7 +79,7 @@ def test_with_two_tiers_each_is_verified_where_it_is(tmp_path: Path) -> None:
     saved(slow, 1, 2)
     saved(fast, 3)
     for step, root in ((3, fast), (2, slow)):
-        flip(root, step)
+        flip_step(root, step)
         told = pytest.raises(CheckpointCorruptError, match=f"step {step} is damaged; it is now kept as {root}/")
         with manager_in(slow, f"checkpoint.local.dir={fast}") as manager, told:
             manager.begin_at(step)
@@ -97,7 +89,7 @@ def test_with_two_tiers_each_is_verified_where_it_is(tmp_path: Path) -> None:
 def test_the_only_one_is_never_renamed(damage: str, tmp_path: Path) -> None:
     saved(tmp_path, 1)
     if damage == "a_bit":
-        flip(tmp_path, 1)
+        flip_step(tmp_path, 1)
     elif damage == "its_manifest":
         (tmp_path / "iter_0000001" / "manifest.json").write_bytes(b"{")
     else:
@@ -108,18 +100,9 @@ def test_the_only_one_is_never_renamed(damage: str, tmp_path: Path) -> None:
     assert (tmp_path / "iter_0000001").is_dir() and not any(tmp_path.glob(".ckpt-quarantine.*"))
 
 
-def test_one_that_cannot_be_read_is_an_error_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_read_is_an_error_and_stays(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
-    bad, read = os.stat(tmp_path / "iter_0000002" / "__0_0.distcp").st_ino, os.preadv
-
-    def failing(fd: int, *rest: Any) -> int:
-        if os.fstat(fd).st_ino == bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(fd, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing)
-        with pytest.raises(CheckpointUnreadableError, match="Input/output error"):
-            begun(tmp_path, 2)
+    with unreadable(tmp_path, 2), pytest.raises(CheckpointUnreadableError, match="Input/output error"):
+        begun(tmp_path, 2)
     assert not any(tmp_path.glob(".ckpt-quarantine.*"))
     begun(tmp_path, 2)  # the disk is back

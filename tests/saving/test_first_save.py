@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import no_renames
 
 from ckpt_component import CheckpointExistsError, CheckpointManager, CheckpointSaveError, build_manager
 from ckpt_component.core.commit.names import QUARANTINE_PREFIX
@@ -50,19 +51,12 @@ def test_never_without_rewind_is_refused_beside_others(tmp_path: Path) -> None:
         assert manager.steps() == [1, 5]
 
 
-def test_what_cannot_be_retired_is_an_error_and_nothing_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_retired_is_an_error_and_nothing_is_saved(tmp_path: Path) -> None:
     saved(tmp_path, 1, 5)
 
-    def fail(self: FileStorage, source: str, target: str) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
-
     with manager_in(tmp_path, *ANEW) as manager:
-        with monkeypatch.context() as patched:
-            patched.setattr(FileStorage, "rename_new", fail)
-            with pytest.raises(CheckpointSaveError, match=r"could not retire 1, 5 in .*Read-only") as caught:
-                manager.save(7, STATE)
+        with no_renames(), pytest.raises(CheckpointSaveError, match=r"could not retire 1, 5 .*Read-only") as caught:
+            manager.save(7, STATE)
         assert caught.value.errno == errno.EROFS and manager.steps() == [1, 5]
         assert manager.save(7, STATE)
         assert manager.steps() == [7]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import flip_step, no_renames, unreadable
 from forging import edit_manifest
 from inside import tidied
 from rank_threads import rank_threads
@@ -73,13 +74,6 @@ def run(root: Path, *steps: int) -> None:
             manager.save(step, {"weight": torch.full((1000,), float(step)), "step": step})
 
 
-def flip(root: Path, step: int) -> None:
-    path = root / f"iter_{step:07d}" / "__0_0.distcp"
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    path.write_bytes(whole)
-
-
 def restored(root: Path, *overrides: str) -> int | None:
     state = target()
     with manager_in(root, *overrides) as manager:
@@ -97,7 +91,7 @@ def test_a_damaged_newest_checkpoint_is_quarantined_and_its_step_can_be_saved_ag
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path, 1, 2, 3)
-    flip(tmp_path, 3)
+    flip_step(tmp_path, 3)
     bytes_before = (tmp_path / "iter_0000003" / "__0_0.distcp").read_bytes()
     assert restored(tmp_path) == 2
     assert "step 3 cannot be used, trying step 2" in caplog.text and "it is kept as" in caplog.text
@@ -117,7 +111,7 @@ def test_a_damaged_newest_checkpoint_is_quarantined_and_its_step_can_be_saved_ag
 def test_several_damaged_ones_are_passed_over_together(tmp_path: Path) -> None:
     run(tmp_path, 1, 2, 3, 4)
     for step in (3, 4):
-        flip(tmp_path, step)
+        flip_step(tmp_path, step)
     (tmp_path / "iter_0000002" / "manifest.json").write_bytes(b"{")
     assert restored(tmp_path) == 1
     assert quarantined(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004"]
@@ -126,7 +120,7 @@ def test_several_damaged_ones_are_passed_over_together(tmp_path: Path) -> None:
 def test_the_only_checkpoint_is_never_renamed(tmp_path: Path) -> None:
     """There is nothing to fall back to: to begin from scratch would hide that all is lost."""
     run(tmp_path, 1)
-    flip(tmp_path, 1)
+    flip_step(tmp_path, 1)
     for _ in range(2):
         with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp is damaged"):
             restored(tmp_path)
@@ -142,7 +136,7 @@ def test_the_only_checkpoint_is_never_renamed(tmp_path: Path) -> None:
 
 def test_a_step_that_was_asked_for_is_never_renamed(tmp_path: Path) -> None:
     run(tmp_path, 1, 2, 3)
-    flip(tmp_path, 3)
+    flip_step(tmp_path, 3)
     with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp is damaged"):
         restored(tmp_path, "checkpoint.resume=3")
     (tmp_path / "iter_0000002" / "__0_0.distcp").unlink()
@@ -154,21 +148,10 @@ def test_a_step_that_was_asked_for_is_never_renamed(tmp_path: Path) -> None:
     assert quarantined(tmp_path) == [] and restored(tmp_path, "checkpoint.resume=never", RESTORES_ONLY) is None
 
 
-def test_what_cannot_be_read_is_passed_over_and_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_read_is_passed_over_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A disk or a mount that fails says nothing about the bytes."""
     run(tmp_path, 1, 2)
-    bad = os.stat(tmp_path / "iter_0000002" / "__0_0.distcp").st_ino
-    read = os.preadv
-
-    def failing(fd: int, *rest: Any) -> int:
-        if os.fstat(fd).st_ino == bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(fd, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing)
+    with unreadable(tmp_path, 2):
         assert restored(tmp_path) == 1
         assert "step 2 cannot be used, trying step 1" in caplog.text
         with pytest.raises(CheckpointUnreadableError, match="Input/output error"):
@@ -178,20 +161,13 @@ def test_what_cannot_be_read_is_passed_over_and_stays(
 
 
 def test_what_was_found_damaged_and_cannot_be_read_again_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk that fails now may have failed then."""
     run(tmp_path, 1, 2)
-    flip(tmp_path, 2)
-    bad, read = os.stat(tmp_path / "iter_0000002" / "__0_0.distcp").st_ino, os.preadv
-
-    def failing(fd: int, *rest: Any) -> int:
-        if "step 2 cannot be used, trying step 1" in caplog.text and os.fstat(fd).st_ino == bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(fd, *rest)
-
-    monkeypatch.setattr(os, "preadv", failing)
-    assert restored(tmp_path) == 1
+    flip_step(tmp_path, 2)
+    with unreadable(tmp_path, 2, lambda: "step 2 cannot be used, trying step 1" in caplog.text):
+        assert restored(tmp_path) == 1
     assert "iter_0000002 cannot be verified again: " in caplog.text and quarantined(tmp_path) == []
 
 
@@ -202,7 +178,7 @@ def test_with_two_tiers_each_checkpoint_is_read_and_quarantined_where_it_is(tmp_
     with manager_in(slow, local, path, RESTORES_ONLY) as manager:
         assert manager.restore(target()) == 7
     run(slow, 1, 2)
-    flip(slow, 2)
+    flip_step(slow, 2)
     assert restored(slow, local, RESTORES_ONLY) == 1
     assert quarantined(slow) == ["iter_0000002"]
 
@@ -329,18 +305,12 @@ def test_a_folder_without_a_manifest_is_quarantined(lost: tuple[str, ...], tmp_p
     assert quarantined(tmp_path / "with") == quarantined(tmp_path / "without") == ["iter_0000002"]
 
 
-def test_a_rename_that_fails_does_not_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rename_that_fails_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 1, 2)
-    flip(tmp_path, 2)
-
-    def fail(self: FileStorage, source: str, target: str) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+    flip_step(tmp_path, 2)
 
     with manager_in(tmp_path, "checkpoint.keep.last=2") as manager:
-        with monkeypatch.context() as patched:
-            patched.setattr(FileStorage, "rename_new", fail)
+        with no_renames():
             assert manager.restore(target()) == 1
         assert "could not be quarantined" in caplog.text
         manager.save(3, target())
@@ -353,18 +323,14 @@ def test_a_rename_that_fails_does_not_stop_the_run(
 
 
 def test_steps_before_a_damaged_one_that_could_not_be_renamed_are_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The restore has told of it, and training does not stop at the first save."""
     run(tmp_path, 1, 5)
-    flip(tmp_path, 5)
-
-    def fail(self: FileStorage, source: str, target: str) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+    flip_step(tmp_path, 5)
 
     with manager_in(tmp_path) as manager:
-        with monkeypatch.context() as patched:
-            patched.setattr(FileStorage, "rename_new", fail)
+        with no_renames():
             assert manager.restore(target()) == 1
         assert "resumed from step 1 although 5 follow(s)" in caplog.text
         assert manager.save(2, target())
@@ -386,18 +352,12 @@ def test_a_restore_from_scratch_is_told_to_no_listener(tmp_path: Path) -> None:
     assert told == [1]
 
 
-def test_a_damaged_one_that_could_not_be_renamed_counts_once_its_step_is_saved_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_one_that_could_not_be_renamed_counts_once_its_step_is_saved_anew(tmp_path: Path) -> None:
     run(tmp_path, 1, 2)
-    flip(tmp_path, 2)
-
-    def fail(self: FileStorage, source: str, target: str) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+    flip_step(tmp_path, 2)
 
     with manager_in(tmp_path, "checkpoint.keep.last=2") as manager:
-        with monkeypatch.context() as patched:
-            patched.setattr(FileStorage, "rename_new", fail)
+        with no_renames():
             assert manager.restore(target()) == 1
         shutil.rmtree(tmp_path / "iter_0000002")  # by hand
         for step in (2, 3, 4):
