@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import flip_step
 
 from ckpt_component import CheckpointCorruptError, build_checkpointer, build_manager
 from ckpt_component.core.storage.files import FileStorage
@@ -22,9 +23,9 @@ STATES: dict[str, Any] = {
 }
 
 
-def saved(root: Path, state: dict[str, Any]) -> None:
+def saved(root: Path, state: dict[str, Any], first: int = 1) -> None:
     with build_manager("sync", OPTIONS, dir=root) as manager:
-        for step in (1, 2):
+        for step in range(first, 3):
             manager.save(step, state)
 
 
@@ -90,11 +91,12 @@ def test_verify_believes_a_second_answer(
 def test_what_verifies_before_it_is_set_aside_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved(tmp_path, STATES["small tensors"])
+    saved(tmp_path, STATES["small tensors"], first=0)
+    flip_step(tmp_path, 1)
     damage_answers(monkeypatch, 2)
     with build_manager("sync", OPTIONS, dir=tmp_path) as manager:
-        assert manager.restore({"a": torch.zeros(100), "b": torch.zeros(50)}) == 1
-        assert manager.steps() == [1, 2]
+        assert manager.restore({"a": torch.zeros(100), "b": torch.zeros(50)}) == 0
+        assert manager.steps() == [0, 2]  # step 1 is damaged
     assert "iter_0000002 was found damaged, and is whole now" in caplog.text
 
 

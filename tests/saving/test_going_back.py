@@ -30,6 +30,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.events import read_events
 
 POINTER = "latest_checkpointed_iteration.txt"
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
@@ -149,6 +150,8 @@ def test_a_damaged_step_that_follows_is_in_the_way_too(tmp_path: Path, caplog: p
     assert restored(tmp_path, "checkpoint.resume=1", REWIND) == 1
     assert retired(tmp_path) == ["iter_0000002"]
     assert "retired step 2 (checkpoint.rewind=true): kept as" in caplog.text
+    (event,) = (event for event in read_events(tmp_path) if event["event"] == "retire")
+    assert event["step"] == 2 and event["path"] in caplog.text
 
 
 def test_nothing_is_retired_when_the_chosen_step_does_not_load(tmp_path: Path) -> None:
