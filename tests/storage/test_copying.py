@@ -19,12 +19,18 @@ from ckpt_component.core.clock import Clock, Latch
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.copying import Continued, copy_checkpoint
 from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import OWNER
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.errors import CheckpointCorruptError, CheckpointFencedError, CheckpointStorageFullError
+from ckpt_component.errors import (
+    CheckpointCorruptError,
+    CheckpointFencedError,
+    CheckpointStorageFullError,
+    CheckpointUnreadableError,
+)
 from ckpt_component.testing import Disk, SimulatedFiles
 
 SOURCE, TARGET = "/runs/one/iter_0000001", "/runs/two/iter_0000001"
@@ -204,6 +210,39 @@ def test_only_a_copy_that_can_be_continued_leaves_files_behind(error: Exception,
         copy_checkpoint(files, SOURCE, manifest, files, TARGET, fail, continued=continued)
     left = [name for name in files.names(ROOT) if name != OWNER]
     assert len(left) == (continues and isinstance(error, OSError))
+
+
+def test_a_copy_that_another_process_continues_is_left_to_it() -> None:
+    files = SimulatedFiles(Disk())
+    manifest, token = source_on(files), FencingToken(files, ROOT)
+
+    def cut_off(staging: str, kept: Collection[str]) -> None:
+        raise OSError(errno.EIO, "cut off")
+
+    def copy(before_commit: Callable[[str, Collection[str]], None]) -> None:
+        continued = Continued(manifest["attempt"], token, do_nothing)
+        copy_checkpoint(files, SOURCE, manifest, files, TARGET, before_commit, continued=continued)
+
+    with pytest.raises(OSError, match="cut off"):
+        copy(cut_off)
+    lock = AttemptLock(files, commit.new_attempt(files, TARGET, manifest["attempt"]))
+    with pytest.raises(BlockingIOError, match="another process is copying to it"):
+        copy(do_nothing)
+    lock.close()
+    copy(do_nothing)
+    assert files.is_folder(TARGET)
+
+
+def test_a_source_that_shrinks_while_it_is_copied_is_an_error() -> None:
+    class Shrinks(SimulatedFiles):
+        def open_files(self, folder: str, *, shared: bool = True) -> Any:
+            self.disk.file(os.path.join(SOURCE, "small")).resize(1)
+            return super().open_files(folder, shared=shared)
+
+    files = Shrinks(Disk())
+    with pytest.raises(CheckpointUnreadableError, match="small .*too short"):
+        copy_checkpoint(files, SOURCE, source_on(files), files, TARGET, do_nothing)
+    assert not files.exists(TARGET)
 
 
 def test_when_a_file_cannot_be_copied_the_others_are_not_copied_to_their_end() -> None:
