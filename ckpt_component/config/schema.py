@@ -111,7 +111,7 @@ class Reuse:
     mode: ReuseMode = ReuseMode.auto
     """`auto`: share files with the last checkpoint where their bytes are proved to be the same; `off`: write all."""
     frozen: list[str] = field(default_factory=list)
-    """Keys of tensors that will not change, such as [model.base.*]; the second save already reuses them."""
+    """Keys of tensors that will not change, such as [model.base.*]; reused from the second save on."""
     base: str | None = field(default=None, metadata={"path": True})
     """A run's folder, or a checkpoint, on the same file system, whose files may be shared too."""
 
@@ -161,7 +161,7 @@ class Timeouts:
     worker_start: float = above(0, 30.0, SECONDS)
     """For a writer process to start."""
     stage: float | None = above(0, None, SECONDS)
-    """For a snapshot's memory to be free, and again for copying; null: 300, or `max_stall_s` if that is more."""
+    """For a snapshot's memory to be free and, separately, for copying; null: 300, or `max_stall_s` if that is more."""
     write: float | None = above(0, None, SECONDS)
     """For all files of a checkpoint to be written and committed; null: 1800, or more if `stall` is long."""
     close: float = above(0, 60.0, SECONDS)
@@ -171,7 +171,7 @@ class Timeouts:
     stall: float | None = above(0, None, SECONDS)
     """A rank that writes nothing for this long is considered hung; null: 300, or less if `write` is short."""
     visible: float = above(0, 60.0, SECONDS)
-    """For all ranks to see a file or folder that one created, on network file systems that cache names."""
+    """For all ranks to see a file or folder that another created, on network file systems that cache names."""
 
 
 @dataclass
@@ -182,9 +182,9 @@ class Load:
     rename: Any = None
     """Maps the checkpoint's names to the state's, such as {transformer.h: model.blocks}; `*` stands for any text."""
     prefix: str | None = None
-    """Name to put before all keys, after the renames: `model` loads a plain state dict into the state's `model`."""
+    """Prefix of all keys, added after the renames: `model` loads a plain state dict into the state's `model`."""
     ignore: list[str] = field(default_factory=list)
-    """Names not to load, such as [lm_head]: keys of the checkpoint or, where none has such a name, of the state."""
+    """Names not to load, such as [lm_head]: the checkpoint's keys, or the state's if none of them matches."""
 
 
 @dataclass
@@ -279,7 +279,7 @@ class Checkpoint:
     on_different_replicas: OnDifferentReplicas = OnDifferentReplicas.warn
     """When replicas differ: `warn`, or fail the save with an `error`."""
     events: bool = True
-    """Record every save and load in `events/` in the folder, one JSON object per line; see [events](events.md)."""
+    """Record every save and load in `events/` in `dir`, one JSON object per line; see [events](events.md)."""
     listeners: list[Any] = field(default_factory=list)
     """Listeners of saves and loads: `[tensorboard, wandb, mlflow, opentelemetry]`, or dicts with your `_target_`."""
     timeouts: Timeouts = field(default_factory=Timeouts)
