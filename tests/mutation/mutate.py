@@ -35,7 +35,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -107,7 +107,7 @@ class Worker:
                 )
                 with _temporary(self._root):
                     outcome, last = (
-                        ("unfit", None) if mutant.line is None else self._outcome(session, place, mutant, reach, tests)
+                        ("unfit", None) if mutant.line is None else self._settled(session, place, mutant, reach, tests)
                     )
                     if outcome == "unfit":
                         outcome = _outcome_anew(self._root, [session.items[test].nodeid for test in tests])
@@ -178,6 +178,20 @@ class Worker:
         if self._share[0] == 0:
             print(f"{len(seconds)} tests, {sum(seconds.values()):.0f} s", flush=True)
         return Reach(seconds, tests, [item.nodeid.partition("[")[0] for item in session.items])
+
+    def _settled(
+        self, session: pytest.Session, place: Path, mutant: mutants.Mutant, reach: Reach, tests: Sequence[int]
+    ) -> tuple[str, int | None]:
+        """The outcome, in which a test counts as failed only if it fails alone: others may have left it something."""
+        while True:
+            outcome, last = self._outcome(session, place, mutant, reach, tests)
+            if (
+                outcome != "failed"
+                or last is None
+                or self._outcome(session, place, mutant, reach, [last])[0] != "passed"
+            ):
+                return outcome, last
+            tests = tests[tests.index(last) + 1 :]
 
     def _outcome(
         self, session: pytest.Session, place: Path, mutant: mutants.Mutant, reach: Reach, tests: Sequence[int]
@@ -351,15 +365,13 @@ def main() -> int:
                 counts[outcome] += 1
                 if found is not None and options.more > 1:
                     killers[name] = found
+                    _note(killers)
                 if outcome == "passed":
                     alive.append(name)
                     print("accepted" if name in accepted else "SURVIVED", name, flush=True)
                 elif outcome == "hung":  # counts as noticed, but a test that fails says more
                     print("hung    ", name, flush=True)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(options.workers)]
-    if options.more > 1:
-        head = KILLERS.read_text().partition("\n")[0]
-        KILLERS.write_text("\n".join([head, *(f"{name}  # {killers[name]}" for name in sorted(killers))]) + "\n")
     new = [name for name in alive if name not in accepted]
     all_run = not (options.among or options.tests)
     gone = [name for name in accepted if all_run and name.partition(":")[0] in files and name not in alive]
@@ -372,6 +384,11 @@ def _named(file: Path) -> dict[str, str]:
     """What a file says of mutants, by their names."""
     lines = (line.partition("  # ") for line in file.read_text().splitlines() if line and line[0] != "#")
     return {name: said for name, _, said in lines}
+
+
+def _note(killers: Mapping[str, str]) -> None:
+    head = KILLERS.read_text().partition("\n")[0]
+    KILLERS.write_text("\n".join([head, *(f"{name}  # {killers[name]}" for name in sorted(killers))]) + "\n")
 
 
 def _copy(root: Path) -> Path:
