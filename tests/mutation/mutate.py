@@ -12,7 +12,7 @@ A mutant that no test notices must be in `survivors.txt`, with the reason why th
 of that file that no longer applies, is the exit code 1. For a mutant that only few of many tests notice, `killers.txt`
 names one to begin with; `--more` adds those that it finds.
 
-It works on copies. A first run of the tests tells which statements each of them reaches, in all its processes. Then a
+It works on copies. A first run of the tests notes which statements each of them reaches, in all its processes. Then a
 fork for each mutant puts the changed functions in place of those imported, and runs tests that reach the changed
 statement until one fails or enough have passed: a statement that many tests reach gets only some of them. Changes of
 what runs when the file is imported (defaults, constants) need a new process.
