@@ -115,7 +115,8 @@ class WriteAccess:
         fs, name = self._run.fs, f"{TRIAL_PREFIX}{new_token()}"
         try:
             fs.close(fs.create(os.path.join(self._run.root, name)))
-        except OSError:  # the disk is full, or a save says what is wrong
+        except OSError as error:  # a full disk, of which `_try_to_write` has warned, or one that saves fail on
+            logger.warning("%s: whether all ranks share it is not checked: %s", self._named, error)
             return None
         return name
 

@@ -219,7 +219,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused_on_all(remote: bool, text: 
 
 
 def test_a_local_disk_that_is_full_at_the_start_is_a_warning_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: FileStorage, path: str) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -228,6 +228,7 @@ def test_a_local_disk_that_is_full_at_the_start_is_a_warning_on_all_ranks(
     # A rank may wait for the folder longer than for other ranks.
     timeouts = ResolvedTimeouts(stage=1.0, visible=60.0)
     assert on_two_ranks([tmp_path / "fast"] * 2, tmp_path / "far", timeouts) == [None, None]
+    assert caplog.text.count("whether all ranks share it is not checked: ") == 1
 
 
 def test_two_ranks_need_what_they_write_together(tmp_path: Path) -> None:
