@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_threads import rank_threads
 from waiting import eventually
 
 from ckpt_component import (
@@ -36,7 +37,7 @@ from ckpt_component import (
 )
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.protocol import Attempt
-from ckpt_component.core.coordination import LocalCoordinator
+from ckpt_component.core.coordination import Coordinator, LocalCoordinator
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.process import ByteProcess
@@ -238,6 +239,21 @@ def test_no_rank_tries_again_without_the_consent_of_rank_0_which_a_dead_one_is_n
     made = loop.run(new_attempt(FileStorage(), str(tmp_path / "one"), new_token()), make)
     assert isinstance(made, FailedAttempts) and isinstance(made.error, RanksError) and made.number == 1
     assert tries == [1] and rank.asked == asked
+
+
+def test_a_rank_waits_for_the_consent_of_rank_0_whose_attempt_fails_later() -> None:
+    def tries(ranks: Coordinator) -> object:
+        def make(attempt: Attempt, number: int) -> int:
+            if number == 1:
+                time.sleep(0.2 * (ranks.rank == 0))
+                raise disk_error()
+            return number
+
+        first = new_attempt(FileStorage(), "/runs/one", "0123")
+        return RetryLoop(ranks, ErrorPolicy(attempts=2, backoff_seconds=0.0), 30.0).run(first, make)
+
+    with rank_threads(2) as on_all:
+        assert on_all(tries) == [2, 2]
 
 
 def test_a_save_was_given_up_for_training_only_if_all_ranks_that_failed_gave_it_up() -> None:

@@ -215,6 +215,12 @@ def test_a_restored_run_has_its_memory_already(tmp_path: Path) -> None:
         assert made() == memory and not any(thread.name.startswith("ckpt-early") for thread in threading.enumerate())
 
 
+def test_a_run_from_scratch_makes_none_before_its_first_step(tmp_path: Path) -> None:
+    with build_manager("async_persistent", [OFTEN], dir=tmp_path) as manager:
+        assert manager.restore(Job().state) is None
+        assert made() == 0
+
+
 def test_the_memory_of_one_of_several_ranks_is_estimated_without_a_message() -> None:
     """As if all had the same: replicated tensors are shared out, so a rank makes only its part."""
     state = {f"{number}": torch.zeros(size) for number, size in enumerate((100_000, 7, 50_000, 30_000, 30_000, 20_000))}
