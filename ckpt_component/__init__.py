@@ -21,24 +21,42 @@ from .core._lazy import lazy
 from .errors import *  # noqa: F403  (the module imports nothing and is all public)
 
 if TYPE_CHECKING:
-    from .callers import AsyncCaller, AsyncCallsQueue, AsyncRequest, PersistentAsyncCaller, TemporalAsyncCaller
-    from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
-    from .compat import (
-        CheckpointMetadataCache,
-        CheckpointProcess,
-        CheckpointProcessConfig,
-        FileSystemWriterAsync,
-        save_state_dict_async_finalize,
-        save_state_dict_async_plan,
+    from .callers import (
+        AsyncCaller as AsyncCaller,
+        AsyncCallsQueue as AsyncCallsQueue,
+        AsyncRequest as AsyncRequest,
+        PersistentAsyncCaller as PersistentAsyncCaller,
+        TemporalAsyncCaller as TemporalAsyncCaller,
     )
-    from .config import compose_checkpoint
-    from .core.commit.run_record import StoredConfig, stored_config, stored_metrics
-    from .core.state.per_rank import PerRank
-    from .events import CheckpointListener, LoadReport, SaveReport
-    from .factory.graph import build_checkpointer, build_manager, instantiate_manager
-    from .loading.weights import load_weights
-    from .managing.manager import CheckpointManager
-    from .megatron.args import add_checkpoint_args, compose_from_args
+    from .checkpointer import (
+        AsyncCheckpointer as AsyncCheckpointer,
+        Checkpointer as Checkpointer,
+        SyncCheckpointer as SyncCheckpointer,
+    )
+    from .compat import (
+        CheckpointMetadataCache as CheckpointMetadataCache,
+        CheckpointProcess as CheckpointProcess,
+        CheckpointProcessConfig as CheckpointProcessConfig,
+        FileSystemWriterAsync as FileSystemWriterAsync,
+        save_state_dict_async_finalize as save_state_dict_async_finalize,
+        save_state_dict_async_plan as save_state_dict_async_plan,
+    )
+    from .config import compose_checkpoint as compose_checkpoint
+    from .core.commit.run_record import (
+        StoredConfig as StoredConfig,
+        stored_config as stored_config,
+        stored_metrics as stored_metrics,
+    )
+    from .core.state.per_rank import PerRank as PerRank
+    from .events import CheckpointListener as CheckpointListener, LoadReport as LoadReport, SaveReport as SaveReport
+    from .factory.graph import (
+        build_checkpointer as build_checkpointer,
+        build_manager as build_manager,
+        instantiate_manager as instantiate_manager,
+    )
+    from .loading.weights import load_weights as load_weights
+    from .managing.manager import CheckpointManager as CheckpointManager
+    from .megatron.args import add_checkpoint_args as add_checkpoint_args, compose_from_args as compose_from_args
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,11 @@ def _mount_private_shm() -> str | None:
     Returns why that cannot be done here; None: it is done. The mount ends with the last of these processes.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    steps = (
+    steps: list[Callable[[], int]] = [
         lambda: libc.unshare(_CLONE_NEWNS),
         lambda: libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
         lambda: libc.mount(b"tmpfs", os.fsencode(_SHM), b"tmpfs", 0, b"mode=1777"),
-    )
+    ]
     for step in steps:
         if step() != 0:
             return os.strerror(ctypes.get_errno())
@@ -214,10 +214,11 @@ def presets_are_composed_once() -> Iterator[None]:
     from omegaconf import DictConfig, OmegaConf
 
     import ckpt_component.factory.graph as graph
+    from ckpt_component.config import compose_checkpoint, resolve_config
     from ckpt_component.config.hydra.overrides import parse_override
 
-    compose, kept = graph.compose_checkpoint, dict[tuple[str, ...], DictConfig]()
-    resolve, read = graph.resolve_config, dict[str, object]()
+    compose, kept = compose_checkpoint, dict[tuple[str, ...], DictConfig]()
+    resolve, read = resolve_config, dict[str, object]()
 
     def compose_once(preset: str, overrides: Sequence[str] = ()) -> object:
         if GlobalHydra.instance().is_initialized():

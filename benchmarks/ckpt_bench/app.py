@@ -28,6 +28,7 @@ from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.core.spelling import closest
 from ckpt_component.errors import CheckpointError
 
+from .child import Run
 from .device import device_name, require_cuda
 from .growth.cost_page import costs_shown
 from .growth.costs import read_growth, write_growth
@@ -38,7 +39,7 @@ from .promises import judge
 from .row_figures import read_figures, rows_for_sweep, write_figures
 from .row_page import rows_shown
 from .row_table import render
-from .runs import Case, Run, Runner
+from .runs import Case, Runner
 from .schema import STATES, Action, Bench, BenchRequest, Device, read, register
 
 #: Accepted as the first word of the command line, for `action=`.

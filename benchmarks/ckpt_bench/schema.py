@@ -15,8 +15,13 @@ from ckpt_component.config.hydra.composable import composable
 from ckpt_component.config.hydra.compose import plain_dict
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError, for_hydra
 from ckpt_component.config.hydra.read import read as read_values
-from ckpt_component.config.hydra.store import PROVIDER, SCHEMAS, registered, store_files
-from ckpt_component.config.hydra.store import register as register_checkpoint_configs
+from ckpt_component.config.hydra.store import (
+    PROVIDER,
+    SCHEMAS,
+    register as register_checkpoint_configs,
+    registered,
+    store_files,
+)
 from ckpt_component.config.quantities import SECONDS
 from ckpt_component.config.schema import above, at_least
 from ckpt_component.core.spelling import invalid_choice

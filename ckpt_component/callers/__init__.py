@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING
 from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from ..compat.async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
-    from ..compat.async_queue import AsyncCallsQueue
-    from ..compat.async_request import AsyncRequest
-    from .write_callers import InlineCaller, IoPriority, PersistentCaller, TemporalCaller, WriteCaller
+    from ..compat.async_callers import (
+        AsyncCaller as AsyncCaller,
+        PersistentAsyncCaller as PersistentAsyncCaller,
+        TemporalAsyncCaller as TemporalAsyncCaller,
+    )
+    from ..compat.async_queue import AsyncCallsQueue as AsyncCallsQueue
+    from ..compat.async_request import AsyncRequest as AsyncRequest
+    from ..core.options import IoPriority as IoPriority
+    from .write_callers import (
+        InlineCaller as InlineCaller,
+        PersistentCaller as PersistentCaller,
+        TemporalCaller as TemporalCaller,
+        WriteCaller as WriteCaller,
+    )
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
-        ".write_callers": "InlineCaller IoPriority PersistentCaller TemporalCaller WriteCaller",
+        "..core.options": "IoPriority",
+        ".write_callers": "InlineCaller PersistentCaller TemporalCaller WriteCaller",
         "..compat.async_callers": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller",
         "..compat.async_queue": "AsyncCallsQueue",
         "..compat.async_request": "AsyncRequest",

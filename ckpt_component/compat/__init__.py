@@ -10,33 +10,43 @@ from typing import TYPE_CHECKING
 from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
-    from .async_queue import AsyncCallsQueue
-    from .async_request import AsyncRequest
-    from .cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+    from .async_callers import (
+        AsyncCaller as AsyncCaller,
+        PersistentAsyncCaller as PersistentAsyncCaller,
+        TemporalAsyncCaller as TemporalAsyncCaller,
+    )
+    from .async_queue import AsyncCallsQueue as AsyncCallsQueue
+    from .async_request import AsyncRequest as AsyncRequest
+    from .cached_metadata_filesystem_reader import CachedMetadataFileSystemReader as CachedMetadataFileSystemReader
     from .checkpoint_process import (
-        CheckpointProcess,
-        CheckpointProcessConfig,
-        CheckpointWriter,
-        RankInfo,
-        RequestType,
-        WorkerRequest,
-        WorkerResponse,
+        CheckpointProcess as CheckpointProcess,
+        CheckpointProcessConfig as CheckpointProcessConfig,
+        CheckpointWriter as CheckpointWriter,
+        RankInfo as RankInfo,
+        RequestType as RequestType,
+        WorkerRequest as WorkerRequest,
+        WorkerResponse as WorkerResponse,
     )
-    from .file_system_writer_async import FileSystemWriterAsync, get_write_results_queue
-    from .plan_cache import CheckpointMetadataCache
+    from .file_system_writer_async import (
+        FileSystemWriterAsync as FileSystemWriterAsync,
+        get_write_results_queue as get_write_results_queue,
+    )
+    from .plan_cache import CheckpointMetadataCache as CheckpointMetadataCache
     from .spawn import (
-        ProcessContext,
-        ProcessException,
-        ProcessExitedException,
-        ProcessRaisedException,
-        SpawnContext,
-        StartMethodError,
-        start_processes,
+        ProcessContext as ProcessContext,
+        ProcessException as ProcessException,
+        ProcessExitedException as ProcessExitedException,
+        ProcessRaisedException as ProcessRaisedException,
+        SpawnContext as SpawnContext,
+        StartMethodError as StartMethodError,
+        start_processes as start_processes,
     )
-    from .state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-    from .worker_client import WorkerClient
-    from .worker_process import CallProcess
+    from .state_dict_saver import (
+        save_state_dict_async_finalize as save_state_dict_async_finalize,
+        save_state_dict_async_plan as save_state_dict_async_plan,
+    )
+    from .worker_client import WorkerClient as WorkerClient
+    from .worker_process import CallProcess as CallProcess
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,

@@ -33,7 +33,7 @@ from ..writers.base import groups_of_files
 from ..writers.dcp import check_separation_hint
 from . import bucket_io
 from .bucket_image import FilesImage, ImageLease, WriteBucket, preload_tensors
-from .host_image import ResultMailbox
+from .host_image import ImageBucket, ResultMailbox
 from .peers import this_rank
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def get_save_function_and_args(
         self,
-    ) -> tuple[Callable[..., None] | None, Callable[[], list[bucket_io.ImageBucket]] | None, Sequence[Any]]:
+    ) -> tuple[Callable[..., None] | None, Callable[[], list[ImageBucket]] | None, Sequence[Any]]:
         """Return what to run, in this process or another.
 
         Returns:

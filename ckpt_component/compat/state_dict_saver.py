@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import _is_wrapped_exception
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -100,7 +100,7 @@ class SaveRanks(_DistWrapper):
 
 @as_checkpoint_exception()
 def save_state_dict_async_plan(
-    state_dict: STATE_DICT_TYPE,
+    state_dict: dict[str, Any],
     storage_writer: FileSystemWriterAsync,
     process_group: Any = None,
     coordinator_rank: int = 0,

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 from ..core.processes.exit_text import describe_exit
 from ..core.processes.framing import Channel
-from ..core.processes.remote_error import RemoteTraceback, as_local_error
+from ..core.processes.remote_error import as_local_error
 from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
+from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RemoteTraceback, WorkerDiedError
 from .pickling import pickle_by_value
 from .spawn import ProcessContext, StartMethodError, check_start_method_exists, end_processes, start_processes
 from .worker_main import enter

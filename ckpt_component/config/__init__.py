@@ -12,29 +12,29 @@ from typing import TYPE_CHECKING
 from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from .config_files import config_dir, recipe_dir
-    from .hydra.compose import compose_checkpoint
-    from .hydra.hints import override_hints
-    from .hydra.hydra_errors import CheckpointConfigError
-    from .hydra.parts import build_part, part_class
-    from .hydra.resolve import resolve_config
+    from .config_files import config_dir as config_dir, recipe_dir as recipe_dir
+    from .hydra.compose import compose_checkpoint as compose_checkpoint
+    from .hydra.hints import override_hints as override_hints
+    from .hydra.hydra_errors import CheckpointConfigError as CheckpointConfigError
+    from .hydra.parts import build_part as build_part, part_class as part_class
+    from .hydra.resolve import resolve_config as resolve_config
     from .schema import (
-        Best,
-        Checkpoint,
-        DcpWriter,
-        InlineCaller,
-        Keep,
-        LiveStager,
-        PersistentCaller,
-        PinnedStager,
-        Retry,
-        SafetensorsWriter,
-        Save,
-        SharedMemoryStager,
-        TemporalCaller,
-        Timeouts,
-        TorchSaveWriter,
-        ZeroOverheadStager,
+        Best as Best,
+        Checkpoint as Checkpoint,
+        DcpWriter as DcpWriter,
+        InlineCaller as InlineCaller,
+        Keep as Keep,
+        LiveStager as LiveStager,
+        PersistentCaller as PersistentCaller,
+        PinnedStager as PinnedStager,
+        Retry as Retry,
+        SafetensorsWriter as SafetensorsWriter,
+        Save as Save,
+        SharedMemoryStager as SharedMemoryStager,
+        TemporalCaller as TemporalCaller,
+        Timeouts as Timeouts,
+        TorchSaveWriter as TorchSaveWriter,
+        ZeroOverheadStager as ZeroOverheadStager,
     )
 
 __all__, __getattr__, __dir__ = lazy(

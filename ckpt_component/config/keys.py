@@ -9,8 +9,7 @@ import ast
 import inspect
 import itertools
 from collections.abc import Iterator
-from dataclasses import MISSING as NOTHING
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING as NOTHING, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from .graph import build_checkpointer, build_manager, instantiate_manager
+    from .graph import (
+        build_checkpointer as build_checkpointer,
+        build_manager as build_manager,
+        instantiate_manager as instantiate_manager,
+    )
 
 __all__, __getattr__, __dir__ = lazy(__name__, {".graph": "build_checkpointer build_manager instantiate_manager"})

@@ -203,4 +203,4 @@ def _given(folder: Any) -> str:
         raise CheckpointConfigError(
             "Name the folder of the checkpoint, or use ProjectConfiguration(automatic_checkpoint_naming=True)."
         )
-    return os.path.expanduser(folder)
+    return str(os.path.expanduser(folder))

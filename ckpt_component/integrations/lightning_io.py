@@ -87,7 +87,8 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
         self.wait()
         if os.path.isfile(path):
             verify_torch_file(file_storage(), os.path.realpath(path))
-        return super().load_checkpoint(path, *args, **kwargs)
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint when the save before this call is durable; keep it if that save fails."""

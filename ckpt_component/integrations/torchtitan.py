@@ -152,4 +152,7 @@ def checkpoint(
         preset: see `TorchTitanCheckpointManager.Config`
         overrides: see there
     """
-    return derive(config, TorchTitanCheckpointManager.Config, preset=preset, overrides=overrides)
+    derived: TorchTitanCheckpointManager.Config = derive(
+        config, TorchTitanCheckpointManager.Config, preset=preset, overrides=overrides
+    )
+    return derived

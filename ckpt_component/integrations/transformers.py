@@ -112,7 +112,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Have Trainer write its checkpoint into memory, and save that; instead of `Trainer._save_checkpoint`."""
         trainer, manager = self._trainer, self._manager
         if manager is None:
-            return self._save_by_trainer(model, trial)
+            self._save_by_trainer(model, trial)
+            return
         state, root = trainer.state, trainer._get_output_dir(trial=trial)
         target = os.path.join(root, HUGGINGFACE.folder(state.global_step))
 

@@ -64,7 +64,8 @@ def state_of_object(
         # A value that was loaded as a whole already has its containers.
         and not any(place[:length] in new for length in range(depth + 1, len(place) + 1))
     ]
-    return nested_value(path, state, kept)
+    loaded: dict[str, Any] = nested_value(path, state, kept)
+    return loaded
 
 
 def load_state(stateful: Stateful, make_state: Callable[[], StateDict], what: str, where: str) -> None:

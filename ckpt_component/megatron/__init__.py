@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from .installing import install
-    from .taken_names import MegatronNameError
+    from .installing import install as install
+    from .taken_names import MegatronNameError as MegatronNameError
 
 __all__, __getattr__, __dir__ = lazy(__name__, {".installing": "install", ".taken_names": "MegatronNameError"})

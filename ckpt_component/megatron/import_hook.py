@@ -86,7 +86,7 @@ class _EmptyLoader(Loader):
 
 
 class _ChangingLoader(Loader):
-    def __init__(self, loader: Any, change: Change) -> None:
+    def __init__(self, loader: Loader, change: Change) -> None:
         self._loader = loader
         self._change = change
 

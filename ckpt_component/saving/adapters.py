@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_futures
+from concurrent.futures import Future, wait as wait_futures
 from typing import Any, Protocol, TypeVar
 
 from ..core.commit.commit import refuse_existing

@@ -7,8 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_futures
+from concurrent.futures import Future, wait as wait_futures
 from typing import TypeVar
 
 from ..core.progress import Progress, no_progress

@@ -15,8 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_futures
+from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_futures
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -13,8 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_futures
+from concurrent.futures import ThreadPoolExecutor, wait as wait_futures
 from typing import Any
 
 import torch

@@ -116,7 +116,7 @@ class Simulation:
 
     def duration(self) -> float:
         """How long an operation takes."""
-        return self._quickest * (self._slowest / self._quickest) ** self.random.random()
+        return float(self._quickest * (self._slowest / self._quickest) ** self.random.random())
 
     @property
     def current(self) -> SimulatedThread:

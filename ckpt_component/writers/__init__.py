@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from .base import Writer
-    from .dcp import DcpWriter
-    from .named_files import FilesWriter
-    from .safetensors import SafetensorsWriter
-    from .torch_file import TorchFileWriter, file_state
-    from .torch_save import TorchSaveWriter
+    from .base import Writer as Writer
+    from .dcp import DcpWriter as DcpWriter
+    from .named_files import FilesWriter as FilesWriter
+    from .safetensors import SafetensorsWriter as SafetensorsWriter
+    from .torch_file import TorchFileWriter as TorchFileWriter, file_state as file_state
+    from .torch_save import TorchSaveWriter as TorchSaveWriter
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,

@@ -120,7 +120,8 @@ def as_writer(part: Any) -> Writer:
     for name in ("shared", "single_file"):
         if not hasattr(part, name):
             setattr(part, name, getattr(Writer, name))
-    return part
+    writer: Writer = part
+    return writer
 
 
 def _installed(checksum: ChecksumName) -> str:

@@ -39,7 +39,8 @@ class Attention(nn.Module):
         # `qkv` then has only this rank's heads.
         q, k, v = self.qkv(x).view(batch, time, -1, 3, width // self.heads).permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, time, -1)))
+        out: torch.Tensor = self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, time, -1)))
+        return out
 
 
 class GptBlock(nn.Module):
@@ -63,7 +64,8 @@ class GptBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, time, width) to the same."""
         x = x + self.attention(self.norm1(x))
-        return x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh")))
+        x = x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh")))
+        return x
 
 
 class Gpt(nn.Module):
@@ -110,7 +112,8 @@ class Gpt(nn.Module):
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
 
     def _initialise(self, layers: int) -> None:
         # Radford et al. 2019, section 2.3: weights of residual branches are scaled by the depth.

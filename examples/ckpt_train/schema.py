@@ -18,8 +18,13 @@ from ckpt_component.config.hydra.composable import composable
 from ckpt_component.config.hydra.compose import plain_dict
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.config.hydra.read import read as read_values
-from ckpt_component.config.hydra.store import PROVIDER, SCHEMAS, registered, store_files
-from ckpt_component.config.hydra.store import register as register_checkpoint_configs
+from ckpt_component.config.hydra.store import (
+    PROVIDER,
+    SCHEMAS,
+    register as register_checkpoint_configs,
+    registered,
+    store_files,
+)
 from ckpt_component.config.quantities import BYTES, SECONDS
 from ckpt_component.config.schema import above, at_least, within
 from ckpt_component.core.options import Range

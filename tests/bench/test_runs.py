@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ckpt_bench.child import Run
 from ckpt_bench.peer_environment import PeerEnvironment
-from ckpt_bench.runs import Case, Run, Runner
+from ckpt_bench.runs import Case, Runner
 
 #: Stands in for the process of a row: does what the row's name says.
 ROW = """

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_component.cli.app import main
-from ckpt_component.cli.health import folder_checks, machine_checks, package_checks
-from ckpt_component.config import rules
+from ckpt_component.cli.health import folder_checks, machine_checks
+from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.locate import LOG, SPEC
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -90,9 +89,7 @@ def test_a_machine_where_saves_fail(capsys: pytest.CaptureFixture[str], monkeypa
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(machine_checks, "SharedPages", no_memory)
-    monkeypatch.setattr(
-        package_checks.metadata, "requires", lambda _: ["torch>=99.0", "nosuch>=1", "hydra-core<1.5,>=1.3.2"]
-    )
+    monkeypatch.setattr(metadata, "requires", lambda _: ["torch>=99.0", "nosuch>=1", "hydra-core<1.5,>=1.3.2"])
     code, found = doctor(capsys)
     assert code == 1 and found["hydra-core"]["status"] == "ok"
     for what in ("memfd", "torch", "nosuch"):
@@ -102,7 +99,7 @@ def test_a_machine_where_saves_fail(capsys: pytest.CaptureFixture[str], monkeypa
 def test_the_system_is_refused_in_the_words_of_the_factory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules.sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
     code, found = doctor(capsys)
     assert code == 1 and found["system"]["fix"].startswith("ckpt_component runs on Linux only, and this is darwin")
 

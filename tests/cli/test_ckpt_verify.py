@@ -21,6 +21,7 @@ from ckpt_component.cli import verify_command
 from ckpt_component.cli.app import main
 from ckpt_component.core.commit.manifest import decode_manifest, encode_manifest
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON
+from ckpt_component.core.formats.verification import verify_items
 
 Ckpt = Callable[..., tuple[int, str, str]]
 
@@ -168,7 +169,7 @@ def test_it_continues_after_it_was_cut_off(one: Path, ckpt: Ckpt, cache: Path, m
         genuine(fs, folder, first, report, done=done, **more)
         raise CutOff
 
-    genuine = verify_command.verify_items
+    genuine = verify_items
     monkeypatch.setattr(verify_command, "verify_items", cut_off)
     with pytest.raises(CutOff):
         main(["verify", str(one)])
@@ -260,7 +261,7 @@ def test_a_file_that_checkpoints_share_is_read_once(
         read.append(sum(item.length for item in items))
         genuine(fs, folder, items, report, **more)
 
-    genuine = verify_command.verify_items
+    genuine = verify_items
     monkeypatch.setattr(verify_command, "verify_items", counted)
     code, out, _ = ckpt(sharing)
     assert code == 0 and read[0] > 1_000_000 and max(read[1:]) < 100_000

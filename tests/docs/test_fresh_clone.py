@@ -26,7 +26,7 @@ def command(which: str) -> str:
     """The command of README that clones, and has this text."""
     lines = re.findall(r"^git clone URL .*$", (CHECKOUT / "README.md").read_text(), re.MULTILINE)
     (found,) = [line for line in lines if which in line]
-    return found
+    return str(found)
 
 
 def typed(line: str, folder: Path) -> str:

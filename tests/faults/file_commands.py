@@ -12,8 +12,8 @@ import ckpt_component.cli.cp_command
 import ckpt_component.cli.gc_command
 import ckpt_component.cli.rm_command  # noqa: F401  # before any fork
 from ckpt_component.cli.app import main
+from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.locate import LOG, SPEC
 
 
 def ckpt(arguments: Sequence[str], failpoint: str, log: str, across: bool) -> int | None:

@@ -22,7 +22,7 @@ from ckpt_component import (
     WorkerDiedError,
     build_manager,
 )
-from ckpt_component.core.storage.locate import LOG, SPEC
+from ckpt_component.core.storage.faults import LOG, SPEC
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 

@@ -26,9 +26,9 @@ from inside import tidied
 from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.locate import LOG, SPEC
 from ckpt_component.core.storage.new_names import NEW_PREFIX
 from ckpt_component.testing import faults
 

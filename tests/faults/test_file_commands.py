@@ -19,9 +19,9 @@ from ckpt_component import build_manager
 from ckpt_component.core.commit.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, staging_path, trash_path
 from ckpt_component.core.commit.scan import read_pointer, scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
+from ckpt_component.core.storage.faults import LOG
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.locate import LOG
 from ckpt_component.core.storage.new_names import new_token
 
 MANY = 200

@@ -19,9 +19,9 @@ from forker import Forker
 from strides import first_of
 
 from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON
+from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.failpoints import EFFECTS
 from ckpt_component.core.storage.faults.operation_log import read_log
-from ckpt_component.core.storage.locate import LOG, SPEC
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,8 @@ from ckpt_component.core.commit.cleanup import Unfinished
 from ckpt_component.core.commit.liveness import QUIET_SECONDS, AttemptLock
 from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON
 from ckpt_component.core.commit.protocol import Attempt
+from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.locate import LOG, SPEC
 from ckpt_component.core.storage.new_names import new_token
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,7 @@ from forker import Forker
 from strides import first_of
 
 from ckpt_component.core.storage.faults.operation_log import read_log
-from ckpt_component.testing import Disk as SimulatedDisk
-from ckpt_component.testing import DiskFile, SimulatedFiles
+from ckpt_component.testing import Disk as SimulatedDisk, DiskFile, SimulatedFiles
 
 pytestmark = pytest.mark.slow
 
@@ -243,7 +242,7 @@ def leaves(seed: int, length: int) -> Iterator[dict[str, DiskFile | None]]:
 def is_that(found: str | None, file: DiskFile | None) -> bool:
     """Whether a real file may be a simulated one: what was synced, and of the rest any bytes or zeros."""
     if found is None or file is None:
-        return found is file
+        return found is None and file is None
     data, synced = found.encode("latin-1"), len(file.durable)
     letters = {*data[synced:]} <= {0, *file.data[:1]}
     return data[:synced] == file.durable and synced <= len(data) <= file.size and letters

@@ -16,7 +16,7 @@ from ckpt_component.config import Checkpoint, compose_checkpoint
 from ckpt_component.config.hydra.parts import part_class
 from ckpt_component.config.hydra.resolve import resolve_config
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.storage.locate import LOG, SPEC
+from ckpt_component.core.storage.faults import LOG, SPEC
 
 #: A config takes 0.1 s to compose and to resolve, and every child uses one of a few.
 _composed = functools.cache(lambda preset, overrides: compose_checkpoint(preset, list(overrides)))
@@ -43,7 +43,7 @@ def prepare(**arguments: Any) -> None:
             _settings[id(config)] = resolve_config(config)
         return _settings[id(config)]
 
-    factory.compose_checkpoint, factory.resolve_config = composed, resolved  # type: ignore[assignment]
+    factory.compose_checkpoint, factory.resolve_config = composed, resolved  # type: ignore[assignment, attr-defined]
     for preset in {"sync", arguments.get("preset", "sync")}:
         for overrides in ((*KEEP_ONE, *arguments.get("overrides", ())), SOAK):
             settings = _resolved(preset, overrides)

@@ -161,7 +161,7 @@ def test_copies_from_devices_follow_the_trainers_work_and_end_with_the_rest(
         torch, "_foreach_copy_", lambda *lists, non_blocking: cuda.calls.append(f"copy {len(lists[0])}")
     )
     plan = CopyPlan(slots, sources)
-    assert plan.device == "one"
+    assert str(plan.device) == "one"
     tasks = CopyTasks(plan, sources)
     one = ["side of one waits for trainer's of one", "copy 2", *["tensor of one used"] * 2, "event"]
     two = ["side of two waits for trainer's of two", "copy 1", "tensor of two used", "event"]

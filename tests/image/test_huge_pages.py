@@ -151,7 +151,7 @@ def test_a_block_to_read_through_is_in_huge_pages() -> None:
     block.close()
 
 
-@pytest.mark.parametrize("refused", [huge_pages.MADV_POPULATE_WRITE, libc.MADV_COLLAPSE])
+@pytest.mark.parametrize("refused", [libc.MADV_POPULATE_WRITE, libc.MADV_COLLAPSE])
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOMEM])
 def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
     refused: int, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -253,7 +253,7 @@ class Line(pl.LightningModule):  # type: ignore[name-defined]
         self.line = torch.nn.Linear(64, 64)
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        loss = self.line(batch).square().mean()
+        loss: torch.Tensor = self.line(batch).square().mean()
         self.log("falls", -float(number))
         return loss
 

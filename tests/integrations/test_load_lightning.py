@@ -23,7 +23,8 @@ class Module(lightning.LightningModule):  # type: ignore[name-defined]
         self.model = torch.nn.Linear(width, 2)
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        return self.model(batch[0]).square().mean()
+        loss: torch.Tensor = self.model(batch[0]).square().mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)

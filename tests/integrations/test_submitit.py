@@ -56,7 +56,7 @@ def undisturbed(folder: Path) -> str:
     import submitit_job
 
     folder.mkdir()
-    return submitit_job.train(folder, STEPS, 0.0)
+    return str(submitit_job.train(folder, STEPS, 0.0))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

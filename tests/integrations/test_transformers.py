@@ -71,7 +71,10 @@ def trained(folder: Path, *callbacks: Any, resume: bool | str = False, **argumen
 
 
 def result(trainer: Any) -> dict[str, Any]:
-    return json.loads(json.dumps({"curve": train_gpt2.curve(trainer), "digest": train_gpt2.digest(trainer.model)}))
+    found: dict[str, Any] = json.loads(
+        json.dumps({"curve": train_gpt2.curve(trainer), "digest": train_gpt2.digest(trainer.model)})
+    )
+    return found
 
 
 def killed(folder: Path, whom: str) -> None:

@@ -27,7 +27,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.image.copy import CopyTasks
-from ckpt_component.core.storage.locate import LOG, SPEC
+from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.events import SaveReport
 from ckpt_component.saving.context import NoRun
 from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle

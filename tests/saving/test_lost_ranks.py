@@ -16,7 +16,7 @@ from ranks import finish_ranks, run_ranks, start_ranks
 
 from ckpt_component import CheckpointLoadError, build_checkpointer, build_manager
 from ckpt_component.core.commit.names import ALIVE_PREFIX
-from ckpt_component.core.storage.locate import LOG, SPEC
+from ckpt_component.core.storage.faults import LOG, SPEC
 
 pytestmark = pytest.mark.slow
 

@@ -62,11 +62,14 @@ def config_of(pair: tuple[str, str, str], workers: int = 2) -> list[str]:
 
 def load_by_stock(path: Path, writer: str, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if writer == "dcp":
-        target = {"model": {key: torch.zeros_like(value) for key, value in expected.items()}}
+        target: dict[str, dict[str, torch.Tensor]] = {
+            "model": {key: torch.zeros_like(value) for key, value in expected.items()}
+        }
         dcp.load(target, checkpoint_id=str(path))
         return target["model"]
     if writer == "torch_save":
-        return torch.load(path / "checkpoint_0.pt", weights_only=True)["model"]
+        model: dict[str, torch.Tensor] = torch.load(path / "checkpoint_0.pt", weights_only=True)["model"]
+        return model
     safetensors = pytest.importorskip("safetensors.torch")
     flat = safetensors.load_file(path / "checkpoint_0.safetensors")
     loaded = {key.removeprefix("model."): value for key, value in flat.items()}

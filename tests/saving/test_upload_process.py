@@ -14,6 +14,7 @@ import torch
 from ckpt_component import CheckpointFencedError, build_manager
 from ckpt_component.background import uploads
 from ckpt_component.core.commit.names import STAGING_PREFIX
+from ckpt_component.core.processes.start import start_in_background
 from ckpt_component.managing.manager import CheckpointManager
 
 STATE = {"value": torch.arange(1000.0)}
@@ -80,7 +81,7 @@ def test_after_it_is_killed_the_next_save_starts_it_again(tmp_path: Path, caplog
 def test_an_error_of_the_process_itself_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start = uploads.start_in_background
+    start = start_in_background
     missing = "ckpt_component.background.no_such_process"
     monkeypatch.setattr(uploads, "start_in_background", lambda module, *rest: start(missing, *rest))
     with manager_of(tmp_path) as manager:

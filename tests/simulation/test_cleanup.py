@@ -14,6 +14,7 @@ from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON
+from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.testing import Disk, SimulatedFiles
 
@@ -62,7 +63,7 @@ def files() -> Iterator[Troubled]:
     yield files
 
 
-def left_behind(files: SimulatedFiles, step: int) -> commit.Attempt:
+def left_behind(files: SimulatedFiles, step: int) -> Attempt:
     attempt = commit.new_attempt(files, os.path.join(ROOT, MEGATRON.folder(step)), new_token())
     commit.begin(attempt)
     return attempt

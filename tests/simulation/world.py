@@ -55,7 +55,7 @@ def configs_are_kept() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        resolve = graph.resolve_config
+        resolve = resolve_config
         patch.setattr(
             graph,
             "resolve_config",

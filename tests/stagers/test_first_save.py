@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.core.memory import huge_pages
+from ckpt_component.core.memory import huge_pages, libc
 from ckpt_component.core.state.dedup import Selection, holdings, likely_bytes, share_out
 from ckpt_component.core.state.flatten import flatten
 from ckpt_component.core.state.structure import Structure
@@ -72,7 +72,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def advise_slowly(address: int, nbytes: int, advice: int) -> int:
         nonlocal slices
-        if threading.current_thread().name.startswith("ckpt-early") and advice == huge_pages.MADV_POPULATE_WRITE:
+        if threading.current_thread().name.startswith("ckpt-early") and advice == libc.MADV_POPULATE_WRITE:
             slices += 1
             if slices > 4:
                 go_on.wait(60)
@@ -170,7 +170,7 @@ def test_memory_that_is_short_ends_no_training(
     advise, refuses = huge_pages.advise, True
 
     def no_memory(address: int, nbytes: int, advice: int) -> int:
-        return 12 if refuses and advice == huge_pages.MADV_POPULATE_WRITE else advise(address, nbytes, advice)
+        return 12 if refuses and advice == libc.MADV_POPULATE_WRITE else advise(address, nbytes, advice)
 
     monkeypatch.setattr(huge_pages, "advise", no_memory)
     job = Job()

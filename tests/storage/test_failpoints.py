@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from ckpt_component import build_checkpointer
+from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.failpoint_fs import FailpointFs
 from ckpt_component.core.storage.faults.failpoints import FailpointError, parse_failpoints
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.locate import LOG, SPEC, storage_at
+from ckpt_component.core.storage.locate import storage_at
 
 
 @pytest.fixture

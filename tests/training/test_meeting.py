@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
-from ckpt_train import ranks
 from ckpt_train.ranks import ALONE, CONSOLE_LEVEL, CONSOLE_PREFIX, RUN_NAME, join, meet, part
 from torch.distributed import TCPStore
 
@@ -51,7 +51,7 @@ def test_a_restart_keeps_the_folder_and_forgets_the_addresses(launched: pytest.M
         launched.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
         me = meet()
         assert (me.rank, me.world_size, me.local_rank) == (rank, 2, rank)
-        names.append(ranks.os.environ[RUN_NAME])
+        names.append(os.environ[RUN_NAME])
         stores.append(me.store)
     assert names == ["time 1"] * 4
     stores[0].set("address", "old")

@@ -200,7 +200,7 @@ def test_auto_tries_once(
 
     monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
     monkeypatch.setattr(io_mode, "TRIED_BYTES", 1 << 20)
-    monkeypatch.setattr(io_mode.time, "perf_counter", lambda: seconds)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds)
     monkeypatch.setattr(FileStorage, "create", watched_create)
     monkeypatch.setattr(FileStorage, "open_direct", watched_open)
     monkeypatch.setattr(FileStorage, "sync", slow_sync)

@@ -22,6 +22,7 @@ from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
 from ckpt_component.compat.plan_cache import CheckpointMetadataCache, fingerprint_of
 from ckpt_component.compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
+from ckpt_component.core.image.arena import Arena
 from ckpt_component.errors import CheckpointError, CheckpointSaveError, CheckpointStageError, RanksError
 
 SCRIPT = Path(__file__).parent / "scripts" / "async_plan.py"
@@ -131,7 +132,7 @@ def test_without_a_cache_object_nothing_is_kept(planners: type[CountedPlanner], 
 
 def test_saves_of_a_series_use_the_same_memory_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    arena = bucket_image.Arena
+    arena = Arena
 
     def counted(nbytes: int, **how: Any) -> Any:
         made.append(nbytes)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from glob import escape as glob_escape
-from glob import glob
+from glob import escape as glob_escape, glob
 
 from ckpt_component.core.storage.checksum import find_checksum
 

@@ -46,7 +46,7 @@ def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str
     for text in request:
         parse_override(text, several=False)
     with hydra_session():
-        config = _compose(request).checkpoint
+        config: DictConfig = _compose(request).checkpoint
     refuse_text_parts(plain_dict(config, resolve=False))
     return config
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from ..config_files import config_dir as config_dir  # the installed search-path plugin imports it from here
-from ..config_files import recipe_dir
+from ..config_files import (
+    config_dir as config_dir,  # the installed search-path plugin imports it from here
+    recipe_dir,
+)
 from ..schema import PARTS, Checkpoint
 from .composable import composable
 

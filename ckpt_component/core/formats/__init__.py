@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy
 
 if TYPE_CHECKING:
-    from .index import Contents, Entry, Index
-    from .opening import open_index
-    from .rank_index import StoredRange
+    from .index import Contents as Contents, Entry as Entry, Index as Index
+    from .opening import open_index as open_index
+    from .rank_index import StoredRange as StoredRange
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,

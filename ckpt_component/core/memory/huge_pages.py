@@ -15,8 +15,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from . import libc
-from .libc import MADV_POPULATE_WRITE
-from .libc import address_of as address_of
+from .libc import MADV_POPULATE_WRITE, address_of as address_of
 
 #: Alignment of direct I/O: addresses, offsets and lengths.
 PAGE = 4096

@@ -287,4 +287,5 @@ def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]
         if kinds[path] == "list":
             positions = opened[path]
             container(path[:-1])[path[-1]] = list(map(positions.get, sorted(positions)))
-    return container(())
+    root: StateDict = container(())
+    return root

@@ -138,7 +138,7 @@ class StorageContract:
         again = storage.hold(other)
         assert again is not None
         storage.read_held(again, block, 1)
-        assert storage.read(other, 10) == b"bytes" and block == b"yte"
+        assert storage.read(other, 10) == b"bytes" and bytes(block) == b"yte"
         storage.release(held)
         storage.release(again)
         assert storage.read(other, 10) == b"bytes"

@@ -20,12 +20,12 @@ from ckpt_component.compat import peers
 from ckpt_component.compat.async_callers import TemporalAsyncCaller
 from ckpt_component.compat.async_queue import AsyncCallsQueue
 from ckpt_component.compat.async_request import AsyncRequest
-from ckpt_component.core.processes.remote_error import RemoteTraceback
 from ckpt_component.errors import (
     CheckpointSaveError,
     CheckpointStageError,
     CheckpointTimeoutError,
     RanksError,
+    RemoteTraceback,
     WorkerDiedError,
 )
 

@@ -117,7 +117,7 @@ def main(losses: str, given: list[str]) -> None:
             self.lines = Path(f"{losses}.{os.environ.get('LOCAL_RANK', '0')}")
 
         def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-            loss = self.net(batch).square().mean() + 0.1 * random.random()
+            loss: torch.Tensor = self.net(batch).square().mean() + 0.1 * random.random()
             self.log("loss", loss)
             lr = self.trainer.optimizers[0].param_groups[0]["lr"]
             entry = [self.trainer.global_step, self.trainer.current_epoch, number, float(loss).hex(), lr]

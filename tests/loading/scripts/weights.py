@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckpt_component import build_checkpointer, build_manager, load_weights
+from ckpt_component.core.formats.checkpoints import find_checkpoint
 from ckpt_component.loading import weights
 
 
@@ -52,7 +53,7 @@ def they_agree_on_the_newest(rank: int, world_size: int, folder: Path) -> None:
             for step in (1, 2):
                 checkpointer.save({"model": net(float(step))}, folder / f"iter_{step:07}")
     torch.distributed.barrier()
-    find = weights.find_checkpoint
+    find = find_checkpoint
     with mock.patch.object(weights, "find_checkpoint", lambda path, _: find(f"{path}@{2 - rank}")):
         for _ in range(2):
             model = net(0.0)

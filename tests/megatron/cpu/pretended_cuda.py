@@ -77,7 +77,7 @@ def pretend_cuda() -> None:
 
     Call it before anything of Megatron is imported.
     """
-    _OnCpu().__enter__()
+    _OnCpu().__enter__()  # type: ignore[no-untyped-call]
     cuda: Any = torch.cuda
     properties = SimpleNamespace(
         name="CPU", major=8, minor=0, total_memory=1 << 34, multi_processor_count=1, L2_cache_size=1 << 20

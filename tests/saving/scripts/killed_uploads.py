@@ -16,8 +16,9 @@ from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
+from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
-from ckpt_component.core.storage.locate import LOG, SPEC, file_storage
+from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.new_names import NEW_PREFIX
 
 source, folder, by_rename = sys.argv[1], sys.argv[2], sys.argv[3] == "1"
