@@ -141,12 +141,6 @@ def serve_with(sock: Any, handler: Any) -> None:
     serve(sock, lambda: handler)
 
 
-def serve_broken(sock: Any) -> None:
-    from ckpt_component.compat.worker_main import serve
-
-    serve(sock, fail)  # type: ignore[arg-type]
-
-
 def serve_never(sock: Any, started: str) -> None:
     start_and_hang(started)
 
