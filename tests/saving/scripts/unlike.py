@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy
 import torch
@@ -25,7 +25,7 @@ def save(manager: CheckpointManager, step: int, state: dict[str, Any]) -> None:
     manager.wait()
 
 
-class Warnings(logging.StreamHandler[TextIO]):
+class Warnings(logging.StreamHandler):  # type: ignore[type-arg]  # which Python 3.10 has not
     """Prints warnings, and collects those that name values of which only one rank's is saved."""
 
     def __init__(self) -> None:
