@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
+from ckpt_component.core.clock import Clock, Latch
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.errors import CheckpointTimeoutError, RanksError
@@ -112,6 +113,27 @@ def test_a_deadline_comes_before_the_timeout(held: Held) -> None:
     with pytest.raises(CheckpointTimeoutError, match="rank 0 at node17:29400, has not answered"):
         store.until(started).add("count", 1)
     assert time.monotonic() - started < 30
+
+
+def test_after_a_call_without_an_answer_others_do_not_wait_that_long(held: Held) -> None:
+    waits: list[float] = []
+
+    class Counted(Latch):
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return super().wait(0)
+
+    class Hasty(Clock):
+        def latch(self) -> Latch:
+            return Counted()
+
+    held.answers.clear()
+    connection = StoreConnection(held, 60, opens=False, clock=Hasty())
+    for seconds in (60, 1, 1):
+        waits.clear()
+        with pytest.raises(CheckpointTimeoutError, match="not answered for 0 s"):  # no time passes here
+            connection.call(lambda store: store.add("count", 1))
+        assert sum(waits) == seconds
 
 
 def test_a_call_that_was_not_begun_is_not_made_later(held: Held) -> None:
