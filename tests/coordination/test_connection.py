@@ -136,6 +136,25 @@ def test_after_a_call_without_an_answer_others_do_not_wait_that_long(held: Held)
         assert sum(waits) == seconds
 
 
+def test_a_wait_lasts_until_its_deadline(held: Held) -> None:
+    class Quick(Clock):
+        """Its time passes at once."""
+
+        def __init__(self) -> None:
+            self.moment = 0.0
+            self.now, self.sleep = lambda: self.moment, self.pass_by
+
+        def pass_by(self, seconds: float) -> None:
+            self.moment += seconds
+
+    clock = Quick()
+    store = RankStore(StoreConnection(held, 60, opens=False, clock=clock), 1, 2, "test/")
+    store.wait_until(lambda: clock.moment > 9.5, 10.0, lambda: "rain")
+    with pytest.raises(CheckpointTimeoutError, match=r"Timed out waiting for rain\."):
+        store.wait_until(lambda: False, 20.0, lambda: "rain")
+    assert clock.moment == pytest.approx(20.0)
+
+
 def test_a_call_that_was_not_begun_is_not_made_later(held: Held) -> None:
     store = connected(held)
     held.answers.clear()
