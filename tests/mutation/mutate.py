@@ -16,6 +16,8 @@ It works on copies. A first run of the tests notes which statements each of them
 fork for each mutant puts the changed functions in place of those imported, and runs tests that reach the changed
 statement until one fails or enough have passed: a statement that many tests reach gets only some of them. Changes of
 what runs when the file is imported (defaults, constants) need a new process.
+
+It needs the cores for itself: the seconds that the tests take decide how many of them a mutant gets.
 """
 
 from __future__ import annotations
