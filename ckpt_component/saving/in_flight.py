@@ -43,18 +43,25 @@ class SaveFuture(Future[_Result]):
         self.delivered = True
 
     def result(self, timeout: float | None = None) -> _Result:
-        """Return the result, or raise the save's error."""
-        try:
-            return super().result(timeout)
-        except BaseException:
-            self.delivered = self.done()
-            raise
+        """Return the result, or raise the save's error.
+
+        Raises:
+            TimeoutError: the save still runs after so many seconds
+        """
+        self._await_end(timeout)
+        self.delivered = True
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the save's error, or None."""
-        error = super().exception(timeout)
+        """Return the save's error, or None. Raises as `result` if the save still runs."""
+        self._await_end(timeout)
         self.delivered = True
-        return error
+        return super().exception()
+
+    def _await_end(self, timeout: float | None) -> None:
+        # The TimeoutError of a future is another class in Python 3.10.
+        if not wait_futures([self], timeout).done:
+            raise TimeoutError(f"The save still runs after {timeout:g} s.")
 
 
 class SaveHandle(SaveFuture[SaveReport]):

@@ -132,7 +132,7 @@ def test_a_save_is_not_written_before_the_one_ahead_of_it_has_ended(tmp_path: Pa
         first = checkpointer.save(state_of(1), tmp_path / "one")[1]
         held.wait()
         second = checkpointer.save(state_of(2), tmp_path / "two")[1]
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"The save still runs after 0\.5 s\."):
             second.result(0.5)
         held.release()
         second.result(30)

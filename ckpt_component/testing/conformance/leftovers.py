@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -32,7 +32,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     threading.Thread(target=run, daemon=True).start()
     try:
         return done.result(seconds)
-    except TimeoutError as error:
+    except FutureTimeoutError as error:  # in Python 3.10 no TimeoutError
         if done.done():
             raise
         raise AssertionError(f"it was not over after {seconds:g} s") from error
