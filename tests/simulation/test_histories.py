@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -161,6 +162,10 @@ class OneByOne:
 def alike() -> Iterator[None]:
     """A history is the same whenever it happens: the names of attempts, the order of operations, and the time."""
     with configs_are_kept(), pytest.MonkeyPatch.context() as patch:
+        # pytest keeps what is logged, with it the errors, their frames, and so the files of all histories.
+        logger = logging.getLogger("ckpt_component")
+        patch.setattr(logger, "handlers", [logging.NullHandler()])
+        patch.setattr(logger, "propagate", False)
         patch.setattr(os, "urandom", NAMES.randbytes)
         patch.setattr(write_job, "ThreadPoolExecutor", OneByOne)
         yield
