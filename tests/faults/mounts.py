@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import shutil
 import struct
 import subprocess
 import time
@@ -44,7 +45,8 @@ def make_ext4(image: str, megabytes: int) -> None:
     """Make an image file with an empty ext4."""
     with open(image, "wb") as stream:
         stream.truncate(megabytes << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True, timeout=60)
+    places = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where a PATH may not lead
+    subprocess.run([shutil.which("mkfs.ext4", path=places) or "mkfs.ext4", "-q", "-F", image], check=True, timeout=60)
 
 
 def mount_ext4(image: str, folder: str) -> None:

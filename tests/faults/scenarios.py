@@ -352,8 +352,18 @@ def count_leaks(root: str, preset: str, saves: int) -> dict[str, list[int]]:
         for step in range(11, 11 + saves):
             assert saved(manager, step) is None
             if step in (10 + saves // 2, 10 + saves):
-                seen.append(footprint())
+                seen.append(settled(seen[0]))
     return {key: [each[key] for each in seen] for key in seen[0]}
+
+
+def settled(before: dict[str, int]) -> dict[str, int]:
+    """The footprint when it is no larger than before, or else after 10 s: old checkpoints may still be deleted."""
+    deadline = time.monotonic() + 10
+    while True:
+        now = footprint()
+        if time.monotonic() > deadline or all(now[key] <= before[key] for key in before if key != "rss_mb"):
+            return now
+        time.sleep(0.05)
 
 
 def footprint() -> dict[str, int]:

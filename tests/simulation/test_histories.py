@@ -205,7 +205,7 @@ def test_any_history(machine: type[Histories], examples: int, tmp_path: Path, re
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(4 * 3600)  # a quarter of an hour, if nothing else runs
 @pytest.mark.parametrize(("machine", "examples"), [(Histories, 2000), (FrozenHistories, 1000)])
 def test_any_long_history(machine: type[Histories], examples: int, tmp_path: Path, record_property: Record) -> None:
     explore(machine, examples, 30, tmp_path)

@@ -21,6 +21,8 @@ import ckpt_component
 PACKAGE = Path(ckpt_component.__file__).parent
 TESTS = Path(__file__).resolve().parents[1]
 SECONDS = 60
+#: The same where other programs use the cores too.
+BUSY_SECONDS = "600"
 
 
 @dataclass(frozen=True)
@@ -260,15 +262,18 @@ BUGS = [
         "bucket",
     ),
 ]
-PROGRAM = """
-import faulthandler, sys
+#: Ends by itself after a minute of CPU, or when it has hung for so long.
+PROGRAM = f"""
+import faulthandler, resource, sys
 from simulation.find import find
-faulthandler.dump_traceback_later(40, exit=True)
-sys.exit(find(*sys.argv[1:]))
+resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
+faulthandler.dump_traceback_later(float(sys.argv[3]), exit=True)
+sys.exit(find(*sys.argv[1:3]))
 """
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
     copy = tmp_path / "ckpt_component"
@@ -281,12 +286,21 @@ def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
     (copy / bug.file).write_text(text.replace(bug.text, bug.instead, 1))
     path = os.pathsep.join([str(tmp_path), str(TESTS), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, bug.workload, bug.protocol],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            PROGRAM,
+            bug.workload,
+            bug.protocol,
+            "40" if bug.hangs else BUSY_SECONDS,
+        ],
         env={**os.environ, "PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=float(BUSY_SECONDS),
     )
     told = f"{done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     assert done.returncode == 1, told
@@ -294,14 +308,15 @@ def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(700)
 def test_without_a_bug_nothing_is_found(tmp_path: Path) -> None:
     path = os.pathsep.join([str(PACKAGE.parent), str(TESTS), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, "first_save", "rename"],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, "first_save", "rename", BUSY_SECONDS],
         env={**os.environ, "PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=float(BUSY_SECONDS),
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
