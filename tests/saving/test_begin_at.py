@@ -73,6 +73,25 @@ def test_a_run_from_scratch_has_no_checkpoint_that_it_began_with(tmp_path: Path)
     assert origin(tmp_path, 1) is None
 
 
+@pytest.mark.parametrize(("step", "begins"), [(0, "starts from scratch"), (1, "continues after step 1")])
+def test_steps_that_follow_are_refused_in_words_that_say_how_the_run_begins(
+    step: int, begins: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, 1, 2)
+    with (
+        manager_in(tmp_path) as manager,
+        pytest.raises(CheckpointExistsError, match=f"This run {begins}, and .* holds checkpoints of steps .*2"),
+    ):
+        manager.begin_at(step)
+
+
+def test_only_steps_that_follow_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, 1, 2)
+    with manager_in(tmp_path) as manager:
+        assert manager.restore({"weight": torch.zeros(1000)}) == 2
+    assert "although" not in caplog.text
+
+
 def test_a_damaged_one_is_set_aside_if_there_is_an_older_one(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     flip_step(tmp_path, 2)
