@@ -39,4 +39,4 @@ def train(folder: Path, steps: int, pause: float, ranks: int = 1) -> str:
                 if manager.should_stop():
                     break
     manager.exit_if_stopped()
-    return float(loss).hex()
+    return float(loss.item()).hex()

@@ -113,7 +113,7 @@ def stock_and_fsdp(rank: int, world_size: int, folder: Path) -> None:
             loss = module(torch.ones(2, 5)).square().sum()
             loss.backward()
             optimizer.step()
-            return float(loss)
+            return float(loss.item())
 
         module, optimizer = job(1)
         train(module, optimizer)

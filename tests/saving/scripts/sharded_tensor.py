@@ -136,7 +136,7 @@ def fsdp(rank: int, world_size: int, folder: Path) -> None:
         loss = module(torch.ones(2, 5)).square().sum()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.item())
 
     warnings.simplefilter("ignore", FutureWarning)
     module, optimizer = job(1)
