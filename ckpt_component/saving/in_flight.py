@@ -50,13 +50,13 @@ class SaveFuture(Future[_Result]):
         """
         self._await_end(timeout)
         self.delivered = True
-        return super().result()
+        return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the save's error, or None. Raises as `result` if the save still runs."""
         self._await_end(timeout)
         self.delivered = True
-        return super().exception()
+        return super().exception(0)
 
     def _await_end(self, timeout: float | None) -> None:
         # The TimeoutError of a future is another class in Python 3.10.
