@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -58,11 +60,14 @@ def unreadable(root: Path, step: int, when: Callable[[], bool] = lambda: True) -
 
 
 @contextmanager
-def no_renames() -> Iterator[None]:
-    """Inside the block, nothing can be renamed."""
+def no_renames(first: float = math.inf) -> Iterator[None]:
+    """Inside the block, nothing can be renamed; or only after so many that failed."""
+    rename, calls = FileStorage.rename_new, itertools.count(1)
 
     def fail(self: FileStorage, source: str, target: str) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+        if next(calls) <= first:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+        rename(self, source, target)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileStorage, "rename_new", fail)

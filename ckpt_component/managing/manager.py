@@ -111,11 +111,11 @@ class CheckpointManager(StoppableLoop):
 
     def steps(self) -> list[int]:
         """The steps of committed checkpoints, oldest first."""
-        return self._run.scan_all(warns=True).committed
+        return self._run.scan_all().committed
 
     def best_steps(self) -> list[int]:
         """The steps of committed checkpoints with the metric of `keep.best`, the best first; none without one."""
-        return self._run.best_of(self._run.scan_all(warns=True))
+        return self._run.best_of(self._run.scan_all())
 
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait for a snapshot that is still being copied.
@@ -430,7 +430,7 @@ class CheckpointManager(StoppableLoop):
     def _save_last(self, last: ReachedStep) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
         if self.stopped_by is not None and self._ranks.is_leader:
-            steps = self._run.scan(warns=True).committed
+            steps = self._run.scan().committed
             newest = f"that of step {steps[-1]}" if steps else "none"
             logger.info(LAST_SAVE, self.stopped_by.name, last.number, newest)
         self._saves.wait(self._timeouts.whole_save)

@@ -163,7 +163,7 @@ class Restorer:
 
     def _check_start(self, step: int) -> bool:
         """On the leading rank: clean up, verify the checkpoint of a step, and refuse or retire those that follow."""
-        local, remote = self._run.scan(known=self._clean_up()), self._run.scan_remote()
+        local, remote = self._run.scan(self._clean_up()), self._run.scan_remote()
         scan = local if remote is None else both(local, remote)
         place = self._run if step in local.occupied else self._run.remote or self._run
         path = place.path_of(step)
@@ -235,7 +235,7 @@ class Restorer:
             CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed
         """
         run = self._run
-        local, remote = run.scan(known=self._clean_up()), run.scan_remote()
+        local, remote = run.scan(self._clean_up()), run.scan_remote()
         if remote is None:
             remote = Scan()
             self._refuse_unknown(local)

@@ -86,22 +86,14 @@ class RunContext:
             return self.remote.storage_of(path)
         return self.elsewhere(path) if is_url(path) or is_url(self.root) else self.fs
 
-    def scan(self, *, warns: bool = False, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
-        """What the folder holds.
-
-        Args:
-            warns: warn, once each, of what is not a committed checkpoint
-            known: as for `scan_steps`
-        """
-        scan = scan_steps(self.fs, self.root, self.names, known)
-        if warns:
-            warn_of_skipped(scan, self.warned)
-        return scan
+    def scan(self, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
+        """What the folder holds; `known` as for `scan_steps`."""
+        return scan_steps(self.fs, self.root, self.names, known)
 
     def scan_remote(self) -> Scan | None:
-        """What the permanent folder holds; empty if there is none; None, with a warning, if it cannot be listed."""
+        """What the permanent folder holds; None if there is none, or, with a warning, if it cannot be listed."""
         if self.remote is None:
-            return Scan()
+            return None
         try:
             return self.remote.scan()
         except (CheckpointError, OSError) as error:
@@ -111,9 +103,10 @@ class RunContext:
                 logger.warning(why)
             return None
 
-    def scan_all(self, *, warns: bool = False) -> Scan:
-        """What both folders hold together."""
-        scan, remote = self.scan(warns=warns), self.scan_remote()
+    def scan_all(self) -> Scan:
+        """What both folders hold together; warns, once each, of what is not a committed checkpoint in `root`."""
+        scan, remote = self.scan(), self.scan_remote()
+        warn_of_skipped(scan, self.warned)
         return scan if remote is None else both(scan, remote)
 
     def note(self, event: str, step: int, path: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed
 from ckpt_component.core.clock import Clock, Latch
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
-from ckpt_component.errors import CheckpointTimeoutError, RanksError
+from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError, RanksError
 
 
 class Held:
@@ -193,6 +193,18 @@ def test_a_vote_of_which_the_store_took_a_part_counts_as_a_failure(held: Held) -
     try:
         with pytest.raises(RanksError, match="has not answered"):
             leader.count("save", time.monotonic() + 20)
+    finally:
+        for ranks in (leader, voter):
+            ranks.close()
+
+
+def test_a_failure_ends_the_vote_before_the_others_have_voted(held: Held) -> None:
+    leader, voter = (StoreCoordinator(connected(held, rank=rank)) for rank in (0, 1))
+    voter.cast("save", None, CheckpointSaveError("the disk is full"))
+    try:
+        with pytest.raises(RanksError, match="the disk is full") as caught:
+            leader.count("save", time.monotonic() + 20)
+        assert [*caught.value.failures] == [1]
     finally:
         for ranks in (leader, voter):
             ranks.close()

@@ -322,6 +322,15 @@ def test_a_rename_that_fails_does_not_stop_the_run(tmp_path: Path, caplog: pytes
         assert manager.steps() == [2, 3, 4]
 
 
+def test_of_two_damaged_ones_the_second_is_quarantined_though_the_first_cannot_be(tmp_path: Path) -> None:
+    run(tmp_path, 1, 2, 3)
+    for step in (2, 3):
+        flip_step(tmp_path, step)
+    with manager_in(tmp_path) as manager, no_renames(first=1):
+        assert manager.restore(target()) == 1
+    assert len(quarantined(tmp_path)) == 1
+
+
 def test_steps_before_a_damaged_one_that_could_not_be_renamed_are_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

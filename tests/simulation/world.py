@@ -17,7 +17,7 @@ from inside import checkpointer_of, tidied
 
 import ckpt_component.factory.graph as graph
 from ckpt_component import CheckpointError, CheckpointManager, build_manager
-from ckpt_component.config import Checkpoint, compose_checkpoint
+from ckpt_component.config import Checkpoint
 from ckpt_component.config.hydra.resolve import resolve_config
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import (
@@ -46,7 +46,8 @@ OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PRE
 
 @functools.cache
 def settings_of(*overrides: str) -> Checkpoint:
-    return resolve_config(compose_checkpoint("sync", [*USUAL, *overrides]))
+    # Composed by the one of `build_manager`, which conftest.py has keep the presets.
+    return resolve_config(graph.compose_checkpoint("sync", [*USUAL, *overrides]))
 
 
 @contextlib.contextmanager
