@@ -6,17 +6,15 @@ Both are asked of the descendants of the test alone. What other programs on the 
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import gc
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from strides import STRIDE_OFFSET
@@ -206,52 +204,13 @@ def _command(pid: int) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def presets_are_composed_once() -> Iterator[None]:
-    """Keep what `build_manager` composes of a preset's name, and reads in it: that takes 0.2 s, and most ask for the same.
+    """Keep what `build_manager` composes of a preset's name, and reads in it.
 
-    Tests of configs call `compose_checkpoint` and `resolve_config` themselves, and within an app Hydra composes each time.
+    Tests of configs call `compose_checkpoint` and `resolve_config` themselves.
     """
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import DictConfig, OmegaConf
+    from kept_configs import compose_once, resolve_once
 
     import ckpt_component.factory.graph as graph
-    from ckpt_component.config import compose_checkpoint, resolve_config
-    from ckpt_component.config.hydra.overrides import parse_override
-
-    compose, kept = compose_checkpoint, dict[tuple[str, ...], DictConfig]()
-    resolve, read = resolve_config, dict[str, object]()
-
-    def compose_once(preset: str, overrides: Sequence[str] = ()) -> object:
-        if GlobalHydra.instance().is_initialized():
-            return compose(preset, overrides)
-        parts = [text for text in overrides if "/" in text.partition("=")[0]]
-        chosen = (preset, *parts)
-        if chosen not in kept:
-            kept[chosen] = compose(preset, parts)
-        config = copy.deepcopy(kept[chosen])
-        try:
-            for override in (parse_override(text, several=False) for text in overrides if text not in parts):
-                if (
-                    override.is_add()
-                    or override.is_delete()
-                    or override.is_sweep_override()
-                    or isinstance(override.value(), (dict, list))
-                ):
-                    return compose(preset, overrides)
-                key = override.key_or_group.removeprefix("checkpoint.")
-                if isinstance(OmegaConf.select(config, key), DictConfig):  # a part, which a value does not choose
-                    return compose(preset, overrides)
-                OmegaConf.update(config, key, override.value())
-        except Exception:  # Hydra has a text for it
-            return compose(preset, overrides)
-        return config
-
-    def resolve_once(config: Any, overrides: Sequence[str] = ()) -> object:
-        text = repr(OmegaConf.to_container(config)) if isinstance(config, DictConfig) and not overrides else "~"
-        if {*"$~/"} & {*text}:  # it depends on the environment, or on files
-            return resolve(config, overrides)
-        if text not in read:
-            read[text] = resolve(config)
-        return copy.deepcopy(read[text])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "compose_checkpoint", compose_once)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from faults.invariants import FIXED, differences, state_of
 from inside import checkpointer_of, tidied
+from kept_configs import compose_once
 
 import ckpt_component.factory.graph as graph
 from ckpt_component import CheckpointError, CheckpointManager, build_manager
@@ -46,8 +47,7 @@ OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PRE
 
 @functools.cache
 def settings_of(*overrides: str) -> Checkpoint:
-    # Composed by the one of `build_manager`, which conftest.py has keep the presets.
-    return resolve_config(graph.compose_checkpoint("sync", [*USUAL, *overrides]))
+    return resolve_config(compose_once("sync", [*USUAL, *overrides]))
 
 
 @contextlib.contextmanager
