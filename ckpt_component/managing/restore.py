@@ -236,11 +236,12 @@ class Restorer:
         """
         run = self._run
         local, remote = run.scan(self._clean_up()), run.scan_remote()
-        if remote is None:
-            remote = Scan()
-            self._refuse_unknown(local)
-        places = [(run, local), *([] if run.remote is None else [(run.remote, remote)])]
-        scan = both(local, remote)
+        places = [(run, local)]
+        if run.remote is not None:
+            if remote is None:
+                self._refuse_unknown(local, run.remote.root)
+            places.append((run.remote, remote or Scan()))
+        scan = local if remote is None else both(local, remote)
         manifests.update({at.path_of(step): has.manifests[step] for at, has in places for step in has.committed})
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
@@ -262,17 +263,17 @@ class Restorer:
         self._folder.purge.found(local)
         return Found(candidates, committed, suspects if self._policy.searches else [], sorted(scan.occupied))
 
-    def _refuse_unknown(self, local: Scan) -> None:
-        """Refuse to begin if the permanent folder cannot be listed and the local one has nothing to begin with.
+    def _refuse_unknown(self, local: Scan, remote: str) -> None:
+        """The permanent folder cannot be listed: refuse to begin if the local one has nothing to begin with.
 
         Raises:
             CheckpointUnreadableError: it is so
         """
-        choice, remote = self._policy.choice, self._run.remote
+        choice = self._policy.choice
         here = choice in local.committed if isinstance(choice, int) else bool(local.committed)
-        if remote is not None and choice != "never" and self._policy.path is None and not here:
+        if choice != "never" and self._policy.path is None and not here:
             raise CheckpointUnreadableError(
-                f"checkpoint.resume={choice}, and {self._run.root} has no such checkpoint; {remote.root} may have one, "
+                f"checkpoint.resume={choice}, and {self._run.root} has no such checkpoint; {remote} may have one, "
                 "but cannot be listed now. To start from scratch nevertheless, type checkpoint.resume=never."
             )
 
