@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forker import Ended, Forker
+from kept_configs import compose_once, resolve_once
 
 #: Below pytest's own timeout, so that ranks which hang are ended here, with what they printed and where they are.
 _SECONDS = 100.0
@@ -90,6 +91,15 @@ def run_ranks(
     told = "\n".join(f"--- rank {rank}: exit {r.code}\n{r.output}" for rank, r in enumerate(results))
     assert all(result.code == 0 for result in results), told
     return [result.output for result in results]
+
+
+def prepare(**_: Any) -> None:
+    """In the server, before the fork: compose the presets that most ranks ask for."""
+    import ckpt_component.factory.graph as graph
+
+    graph.compose_checkpoint, graph.resolve_config = compose_once, resolve_once  # type: ignore[assignment, attr-defined]
+    for preset in ("async_persistent", "sync"):
+        compose_once(preset)
 
 
 def run_rank_and_leave(**arguments: Any) -> None:

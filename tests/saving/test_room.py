@@ -31,7 +31,7 @@ from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.managing.run_context import RunContext
 from ckpt_component.managing.write_access import WriteAccess
-from ckpt_component.testing import faults
+from ckpt_component.testing import Disk, Fault, SimulatedFiles, faults
 
 SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
 
@@ -185,6 +185,14 @@ def test_a_disk_that_is_full_at_the_start_is_a_warning(
         assert f"{tmp_path} is full" in caplog.text
         assert manager.restore({"step": 0}) == 1
         assert manager.save(2, {"step": 2})
+
+
+def test_a_folder_that_a_full_disk_had_no_room_for_is_made_by_the_first_save(tmp_path: Path) -> None:
+    """Nobody has deleted it, so no error says that it has vanished."""
+    files = SimulatedFiles(Disk(), {1: Fault("fail", errno.ENOSPC)})
+    with build_manager("sync", ["checkpoint.writer.workers=1"], dir="/run", storage_of=lambda _: files) as manager:
+        assert not files.is_folder("/run")
+        assert manager.save(1, {"step": 1}) and manager.steps() == [1]
 
 
 def test_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path) -> None:
