@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_at_the_start_is_a_warning(
 
 
 def test_a_folder_that_a_full_disk_had_no_room_for_is_made_by_the_first_save(tmp_path: Path) -> None:
-    """Nobody has deleted it, so no error says that it has vanished."""
+    """It was never there, so the save does not report it as missing."""
     files = SimulatedFiles(Disk(), {1: Fault("fail", errno.ENOSPC)})
     with build_manager("sync", ["checkpoint.writer.workers=1"], dir="/run", storage_of=lambda _: files) as manager:
         assert not files.is_folder("/run")
