@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from faults.invariants import state_of, violations_at
-from omegaconf import DictConfig
+from kept_configs import compose_once, resolve_once
 
 import ckpt_component.factory.graph as factory
 from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager
-from ckpt_component.config import Checkpoint, compose_checkpoint
 from ckpt_component.config.hydra.parts import part_class
-from ckpt_component.config.hydra.resolve import resolve_config
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.storage.faults import LOG, SPEC
-
-#: A config takes 0.1 s to compose and to resolve, and every child uses one of a few.
-_composed = functools.cache(lambda preset, overrides: compose_checkpoint(preset, list(overrides)))
-_resolved = functools.cache(lambda preset, overrides: resolve_config(_composed(preset, overrides)))
-#: By the identity of the composed config.
-_settings: dict[int, Checkpoint] = {}
 
 KEEP_ONE = ("checkpoint.keep.last=1", "checkpoint.save.at_end=false", "checkpoint.timeouts.close=20")
 
@@ -33,21 +24,10 @@ def prepare(**arguments: Any) -> None:
     """In the server, before the fork: load what the child is going to need."""
     from faults.lives import SOAK
 
-    def composed(preset: str, overrides: Sequence[str] = ()) -> DictConfig:
-        return _composed(preset, tuple(overrides))
-
-    def resolved(config: Any, overrides: Sequence[str] = ()) -> Checkpoint:
-        if isinstance(config, str):
-            return _resolved(config, tuple(overrides))
-        if id(config) not in _settings:
-            _settings[id(config)] = resolve_config(config)
-        return _settings[id(config)]
-
-    factory.compose_checkpoint, factory.resolve_config = composed, resolved  # type: ignore[assignment, attr-defined]
+    factory.compose_checkpoint, factory.resolve_config = compose_once, resolve_once  # type: ignore[assignment, attr-defined]
     for preset in {"sync", arguments.get("preset", "sync")}:
         for overrides in ((*KEEP_ONE, *arguments.get("overrides", ())), SOAK):
-            settings = _resolved(preset, overrides)
-            _settings[id(_composed(preset, overrides))] = settings
+            settings = resolve_once(preset, overrides)
             for kind in ("stager", "caller", "writer"):
                 part_class(kind, getattr(settings, kind), object)
 
