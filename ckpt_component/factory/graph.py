@@ -27,7 +27,7 @@ from ..config.hydra.checks import refuse_bad_dir
 from ..config.hydra.compose import checked_overrides, compose_checkpoint
 from ..config.hydra.hydra_errors import HydraConfigError, for_hydra
 from ..config.hydra.hydra_job import MultirunJob, chosen_preset, launch_folder, multirun_job
-from ..config.hydra.parts import build_listeners, build_part, part_class
+from ..config.hydra.parts import build_listeners, construct_part, part_class
 from ..config.hydra.resolve import resolve_config
 from ..config.rules import PartFacts, refuse_unfit
 from ..config.schema import PARTS, Checkpoint, part_option
@@ -271,9 +271,9 @@ def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
         ),
     )
     return (
-        build_part("stager", settings.stager, Stager),
-        build_part("caller", settings.caller, WriteCaller),
-        as_writer(build_part("writer", settings.writer, Writer)),
+        construct_part("stager", stager_class, settings.stager),
+        construct_part("caller", caller_class, settings.caller),
+        as_writer(construct_part("writer", writer_class, settings.writer)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,21 +28,9 @@ def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:
         base: the class that the part must derive from, or whose public methods it must have
 
     Raises:
-        CheckpointConfigError: as `part_class`; or the constructor refuses a value with ValueError or TypeError
+        CheckpointConfigError: as `part_class` and `construct_part`
     """
-    cls = part_class(kind, plain, base)
-    parameters = _parameters(cls)
-    values = _settings(plain)
-    for key in values:
-        if key in parameters:
-            values[key] = _enum_member(f"checkpoint.{kind}.{key}", values[key], cls, parameters[key])
-    try:
-        with for_hydra():
-            return cls(**values)
-    except CheckpointConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise HydraConfigError(f"checkpoint.{kind}: {_full_name(cls)} refused its settings: {error}") from error
+    return construct_part(kind, part_class(kind, plain, base), plain)
 
 
 def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any]:
@@ -66,6 +55,30 @@ def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any
     _refuse_other_kinds(kind, cls, base)
     _refuse_unfit_keys(kind, cls, _settings(plain), _parameters(cls))
     return cls
+
+
+def construct_part(kind: str, cls: type, plain: Mapping[str, Any]) -> Any:
+    """Build a part whose class and keys `part_class` has checked.
+
+    Args:
+        kind: as for `build_part`
+        cls: what `part_class` returned
+        plain: as for `build_part`
+
+    Raises:
+        CheckpointConfigError: the constructor refuses a value with ValueError or TypeError
+    """
+    parameters, values = _parameters(cls), _settings(plain)
+    for key in values:
+        if key in parameters:
+            values[key] = _enum_member(f"checkpoint.{kind}.{key}", values[key], cls, parameters[key])
+    try:
+        with for_hydra():
+            return cls(**values)
+    except CheckpointConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise HydraConfigError(f"checkpoint.{kind}: {_full_name(cls)} refused its settings: {error}") from error
 
 
 def _located(where: str, target: str) -> Any:
@@ -123,7 +136,8 @@ def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in HYDRA_KEYS}
 
 
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+@functools.cache
+def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     """The constructor's parameters that can be passed by name."""
     by_name = (
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
