@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from faults.invariants import FIXED, differences, state_of
+from hydra._internal.utils import _locate
 from inside import checkpointer_of, tidied
 from kept_configs import compose_once
 
@@ -52,7 +53,10 @@ def settings_of(*overrides: str) -> Checkpoint:
 
 @contextlib.contextmanager
 def configs_are_kept() -> Iterator[None]:
-    """Check each config once, which takes ten times as long as what is tried here, and use one thread of torch."""
+    """Check each config once, which takes ten times as long as what is tried here, and look each class up once.
+
+    And use one thread of torch.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -66,6 +70,7 @@ def configs_are_kept() -> Iterator[None]:
         )
         patch.setattr(graph, "recorded_config", lambda config, overrides: ({}, {}))
         patch.setattr(graph, "commit_of", lambda folder: None)
+        patch.setattr("ckpt_component.config.hydra.parts.locate", functools.cache(_locate))
         try:
             yield
         finally:
