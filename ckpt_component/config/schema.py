@@ -29,6 +29,7 @@ from ..core.options import (
     OnLag,
     Overlap,
     PageCache,
+    Prove,
     Range,
     ReplicaCheck,
     ReuseMode,
@@ -176,7 +177,7 @@ class Timeouts:
 
 @dataclass
 class Load:
-    """How to load a checkpoint that `resume` names by step or path; the run's own newest one loads as it is."""
+    """How to load. Other names are for a checkpoint that `resume` names by step or path; the newest loads as it is."""
 
     # A dict in the type would keep Hydra's command line from adding keys.
     rename: Any = None
@@ -185,6 +186,10 @@ class Load:
     """Prefix of all keys, added after the renames: `model` loads a plain state dict into the state's `model`."""
     ignore: list[str] = field(default_factory=list)
     """Names not to load, such as [lm_head]: the checkpoint's keys, or the state's if none of them matches."""
+    prove: Prove = Prove.on_resume
+    """When to compare what objects give back with what they were given: `on_read`, `on_resume`, or `off`."""
+    may_differ: list[str] = field(default_factory=list)
+    """Keys whose values may differ then, such as [sampler.position]; `*` stands for any text."""
 
 
 @dataclass
@@ -251,7 +256,7 @@ class Checkpoint:
     resume: int | str = "auto"
     """`auto`: from the newest good checkpoint, if any; `must`: fail without one; `never`; `best`; a step; or a path."""
     load: Load = field(default_factory=Load)
-    """How to load a checkpoint that `resume` names by step or path; the run's own newest one loads as it is."""
+    """How to load a checkpoint, and what is proven then."""
     rewind: bool = False
     """Let `resume` be a step, a path, `best` or `never` where later checkpoints exist, and set those aside."""
     takeover: bool = False

@@ -77,6 +77,14 @@ class Verify(Word):
     off = "off"
 
 
+class Prove(Word):
+    """When a load compares what objects give back with what they were given."""
+
+    on_read = "on_read"  # at every load
+    on_resume = "on_resume"  # when the manager resumes, not in a plain load
+    off = "off"
+
+
 class OnLag(Word):
     """What happens when uploads fall too far behind."""
 

@@ -83,8 +83,10 @@ class LoadReport:
         error: the error text of a failed load
         bytes: size of the checkpoint's files, whether this rank read all of them or not
         verified: whether what was read was compared with the checkpoint's checksums
+        proven: keys of the objects that gave back all that they were given, bit for bit; empty: nothing was compared
+        differing: keys of the values that objects did not give back as they were given
         time: when the load began, seconds since 1970
-        spans: by phase (`open`, `match`, `read`), when it began and ended, in seconds since `time`
+        spans: by phase (`open`, `match`, `read`, `prove`), when it began and ended, in seconds since `time`
         seconds: how long the load took
     """
 
@@ -94,13 +96,18 @@ class LoadReport:
     error: str | None = None
     bytes: int = 0
     verified: bool = False
+    proven: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
     time: float = 0.0
     spans: Mapping[str, Span] = field(default_factory=dict)
     seconds: float = 0.0
 
     def event(self) -> dict[str, Any]:
         """The record for the event file."""
-        return {"event": "load", **_values(self, "time step path outcome error bytes verified spans seconds")}
+        return {
+            "event": "load",
+            **_values(self, "time step path outcome error bytes verified proven differing spans seconds"),
+        }
 
 
 def _values(report: SaveReport | LoadReport, names: str) -> dict[str, Any]:

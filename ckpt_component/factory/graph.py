@@ -308,6 +308,8 @@ def _build_graph(
         shared=shares_host(ranks.world_size),
         storage_of=storage_of,
         progress=context.progress,
+        prove=settings.load.prove,
+        may_differ=settings.load.may_differ,
     )
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)

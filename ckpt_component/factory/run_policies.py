@@ -20,7 +20,9 @@ from ..saving.retry import ErrorPolicy
 
 def load_options(settings: Checkpoint) -> dict[str, Any]:
     """Return the arguments of `Checkpointer.load` that are set."""
-    return {name: value for name, value in vars(settings.load).items() if value}
+    load = settings.load
+    options = {"rename": load.rename, "prefix": load.prefix, "ignore": load.ignore}
+    return {name: value for name, value in options.items() if value}
 
 
 def resolved_timeouts(settings: Checkpoint) -> ResolvedTimeouts:

@@ -9,6 +9,7 @@ import torch
 
 from ..core.progress import Progress, no_progress
 from ..core.state.key_map import KeyMap, RenamedKeys, names_above
+from ..core.state.paths import key_of
 from .source import Request, Source
 
 
@@ -48,6 +49,10 @@ class MappedSource(Source):
             for name in self._key_map.ignoring(key):
                 self._unused.pop(name, None)
         self._renamed.refuse_unused()
+
+    def new_name(self, name: str) -> str:
+        """The new name of a value, from its name in the checkpoint."""
+        return key_of(self._key_map.renamed(name, tuple(name.split(".")))[1])
 
     def is_ignored(self, key: str) -> bool:
         """Whether the value of a target's key stays as it is, because of `ignore`."""

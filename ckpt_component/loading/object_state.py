@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from ..core.state.flatten import FlatState, StateDict, Stateful, unflatten
 from ..core.state.paths import Path, key_of
 from ..errors import CheckpointLoadError
 from .forms import Forms
+from .optimizer_values import options_of, put_back, replaced_options
+from .proof import Proof
+
+logger = logging.getLogger("ckpt_component.readers")
 
 
 def state_of_object(
@@ -68,28 +73,42 @@ def state_of_object(
     return loaded
 
 
-def load_state(stateful: Stateful, make_state: Callable[[], StateDict], what: str, where: str) -> None:
-    """Load its state into an object.
+def load_state(
+    stateful: Stateful, make_state: Callable[[], StateDict], key: str, where: str, proof: Proof | None = None
+) -> None:
+    """Load its state into an object, and say what of an optimizer's options it replaces.
 
     Args:
         stateful: the object
         make_state: returns its state
-        what: what the object is, for the message
+        key: its key; empty: it is the whole target
         where: the checkpoint
+        proof: compares what the object then gives back; None: it is not asked
 
     Raises:
         CheckpointLoadError: the values form no state, or the object does not take it
     """
+    what = f"'{key}'" if key else "The target"
     try:
         state = make_state()
+        options: list[dict[str, Any]] = []
         if isinstance(stateful, torch.optim.Optimizer):
             _fit_optimizer(stateful, state)
+            options = options_of(stateful)
+        values = state.get("state")  # an optimizer may change the dict
+        expected = None if proof is None else proof.expect(stateful, state)
         stateful.load_state_dict(state)
+        if isinstance(stateful, torch.optim.Optimizer) and isinstance(values, dict):
+            put_back(stateful, values)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointLoadError(
             f"{what} ({type(stateful).__name__}) did not take its state from {where}: {str(error).rstrip('. ')}. "
             "Other values are loaded already; with its name in ignore, it stays as it is."
         ) from error
+    if isinstance(stateful, torch.optim.Optimizer) and (replaced := replaced_options(key, stateful, options)):
+        logger.warning("%s", replaced)
+    if proof is not None and expected is not None:
+        proof.compare(key, stateful, expected)
 
 
 def takes_only_its_own_keys(stateful: Stateful) -> bool:
@@ -117,6 +136,8 @@ def new_optimizer_states(state: Any) -> dict[str, StateDict]:
 
 def _fit_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
     """Have the values of a checkpoint in the form in which an optimizer takes them."""
+    if "param_groups" in state:
+        state.setdefault("state", {})  # there is none of the parameters that it has now
     if isinstance(state.get("state"), dict):
         # Its keys are numbers; stock DCP turns every key into a string.
         state["state"] = {

@@ -20,7 +20,7 @@ from ..core.formats.own import OwnIndex, OwnTorchSave
 from ..core.formats.torch_file import TorchFile
 from ..core.formats.verification import verify_checkpoint
 from ..core.memory.gc_control import collector_paused
-from ..core.options import Verify
+from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
 from ..core.state.flatten import StateDict, unflatten
 from ..core.state.key_map import KeyMap
@@ -34,6 +34,7 @@ from .foreign.torch_file import TorchFileSource
 from .mapped_source import MappedSource
 from .mismatch import how_to_find
 from .object_state import load_state
+from .proof import Proof
 from .ranges import RangeSource
 from .source import Access, Source
 from .target import Target
@@ -83,9 +84,11 @@ class Reader:
         shared: whether other ranks on this host may read the same bytes; see `Storage.open_files`
         storage_of: returns the storage of a path
         progress: follows what loads read
+        prove: when to compare what objects give back with what they were given
+        may_differ: keys whose values may differ then; `*` stands for any text
 
     Attributes:
-        last_read: what the last `read` adds to its `LoadReport`: `bytes`, `verified` and `spans`
+        last_read: what the last `read` adds to its `LoadReport`: `bytes`, `verified`, `proven`, `differing` and `spans`
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class Reader:
         shared: bool = True,
         storage_of: Callable[[str], Storage] = storage_at,
         progress: Progress = no_progress,
+        prove: Prove = Prove.on_resume,
+        may_differ: Sequence[str] = (),
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -104,6 +109,8 @@ class Reader:
         self._shared = shared
         self._storage_of = storage_of
         self._progress = progress
+        self._prove = prove
+        self._may_differ = may_differ
         self.last_read: dict[str, Any] = {}
 
     @property
@@ -150,7 +157,15 @@ class Reader:
             state_dict = _load_all(source, to_device, self._progress)
         else:
             state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
-            target = Target(state, source, self._rank, self._world_size, allow_dtype_cast=wanted.allow_dtype_cast)
+            target = Target(
+                state,
+                source,
+                self._rank,
+                self._world_size,
+                allow_dtype_cast=wanted.allow_dtype_cast,
+                renamed=str if mapped is None else mapped.new_name,
+            )
+            source = target.source
             objects = source.read_objects(target.objects)
             missing = _match(path, target, objects, mapped, wanted)
             marks.append(("read", clock()))
@@ -159,11 +174,19 @@ class Reader:
                 tensors = _moved(source.new_tensors(target.new_tensors, self._progress), to_device)
             target.accept({**tensors, **objects})
             source.read_tensors(target.requests, self._progress)
-            target.finish()
+            proof = Proof(source.where, self._may_differ) if self._proves(wanted.resuming) else None
+            target.finish(proof)
             if isinstance(state_dict, torch.nn.Module):
-                load_state(state_dict, lambda: state, "The target", source.where)
+                load_state(state_dict, lambda: state, "", source.where, proof)
+            if proof is not None:
+                marks.append(("prove", clock()))
+                proof.conclude()
+                self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
         self.last_read["spans"] = _spans([*marks, ("", clock())])
         return state_dict, missing
+
+    def _proves(self, resuming: bool) -> bool:
+        return self._prove is Prove.on_read or (resuming and self._prove is Prove.on_resume)
 
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
@@ -260,6 +283,8 @@ def _match(
     advice = how_to_find(missing, target.unexpected) if missing else None
     if advice is not None:
         logger.warning("%s may have what is missing under other keys. %s", path, advice)
+    for note in target.notes:
+        logger.warning("%s", note)
     if target.unexpected:
         # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
         level = logging.WARNING if wanted.resuming or target.shortens_lists else logging.INFO

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -19,6 +19,8 @@ from .foreign.archives import RefusedObject
 from .forms import Forms
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
+from .optimizers import match_optimizers
+from .proof import Proof
 from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 
 
@@ -30,6 +32,8 @@ class Target:
     - An object with `load_state_dict` receives its whole subtree; tensors that it already has are filled in place.
 
     Attributes:
+        source: the checkpoint, with the state of optimizers under the target's numbers
+        notes: what became of optimizers, a sentence each, to log
         mismatches: values that have a different shape, dtype or kind in the checkpoint
         unexpected: keys of the checkpoint that have no place in the target
         shortens_lists: whether some of these are elements of lists that are shorter in the target
@@ -42,10 +46,16 @@ class Target:
     """
 
     def __init__(
-        self, state_dict: StateDict, source: Source, rank: int, world_size: int, *, allow_dtype_cast: bool
+        self,
+        state_dict: StateDict,
+        source: Source,
+        rank: int,
+        world_size: int,
+        *,
+        allow_dtype_cast: bool,
+        renamed: Callable[[str], str] = str,
     ) -> None:
         self._state_dict = state_dict
-        self._source = source
         self._allow_dtype_cast = allow_dtype_cast
         owners: dict[Path, int | None] = {}
 
@@ -53,7 +63,10 @@ class Target:
             owners[path] = _owner_of(path, per_rank, source, rank, world_size)
             return owners[path]
 
-        self._flat = flat = flatten(state_dict, owner)
+        matched = match_optimizers(flatten(state_dict, owner), source, renamed)
+        self._flat = flat = matched.flat
+        self.source = self._source = source = matched.source
+        self.notes = matched.notes
         self._forms = Forms(state_dict, flat.stateful, owners, source)
         self.mismatches = Mismatches(source.where)
         self._missing: list[str] = []
@@ -286,8 +299,11 @@ class Target:
         for path, keys in self._replaced.items():
             self._values[path] = loaded[keys[0]] if keys == [key_of(path)] else self._assemble(path, keys, loaded)
 
-    def finish(self) -> None:
+    def finish(self, proof: Proof | None = None) -> None:
         """Store the new values in the target and load the objects' states.
+
+        Args:
+            proof: compares what the objects then give back; None: they are not asked
 
         Raises:
             CheckpointLoadError: a tensor or an object does not take its value
@@ -300,7 +316,7 @@ class Target:
         for path, stateful in self._forms.objects.items():
             containers, missing = self._source.contents.containers, set(self._missing)
             state = partial(state_of_object, path, self._flat, self._forms, self._values, missing, containers)
-            load_state(stateful, state, f"'{key_of(path)}'", self._source.where)
+            load_state(stateful, state, key_of(path), self._source.where, proof)
 
     def _assemble(self, path: Path, keys: Sequence[str], loaded: Mapping[str, Any]) -> Any:
         """The checkpoint's subtree at a path."""

@@ -121,7 +121,7 @@ def load_weights(
         logger.warning("Checkpoint at %s %s; these values are left as they are", found, missing_keys(missing))
     if isinstance(model, torch.nn.Module):
         # Beside the tensors, which are filled, it may have state that it takes itself.
-        load_state(model, lambda: state, "The model", found)
+        load_state(model, lambda: state, "", found)
     return step
 
 

@@ -24,6 +24,7 @@ from ..core.memory.gc_control import collector_paused
 from ..core.state.dedup import Selection, Share
 from ..core.state.flatten import FlatState, flatten
 from ..core.state.objects import encode
+from ..core.state.parameter_names import ParameterNames
 from ..core.state.paths import key_of
 from ..core.state.structure import Structure
 from ..core.storage.storage import Storage
@@ -147,6 +148,7 @@ class Stager(ABC):
         self._structure: Structure | None = None
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None
+        self._names = ParameterNames()
         self._lock = threading.Lock()
         self._connected(shared=shared)
 
@@ -161,11 +163,13 @@ class Stager(ABC):
         """
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
+            self._names.add_to(flat)
             structure, plan = self._structure, self._plan
             pointers = None
             if structure is not None and plan is not None:
                 pointers = structure.matches(flat, plan.layout.relations)
             if structure is None or pointers is None:
+                self._names.renew(flat)
                 structure = Structure(flat)
                 self._reuse.observe(structure, flat)
                 return StatePlan(flat, structure, True)

@@ -69,6 +69,8 @@ def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
             raise CheckpointStageError(f"'{key}' is nested more than {DEEPEST} levels deep; flatten it.")
         encoded = partial(encode, key=key, parents=(*parents, id(value)))
         if kind not in (dict, OrderedDict):
+            if _ATOMS.issuperset(map(type, value)):  # such as the names of all parameters
+                return kind(value)
             return kind(map(encoded, value))
         if TAG in value:
             raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")

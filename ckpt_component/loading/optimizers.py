@@ -1,0 +1,457 @@
+"""Give the saved state of each optimizer to the parameters of the same names, wherever they stand now.
+
+A checkpoint has an optimizer's state by number (`optimizer.state.3.exp_avg`), and the names of the parameters beside it
+(`core/state/parameter_names.py`). If the target's parameters have other numbers or groups, the load sees the checkpoint
+under the target's numbers; else only the names are taken out of its contents. All that follows works by number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, count
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.formats.index import Contents, Entry
+from ..core.progress import Progress, no_progress
+from ..core.state.equality import same_value
+from ..core.state.flatten import FlatState
+from ..core.state.parameter_names import NAMES, NamedOptimizer, Names, named_optimizers
+from ..core.state.paths import Path, key_of
+from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
+from .source import Request, Source
+
+#: A parameter or a group in the checkpoint: the path of its optimizer, and its number there.
+_Saved = tuple[Path, int]
+
+#: Options of a group that say which parameters it has.
+_MEMBERS = frozenset({"params", NAMES})
+#: Lists of learning-rate schedulers with a value for each group.
+_BY_GROUP = frozenset({"base_lrs", "_last_lr", "min_lrs", "max_lrs"})
+
+
+class MatchedOptimizers(NamedTuple):
+    """A target and a checkpoint whose optimizers have the same numbers.
+
+    Attributes:
+        source: the checkpoint under the target's numbers
+        flat: the target, without the state of parameters for which the checkpoint has none
+        notes: what became of the optimizers, a sentence each, to log
+    """
+
+    source: Source
+    flat: FlatState
+    notes: Sequence[str] = ()
+
+
+def match_optimizers(flat: FlatState, source: Source, renamed: Callable[[str], str]) -> MatchedOptimizers:
+    """Match the optimizers of a target with those of a checkpoint.
+
+    Args:
+        flat: the target
+        source: the checkpoint, under the target's keys
+        renamed: returns a parameter's name in the target, from that in the checkpoint
+
+    Raises:
+        CheckpointLoadError: parameters in one group now were in groups with other options
+    """
+    lists = {path for path, kind in source.contents.containers if kind == "list"}
+    objects = source.contents.objects
+    stored = {entry.path[:-1]: key for key, entry in objects.items() if entry.path[-1] == NAMES}
+    stored = {path: key for path, key in stored.items() if (*path, "param_groups") in lists}
+    targets = named_optimizers(flat)
+    if not targets:
+        return MatchedOptimizers(_without(source, stored), flat)
+    saved = _SavedOptimizers(source, stored, renamed)
+    source = _without(source, stored)
+    # An optimizer whose state was stored without names may have had any of them.
+    by_name = [
+        target
+        for target in targets
+        if target.has_names and saved.names and (target.path in saved.names or not saved.has_state(target.path))
+    ]
+    unchecked = [
+        f"'{key_of(target.path)}' is loaded by position, and the order of its parameters was not checked: "
+        + (f"{source.where} does not have their names" if target.has_names else "they have no names in the target")
+        for target in targets
+        if target not in by_name and (target.has_names or target.path in saved.names) and saved.has_state(target.path)
+    ]
+    if not by_name:
+        return MatchedOptimizers(source, flat, unchecked)
+    matches = [_Match(target, saved) for target in by_name]
+    taken = {origin for match in matches for origin in match.origins if origin is not None}
+    notes = [note for match in matches for note in match.notes(taken)]
+    return MatchedOptimizers(_aligned(matches, saved, flat, source), _pruned(matches, flat), [*unchecked, *notes])
+
+
+class _SavedOptimizers:
+    """The optimizers of a checkpoint.
+
+    Args:
+        source: the checkpoint
+        stored: keys of the names, by path of the optimizer
+        renamed: see `match_optimizers`
+
+    Attributes:
+        source: see above
+        names: names of the parameters of each optimizer, by group
+        group_of: the group of each parameter
+
+    Raises:
+        CheckpointCorruptError: names are not in lists by group
+    """
+
+    def __init__(self, source: Source, stored: Mapping[Path, str], renamed: Callable[[str], str]) -> None:
+        self.source = source
+        self.names: dict[Path, Names] = {}
+        self.group_of: dict[_Saved, int] = {}
+        self._by_name: dict[str, list[_Saved]] = defaultdict(list)
+        self._own: dict[str, list[_Saved]] | None = None
+        values = source.read_objects([*stored.values()])
+        for path, key in stored.items():
+            first = len(self.group_of)
+            self.names[path] = [[name and renamed(name) for name in group] for group in _checked(values[key], key)]
+            for group, names in enumerate(self.names[path]):
+                for name in names:
+                    place = path, len(self.group_of) - first
+                    self.group_of[place] = group
+                    if name is not None:
+                        self._by_name[name].append(place)
+        self._with_state: dict[Path, set[int]] = {}
+
+    def names_of(self, path: Path) -> list[str | None]:
+        """The names of an optimizer's parameters, by number."""
+        return [*chain(*self.names.get(path, ()))]
+
+    def find(self, path: Path, name: str | None, own: str | None) -> _Saved | None:
+        """The parameter with a name: of the optimizer at the path, or else of the only other one that has it.
+
+        Args:
+            path: path of the target's optimizer
+            name: the parameter's name in the target
+            own: the name that the target's optimizer was given with it
+        """
+        for wanted in filter(None, (name, own)):
+            places = self._by_name.get(wanted, [])
+            here = [place for place in places if place[0] == path]
+            if len(here or places) == 1:
+                return (here or places)[0]
+        places = self._own_names().get(own, []) if own is not None else []
+        here = [place for place in places if place[0] == path]
+        return here[0] if len(here) == 1 else None
+
+    def _own_names(self) -> Mapping[str, list[_Saved]]:
+        """The parameters by the names that their optimizers were given with them."""
+        if self._own is None:
+            self._own = defaultdict(list)
+            for path, groups in self.names.items():
+                keys = [key_of((*path, "param_groups", number, NAMES)) for number in range(len(groups))]
+                known = [key for key in keys if key in self.source.contents.objects]
+                values = self.source.read_objects(known)
+                number = 0
+                for key, group in zip(keys, groups, strict=True):
+                    for position in range(len(group)):
+                        if key in values and position < len(values[key]):
+                            self._own[values[key][position]].append((path, number))
+                        number += 1
+        return self._own
+
+    def has_state(self, path: Path) -> bool:
+        """Whether the checkpoint has state of any parameter of an optimizer."""
+        return bool(self.numbers_with_state(path))
+
+    def numbers_with_state(self, path: Path) -> set[int]:
+        """The numbers of an optimizer's parameters that have state in the checkpoint."""
+        if path not in self._with_state:
+            depth, contents = len(path), self.source.contents
+            paths = (entry.path for entries in (contents.tensors, contents.objects) for entry in entries.values())
+            within = (each for each in paths if each[depth : depth + 1] == ("state",) and each[:depth] == path)
+            self._with_state[path] = {number for each in within if (number := _number(each[depth + 1])) is not None}
+        return self._with_state[path]
+
+
+class _Match:
+    """One optimizer of the target, and where the state of its parameters is in the checkpoint.
+
+    Attributes:
+        target: the optimizer
+        origins: for each parameter, by number: the saved one of its name; None: there is none
+        fresh: numbers of the parameters without saved state
+        groups: for each group, the saved groups that its parameters were in, in order
+        is_same: whether all parameters have the numbers and groups that they had
+    """
+
+    def __init__(self, target: NamedOptimizer, saved: _SavedOptimizers) -> None:
+        self.target = target
+        self._saved = saved
+        self.origins: list[_Saved | None] = []
+        self.groups: list[list[_Saved]] = []
+        path = target.path
+        unnamed = {number for number, name in enumerate(saved.names_of(path)) if name is None}
+        for names, own in zip(target.names, target.own, strict=True):
+            first = len(self.origins)
+            for pair in zip(names, own, strict=True):
+                number = len(self.origins)
+                by_position = (path, number) if not any(pair) and number in unnamed else None
+                self.origins.append(saved.find(path, *pair) or by_position)
+            origins = [origin for origin in self.origins[first:] if origin is not None]
+            self.groups.append([*dict.fromkeys((origin[0], saved.group_of[origin]) for origin in origins)])
+        self.fresh = {
+            number
+            for number, origin in enumerate(self.origins)
+            if origin is None or origin[1] not in saved.numbers_with_state(origin[0])
+        }
+        sizes = list(map(len, target.names))
+        self.is_same = (
+            self.origins == [(path, number) for number in range(len(self.origins))]
+            and path in saved.names
+            and sizes == list(map(len, saved.names[path]))
+        )
+
+    def notes(self, taken: set[_Saved]) -> Iterator[str]:
+        """What became of the optimizer, if not all of its state has gone to the parameters that had it.
+
+        Args:
+            taken: saved parameters whose state has gone to a parameter of any optimizer
+        """
+        key, path = key_of(self.target.path), self.target.path
+        numbers = self._saved.numbers_with_state(path)
+        parameters = [each for group in self.target.optimizer.param_groups for each in group["params"]]
+        named = [*map(_first_name, chain(*self.target.names), chain(*self.target.own), count())]
+        fresh = [named[number] for number in sorted(self.fresh) if parameters[number].requires_grad]
+        if fresh and (numbers or len(self.fresh) < len(named)):  # else the checkpoint is from before the first step
+            yield f"'{key}': the checkpoint has no state of {first_keys(fresh)}, which begins without"
+        left = [(path, number) for number in sorted(numbers) if (path, number) not in taken]
+        if left and path in self._saved.names:
+            known = self._saved.names_of(path)
+            gone = [_first_name(known[number], None, number) for _, number in left if number < len(known)]
+            yield f"'{key}': nothing in the target takes the saved state of {first_keys(gone)}"
+
+
+class _AlignedSource(Source):
+    """A checkpoint under the numbers of the target's optimizers.
+
+    Args:
+        source: the checkpoint
+        contents: its contents under new keys
+        old: new key -> the key in the checkpoint, where they differ
+        values: values of the target that stay, by key
+    """
+
+    def __init__(self, source: Source, contents: Contents, old: Mapping[str, str], values: Mapping[str, Any]) -> None:
+        self.where, self.contents = source.where, contents
+        self._source, self._old, self._values = source, old, values
+
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
+        """Read the tensors under the keys that they are stored with."""
+        old = self._old
+        stored = [request._replace(key=old.get(request.key, request.key)) for request in requests] if old else requests
+        self._source.read_tensors(stored, progress)
+
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """Read the objects under the keys that they are stored with, beside those that stay."""
+        stored = {key: self._old.get(key, key) for key in keys if key not in self._values}
+        values = self._source.read_objects([*dict.fromkeys(stored.values())])
+        return {key: values[stored[key]] if key in stored else self._values[key] for key in keys}
+
+    def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
+        """As of the checkpoint; a tensor that two keys have now is the same one."""
+        stored = {key: self._old.get(key, key) for key in keys}
+        tensors = self._source.new_tensors(dict.fromkeys(stored.values()), progress)
+        return {key: tensors[old] for key, old in stored.items()}
+
+
+def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState, source: Source) -> Source:
+    """The checkpoint under the numbers of the target's optimizers.
+
+    Raises:
+        CheckpointLoadError: see `match_optimizers`
+    """
+    moved = [match for match in matches if not match.is_same]
+    if not moved:
+        return source
+    states: dict[_Saved, Path] = {}
+    groups: dict[_Saved, list[Path]] = defaultdict(list)
+    for match in moved:
+        path = match.target.path
+        for number, origin in enumerate(match.origins):
+            if origin is not None:
+                states[origin] = (*path, "state", number)
+        for number, origins in enumerate(match.groups):
+            _refuse_two_answers(match.target, number, origins, source)
+            for origin in origins[:1]:
+                groups[origin].append((*path, "param_groups", number))
+    targets = {match.target.path for match in moved}
+    depths = sorted({len(path) for path in saved.names})
+
+    def new_paths(path: Path) -> list[Path]:
+        """The paths of a saved value in the target; its own, if it is none of these optimizers'."""
+        optimizer = next((path[:depth] for depth in depths if path[:depth] in saved.names), None)
+        if optimizer is None or len(path) < len(optimizer) + 2:
+            return [path]
+        part, raw, rest = path[len(optimizer)], path[len(optimizer) + 1], path[len(optimizer) + 2 :]
+        number = _number(raw)
+        stays = [] if optimizer in targets else [path]
+        if part == "state" and number is not None:
+            new = states.get((optimizer, number))
+            return stays if new is None else [(*new, *rest)]
+        if part == "param_groups" and number is not None:
+            return [*stays, *((*new, *rest) for new in groups[optimizer, number] if _MEMBERS.isdisjoint(rest[:1]))]
+        return [path]
+
+    contents, old = Contents(columns=source.contents.columns), dict[str, str]()
+    for entries, new_entries in (
+        (source.contents.tensors, contents.tensors),
+        (source.contents.objects, contents.objects),
+    ):
+        for key, entry in entries.items():
+            for path in new_paths(entry.path):
+                new = key_of(path)
+                new_entries[new] = Entry(new, path, *entry[2:])
+                old[new] = key
+    contents.containers = [(new, kind) for path, kind in source.contents.containers for new in new_paths(path)]
+    values: dict[str, Any] = {}
+    for path, value in zip(flat.object_paths, flat.objects, strict=True):
+        for match in moved:
+            depth = len(match.target.path)
+            if path[:depth] == match.target.path and path[depth : depth + 1] == ("param_groups",):
+                is_new = not match.groups[path[depth + 1]]
+                if is_new or path[depth + 2] in _MEMBERS:
+                    values[key_of(path)] = value
+                    contents.objects[key_of(path)] = Entry(key_of(path), path, "", (), 0, ())
+    for match in moved:
+        values.update(_of_schedulers(match, flat, source))
+    return _AlignedSource(source, contents, old, values)
+
+
+def _refuse_two_answers(target: NamedOptimizer, number: int, origins: Sequence[_Saved], source: Source) -> None:
+    """Refuse a group whose parameters had different options, such as learning rates."""
+    options = [_options(origin, source) for origin in origins] if len(origins) > 1 else []
+    for other, theirs in zip(origins[1:], options[1:], strict=True):
+        for name in sorted(options[0].keys() | theirs.keys()):
+            one, another = options[0].get(name), theirs.get(name)
+            if not same_value(one, another):
+                key, first, second = map(key_of, (target.path, *(_path_of(group) for group in (origins[0], other))))
+                raise CheckpointLoadError(
+                    f"Group {number} of '{key}' has parameters that were in '{first}' with {name}={one!r:.100} and in "
+                    f"'{second}' with {name}={another!r:.100} of {source.where}; give them groups of their own, or "
+                    f"keep the target's value with ignore=['{key}.param_groups.*.{name}']."
+                )
+
+
+def _path_of(group: _Saved) -> Path:
+    return (*group[0], "param_groups", group[1])
+
+
+def _options(group: _Saved, source: Source) -> dict[str, Any]:
+    """The options of a saved group, by name."""
+    path = _path_of(group)
+    depth, contents = len(path), source.contents
+
+    def below(entries: Mapping[str, Entry]) -> list[str]:
+        found = [(key, entry.path) for key, entry in entries.items() if _is_group(entry.path, path)]
+        return [key for key, place in found if place[depth] not in _MEMBERS]
+
+    values = {**source.read_objects(below(contents.objects)), **source.new_tensors(below(contents.tensors))}
+    return {key_of(contents.path_of(key)[depth:]): value for key, value in values.items()}
+
+
+def _is_group(path: Path, group: Path) -> bool:
+    """Whether a path is below that of a group; stock DCP makes its number a string."""
+    depth = len(group)
+    return len(path) > depth and path[: depth - 1] == group[:-1] and _number(path[depth - 1]) == group[-1]
+
+
+def _of_schedulers(match: _Match, flat: FlatState, source: Source) -> dict[str, Any]:
+    """What schedulers have for each group of an optimizer, in the order of the target's groups.
+
+    Raises:
+        CheckpointLoadError: a value in a form that cannot be put into this order
+    """
+    values: dict[str, Any] = {}
+    saved_groups = [[(match.target.path, number)] for number in range(len(match.groups))]
+    if match.groups == saved_groups:
+        return values
+    own = dict(zip(map(key_of, flat.object_paths), flat.objects, strict=True))
+    for path, value in flat.stateful:
+        if getattr(value, "optimizer", None) is not match.target.optimizer or value is match.target.optimizer:
+            continue
+        keys = [
+            key
+            for key, entry in source.contents.objects.items()
+            if entry.path[: len(path)] == path and entry.path[-1] in _BY_GROUP
+        ]
+        for key, saved in source.read_objects(keys).items():
+            if not isinstance(saved, list):
+                continue
+            here = own.get(key)
+            values[key] = [
+                saved[origins[0][1]]
+                if origins and origins[0][1] < len(saved)
+                else here[number]
+                if isinstance(here, list) and number < len(here)
+                else saved[0]
+                for number, origins in enumerate(match.groups)
+            ]
+    return values
+
+
+def _pruned(matches: Sequence[_Match], flat: FlatState) -> FlatState:
+    """A target without the state of parameters for which the checkpoint has none: it is to be as if never stepped."""
+    fresh = {(*match.target.path, "state", number) for match in matches for number in match.fresh}
+    depths = {len(path) for path in fresh}
+
+    def stays(path: Path) -> bool:
+        return not any(path[:depth] in fresh for depth in depths)
+
+    if not fresh or (all(map(stays, flat.tensor_paths)) and all(map(stays, flat.object_paths))):
+        return flat
+    tensors = [number for number, path in enumerate(flat.tensor_paths) if stays(path)]
+    objects = [number for number, path in enumerate(flat.object_paths) if stays(path)]
+    return replace(
+        flat,
+        tensors=[flat.tensors[number] for number in tensors],
+        tensor_paths=[flat.tensor_paths[number] for number in tensors],
+        objects=[flat.objects[number] for number in objects],
+        object_paths=[flat.object_paths[number] for number in objects],
+        containers=[(path, kind) for path, kind in flat.containers if stays(path)],
+        shards=[flat.shards[number] for number in tensors],
+        placed={new: flat.placed[old] for new, old in enumerate(tensors) if old in flat.placed},
+        elsewhere={path: tensor for path, tensor in flat.elsewhere.items() if stays(path)},
+    )
+
+
+def _first_name(name: str | None, own: str | None, number: int) -> str:
+    return name or own or f"parameter {number}"
+
+
+def _without(source: Source, stored: Mapping[Path, str]) -> Source:
+    """A checkpoint without the names, which are no values of an optimizer."""
+    if not stored:
+        return source
+    names, contents = {*stored.values()}, source.contents
+    objects = {key: entry for key, entry in contents.objects.items() if key not in names}
+    return _AlignedSource(source, replace(contents, objects=objects), {}, {})
+
+
+def _checked(value: Any, key: str) -> Names:
+    """The names from a checkpoint.
+
+    Raises:
+        CheckpointCorruptError: they are in another form
+    """
+    is_valid = isinstance(value, list) and all(isinstance(group, list) for group in value)
+    if not is_valid or not all(name is None or isinstance(name, str) for group in value for name in group):
+        raise CheckpointCorruptError(f"'{key}' is {value!r:.100}; it should have a list of names for each group.")
+    names: Names = value
+    return names
+
+
+def _number(part: Any) -> int | None:
+    """A part of a path as a number; stock DCP makes every key a string."""
+    if type(part) is int:
+        return part
+    return int(part) if isinstance(part, str) and part.isdecimal() else None
