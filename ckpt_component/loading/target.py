@@ -19,7 +19,7 @@ from .foreign.archives import RefusedObject
 from .forms import Forms
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
-from .optimizers import match_optimizers
+from .optimizer_match import match_optimizers
 from .proof import Proof
 from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 

@@ -42,15 +42,40 @@ def test_keys_that_a_module_would_refuse_are_refused_before_anything_is_loaded(s
 
 
 def test_an_object_that_refuses_its_state_is_named_with_what_to_do(tmp_path: Path) -> None:
+    class Versioned:
+        def __init__(self, version: int) -> None:
+            self.version = version
+
+        def state_dict(self) -> dict[str, int]:
+            return {"version": self.version}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if state["version"] != self.version:
+                raise ValueError(f"version {state['version']} is too old")
+
     with build_manager("sync", dir=tmp_path) as manager:
-        manager.save(1, module_and_optimizer(1, torch.optim.AdamW))
-    larger = module_and_optimizer(2, torch.optim.AdamW)
+        manager.save(1, {"sampler": Versioned(1), "step": 0})
+    state = {"sampler": Versioned(2), "step": 0}
     with build_manager("sync", ["checkpoint.resume=1"], dir=tmp_path) as manager:
         with pytest.raises(
-            CheckpointLoadError, match=r"'optimizer' \(AdamW\) did not take .*; with its name in ignore"
+            CheckpointLoadError, match=r"'sampler' \(Versioned\) did not take .*; with its name in ignore"
         ):
-            manager.restore(larger, strict=False)
-        assert manager.restore(larger, strict=False, ignore=["optimizer"]) == 1
+            manager.restore(state)
+        assert manager.restore(state, ignore=["sampler"]) == 1
+
+
+def test_a_larger_model_takes_what_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    smaller = module_and_optimizer(1, torch.optim.AdamW)
+    with build_manager("sync", dir=tmp_path) as manager:
+        manager.save(1, smaller)
+    larger = module_and_optimizer(2, torch.optim.AdamW)
+    with build_manager("sync", dir=tmp_path) as manager:
+        assert manager.restore(larger, strict=False) == 1
+    weights = [state["model"][0].weight for state in (smaller, larger)]
+    assert torch.equal(
+        smaller["optimizer"].state[weights[0]]["exp_avg"], larger["optimizer"].state[weights[1]]["exp_avg"]
+    )
+    assert "has no state of model.1.weight, model.1.bias, which begins without" in caplog.text
 
 
 def test_options_that_a_resume_does_not_use_are_named_when_it_fails(

@@ -64,9 +64,9 @@ def match_optimizers(flat: FlatState, source: Source, renamed: Callable[[str], s
     stored = {path: key for path, key in stored.items() if (*path, "param_groups") in lists}
     targets = named_optimizers(flat)
     if not targets:
-        return MatchedOptimizers(_without(source, stored), flat)
+        return MatchedOptimizers(_without_names(source, stored, [], flat), flat)
     saved = _SavedOptimizers(source, stored, renamed)
-    source = _without(source, stored)
+    source = _without_names(source, stored, targets, flat)
     # An optimizer whose state was stored without names may have had any of them.
     by_name = [
         target
@@ -428,13 +428,23 @@ def _first_name(name: str | None, own: str | None, number: int) -> str:
     return name or own or f"parameter {number}"
 
 
-def _without(source: Source, stored: Mapping[Path, str]) -> Source:
-    """A checkpoint without the names, which are no values of an optimizer."""
-    if not stored:
+def _without_names(
+    source: Source, stored: Mapping[Path, str], targets: Sequence[NamedOptimizer], flat: FlatState
+) -> Source:
+    """A checkpoint without the names: they are no values of an optimizer, and those in its groups stay as they are."""
+    dropped, contents = {*stored.values()}, source.contents
+    groups = [(*target.path, "param_groups", number) for target in targets for number in range(len(target.names))]
+    own = {(*group, NAMES) for group in groups}
+    values = {key_of(path): value for path, value in zip(flat.object_paths, flat.objects, strict=True) if path in own}
+    paths = {target.path for target in targets}
+    for key, entry in contents.objects.items():
+        if entry.path[-1] == NAMES and entry.path[-3:-2] == ("param_groups",) and entry.path[:-3] in paths:
+            dropped.add(key)
+    if not dropped and not values:
         return source
-    names, contents = {*stored.values()}, source.contents
-    objects = {key: entry for key, entry in contents.objects.items() if key not in names}
-    return _AlignedSource(source, replace(contents, objects=objects), {}, {})
+    objects = {key: entry for key, entry in contents.objects.items() if key not in dropped}
+    objects.update({key_of(path): Entry(key_of(path), path, "", (), 0, ()) for path in own if key_of(path) in values})
+    return _AlignedSource(source, replace(contents, objects=objects), {}, values)
 
 
 def _checked(value: Any, key: str) -> Names:
