@@ -284,7 +284,8 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
             _refuse_two_answers(match.target, number, origins, source)
             for origin in origins[:1]:
                 groups[origin].append((*path, "param_groups", number))
-    targets = {match.target.path for match in moved}
+    renumbered, targets = {match.target.path for match in moved}, {match.target.path for match in matches}
+    used = {origin for match in matches for origins in match.groups for origin in origins}
     depths = sorted({len(path) for path in saved.names})
 
     def new_paths(path: Path) -> list[Path]:
@@ -294,11 +295,14 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
             return [path]
         part, raw, rest = path[len(optimizer)], path[len(optimizer) + 1], path[len(optimizer) + 2 :]
         number = _number(raw)
-        stays = [] if optimizer in targets else [path]
         if part == "state" and number is not None:
             new = states.get((optimizer, number))
-            return stays if new is None else [(*new, *rest)]
+            if new is None:
+                return [] if optimizer in renumbered else [path]
+            return [(*new, *rest)] if optimizer not in targets - renumbered else [path, (*new, *rest)]
         if part == "param_groups" and number is not None:
+            gone = optimizer in renumbered or (optimizer not in targets and (optimizer, number) in used)
+            stays = [] if gone else [path]
             return [*stays, *((*new, *rest) for new in groups[optimizer, number] if _MEMBERS.isdisjoint(rest[:1]))]
         return [path]
 
@@ -313,6 +317,8 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
                 new_entries[new] = Entry(new, path, *entry[2:])
                 old[new] = key
     contents.containers = [(new, kind) for path, kind in source.contents.containers for new in new_paths(path)]
+    lists = (((*match.target.path, "param_groups"), "list") for match in moved)
+    contents.containers += [each for each in lists if each not in contents.containers]
     values: dict[str, Any] = {}
     for path, value in zip(flat.object_paths, flat.objects, strict=True):
         for match in moved:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.memory.gc_control import collector_paused, give_back_freed
+from ..core.state.dedup import names_held
 from ..core.writing.request import EncodedSave
 from ..errors import ranks_failed
 from ..stagers.base import Stager, StatePlan, check_objects
@@ -58,7 +59,7 @@ class SavePlanner:
         self._is_agreed = False
         deadline = min(time.monotonic() + self._timeout, plan.wait_until)
         with collector_paused():
-            own = self._comparisons.holdings(plan.structure)
+            own = {**self._comparisons.holdings(plan.structure), "names": names_held(plan.flat)}
             share = self._ranks.scatter(f"plan/{self._plans}", own, share_out_hashes, deadline)
             self._comparisons.planned(plan.structure, share)
         self._is_agreed = True

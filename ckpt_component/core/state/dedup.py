@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...errors import CheckpointStageError
 from .flatten import FlatState
+from .parameter_names import NAMES
 from .paths import key_of
 from .replicas import runs_of
 from .shards import holders_of_part
 from .structure import Structure
 
-#: What a rank has, as plain values: the identities of `tensors` and `objects`, and the `bytes` of the tensors.
-Holdings = dict[str, list[Any]]
+#: What a rank has, as plain values: the identities of `tensors` and `objects`, the `bytes` of the tensors, and what
+#: identifies the `names` of the parameters of its optimizers, by key.
+Holdings = dict[str, Any]
 #: What a rank is to store: numbers of `tensors` and `objects`. And which values other ranks have too (`Replicas`): runs
 #: of its `shared_objects` and `shared_tensors`, and the numbers of `groups` of objects and tensors, same on all ranks.
 Share = dict[str, list[Any]]
@@ -44,12 +47,25 @@ def holdings(structure: Structure) -> Holdings:
     }
 
 
+def names_held(flat: FlatState) -> dict[str, str]:
+    """What identifies the names of the parameters of each optimizer in a state, by key."""
+    return {
+        key_of(path): _identity(value)
+        for path, value in zip(flat.object_paths, flat.objects, strict=True)
+        if path[-1] == NAMES and isinstance(value, list)
+    }
+
+
 def share_out(ranks: Sequence[Holdings]) -> list[Share]:
     """Decide, on the leading rank, what each rank stores.
 
     A tensor that only one rank has is stored by that rank. Of the others the largest is assigned first, to the rank
     with the fewest bytes so far. An object is stored by the first rank that has it.
+
+    Raises:
+        CheckpointStageError: an optimizer has other parameters on another rank, so that their numbers would be mixed up
     """
+    _refuse_other_parameters([holding.get("names", {}) for holding in ranks])
     shares: list[Share] = [{"tensors": [], "objects": []} for _ in ranks]
     objects, tensors = _holders(ranks, "objects"), _holders(ranks, "tensors")
     for (rank, number), *_ in objects:
@@ -107,6 +123,20 @@ def _holders(ranks: Sequence[Holdings], kind: str) -> list[list[tuple[int, int]]
         for number, identity in enumerate(holding[kind]):
             holders.setdefault(identity, []).append((rank, number))
     return list(holders.values())
+
+
+def _refuse_other_parameters(ranks: Sequence[Mapping[str, str]]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, names in enumerate(ranks):
+        for key, identity in names.items():
+            other, known = first.setdefault(key, (rank, identity))
+            if known != identity:
+                optimizer = key.removesuffix(f".{NAMES}")
+                raise CheckpointStageError(
+                    f"'{optimizer}' has other parameters on rank {rank} than on rank {other}, whose state has the same "
+                    f"numbers; give the optimizer of each pipeline stage a name of its own, such as '{optimizer}_0'. A "
+                    "load finds the state of a parameter under any of them."
+                )
 
 
 def _identity(*parts: Any) -> str:

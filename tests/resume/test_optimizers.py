@@ -1,0 +1,282 @@
+"""What an optimizer gets back: by name, as it was saved, and what is said where that is not all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_component import Checkpointer, CheckpointLoadError, build_checkpointer
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+@pytest.fixture
+def ours() -> Iterator[Checkpointer]:
+    overrides = ["checkpoint.durability=process_crash", "checkpoint.load.prove=on_read"]
+    with build_checkpointer("sync", overrides) as checkpointer:
+        yield checkpointer
+
+
+class Layers(nn.Module):
+    """Square layers of one shape, so that state can go to the wrong one."""
+
+    def __init__(self, names: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name in names:
+            layer = nn.Linear(4, 4, bias=False, dtype=dtype)
+            with torch.no_grad():
+                layer.weight.copy_(torch.arange(16.0).view(4, 4) / 32 + ord(name) - ord("a"))
+            self.add_module(name, layer)
+
+    def of(self, names: str) -> list[nn.Parameter]:
+        return [self.get_parameter(f"{name}.weight") for name in names]
+
+
+def train(model: Layers, optimizer: torch.optim.Optimizer, steps: int = 2, names: str = "") -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and name[0] in (names or name):
+                parameter.grad = torch.full_like(parameter, ord(name[0]) - ord("a") + 1 + step)
+        optimizer.step()
+
+
+def state_of(model: Layers, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+
+
+def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        assert values.keys() == other[name].keys(), name
+        for key, value in values.items():
+            got = other[name][key]
+            assert type(got) is type(value), (name, key)
+            if isinstance(value, torch.Tensor):
+                assert got.dtype == value.dtype and torch.equal(got, value), (name, key)
+            else:
+                assert got == value, (name, key)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has Muon from 2.9 on")
+    return torch.optim.Muon(params, lr=0.01)
+
+
+def adafactor(params: Any) -> torch.optim.Optimizer:
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer: torch.optim.Optimizer = optimization.Adafactor(params, beta1=0.9, relative_step=False, lr=0.01)
+    return optimizer
+
+
+def schedule_free(params: Any) -> torch.optim.Optimizer:
+    schedulefree = pytest.importorskip("schedulefree")
+    optimizer: Any = schedulefree.AdamWScheduleFree(params, lr=0.01, warmup_steps=3)
+    optimizer.train()
+    made: torch.optim.Optimizer = optimizer
+    return made
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True, amsgrad=True),
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "AdamW with a tensor as lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), foreach=False),
+    "SGD with momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "NAdam": torch.optim.NAdam,
+    "Adafactor of torch": torch.optim.Adafactor,
+    "Adafactor of transformers": adafactor,
+    "Muon": muon,
+    "schedule-free": schedule_free,
+}
+
+
+@pytest.mark.parametrize("stepped", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_comes_back_to_its_parameter_as_it_was(
+    name: str, dtype: torch.dtype, stepped: int, ours: Checkpointer, tmp_path: Path
+) -> None:
+    model, other = Layers("abc", dtype), Layers("cab", dtype)
+    optimizer, restored = OPTIMIZERS[name](model.of("abc")), OPTIMIZERS[name](other.of("bca"))
+    train(model, optimizer)
+    train(other, restored, stepped)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True)
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+    train(model, optimizer, 3)
+    train(other, restored, 3)
+    assert all(map(torch.equal, model.of("abc"), other.of("abc")))
+    assert ours.last_load is not None and {*ours.last_load.proven} == {"model", "optimizer"}
+
+
+def test_a_tensor_as_lr_comes_back_in_dtype_and_value(ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("a"), Layers("a")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25, dtype=torch.float64), foreach=False)
+    restored = torch.optim.AdamW(other.parameters(), lr=torch.tensor(0.5, dtype=torch.float64), foreach=False)
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored})
+    rate = restored.param_groups[0]["lr"]
+    assert isinstance(rate, torch.Tensor) and rate.dtype == torch.float64 and rate.item() == 0.25
+
+
+def groups_of(model: Layers, groups: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
+    return [{"params": model.of(names), "lr": lr} for names, lr in groups]
+
+
+def test_a_group_that_was_split_gives_its_options_to_both_parts(ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("abc"), Layers("abc")
+    optimizer = torch.optim.AdamW(groups_of(model, [("ab", 0.1), ("c", 0.2)]))
+    restored = torch.optim.AdamW(groups_of(other, [("c", 9), ("b", 9), ("a", 9)]))
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True, allow_unexpected=False)
+    assert [group["lr"] for group in restored.param_groups] == [0.2, 0.1, 0.1]
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+
+
+def test_groups_that_became_one_give_it_the_options_that_they_share(ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("abc"), Layers("abc")
+    optimizer = torch.optim.AdamW(groups_of(model, [("a", 0.1), ("b", 0.1), ("c", 0.2)]))
+    restored = torch.optim.AdamW(groups_of(other, [("c", 9), ("ba", 9)]))
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True)
+    assert [group["lr"] for group in restored.param_groups] == [0.2, 0.1]
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+    torn = torch.optim.AdamW(groups_of(other, [("abc", 9)]))
+    text = r"Group 0 of 'optimizer' .* 'optimizer.param_groups.0' with lr=0.1 and .* 'optimizer.param_groups.2' with lr=0.2"
+    with pytest.raises(CheckpointLoadError, match=text):
+        ours.load(tmp_path / "one", {"model": other, "optimizer": torn})
+    ours.load(tmp_path / "one", {"model": other, "optimizer": torn}, ignore=["optimizer.param_groups.*.lr"])
+    assert torn.param_groups[0]["lr"] == 9
+    assert_same_state(state_of(model, optimizer), state_of(other, torn))
+
+
+def test_a_scheduler_follows_the_groups(ours: Checkpointer, tmp_path: Path) -> None:
+    def run(groups: Sequence[tuple[str, float]]) -> tuple[Layers, Any, Any]:
+        model = Layers("ab")
+        optimizer = torch.optim.SGD(groups_of(model, groups), momentum=0.9)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    model, optimizer, scheduler = run([("a", 0.1), ("b", 0.4)])
+    train(model, optimizer)
+    scheduler.step()
+    ours.save({"model": model, "optimizer": optimizer, "scheduler": scheduler}, tmp_path / "one")
+    other, restored, its = run([("b", 7), ("a", 8)])
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored, "scheduler": its})
+    assert its.base_lrs == [0.4, 0.1] and its.get_last_lr() == [0.2, 0.05]
+    for model_, optimizer_, scheduler_ in ((model, optimizer, scheduler), (other, restored, its)):
+        train(model_, optimizer_)
+        scheduler_.step()
+    assert its.get_last_lr() == [0.1, 0.025]
+    assert all(map(torch.equal, model.of("ab"), other.of("ab")))
+
+
+def test_parameters_without_saved_state_and_state_without_parameter_are_named(
+    ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = Layers("abc"), Layers("abc")
+    optimizer, restored = torch.optim.AdamW(model.of("ab")), torch.optim.AdamW(other.of("bc"))
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    train(other, restored, 1)
+    caplog.clear()
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert "'optimizer': the checkpoint has no state of model.c.weight, which begins without" in said
+    assert "'optimizer': nothing in the target takes the saved state of model.a.weight" in said
+    assert not state_of(other, restored)["c.weight"]
+    assert_same_state(
+        {"b.weight": state_of(model, optimizer)["b.weight"]}, {"b.weight": restored.state[other.of("b")[0]]}
+    )
+
+
+def test_names_of_the_optimizer_serve_where_no_module_is_in_the_state(ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("ab"), Layers("ba")
+    if "param_names" not in torch.optim.AdamW([("a", model.of("a")[0])]).param_groups[0]:
+        pytest.skip("torch has named parameters from 2.6 on")
+    optimizer = torch.optim.AdamW(list(model.named_parameters()))
+    restored = torch.optim.AdamW(list(other.named_parameters()))
+    train(model, optimizer)
+    ours.save({"optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"optimizer": restored}, strict=True)
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+    assert restored.param_groups[0]["param_names"] == ["b.weight", "a.weight"]
+
+
+def test_the_tensors_of_a_plain_state_dict_give_names_too(ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("ab"), Layers("ba")
+    optimizer, restored = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+    train(model, optimizer)
+    ours.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other.state_dict(), "optimizer": restored}, strict=True)
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+
+
+def test_where_names_are_missing_one_line_says_that_order_was_not_checked(
+    ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = Layers("ab"), Layers("ab")
+    optimizer, restored = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "one.pt")
+    ours.load(tmp_path / "one.pt", {"model": other, "optimizer": restored}, strict=True)
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+    assert caplog.text.count("'optimizer' is loaded by position, and the order of its parameters was not checked") == 1
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "two")
+    caplog.clear()
+    ours.load(tmp_path / "two", {"model": other, "optimizer": restored}, strict=True)
+    assert "by position" not in caplog.text
+
+
+def test_a_renamed_module_keeps_its_optimizer_state(ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("ab"), Layers("ba")
+    optimizer, restored = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+    train(model, optimizer)
+    ours.save({"net": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True, rename={"net": "model"})
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+
+
+def test_what_the_checkpoint_replaces_is_said(
+    ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = Layers("a"), Layers("a")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    restored = torch.optim.AdamW(other.parameters(), lr=0.25, weight_decay=0.5, fused=True)
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored})
+    (line,) = [record.getMessage() for record in caplog.records if "replaces" in record.getMessage()]
+    assert "the checkpoint replaces fused True by None, lr 0.25 by 0.1;" in line
+    assert "ignore=['optimizer.param_groups.*.fused', 'optimizer.param_groups.*.lr']" in line
+    kept = torch.optim.AdamW(other.parameters(), lr=0.25)
+    ours.load(tmp_path / "one", {"model": other, "optimizer": kept}, ignore=["optimizer.param_groups.*.lr"])
+    assert kept.param_groups[0]["lr"] == 0.25 and kept.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_rate_that_a_scheduler_has_moved_is_no_news(
+    ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> tuple[Layers, Any, Any]:
+        model = Layers("a")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    model, optimizer, scheduler = run()
+    train(model, optimizer)
+    scheduler.step()
+    ours.save({"model": model, "optimizer": optimizer, "scheduler": scheduler}, tmp_path / "one")
+    other, restored, its = run()
+    caplog.set_level(logging.INFO)
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored, "scheduler": its})
+    assert restored.param_groups[0]["lr"] == 0.25 and "replaces" not in caplog.text
