@@ -179,7 +179,6 @@ class Reader:
             if isinstance(state_dict, torch.nn.Module):
                 load_state(state_dict, lambda: state, "", source.where, proof)
             if proof is not None:
-                marks.append(("prove", clock()))
                 proof.conclude()
                 self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
         self.last_read["spans"] = _spans([*marks, ("", clock())])
