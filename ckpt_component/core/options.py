@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from ..errors import CheckpointConfigError
 
@@ -213,7 +214,7 @@ class ResolvedTimeouts:
     max_stall: float | None = None
     again: float = 0.0
 
-    @property
+    @cached_property
     def whole_save(self) -> float:
         """Maximum time of a save from snapshot to commit, including retries."""
         return self.stage + self.write + self.again

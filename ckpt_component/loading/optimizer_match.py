@@ -1,12 +1,14 @@
 """Give the saved state of each optimizer to the parameters of the same names, wherever they stand now.
 
 A checkpoint has an optimizer's state by number (`optimizer.state.3.exp_avg`), and the names of the parameters beside it
-(`core/state/parameter_names.py`). If the target's parameters have other numbers or groups, the load sees the checkpoint
-under the target's numbers; else only the names are taken out of its contents. All that follows works by number.
+(`core/state/parameter_names.py`); or by name, as torch's `get_optimizer_state_dict` returns it. If the target's
+parameters have other numbers or groups, the load sees the checkpoint under the target's numbers. All that follows works
+by number.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -65,7 +67,9 @@ def match_optimizers(flat: FlatState, source: Source, renamed: Callable[[str], s
     targets = named_optimizers(flat)
     if not targets:
         return MatchedOptimizers(_without_names(source, stored, [], flat), flat)
-    saved = _SavedOptimizers(source, stored, renamed)
+    if _are_as_saved(targets, stored, source, renamed):
+        return MatchedOptimizers(_without_names(source, stored, targets, flat), flat)
+    saved = _SavedOptimizers(source, stored, {target.path for target in targets}, renamed)
     source = _without_names(source, stored, targets, flat)
     # An optimizer whose state was stored without names may have had any of them.
     by_name = [
@@ -87,40 +91,70 @@ def match_optimizers(flat: FlatState, source: Source, renamed: Callable[[str], s
     return MatchedOptimizers(_aligned(matches, saved, flat, source), _pruned(matches, flat), [*unchecked, *notes])
 
 
+def _are_as_saved(
+    targets: Sequence[NamedOptimizer], stored: Mapping[Path, str], source: Source, renamed: Callable[[str], str]
+) -> bool:
+    """Whether the optimizers of a target have the parameters and groups that they had, and all of them had state."""
+    keys = [stored.get(target.path) for target in targets]
+    if None in keys or len(keys) != len(stored) or renamed is not str:
+        return False
+    names, contents = source.read_objects([*stored.values()]), source.contents
+    paths = [entry.path for entries in (contents.tensors, contents.objects) for entry in entries.values()]
+    for target in targets:
+        depth, state = len(target.path), (*target.path, "state")
+        numbers = {path[depth + 1] for path in paths if path[: depth + 1] == state}
+        if names[stored[target.path]] != target.names or numbers != {*range(sum(map(len, target.names)))}:
+            return False
+    return True
+
+
 class _SavedOptimizers:
     """The optimizers of a checkpoint.
 
     Args:
         source: the checkpoint
         stored: keys of the names, by path of the optimizer
+        paths: paths of the target's optimizers
         renamed: see `match_optimizers`
 
     Attributes:
         source: see above
         names: names of the parameters of each optimizer, by group
+        keyed_by_name: optimizers whose state is stored by name, with the number of each name
         group_of: the group of each parameter
 
     Raises:
         CheckpointCorruptError: names are not in lists by group
     """
 
-    def __init__(self, source: Source, stored: Mapping[Path, str], renamed: Callable[[str], str]) -> None:
+    def __init__(
+        self, source: Source, stored: Mapping[Path, str], paths: set[Path], renamed: Callable[[str], str]
+    ) -> None:
         self.source = source
         self.names: dict[Path, Names] = {}
+        self.keyed_by_name: dict[Path, dict[Any, int]] = {}
         self.group_of: dict[_Saved, int] = {}
         self._by_name: dict[str, list[_Saved]] = defaultdict(list)
         self._own: dict[str, list[_Saved]] | None = None
         values = source.read_objects([*stored.values()])
         for path, key in stored.items():
-            first = len(self.group_of)
-            self.names[path] = [[name and renamed(name) for name in group] for group in _checked(values[key], key)]
-            for group, names in enumerate(self.names[path]):
-                for name in names:
-                    place = path, len(self.group_of) - first
-                    self.group_of[place] = group
-                    if name is not None:
-                        self._by_name[name].append(place)
+            self._add(path, [[name and renamed(name) for name in group] for group in _checked(values[key], key)])
+        for path in paths - self.names.keys():
+            groups = _members_by_name(path, source)
+            if any(groups):
+                self.keyed_by_name[path] = {name: number for number, name in enumerate(chain(*groups))}
+                self._add(path, groups)
         self._with_state: dict[Path, set[int]] = {}
+
+    def _add(self, path: Path, names: Names) -> None:
+        first = len(self.group_of)
+        self.names[path] = names
+        for group, members in enumerate(names):
+            for name in members:
+                place = path, len(self.group_of) - first
+                self.group_of[place] = group
+                if name is not None:
+                    self._by_name[name].append(place)
 
     def names_of(self, path: Path) -> list[str | None]:
         """The names of an optimizer's parameters, by number."""
@@ -134,7 +168,9 @@ class _SavedOptimizers:
             name: the parameter's name in the target
             own: the name that the target's optimizer was given with it
         """
-        for wanted in filter(None, (name, own)):
+        # Names that torch gave begin below the module.
+        below = _below_modules(name) if name is not None and path in self.keyed_by_name else ()
+        for wanted in filter(None, (name, own, *below)):
             places = self._by_name.get(wanted, [])
             here = [place for place in places if place[0] == path]
             if len(here or places) == 1:
@@ -169,8 +205,14 @@ class _SavedOptimizers:
             depth, contents = len(path), self.source.contents
             paths = (entry.path for entries in (contents.tensors, contents.objects) for entry in entries.values())
             within = (each for each in paths if each[depth : depth + 1] == ("state",) and each[:depth] == path)
-            self._with_state[path] = {number for each in within if (number := _number(each[depth + 1])) is not None}
+            numbers = {self.number_of(path, each[depth + 1]) for each in within}
+            self._with_state[path] = {number for number in numbers if number is not None}
         return self._with_state[path]
+
+    def number_of(self, path: Path, part: Any) -> int | None:
+        """The number of the parameter whose state is below a part of a path; None: it is no parameter's."""
+        by_name = self.keyed_by_name.get(path)
+        return _number(part) if by_name is None else by_name.get(part)
 
 
 class _Match:
@@ -207,7 +249,7 @@ class _Match:
         sizes = list(map(len, target.names))
         self.is_same = (
             self.origins == [(path, number) for number in range(len(self.origins))]
-            and path in saved.names
+            and path in saved.names.keys() - saved.keyed_by_name.keys()
             and sizes == list(map(len, saved.names[path]))
         )
 
@@ -294,7 +336,7 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
         if optimizer is None or len(path) < len(optimizer) + 2:
             return [path]
         part, raw, rest = path[len(optimizer)], path[len(optimizer) + 1], path[len(optimizer) + 2 :]
-        number = _number(raw)
+        number = saved.number_of(optimizer, raw) if part == "state" else _number(raw)
         if part == "state" and number is not None:
             new = states.get((optimizer, number))
             if new is None:
@@ -450,7 +492,11 @@ def _without_names(
         return source
     objects = {key: entry for key, entry in contents.objects.items() if key not in dropped}
     objects.update({key_of(path): Entry(key_of(path), path, "", (), 0, ()) for path in own if key_of(path) in values})
-    return _AlignedSource(source, replace(contents, objects=objects), {}, values)
+    if values:
+        return _AlignedSource(source, replace(contents, objects=objects), {}, values)
+    narrowed = copy.copy(source)
+    narrowed.contents = replace(contents, objects=objects)
+    return narrowed
 
 
 def _checked(value: Any, key: str) -> Names:
@@ -464,6 +510,26 @@ def _checked(value: Any, key: str) -> Names:
         raise CheckpointCorruptError(f"'{key}' is {value!r:.100}; it should have a list of names for each group.")
     names: Names = value
     return names
+
+
+def _members_by_name(path: Path, source: Source) -> Names:
+    """The parameters in the groups of an optimizer whose state is stored by name; empty: it is by number."""
+    keys = [key_of((*path, "param_groups", number, "params")) for number in range(_count_groups(path, source))]
+    groups = source.read_objects([key for key in keys if key in source.contents.objects]).values()
+    is_named = all(isinstance(group, list) and all(isinstance(each, str) for each in group) for group in groups)
+    return [[*group] for group in groups] if is_named and len(groups) == len(keys) else []
+
+
+def _count_groups(path: Path, source: Source) -> int:
+    groups, depth = (*path, "param_groups"), len(path) + 1
+    numbers = {_number(entry.path[depth]) for entry in source.contents.objects.values() if entry.path[:depth] == groups}
+    return len(numbers - {None})
+
+
+def _below_modules(name: str) -> list[str]:
+    """A name without its first part, its first two parts, and so on."""
+    parts = name.split(".")
+    return [".".join(parts[depth:]) for depth in range(1, len(parts))]
 
 
 def _number(part: Any) -> int | None:

@@ -25,23 +25,24 @@ def put_back(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None
         state: the `state` of the state dict that it took
     """
     parameters = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
-    for number, loaded in state.items():
-        if type(number) is int and number < len(parameters) and isinstance(loaded, Mapping):
-            taken = optimizer.state.get(parameters[number])
-            if isinstance(taken, dict):
-                _put_back_in(taken, loaded)
-
-
-def _put_back_in(taken: dict[Any, Any], loaded: Mapping[Any, Any]) -> None:
-    for name, value in loaded.items():
-        now = taken.get(name)
-        if isinstance(value, Mapping) and isinstance(now, dict):
-            _put_back_in(now, value)
-        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-            if now.dtype != value.dtype and now.shape == value.shape:
-                taken[name] = value.to(now.device)
-        elif name in taken and type(now) is type(value) and not same_value(now, value):
-            taken[name] = value
+    waiting: list[tuple[Any, Any]] = [
+        (optimizer.state.get(parameters[number]), loaded)
+        for number, loaded in state.items()
+        if type(number) is int and number < len(parameters)
+    ]
+    while waiting:
+        taken, loaded = waiting.pop()
+        if not isinstance(taken, dict) or not isinstance(loaded, Mapping):
+            continue
+        for name, value in loaded.items():
+            now = taken.get(name)
+            if isinstance(value, Mapping) and isinstance(now, dict):
+                waiting.append((now, value))
+            elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+                if now.dtype != value.dtype and now.shape == value.shape:
+                    taken[name] = value.to(now.device)
+            elif name in taken and type(now) is type(value) and not same_value(now, value):
+                taken[name] = value
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -124,18 +124,15 @@ def is_torch_own(stateful: Stateful) -> bool:
         methods = (kind.state_dict, kind.load_state_dict, kind.__setstate__)
         own = all(method.__module__.startswith("torch.optim.") for method in methods)
         return own and not any(getattr(stateful, name, None) for name in _OPTIMIZER_HOOKS)
-    return isinstance(stateful, torch.nn.Module) and all(map(_has_no_code, stateful.modules()))
-
-
-def _has_no_code(module: torch.nn.Module) -> bool:
-    kind, base = type(module), torch.nn.Module
-    return (
+    base = torch.nn.Module
+    return isinstance(stateful, base) and all(
         not any(getattr(module, name) for name in _HOOKS)
-        and kind.state_dict is base.state_dict
-        and kind.load_state_dict is base.load_state_dict
-        and kind.get_extra_state is base.get_extra_state
-        and kind._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-        and kind._save_to_state_dict.__module__.startswith("torch.nn.modules.")
+        and type(module).state_dict is base.state_dict
+        and type(module).load_state_dict is base.load_state_dict
+        and type(module).get_extra_state is base.get_extra_state
+        and type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        and type(module)._save_to_state_dict.__module__.startswith("torch.nn.modules.")
+        for module in stateful.modules()
     )
 
 

@@ -174,7 +174,8 @@ class Reader:
                 tensors = _moved(source.new_tensors(target.new_tensors, self._progress), to_device)
             target.accept({**tensors, **objects})
             source.read_tensors(target.requests, self._progress)
-            proof = Proof(source.where, self._may_differ) if self._proves(wanted.resuming) else None
+            proves = self._prove is Prove.on_read or (wanted.resuming and self._prove is Prove.on_resume)
+            proof = Proof(source.where, self._may_differ) if proves else None
             target.finish(proof)
             if isinstance(state_dict, torch.nn.Module):
                 load_state(state_dict, lambda: state, "", source.where, proof)
@@ -183,9 +184,6 @@ class Reader:
                 self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
         self.last_read["spans"] = _spans([*marks, ("", clock())])
         return state_dict, missing
-
-    def _proves(self, resuming: bool) -> bool:
-        return self._prove is Prove.on_read or (resuming and self._prove is Prove.on_resume)
 
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""

@@ -163,13 +163,13 @@ class Stager(ABC):
         """
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
-            self._names.add_to(flat)
             structure, plan = self._structure, self._plan
             pointers = None
             if structure is not None and plan is not None:
+                self._names.add_to(flat)
                 pointers = structure.matches(flat, plan.layout.relations)
             if structure is None or pointers is None:
-                self._names.renew(flat)
+                self._names.add_to(flat, again=True)
                 structure = Structure(flat)
                 self._reuse.observe(structure, flat)
                 return StatePlan(flat, structure, True)

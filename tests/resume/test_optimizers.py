@@ -222,6 +222,35 @@ def test_the_tensors_of_a_plain_state_dict_give_names_too(ours: Checkpointer, tm
     assert_same_state(state_of(model, optimizer), state_of(other, restored))
 
 
+@pytest.mark.parametrize("stepped", [0, 1])
+@pytest.mark.parametrize("with_stock_dcp", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_state_that_torch_stored_by_name_goes_to_the_names(
+    with_stock_dcp: bool, stepped: int, ours: Checkpointer, tmp_path: Path
+) -> None:
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, other = Layers("abc"), Layers("cab")
+    groups = [{"params": model.of("ac"), "lr": 0.25}, {"params": model.of("b"), "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups)
+    train(model, optimizer, names="ab")
+    weights, moments = get_state_dict(model, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    stored, path = {"nested": {"model": weights}, "optimizer": moments}, str(tmp_path / "saved")
+    if with_stock_dcp:
+        checkpoint.save(stored, checkpoint_id=path, no_dist=True)
+    else:
+        ours.save(stored, path)
+    restored = torch.optim.AdamW([{"params": other.of("b")}, {"params": other.of("ca")}])
+    train(other, restored, stepped)
+    ours.load(path, {"nested": {"model": other}, "optimizer": restored})
+    expected = state_of(model, optimizer)
+    assert_same_state(state_of(other, restored), expected)
+    assert [group["lr"] for group in restored.param_groups] == [0.5, 0.25]
+
+
 def test_where_names_are_missing_one_line_says_that_order_was_not_checked(
     ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

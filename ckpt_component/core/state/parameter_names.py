@@ -8,6 +8,7 @@ state dict finds it as torch made it, and a load can give each state to the para
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -49,39 +50,33 @@ class NamedOptimizer(NamedTuple):
         return any(name is not None for name in chain(*self.names, *self.own))
 
 
-def optimizers_of(flat: FlatState) -> list[tuple[Path, torch.optim.Optimizer]]:
-    """The optimizers in a state whose `state_dict()` has the form that torch gives it, with their paths.
+def named_optimizers(flat: FlatState) -> list[NamedOptimizer]:
+    """The optimizers in a state whose `state_dict()` has the form that torch gives it, with names of their parameters.
 
     An optimizer inside another object's state is that object's.
     """
     paths = {path for path, _ in flat.stateful}
     lists = {path for path, kind in flat.containers if kind == "list"}
-    return [
+    optimizers = [
         (path, value)
         for path, value in flat.stateful
         if isinstance(value, torch.optim.Optimizer)
         and (*path, "param_groups") in lists
         and paths.isdisjoint(path[:depth] for depth in range(len(path)))
     ]
-
-
-def named_optimizers(flat: FlatState) -> list[NamedOptimizer]:
-    """The optimizers in a state, with the names of their parameters."""
-    optimizers = optimizers_of(flat)
     if not optimizers:
         return []
     keys = dict(_parameters_of_modules(flat))
-    wanted = [id(each) for _, optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-    by_memory = {} if keys.keys() >= {*wanted} else _tensors_by_memory(flat, {path for path, _ in optimizers})
-
-    def name_of(parameter: torch.Tensor) -> str | None:
-        return keys.get(id(parameter)) or (by_memory.get(_memory_of(parameter)) if by_memory else None)
-
+    wanted = [each for _, optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    if not keys.keys() >= {*map(id, wanted)}:
+        by_memory = _tensors_by_memory(flat, {path for path, _ in optimizers})
+        known = ((id(each), by_memory.get(_memory_of(each))) for each in wanted if id(each) not in keys)
+        keys.update((number, name) for number, name in known if name is not None)
     return [
         NamedOptimizer(
             path,
             optimizer,
-            [[name_of(each) for each in group["params"]] for group in optimizer.param_groups],
+            [[keys.get(id(each)) for each in group["params"]] for group in optimizer.param_groups],
             [[*group.get("param_names", [None] * len(group["params"]))] for group in optimizer.param_groups],
         )
         for path, optimizer in optimizers
@@ -91,56 +86,51 @@ def named_optimizers(flat: FlatState) -> list[NamedOptimizer]:
 class ParameterNames:
     """Adds the names of parameters to states that are saved, one after the other.
 
-    Names are looked up again only for an optimizer with other parameters than last time: it takes a millisecond for two
+    Names are looked up again only for optimizers with other parameters than last time: it takes a millisecond for two
     thousand parameters.
     """
 
     def __init__(self) -> None:
-        #: By path of the optimizer: its parameters, and their names.
-        self._known: dict[Path, tuple[list[weakref.ref[torch.Tensor]], Names]] = {}
+        #: The groups of all optimizers: path of the optimizer, and number of parameters.
+        self._sizes: list[tuple[Path, int]] = []
+        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        #: What is added: the places, and the names of an optimizer's parameters.
+        self._added: list[tuple[Path, Names]] = []
 
-    def add_to(self, flat: FlatState) -> None:
-        """Add them to the objects of a state."""
-        optimizers = optimizers_of(flat)
-        if not all(self._knows(path, optimizer) for path, optimizer in optimizers):
+    def add_to(self, flat: FlatState, *, again: bool = False) -> None:
+        """Add them to the objects of a state.
+
+        Args:
+            flat: the state
+            again: look the names up again, and add them in place of those that were added: the state has another
+                structure than last time
+        """
+        optimizers = [(path, value) for path, value in flat.stateful if isinstance(value, torch.optim.Optimizer)]
+        groups = [(path, group["params"]) for path, optimizer in optimizers for group in optimizer.param_groups]
+        sizes, parameters = [(path, len(group)) for path, group in groups], chain.from_iterable(g for _, g in groups)
+        known = (reference() for reference in self._parameters)
+        if again or sizes != self._sizes or not all(map(operator.is_, known, parameters)):
             self._look_up(flat)
-        taken = {path for path in flat.object_paths if path[-1] == NAMES}
-        for path, _ in optimizers:
-            names, place = self._known[path][1], (*path, NAMES)
-            if place not in taken and any(map(any, names)):
-                flat.objects.append(names)
-                flat.object_paths.append(place)
-
-    def renew(self, flat: FlatState) -> None:
-        """Look the names up again, in a state that they were added to: its structure is another one than last time."""
-        old = {id(names): path for path, (_, names) in self._known.items()}
-        added = [(number, old[id(value)]) for number, value in enumerate(flat.objects) if id(value) in old]
-        self._look_up(flat)
-        for number, path in added:
-            flat.objects[number] = self._known[path][1]
+            self._sizes, self._parameters = sizes, [weakref.ref(each) for _, group in groups for each in group]
+        flat.object_paths += [path for path, _ in self._added]
+        flat.objects += [names for _, names in self._added]
 
     def _look_up(self, flat: FlatState) -> None:
-        self._known = {
-            each.path: (
-                [weakref.ref(parameter) for group in each.optimizer.param_groups for parameter in group["params"]],
-                [
-                    [name or own for name, own in zip(*pair, strict=True)]
-                    for pair in zip(each.names, each.own, strict=True)
-                ],
-            )
-            for each in named_optimizers(flat)
-        }
-
-    def _knows(self, path: Path, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has the parameters that it had, in the same groups."""
-        if path not in self._known:
-            return False
-        known, names = self._known[path]
-        groups = optimizer.param_groups
-        if list(map(len, names)) != [len(group["params"]) for group in groups]:
-            return False
-        parameters = chain.from_iterable(group["params"] for group in groups)
-        return all(one() is other for one, other in zip(known, parameters, strict=True))
+        """Note what is to be added to a state, from which what was added is taken out."""
+        known = {id(names) for _, names in self._added}
+        while flat.objects and id(flat.objects[-1]) in known:
+            flat.objects.pop()
+            flat.object_paths.pop()
+        taken = {path for path in flat.object_paths if path[-1] == NAMES}
+        self._added = []
+        for optimizer in named_optimizers(flat):
+            place = (*optimizer.path, NAMES)
+            names = [
+                [name or own for name, own in zip(*pair, strict=True)]
+                for pair in zip(optimizer.names, optimizer.own, strict=True)
+            ]
+            if place not in taken and any(map(any, names)):
+                self._added.append((place, names))
 
 
 def _parameters_of_modules(flat: FlatState) -> Iterator[tuple[int, str]]:
