@@ -147,8 +147,8 @@ class CheckpointManager(StoppableLoop):
 
         First waits for the saves of this manager that are running, and for a checkpoint that the writer process of a
         dead run is still finishing, and deletes the unfinished files of dead runs on this host. If the newest
-        checkpoint is damaged, logs an error and loads the one before, unless `resume` names its step. Then plans and
-        allocates memory for saves (`prewarm`), if the policy makes any.
+        checkpoint is damaged, logs an error and loads the one before, unless `resume` names its step. Then plans saves,
+        if the policy makes any, and begins to allocate their memory in the background.
 
         Args:
             state: as for `save`; its objects are given their state
@@ -192,9 +192,10 @@ class CheckpointManager(StoppableLoop):
     def _wait_for_own_saves(self) -> None:
         """Wait for the saves in flight, so that the newest of them counts. The error of one is raised later."""
         running = [save.step for save in self._saves if not save.done()]
-        if running and self._ranks.is_leader:
-            logger.info("waiting for the save of step %s of this run", running[-1])
-        self._saves.wait(self._timeouts.whole_save)
+        if running:
+            if self._ranks.is_leader:
+                logger.info("waiting for the save of step %s of this run", running[-1])
+            self._saves.wait(self._timeouts.whole_save)
 
     def _begin(self, step: int | None, is_here: bool) -> None:
         """The run begins after a step of its own folder, if `is_here`, or of another; None: from scratch."""
@@ -344,7 +345,7 @@ class CheckpointManager(StoppableLoop):
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
         """Prewarm after a restore, but not from scratch: the optimizer's first step changes the plan."""
         try:
-            self.prewarm(state)
+            self._pipeline.prewarm(state, wait=False)
         except CheckpointError as error:
             if not self._pipeline.policy.warn:
                 raise

@@ -91,7 +91,7 @@ class ForeignSaver:
     def wait_staged(self, timeout: float | None = None) -> None:
         """See `guard`."""
 
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+    def prewarm(self, state_dict: Mapping[Any, Any], *, wait: bool = True) -> None:
         """There is nothing to prepare."""
 
     def wait(self) -> None:

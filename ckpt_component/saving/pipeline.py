@@ -272,9 +272,9 @@ class SavePipeline:
         """See `Stager.wait_staged`."""
         self.stager.wait_staged(timeout)
 
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+    def prewarm(self, state_dict: Mapping[Any, Any], *, wait: bool = True) -> None:
         """Plan and allocate memory for a state; see `SavePlanner.prewarm`."""
-        self._planner.prewarm(state_dict)
+        self._planner.prewarm(state_dict, wait=wait)
 
     def wait(self) -> None:
         """Wait until the saves in flight have ended; see `Checkpointer.wait`."""

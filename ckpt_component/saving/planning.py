@@ -65,8 +65,12 @@ class SavePlanner:
         self._is_agreed = True
         return replace(plan, share=share)
 
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+    def prewarm(self, state_dict: Mapping[Any, Any], *, wait: bool = True) -> None:
         """Plan on all ranks together, and allocate memory, so that the first save is as fast as others.
+
+        Args:
+            state_dict: a state of the structure that will be saved
+            wait: return when the memory is there; False: it may still be in the making, in the background
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all
@@ -82,7 +86,11 @@ class SavePlanner:
                 ranks.meet("prewarm", {"error": str(error)}, _any_changed, deadline)
             raise
         plan = replace(plan, changed=ranks.meet("prewarm", {"changed": plan.changed}, _any_changed, deadline))
-        self._stager.prewarm(self.share(plan))
+        plan = self.share(plan)
+        if wait:
+            self._stager.prewarm(plan)
+        else:
+            self._stager.prepare(plan)
 
     def compare(self, plan: StatePlan, number: int) -> ReplicaComparison | None:
         """Compare the values that other ranks have too; None: not in this save.

@@ -219,6 +219,10 @@ class Stager(ABC):
         """Plan and allocate memory for states of this structure, so that the first save is as fast as others."""
         self._plan_for(plan)
 
+    def prepare(self, plan: StatePlan) -> None:
+        """Plan, and begin to allocate memory for states of this structure; by default, the same as `prewarm`."""
+        self.prewarm(plan)
+
     def reserve(self, state_dict: Mapping[Any, Any]) -> None:
         """Begin to make memory for the first save in the background, by the size of this state. No rank waits.
 

@@ -155,6 +155,13 @@ class SharedMemoryStager(Stager):
             for arena in arenas:
                 self._pool.give_back(arena)
 
+    def prepare(self, plan: StatePlan) -> None:
+        """Plan, and make the arenas in the background; here and now if no other process must see them."""
+        if self._pool.awaits_first_lease:
+            self._make_early(plan, self._plan_for(plan)[0].layout.arena_bytes)
+        else:
+            self.prewarm(plan)
+
     def reserve(self, state_dict: Mapping[Any, Any]) -> None:
         """Begin to make the arenas, and plan if no other rank takes part in that; see `Stager.reserve`."""
         if not self._pool.awaits_first_lease:
@@ -165,9 +172,12 @@ class SharedMemoryStager(Stager):
             return
         if self._ranks.world_size == 1 or not self._writer.shared:
             with collector_paused(), torch.no_grad():
-                nbytes = self._plan_for(plan)[0].layout.arena_bytes
+                self.prepare(plan)
         else:
-            nbytes = likely_bytes(plan.structure, plan.flat, self._ranks.rank, self._ranks.world_size)
+            self._make_early(plan, likely_bytes(plan.structure, plan.flat, self._ranks.rank, self._ranks.world_size))
+
+    def _make_early(self, plan: StatePlan, nbytes: int) -> None:
+        """Begin to make the arenas of a plan in the background, of `nbytes` each."""
         device = next((tensor.device for tensor in plan.flat.tensors if tensor.is_cuda), None)
         self._pool.reserve(nbytes, partial(self._prepare, device=device))
 

@@ -15,13 +15,15 @@ import torch
 
 #: The folder of the package; that of a checkout, which may have an environment in it, has the same name.
 PACKAGE = f"{find_spec('ckpt_component').submodule_search_locations[0]}/"  # type: ignore[union-attr,index]
+#: Threads that delete old checkpoints, and that make memory for the first save.
+ASIDE = ("ckpt-purge", "ckpt-early")
 visited: set[tuple[str, str, int]] = set()
 recording = False
 
 
 def note(frame: FrameType, event: str, _: object) -> None:
-    """Called at each call of a Python function. Deleting old checkpoints is on no save's way: it has a thread of its own."""
-    if recording and event == "call" and not threading.current_thread().name.startswith("ckpt-purge"):
+    """Called at each call of a Python function. Some work is on no save's and no restore's way, in a thread of its own."""
+    if recording and event == "call" and not threading.current_thread().name.startswith(ASIDE):
         _, found, path = frame.f_code.co_filename.partition(PACKAGE)
         if found and frame.f_code.co_name[0] != "<":  # neither comprehensions nor lambdas
             visited.add((path, frame.f_code.co_name, frame.f_code.co_firstlineno))
