@@ -23,6 +23,8 @@ logger = logging.getLogger("ckpt_component.readers")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _OPTIMIZER_HOOKS = tuple(f"_optimizer_{name[1:]}" for name in _HOOKS)
 _ABSENT = object()
+#: torch sums so many elements with one thread, which memory keeps busy; several cost more where other work runs too.
+_SEQUENTIAL = 32_768
 
 
 class Expected(NamedTuple):
@@ -182,5 +184,6 @@ def _sum_of(tensor: torch.Tensor) -> int:
             flat = each.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
             whole = flat.numel() // 8 * 8
             wide = flat[:whole].view(torch.int64) if flat.data_ptr() % 8 == 0 else flat[:whole]
-            total += int(wide.sum(dtype=torch.int64)) + int(flat[whole:].sum(dtype=torch.int64))
+            for piece in (*wide.split(_SEQUENTIAL), flat[whole:]):
+                total += int(piece.sum(dtype=torch.int64))
     return total
