@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 #: The oldest protocol in which batches do not depend on earlier ones: it writes memo numbers explicitly.
-PROTOCOL = 2
+_PROTOCOL = 2
 BEGIN, END = b"\x80\x02", b"."
 _POP = b"0"
 
@@ -129,7 +129,7 @@ def opcodes(value: Any) -> bytes:
         ValueError: the pickler writes another start than that of its protocol
     """
     stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, PROTOCOL)
+    pickler = pickle.Pickler(stream, _PROTOCOL)
     pickler.memo = dict(_MEMO)  # in Python's own pickler it grows
     pickler.dump(value)
     data = stream.getvalue()
