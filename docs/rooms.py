@@ -12,7 +12,7 @@ PAGE = REPOSITORY / "docs" / "design.md"
 #: checks it.
 STOREYS = {
     "ground": (
-        *("errors", "_version", "core._lazy", "core.options", "core.spelling", "core.progress", "core.memory"),
+        *("errors", "_version", "core.memory", "core._lazy", "core.options", "core.spelling", "core.progress"),
         *("core.clock", "core.deprecation"),
     ),
     "outside": ("core.processes", "core.storage", "core.state", "core.coordination"),

@@ -93,6 +93,15 @@ def test_hydra_is_imported_below_config_hydra_and_by_what_runs_its_apps() -> Non
     assert {name for name in found if not name.startswith(WITH_HYDRA)} == set()
 
 
+def test_only_the_names_of_the_reference_import_torchs_own_checkpointing() -> None:
+    users = {
+        room_of(name)
+        for name, path in MODULES.items()
+        if any(imported.startswith("torch.distributed.checkpoint") for imported in imports_of(path))
+    }
+    assert users == {"compat"}
+
+
 def test_the_errors_import_nothing_but_the_standard_library() -> None:
     names = {name.partition(".")[0] for name in imports_of(PACKAGE / "errors.py")}
     assert names <= {*sys.stdlib_module_names}

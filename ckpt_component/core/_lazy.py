@@ -7,6 +7,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from .memory.gc_control import collector_paused
+
 
 def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Create `__all__`, `__getattr__` and `__dir__` for a package.
@@ -21,7 +23,8 @@ def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str]
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            module = import_module(home_of[name], package)
+            with collector_paused():
+                module = import_module(home_of[name], package)
         except AttributeError as error:  # as it is, it would say that this package has no such name
             text = f"{error}; if an import was interrupted before, restart Python"
             raise ImportError(f"{package}.{name} cannot be imported: {text}", name=package) from error

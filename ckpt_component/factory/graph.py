@@ -37,6 +37,7 @@ from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
 from ..core.image.apart_files import FileBytes, KeptFile
 from ..core.image.file_reuse import FileReuse, Find
+from ..core.memory.gc_control import collector_paused
 from ..core.options import Commit, Durability, OnLag, ReuseMode
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.steady import SteadyTensors
@@ -65,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 @for_hydra()
+@collector_paused()
 def build_checkpointer(
     config: Any,
     overrides: Sequence[str] = (),
@@ -109,6 +111,7 @@ def build_checkpointer(
 
 
 @for_hydra()
+@collector_paused()
 def build_manager(
     config: Any,
     overrides: Sequence[str] = (),

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core.memory.gc_control import collector_paused, give_back_freed
+from ..core.memory.freed import give_back_freed
+from ..core.memory.gc_control import collector_paused
 from ..core.state.dedup import names_held
 from ..core.writing.request import EncodedSave
 from ..errors import ranks_failed

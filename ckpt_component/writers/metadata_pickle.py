@@ -1,4 +1,4 @@
-"""`.metadata`: the index that stock DCP reads, a pickle of its own classes.
+"""`.metadata`: the index that stock DCP reads, a pickle of its classes.
 
 It is pickled in batches. Pickling the objects of 20,000 tensors at once takes 30 MB in addition to 3 MB of pickle, most
 of which the C library does not return to the system.
@@ -6,35 +6,36 @@ of which the C library does not return to the system.
 
 from __future__ import annotations
 
-import copyreg
 import itertools
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..core.memory.gc_control import collector_paused
 from ..core.state.coverage import cover_fault
 from ..core.state.paths import Path, key_of
 from ..errors import CheckpointStageError
+from .stock_records import (
+    BEGIN,
+    END,
+    FIRST_FREE,
+    NAMES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    Place,
+    TensorProperties,
+    TensorStorageMetadata,
+    opcodes,
+)
 
-#: The oldest protocol in which batches do not depend on earlier ones: it writes memo numbers explicitly.
-_PROTOCOL = 2
-_BEGIN, _END = b"\x80\x02", b"."
 _EMPTY_DICT, _MARK, _SET_ITEMS, _BUILD = b"}", b"(", b"u", b"b"
-#: The start of a pickled dict: an empty dict, memoized as number 0, to which nothing in it refers.
-_DICT_BEGIN = _BEGIN + _EMPTY_DICT + b"q\x00"
+_NEW_WITHOUT_ARGUMENTS = b")\x81"
+#: The start of a pickled dict: an empty dict, memoized under a number to which nothing in it refers.
+_DICT_BEGIN = _EMPTY_DICT + b"q%c" % FIRST_FREE
 _BATCH = 200
 
 Pairs = Iterable[tuple[Any, Any]]
@@ -55,7 +56,7 @@ def metadata_of(rank_indexes: Sequence[Mapping[str, Any]]) -> bytes:
     with collector_paused():
         index = _MetadataTables(rank_indexes)
         tables = {"state_dict_metadata": index.entries, "planner_data": index.paths, "storage_data": index.places}
-        return _pickled(Metadata({}, {}, {}), tables)
+        return _pickled(tables, {"storage_meta": None, "version": None})
 
 
 class _MetadataTables:
@@ -131,25 +132,19 @@ class _MetadataTables:
         sizes = cache(torch.Size)
         for key, rows in self._tensors.items():
             for number, row in enumerate(rows):
-                yield MetadataIndex(key, sizes(tuple(row[3])), number), _StorageInfo(*row[5:])
+                yield MetadataIndex(key, sizes(tuple(row[3])), number), Place(*row[5:])
         for key, row in self._objects.items():
-            yield MetadataIndex(key), _StorageInfo(*row[1:])
+            yield MetadataIndex(key), Place(*row[1:])
 
 
-def _pickled(value: Any, tables: Mapping[str, Callable[[], Pairs]]) -> bytes:
-    """Pickle an object whose attributes in `tables` are dicts, given as pairs."""
-    make, arguments, state, *rest = value.__reduce_ex__(_PROTOCOL)
-    if make is not copyreg.__newobj__ or any(rest) or not isinstance(state, dict):  # type: ignore[attr-defined]
-        for name, pairs in tables.items():  # a torch release that defines the class differently
-            setattr(value, name, dict(pairs()))
-        return pickle.dumps(value, _PROTOCOL)
-    kind = arguments[0]
-    empty = pickle.dumps(kind.__new__(kind), _PROTOCOL)
-    parts = [empty[:-1], _EMPTY_DICT, _MARK]
-    for name, attribute in state.items():
-        parts.append(_body(name))
-        parts += _batches(tables[name]()) if name in tables else [_body(attribute)]
-    return b"".join([*parts, _SET_ITEMS, _BUILD, _END])
+def _pickled(tables: Mapping[str, Callable[[], Pairs]], rest: Mapping[str, Any]) -> bytes:
+    """Pickle the metadata whose attributes are dicts, given as pairs, and the rest."""
+    parts = [BEGIN, NAMES, opcodes(Metadata), _NEW_WITHOUT_ARGUMENTS, _EMPTY_DICT, _MARK]
+    for name, pairs in tables.items():
+        parts += [opcodes(name), *_batches(pairs())]
+    for name, attribute in rest.items():
+        parts += [opcodes(name), opcodes(attribute)]
+    return b"".join([*parts, _SET_ITEMS, _BUILD, END])
 
 
 def _batches(pairs: Pairs) -> Iterator[bytes]:
@@ -157,14 +152,10 @@ def _batches(pairs: Pairs) -> Iterator[bytes]:
     yield _EMPTY_DICT
     pairs = iter(pairs)
     while batch := dict(itertools.islice(pairs, _BATCH)):
-        data = pickle.dumps(batch, _PROTOCOL)
+        data = opcodes(batch)
         if not data.startswith(_DICT_BEGIN):
             raise ValueError(f"pickle started a dict in an unexpected way: {data[:8]!r}.")
-        yield data[len(_DICT_BEGIN) : -len(_END)]
-
-
-def _body(value: Any) -> bytes:
-    return pickle.dumps(value, _PROTOCOL)[len(_BEGIN) : -len(_END)]
+        yield data[len(_DICT_BEGIN) :]
 
 
 def _properties(dtype: str) -> TensorProperties:
