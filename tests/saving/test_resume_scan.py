@@ -564,11 +564,14 @@ class _View(FileStorage):
     def __init__(self, failure: Exception | None, is_late: bool) -> None:
         super().__init__()
         self._failure = failure
-        self._looks = 0 if is_late else 1
+        self._looks = -1 if is_late else 0
 
     def exists(self, path: str) -> bool:
         self._looks += 1
-        return self._looks > 1 and super().exists(path)
+        return self._looks >= 1 and super().exists(path)
+
+    def is_folder(self, path: str) -> bool:
+        return self._looks >= 0 and super().is_folder(path)
 
     def open_files(self, folder: str, *, shared: bool = True) -> Any:
         if self._failure is not None:
