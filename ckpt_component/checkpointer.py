@@ -90,9 +90,14 @@ class Checkpointer(ABC):
         rename: Mapping[str, str] | None = None,
         prefix: str = "",
         ignore: Sequence[str] = (),
+        alone: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Load a checkpoint: a native one, or one of `torch.save`, DCP, Megatron, Lightning or Hugging Face.
+
+        With several ranks, all of them call it, each with its own state and path. No object takes its state before
+        every rank has read what it needs, and the call returns, or raises an error, on all of them. Objects take
+        their states in the order of their keys, which is the same on all ranks.
 
         Args:
             path: its folder (or file), or a folder of checkpoints with a pointer file, for the newest of them
@@ -106,6 +111,7 @@ class Checkpointer(ABC):
             prefix: name to put before all keys, after the renames: `model` loads a plain state dict into
                 `{"model": model}`
             ignore: names in the checkpoint, or else in the target, that are not loaded: the target keeps its values
+            alone: this rank loads its part by itself, and waits for no other
             **kwargs: passed to the reader; the native one takes `allow_dtype_cast=True`, `allow_unexpected=False` to
                 refuse a checkpoint with keys that the target lacks, and `resuming=True` to verify also if `verify` is
                 `on_resume`
@@ -120,13 +126,16 @@ class Checkpointer(ABC):
                 or a name of `rename` or `ignore` fits no key. One error names all that does not fit, and nothing was
                 loaded: MissingKeysError if, with `strict`, keys of the target are missing, else UnexpectedKeysError
                 if, with `allow_unexpected=False`, the checkpoint has keys that the target lacks.
-            CheckpointCorruptError: the bytes on disk differ from those that were written
+            CheckpointCorruptError: the bytes on disk differ from those that were written. This or another
+                CheckpointError, with the rank in its text: another rank could not load.
+            CheckpointTimeoutError: another rank did not make the call within `timeouts.stage`
+            RanksError: another rank is dead, or has gone on without this call
         """
         self._home.check()
         self.ranks.check_world()
         logger.debug("loading %s", path)
         if isinstance(self._reader, Reader):
-            kwargs["strict"] = strict
+            kwargs.update(strict=strict, alone=alone)
         names = {"rename": rename, "prefix": prefix, "ignore": ignore}
         kwargs.update((name, value) for name, value in names.items() if value)
         text = path_text(path)

@@ -45,6 +45,7 @@ from ..core.storage.locate import Storages, absolute, expanded, is_url, path_tex
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
 from ..events import EventFile, EventRecorder
+from ..loading.collective import CollectiveLoad
 from ..loading.reader import Reader, shares_host
 from ..managing.manager import CheckpointManager
 from ..managing.policies import ResumePolicy, SavePolicy
@@ -313,6 +314,7 @@ def _build_graph(
         progress=context.progress,
         prove=settings.load.prove,
         may_differ=settings.load.may_differ,
+        collective=partial(CollectiveLoad, ranks, timeouts) if ranks.world_size > 1 else None,
     )
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)

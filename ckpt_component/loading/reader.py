@@ -7,12 +7,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..core.commit.scan import pointed_folder
+from ..core.commit.visibility import wait_visible
 from ..core.formats.dcp_metadata import Megatron, StockDcp
 from ..core.formats.index import Index
 from ..core.formats.opening import open_index
@@ -27,10 +29,12 @@ from ..core.state.key_map import KeyMap
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
+from .collective import CollectiveLoad, Phase
 from .foreign.archives import RefusedObject
 from .foreign.dcp import StockDcpSource
 from .foreign.megatron import MegatronSource
 from .foreign.torch_file import TorchFileSource
+from .load_options import LoadOptions
 from .mapped_source import MappedSource
 from .mismatch import how_to_find
 from .object_state import load_state
@@ -45,35 +49,6 @@ logger = logging.getLogger("ckpt_component.readers")
 _ToDevice = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """What a load does with a checkpoint and its target.
-
-    Attributes:
-        map_location: a device, dict or function as for `torch.load`, for tensors that have no target
-        strict: refuse a checkpoint that lacks keys of the target
-        allow_dtype_cast: convert values to the dtype of the target tensor
-        allow_unexpected: ignore keys of the checkpoint that the target lacks; False: refuse them
-        resuming: a run resumes from this checkpoint; it is verified with `verify: on_resume`
-        rename: as for `KeyMap`
-        prefix: as for `KeyMap`
-        ignore: as for `KeyMap`
-        narrow: returns the part of the checkpoint that the target is compared with, under its new keys; None: all
-        manifest: that of the checkpoint, if it was read already
-    """
-
-    map_location: Any = None
-    strict: bool = False
-    allow_dtype_cast: bool = False
-    allow_unexpected: bool = True
-    resuming: bool = False
-    rename: Mapping[str, str] | None = None
-    prefix: str = ""
-    ignore: Sequence[str] = ()
-    narrow: Callable[[Source], Source] | None = None
-    manifest: Mapping[str, Any] | None = None
-
-
 class Reader:
     """Reads our own checkpoints, verified by their checksums, and those of stock DCP, `torch.save` and safetensors.
 
@@ -86,6 +61,7 @@ class Reader:
         progress: follows what loads read
         prove: when to compare what objects give back with what they were given
         may_differ: keys whose values may differ then; `*` stands for any text
+        collective: returns the load that all ranks make, for its path and tag; None: this rank loads by itself
 
     Attributes:
         last_read: what the last `read` adds to its `LoadReport`: `bytes`, `verified`, `proven`, `differing` and `spans`
@@ -102,6 +78,7 @@ class Reader:
         progress: Progress = no_progress,
         prove: Prove = Prove.on_resume,
         may_differ: Sequence[str] = (),
+        collective: Callable[[str, str | None], CollectiveLoad] | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -111,6 +88,7 @@ class Reader:
         self._progress = progress
         self._prove = prove
         self._may_differ = may_differ
+        self._collective = collective
         self.last_read: dict[str, Any] = {}
 
     @property
@@ -140,48 +118,58 @@ class Reader:
         wanted, clock = LoadOptions(**options), time.perf_counter
         marks = [("open", clock())]
         self.last_read = {}
-        to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
-        key_map = KeyMap(*names) if any(names) else None
-        verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
-        source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
+        phase: Phase = nullcontext
+        if self._collective is not None and not wanted.alone:
+            phase = self._collective(path, wanted.tag).phase
+        with phase("open"):
+            to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
+            key_map = KeyMap(*names) if any(names) else None
+            verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
+            if wanted.visible is not None:
+                wait_visible(partial(self._storage_of(path).exists, path), path, wanted.visible)
+            source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
         marks.append(("read" if state_dict is None else "match", clock()))
-        mapped = None
-        if key_map is not None:
-            source = mapped = MappedSource(source, key_map)
-        if wanted.narrow is not None:
-            source = wanted.narrow(source)
+        target: Target | None = None
         missing: list[str] = []
-        if state_dict is None:
-            if mapped is not None:
-                mapped.check_ignored([])
-            state_dict = _load_all(source, to_device, self._progress)
-        else:
-            state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
-            target = Target(
-                state,
-                source,
-                self._rank,
-                self._world_size,
-                allow_dtype_cast=wanted.allow_dtype_cast,
-                renamed=str if mapped is None else mapped.new_name,
-            )
-            source = target.source
-            objects = source.read_objects(target.objects)
-            missing = _match(path, target, objects, mapped, wanted)
-            marks.append(("read", clock()))
-            tensors = {}
-            if target.new_tensors:
-                tensors = _moved(source.new_tensors(target.new_tensors, self._progress), to_device)
-            target.accept({**tensors, **objects})
-            source.read_tensors(target.requests, self._progress)
-            proves = self._prove is Prove.on_read or (wanted.resuming and self._prove is Prove.on_resume)
-            proof = Proof(source.where, self._may_differ) if proves else None
-            target.finish(proof)
-            if isinstance(state_dict, torch.nn.Module):
-                load_state(state_dict, lambda: state, "", source.where, proof)
-            if proof is not None:
-                proof.conclude()
-                self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
+        with phase("read"):
+            mapped = None
+            if key_map is not None:
+                source = mapped = MappedSource(source, key_map)
+            if wanted.narrow is not None:
+                source = wanted.narrow(source)
+            if state_dict is None:
+                if mapped is not None:
+                    mapped.check_ignored([])
+                state_dict = _load_all(source, to_device, self._progress)
+            else:
+                state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
+                target = Target(
+                    state,
+                    source,
+                    self._rank,
+                    self._world_size,
+                    allow_dtype_cast=wanted.allow_dtype_cast,
+                    renamed=str if mapped is None else mapped.new_name,
+                )
+                source = target.source
+                objects = source.read_objects(target.objects)
+                missing = _match(path, target, objects, mapped, wanted)
+                marks.append(("read", clock()))
+                tensors = {}
+                if target.new_tensors:
+                    tensors = _moved(source.new_tensors(target.new_tensors, self._progress), to_device)
+                target.accept({**tensors, **objects})
+                source.read_tensors(target.requests, self._progress)
+        with phase("take"):  # only now, so that no object waits for one on a rank that could not read
+            if target is not None:
+                proves = self._prove is Prove.on_read or (wanted.resuming and self._prove is Prove.on_resume)
+                proof = Proof(source.where, self._may_differ) if proves else None
+                target.finish(proof)
+                if isinstance(state_dict, torch.nn.Module):
+                    load_state(state_dict, lambda: state, "", source.where, proof)
+                if proof is not None:
+                    proof.conclude()
+                    self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
         self.last_read["spans"] = _spans([*marks, ("", clock())])
         return state_dict, missing
 

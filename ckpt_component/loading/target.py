@@ -313,10 +313,11 @@ class Target:
         for path, value in self._values.items():
             if self._forms.object_around(path) is None:
                 _set(self._state_dict, path, value)
-        for path, stateful in self._forms.objects.items():
+        objects = self._forms.objects
+        for path in sorted(objects, key=key_of):  # one order on all ranks: an object may talk to those of others
             containers, missing = self._source.contents.containers, set(self._missing)
             state = partial(state_of_object, path, self._flat, self._forms, self._values, missing, containers)
-            load_state(stateful, state, key_of(path), self._source.where, proof)
+            load_state(objects[path], state, key_of(path), self._source.where, proof)
 
     def _assemble(self, path: Path, keys: Sequence[str], loaded: Mapping[str, Any]) -> Any:
         """The checkpoint's subtree at a path."""

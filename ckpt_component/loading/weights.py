@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from ..core.commit.names import step_in_name
-from ..core.coordination import RankStore, StoreCoordinator, distributed
-from ..core.formats.checkpoints import find_checkpoint
+from ..core.coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
+from ..core.formats.checkpoints import FoundCheckpoint, find_checkpoint
 from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
 from ..core.spelling import closest
 from ..core.state.key_map import names_above
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
+from .collective import CollectiveLoad, Phase
 from .object_state import load_state
 from .reader import Reader, shares_host
 from .source import Source
@@ -49,7 +50,7 @@ def load_weights(
     """Load the weights of a model from a checkpoint of any supported format, for evaluation and fine-tuning.
 
     Only reads: it builds no manager, starts no process, writes no file, and takes no folder over. With several ranks,
-    all of them call it, and each loads its part of sharded tensors.
+    all of them call it, and each loads its part of sharded tensors; it returns, or raises an error, on all of them.
 
     Args:
         model: the module, or a dict of tensors, whose tensors are copied into
@@ -77,7 +78,9 @@ def load_weights(
             loaded. MissingKeysError and UnexpectedKeysError: keys differ.
         CheckpointCorruptError: the bytes on disk differ from those that were written. No older checkpoint is tried.
         CheckpointTypeError: `model` is neither a module nor a dict, or `key` is not a name
-        RanksError, CheckpointTimeoutError: other ranks did not call this, so they cannot agree on the newest
+        CheckpointError: with its rank in the text: another rank could not load; of the same type where it is one of
+            CheckpointCorruptError, CheckpointNotFoundError and CheckpointLoadError
+        RanksError, CheckpointTimeoutError: other ranks did not call this, or are dead
     """
     if not isinstance(model, (torch.nn.Module, dict)):
         raise CheckpointTypeError(
@@ -90,58 +93,62 @@ def load_weights(
             )
     if not isinstance(key, str):
         raise CheckpointTypeError(f"key is {key!r:.100}; pass a name such as 'model', or '' for a bare state dict.")
-    dist = None if alone else distributed()
-    rank, world_size = (0, 1) if dist is None else (dist.get_rank(), dist.get_world_size())
-    found, step = _find(path_text(path), storage_options, alone)
-    state = model.state_dict() if isinstance(model, torch.nn.Module) else model
-    target: dict[str, Any] = state
-    for name in reversed(key.split(".") if key else []):
-        target = {name: target}
-    # Ranks that load alone share a terminal too.
-    progress = progress_bar if rank == 0 and os.environ.get("RANK", "0") == "0" else no_progress
-    reader = Reader(
-        rank,
-        world_size,
-        shared=shares_host(world_size),
-        storage_of=partial(storage_at, options=storage_options),
-        progress=progress,
-    )
-    _, missing = reader.read(
-        found,
-        target,
-        strict=strict,
-        allow_unexpected=not strict if allow_unexpected is None else allow_unexpected,
-        allow_dtype_cast=allow_dtype_cast,
-        rename=rename,
-        prefix=prefix,
-        ignore=ignore,
-        narrow=partial(_weights_of, key=key, wanted=[*_names_in(state)], renamed=bool(rename or prefix)),
-    )
-    if missing:
-        logger.warning("Checkpoint at %s %s; these values are left as they are", found, missing_keys(missing))
-    if isinstance(model, torch.nn.Module):
-        # Beside the tensors, which are filled, it may have state that it takes itself.
-        load_state(model, lambda: state, "", found)
+    text, timeouts = path_text(path), ResolvedTimeouts()
+    with contextlib.closing(_ranks_of_call(alone, timeouts)) as ranks:
+        phase: Phase = contextlib.nullcontext
+        if ranks.world_size > 1:
+            phase = CollectiveLoad(ranks, timeouts, text, name="load_weights").phase
+        with phase("find"):
+            checkpoint = find_checkpoint(text, storage_options)
+        found, step = checkpoint.path, _step_of(checkpoint)
+        if checkpoint.root is not None:  # of a folder of checkpoints rank 0 chooses: a run may commit another one
+            deadline = ranks.clock.now() + timeouts.stage
+            found, step = ranks.run_on_leader("load_weights/choice", lambda: [found, step], deadline)
+        # Ranks that load alone share a terminal too.
+        progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
+        reader = Reader(
+            ranks.rank,
+            ranks.world_size,
+            shared=shares_host(ranks.world_size),
+            storage_of=partial(storage_at, options=storage_options),
+            progress=progress,
+        )
+        with phase("read"):
+            state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+            target: dict[str, Any] = state
+            for name in reversed(key.split(".") if key else []):
+                target = {name: target}
+            _, missing = reader.read(
+                found,
+                target,
+                strict=strict,
+                allow_unexpected=not strict if allow_unexpected is None else allow_unexpected,
+                allow_dtype_cast=allow_dtype_cast,
+                rename=rename,
+                prefix=prefix,
+                ignore=ignore,
+                narrow=partial(_weights_of, key=key, wanted=[*_names_in(state)], renamed=bool(rename or prefix)),
+            )
+        if missing:
+            logger.warning("Checkpoint at %s %s; these values are left as they are", found, missing_keys(missing))
+        with phase("take"):
+            if isinstance(model, torch.nn.Module):
+                # Beside the tensors, which are filled, it may have state that it takes itself.
+                load_state(model, lambda: state, "", found)
     return step
 
 
-def _find(path: str, options: Mapping[str, Any] | None, alone: bool) -> tuple[str, int | None]:
-    """The checkpoint that a path names, and its step. Of a folder of checkpoints, rank 0 chooses for all."""
-    checkpoint = find_checkpoint(path, options)
-    found, step = checkpoint.path, checkpoint.step
-    if step is None and not checkpoint.fs.is_folder(found):  # the folder around a file may have the step
-        step = step_in_name(os.path.basename(os.path.dirname(found)))
-    store = None if alone or checkpoint.root is None else RankStore.of_job("load_weights")
-    if store is None:
-        return found, step
-    timeouts = ResolvedTimeouts()
-    ranks = StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
-    try:
-        # A run may commit another one while the ranks look.
-        choice = ranks.meet("load_weights", None, lambda _: [found, step], time.monotonic() + timeouts.stage)
-    finally:
-        ranks.close()
-    return choice[0], choice[1]
+def _ranks_of_call(alone: bool, timeouts: ResolvedTimeouts) -> Coordinator:
+    """The ranks of one call, to be closed after it."""
+    store = None if alone else RankStore.of_job("load_weights")
+    return LocalCoordinator() if store is None else StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
+
+
+def _step_of(checkpoint: FoundCheckpoint) -> int | None:
+    """The step of a checkpoint, from its name or that of the folder around its file."""
+    if checkpoint.step is None and not checkpoint.fs.is_folder(checkpoint.path):
+        return step_in_name(os.path.basename(os.path.dirname(checkpoint.path)))
+    return checkpoint.step
 
 
 def _weights_of(source: Source, *, key: str, wanted: Sequence[str], renamed: bool) -> Source:

@@ -168,8 +168,9 @@ class CheckpointManager(StoppableLoop):
             CheckpointExistsError: checkpoints follow the one that `resume` names, and saves would collide with them
             CheckpointStageError: the state has a value that cannot be saved, by key
             CheckpointCorruptError: every checkpoint that may be used is damaged
-            CheckpointLoadError: the checkpoint does not fit the state
+            CheckpointLoadError: the checkpoint does not fit the state, here or on another rank, which the text names
             CheckpointTimeoutError: a save of this manager hung; see timeouts.write
+            RanksError: another rank is dead, or has gone on without this call
         """
         self._home.check()
         if self._checkpointer is None:

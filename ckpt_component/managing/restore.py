@@ -16,7 +16,6 @@ from ..checkpointer import Checkpointer
 from ..core.commit.cleanup import Unfinished, quarantine
 from ..core.commit.names import StepNames
 from ..core.commit.scan import Scan, both, repair_pointer
-from ..core.commit.visibility import wait_visible
 from ..core.state.flatten import not_a_state
 from ..core.storage.space import amount
 from ..core.storage.storage import Storage
@@ -32,9 +31,6 @@ from .lookup import candidates_of
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-
-#: The types in which a failure is raised on all ranks, the worst first; the first two allow an older checkpoint.
-_ORDER: tuple[type[CheckpointError], ...] = (CheckpointCorruptError, CheckpointUnreadableError, CheckpointLoadError)
 
 
 class Found(NamedTuple):
@@ -103,7 +99,16 @@ class Restorer:
             if ranks.is_leader:
                 text = "%s is for a checkpoint that checkpoint.resume names by step or path; this one loads as it is"
                 logger.info(text, unused)
-        load = partial(self._load_together, state, strict=strict, allow_dtype_cast=allow_dtype_cast, **options)
+        load = partial(
+            self._checkpointer.load,
+            state_dict=state,
+            strict=strict,
+            resuming=True,
+            allow_dtype_cast=allow_dtype_cast,
+            # What the leading rank has found may not be seen elsewhere yet.
+            visible=None if ranks.is_leader else timeouts.visible,
+            **options,
+        )
         try:
             step, damaged = self._load_first(found.candidates, manifests, tag, load)
         except CheckpointLoadError as error:
@@ -196,14 +201,14 @@ class Restorer:
         candidates: Sequence[tuple[int, str]],
         manifests: Mapping[str, Mapping[str, Any]],
         tag: str,
-        load: Callable[..., None],
+        load: Callable[..., Any],
     ) -> tuple[int | None, list[tuple[int, str]]]:
         """Load the first undamaged candidate; returns its step, and the damaged ones before it."""
         self.path, damaged = None, []
         for number, (step, path) in enumerate(candidates):
             started, self.path = time.perf_counter(), path
             try:
-                load(path, f"{tag}/{number}", manifest=manifests.get(path))
+                load(path, tag=f"{tag}/{number}", manifest=manifests.get(path))
             except CheckpointCorruptError as error:
                 if number + 1 == len(candidates):
                     raise
@@ -315,30 +320,6 @@ class Restorer:
         except (CheckpointError, OSError):
             return False
 
-    def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: Any) -> None:
-        """Load a checkpoint on all ranks. A failure on one rank is raised on all; corruption takes precedence."""
-        run = self._run
-        failure: Exception | None = None
-        try:
-            if not run.ranks.is_leader:
-                # A path given by the user may be a file.
-                wait_visible(partial(run.storage_of(path).exists, path), path, run.timeouts.visible)
-            self._checkpointer.load(path, state, resuming=True, **options)
-        except Exception as error:
-            failure = error
-        if run.ranks.world_size == 1:
-            if failure is not None:
-                raise failure
-            return
-        kind = next((each for each in (_ORDER[1], _ORDER[0]) if isinstance(failure, each)), _ORDER[2])
-        outcome = None if failure is None else [_ORDER.index(kind), str(failure)]
-        # Time for the slowest rank to read its part.
-        deadline = time.monotonic() + run.timeouts.stage + run.timeouts.write
-        try:
-            run.ranks.decide(tag, outcome, _raise_worst, deadline)
-        except CheckpointError as worst:
-            raise worst from failure
-
     def _clean_up(self) -> Mapping[str, Mapping[str, Any]]:
         """Wait, bounded, for the writer of a dead run to finish its checkpoint; then delete what dead runs left.
 
@@ -376,11 +357,3 @@ def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> 
             break
         time.sleep(0.05)
     return unfinished
-
-
-def _raise_worst(outcomes: list[Any]) -> None:
-    """On the leading rank: raise the worst failure, with its rank in the text, if there is one."""
-    failures = [(outcome[0], rank, outcome[1]) for rank, outcome in enumerate(outcomes) if outcome is not None]
-    if failures:
-        order, rank, text = min(failures)
-        raise _ORDER[order](f"Rank {rank}: {text}")

@@ -232,6 +232,6 @@ def test_damage_is_found_and_no_older_checkpoint_is_taken(run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["sharded", "they_agree_on_the_newest", "one_rank_alone"])
+@pytest.mark.parametrize("function", ["sharded", "they_agree_on_the_newest", "one_rank_alone", "one_rank_fails"])
 def test_on_two_ranks(function: str, tmp_path: Path) -> None:
     run_ranks(Path(__file__).parent / "scripts" / "weights.py", function, 2, tmp_path)

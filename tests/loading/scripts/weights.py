@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckpt_component import build_checkpointer, build_manager, load_weights
+from ckpt_component import (
+    CheckpointLoadError,
+    CheckpointNotFoundError,
+    build_checkpointer,
+    build_manager,
+    load_weights,
+)
 from ckpt_component.core.formats.checkpoints import find_checkpoint
 from ckpt_component.loading import weights
 
@@ -65,11 +72,27 @@ def one_rank_alone(rank: int, world_size: int, folder: Path) -> None:
     if rank == 1:
         with build_checkpointer("sync", alone=True) as checkpointer:
             checkpointer.save({"model": net(1.0)}, folder / "iter_0000001")
-        for path, alone in ((folder, True), (folder / "iter_0000001", False)):
+        for path in (folder, folder / "iter_0000001"):
             model = net(0.0)
-            assert load_weights(model, path, alone=alone) == 1
+            assert load_weights(model, path, alone=True) == 1
             check(model, 1.0)
     torch.distributed.barrier()
     model = net(0.0)
     assert load_weights(model, folder) == 1
+    check(model, 1.0)
+
+
+def one_rank_fails(rank: int, world_size: int, folder: Path) -> None:
+    """All get an error, of the same type, and the one that failed its own; the next call of all is not disturbed."""
+    path = folder / "iter_0000001"
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.save({"model": net(1.0)}, path)
+    with pytest.raises(CheckpointNotFoundError) as missed:
+        load_weights(net(0.0), folder / "nothing" if rank else path)
+    with pytest.raises(CheckpointLoadError) as unlike:
+        load_weights(torch.nn.Linear(3, 5) if rank else net(0.0), path)
+    for caught in (missed, unlike):
+        assert str(caught.value).startswith("Rank 1: ") == (rank == 0)
+    model = net(0.0)
+    assert load_weights(model, path) == 1
     check(model, 1.0)
