@@ -181,14 +181,14 @@ def test_memory_of_the_process_and_its_peak() -> None:
 
 
 def test_limits_have_all_that_promises_ask_for(tmp_path: Path) -> None:
-    found = measure_limits(make_state("tiny"), str(tmp_path), rounds=1, cold=True)
+    found = measure_limits(make_state("tiny"), str(tmp_path), turns=[0], cold=True)
     reads = {f"read_{name}_{cache}" for name in checksums() for cache in ("warm", "cold")}
     wanted = {"memcpy", "foreach_copy", "write_1", "write_2", "direct_1", "direct_2", "direct_4", "read_warm"}
     assert (wanted | reads | {"read_cold", "fork", "update", "update_after_fork", "state_bytes"}) == set(found)
     assert all(value is None or value > 0 for value in found.values())
     assert list(tmp_path.iterdir()) == []
     # Where the cache cannot be dropped there is no cold read, rather than a warm one under its name.
-    assert measure_limits(make_state("tiny"), str(tmp_path), rounds=1, cold=False)["read_cold"] is None
+    assert measure_limits(make_state("tiny"), str(tmp_path), turns=[0], cold=False)["read_cold"] is None
 
 
 def test_files_are_counted_and_read_whole(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ def checksums() -> dict[str, Checksum]:
     return available
 
 
-def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[str, Any]:
-    """Seconds for the bytes of a state, medians of `rounds`. A first round, which touches cold pages, is not counted.
+def measure_limits(state: State, folder: str, turns: Iterable[int], cold: bool) -> dict[str, Any]:
+    """Seconds for the bytes of a state, medians of a few rounds. A first one, which touches cold pages, is not counted.
 
     The limits are measured in turn, as copies and writes alternate in real saves: in a tight loop of copies, a copy is
     up to a third faster than after a write.
@@ -40,7 +41,7 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
     Args:
         state: determines the sizes
         folder: where files are written; they are removed again
-        rounds: number of rounds
+        turns: one for each round that is counted
         cold: whether cold reads can be distinguished from cached ones here
 
     Returns:
@@ -68,7 +69,7 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
     if on_device:
         calls |= _device_to_host(tensors, nbytes)
     seconds: dict[str, list[float | None]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
+    for _ in itertools.chain((None,), turns):
         for name, call in calls.items():
             seconds[name].append(call())
         # Two files of half the bytes.

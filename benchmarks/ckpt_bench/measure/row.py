@@ -53,7 +53,7 @@ def measure(row: str, state: str, folder: str, settings: Mapping[str, Any]) -> d
     how = RowSettings(**settings)
     made = make_state(state, device=how.device)
     if row == LIMITS:
-        return measure_limits(made, folder, how.saves, how.cold)
+        return measure_limits(made, folder, _turns(how), how.cold)
     if ROWS[row].family == "ours" and not ROWS[row].fast:
         # Packages that compute checksums faster than zlib are hidden from their import.
         hidden: dict[str, Any] = {provider.module: None for provider in PROVIDERS if provider.package != "zlib"}
