@@ -53,7 +53,7 @@ def measure_in_child(
         command: the interpreter and the code that calls the function, if others than these
 
     Returns:
-        What the function returned, or under `ERROR` why it did not: its own error, or the last line of its log.
+        What the function yielded, and under `ERROR` why that is not all: its own error, or the last line of its log.
     """
     place = tempfile.mkdtemp(prefix="ckpt-bench-", dir=base)
     try:
@@ -74,17 +74,15 @@ def measure_in_child(
 
 
 def _read_result(path: str, code: int | None, log: Path, allowed: str) -> Run:
+    run: Run = {}
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        run = json.load(file)
     if code is None:
-        return {ERROR: f"killed: not done after {allowed}"}
-    try:
-        with open(path, encoding="utf-8") as file:
-            run: Run = json.load(file)
-    except FileNotFoundError:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return {ERROR: f"ended with code {code}: {lines[-1] if lines else 'no message'}"}
-    if code != 0 and ERROR not in run:
-        return {ERROR: f"measured, and then ended with code {code}"}
-    return run
+        return {**run, ERROR: f"killed: not done after {allowed}"}
+    if ERROR in run or (run and code == 0):
+        return run
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return {**run, ERROR: f"ended with code {code}: {lines[-1] if lines else 'no message'}"}
 
 
 def run_process(command: Sequence[str], output: IO[bytes], timeout: float) -> int | None:

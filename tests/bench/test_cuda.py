@@ -71,7 +71,7 @@ def test_the_cpu_has_no_device_memory() -> None:
 def test_a_row_is_measured_on_the_device(name: str, tmp_path: Path) -> None:
     state = make_state("tiny", device="cuda")
     settings = RowSettings(1, 1.0, 1, 0.001, 0.0, 1, cold=False, device="cuda")
-    found = measure_row(name, state, str(tmp_path), settings)
+    found = {key: value for part in measure_row(name, state, str(tmp_path), settings) for key, value in part.items()}
     assert all(tensor.is_cuda for tensor in state.values())
     assert found["torn"] == 0 and found["next_steps"] > 0 and found["device_memory"] >= 0
 
@@ -79,5 +79,5 @@ def test_a_row_is_measured_on_the_device(name: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @on_cuda
 def test_the_limits_of_the_device_are_measured(tmp_path: Path) -> None:
-    found = measure_limits(make_state("tiny", device="cuda"), str(tmp_path), turns=[0], cold=False)
+    [found] = measure_limits(make_state("tiny", device="cuda"), str(tmp_path), turns=[0], cold=False)
     assert found["d2h"] > 0 and found["d2h_foreach"] > 0 and "fork" not in found

@@ -26,6 +26,9 @@ def main(arguments):
     if row == "limits":
         open(task["result"], "w").write(json.dumps({"memcpy": 1.0}))
         return 0
+    if row == "dcp_save_t1":
+        open(task["result"], "w").write(json.dumps({"durable": 2.0}))
+        return 3
     if row == "torch_save":
         print("first words")
         print("last words", file=sys.stderr)
@@ -100,6 +103,8 @@ def test_a_row_that_breaks_is_an_error_with_its_last_words(target: Path) -> None
     assert rows["torch_save"] == [{"error": "ended with code 3: last words"}] * 2
     assert rows["async_pinned"] == [{"durable": 2.0}] * 2
     assert sum("FAILED" in line and "last words" in line for line in said) == 2
+    [broken] = measured(target, ["dcp_save_t1"], [], repeats=1)["dcp_save_t1"]
+    assert broken == {"durable": 2.0, "error": "ended with code 3: no message"}  # what it had until then
     # What it printed is kept.
     assert "first words" in (target.parent / "logs" / "tiny-disk-torch_save-0.log").read_text()
 

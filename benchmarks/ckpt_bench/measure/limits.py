@@ -6,7 +6,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def checksums() -> dict[str, Checksum]:
     return available
 
 
-def measure_limits(state: State, folder: str, turns: Iterable[int], cold: bool) -> dict[str, Any]:
+def measure_limits(state: State, folder: str, turns: Iterable[int], cold: bool) -> Iterator[dict[str, Any]]:
     """Seconds for the bytes of a state, medians of a few rounds. A first one, which touches cold pages, is not counted.
 
     The limits are measured in turn, as copies and writes alternate in real saves: in a tight loop of copies, a copy is
@@ -44,12 +44,13 @@ def measure_limits(state: State, folder: str, turns: Iterable[int], cold: bool) 
         turns: one for each round that is counted
         cold: whether cold reads can be distinguished from cached ones here
 
-    Returns:
-        `memcpy` (one warm block), `foreach_copy` (tensor by tensor), `write_1`, `write_2` (buffered and synced, by one
-        or two threads with a file each), `direct_1`, `direct_2`, `direct_4` (O_DIRECT, preallocated, synced),
-        `read_warm` and `read_cold` (into mapped memory), the same with a checksum as `read_crc32_warm` and so on,
-        `fork`, `update`, and `update_after_fork`. None for what the target does not support. For a state on a CUDA
-        device, `d2h` (one block into page-locked memory) and `d2h_foreach` (tensor by tensor) replace those of `fork`.
+    Yields:
+        After each round that is counted: `memcpy` (one warm block), `foreach_copy` (tensor by tensor), `write_1`,
+        `write_2` (buffered and synced, by one or two threads with a file each), `direct_1`, `direct_2`, `direct_4`
+        (O_DIRECT, preallocated, synced), `read_warm` and `read_cold` (into mapped memory), the same with a checksum as
+        `read_crc32_warm` and so on, `fork`, `update`, and `update_after_fork`. None for what the target does not
+        support. For a state on a CUDA device, `d2h` (one block into page-locked memory) and `d2h_foreach` (tensor by
+        tensor) replace those of `fork`.
     """
     nbytes = nbytes_of(state)
     tensors = list(state.values())
@@ -69,7 +70,7 @@ def measure_limits(state: State, folder: str, turns: Iterable[int], cold: bool) 
     if on_device:
         calls |= _device_to_host(tensors, nbytes)
     seconds: dict[str, list[float | None]] = {name: [] for name in calls}
-    for _ in itertools.chain((None,), turns):
+    for turn in itertools.chain((None,), turns):
         for name, call in calls.items():
             seconds[name].append(call())
         # Two files of half the bytes.
@@ -81,7 +82,8 @@ def measure_limits(state: State, folder: str, turns: Iterable[int], cold: bool) 
         finally:
             for path in filter(os.path.exists, paths):
                 os.unlink(path)
-    return {name: median(values[1:]) for name, values in seconds.items()} | {"state_bytes": nbytes}
+        if turn is not None:
+            yield {name: median(values[1:]) for name, values in seconds.items()} | {"state_bytes": nbytes}
 
 
 def _device_to_host(tensors: list[torch.Tensor], nbytes: int) -> dict[str, Callable[[], float | None]]:
