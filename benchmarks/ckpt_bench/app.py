@@ -138,7 +138,7 @@ def _make_peers(peers: PeerEnvironment) -> None:
     except RuntimeError as error:
         raise BenchmarkFailed(str(error)) from error
     if failed:
-        raise BenchmarkFailed("Not installed, and so not measured:\n" + "\n".join(failed))
+        raise BenchmarkFailed(f"Not installed, and so not measured: {'; '.join(failed)}.")
     _say("all peers are installed; ckpt-bench measures them now")
 
 

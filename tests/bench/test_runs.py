@@ -12,8 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 from ckpt_bench.child import Run
+from ckpt_bench.measure.row_kinds import ROWS
 from ckpt_bench.peer_environment import PeerEnvironment
+from ckpt_bench.row_table import render
 from ckpt_bench.runs import Case, Runner
+from ckpt_bench.schema import Bench
 from ckpt_bench.time_budget import TimeBudget
 
 #: Stands in for the process of a row: does what the row's name says.
@@ -135,11 +138,15 @@ def test_where_time_is_short_repeats_and_saves_become_fewer_and_rows_do_not(targ
     assert rows["limits"] == [{"memcpy": 1.0}]
 
 
-def test_a_row_whose_turn_comes_too_late_is_there_with_the_reason(target: Path) -> None:
-    rows = measured(target, ["async_pinned"], [], budget=TimeBudget(1e-6))
-    for row in ("limits", "async_pinned"):
-        [run] = rows[row]
-        assert "was over before its turn" in run["absent"] and "budget=null" in run["absent"]
+def test_every_row_is_in_the_table_by_name_also_where_its_turn_comes_too_late(target: Path) -> None:
+    request = Bench()
+    assert (request.rows, request.budget) == (["all"], 570), "without arguments: all rows, within ten minutes"
+    rows = measured(target, list(ROWS), [], budget=TimeBudget(1e-6))
+    [too_late] = rows["async_pinned"]
+    assert "was over before its turn" in too_late["absent"] and "budget=null" in too_late["absent"]
+    table = render(Case("tiny", "disk", rows)).splitlines()
+    for row in ("limits", *ROWS):
+        assert [line for line in table if line.startswith(f"{row}: not measured: ")], row
 
 
 @pytest.mark.slow
