@@ -6,12 +6,13 @@ import math
 import time
 
 #: Of its share of the time, what a process spends on saves or loads of a kind before it begins no further one. There
-#: are four kinds, and the last one of each may take seconds longer: about half of the time is left for a second repeat.
-_PART_OF_A_KIND = 1 / 16
+#: are four kinds, and the last one of each takes seconds longer: about half of the time is left for a second repeat.
+_PART_OF_A_KIND = 1 / 24
 #: A further repeat may take so many times as long as the one before.
 _MARGIN = 1.1
-#: A process that takes so many times its share hangs, and would take the time of others. They keep half of theirs.
-_PATIENCE = 3
+#: A process that takes so many times its share is killed, because it takes the time of others: it hangs, or the machine
+#: is too slow.
+_PATIENCE = 1.5
 
 
 class TimeBudget:
@@ -43,4 +44,4 @@ class TimeBudget:
 
     def timeout(self, processes: int) -> float:
         """Seconds after which the next of so many processes is killed; none are left if it is not positive."""
-        return self.left / processes * min(_PATIENCE, (processes + 1) / 2)
+        return self.left / processes * (_PATIENCE if processes > 1 else 1)
