@@ -36,6 +36,18 @@ def damaged(folder: Path, twin: Path, rng: random.Random) -> Iterator[tuple[str,
         path.write_bytes(whole)
 
 
+@contextmanager
+def flipped(path: Path, place: int) -> Iterator[None]:
+    """Inside the block, a bit of the byte at `place` is another one."""
+    with path.open("r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, place)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), place)
+        try:
+            yield
+        finally:
+            os.pwrite(file.fileno(), byte, place)
+
+
 def flip_step(root: Path, step: int) -> None:
     """Flip a bit in the middle of the data of rank 0."""
     path = root / f"iter_{step:07d}" / "__0_0.distcp"

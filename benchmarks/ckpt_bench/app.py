@@ -39,8 +39,9 @@ from .promises import judge
 from .row_figures import read_figures, rows_for_sweep, write_figures
 from .row_page import rows_shown
 from .row_table import render
-from .runs import Case, Runner
+from .runs import Case, Runner, duration
 from .schema import STATES, Action, Bench, BenchRequest, Device, read, register
+from .time_budget import TimeBudget
 
 #: Accepted as the first word of the command line, for `action=`.
 _ACTIONS = tuple(action.value for action in Action)
@@ -137,7 +138,7 @@ def _make_peers(peers: PeerEnvironment) -> None:
     except RuntimeError as error:
         raise BenchmarkFailed(str(error)) from error
     if failed:
-        raise BenchmarkFailed("Not installed, and so not measured:\n" + "\n".join(failed))
+        raise BenchmarkFailed(f"Not installed, and so not measured: {'; '.join(failed)}.")
     _say("all peers are installed; ckpt-bench measures them now")
 
 
@@ -185,22 +186,25 @@ def _measure(
         logs=folder,
         say=_say,
     )
-    count = len(request.targets) * len(request.states) * (len(request.rows) + 1) * bench.repeats
+    wanted = [(target, state) for target in request.targets for state in request.states]
+    count = len(wanted) * (len(request.rows) + 1) * bench.repeats
+    within = "" if bench.budget is None else f", in at most {duration(bench.budget)} (budget)"
     _say(
-        f"{count} measurements at most, in a process each; from the second on, lines tell how long a table still takes"
+        f"{count} measurements at most, in a process each{within}; from the second on, lines tell how long a table "
+        "still takes"
     )
-    for target in request.targets:
+    budget = TimeBudget(bench.budget)
+    for left, (target, state) in zip(range(len(wanted), 0, -1), wanted, strict=True):
         parent, key = _parent(bench, target, here)
         with place(parent, f"{key}=") as base:
-            for state in request.states:
-                _refuse_full(state, base, key)
-                cases.append(Case(state, target))
-                try:
-                    # Figures are written after every process, so that a stopped run keeps them.
-                    runner.measure(cases[-1], request.rows, base, keep)
-                    keep()
-                finally:  # a run that is stopped shows what it has
-                    print(render(cases[-1]), flush=True)
+            _refuse_full(state, base, key)
+            cases.append(Case(state, target))
+            try:
+                # Figures are written after every process, so that a stopped run keeps them.
+                runner.measure(cases[-1], request.rows, base, keep, budget.part(left))
+                keep()
+            finally:  # a run that is stopped shows what it has
+                print(render(cases[-1]), flush=True)
 
 
 def _grow(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
@@ -246,7 +250,7 @@ def _about(request: BenchRequest, peers: PeerEnvironment) -> dict[str, Any]:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "unknown"
-    keys = ("repeats", "saves", "loop_threads", "step_seconds", "tail_seconds", "pairs")
+    keys = ("budget", "repeats", "saves", "loop_threads", "step_seconds", "tail_seconds", "pairs")
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),

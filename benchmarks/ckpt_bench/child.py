@@ -32,7 +32,14 @@ Run = dict[str, Any]
 
 
 def measure_in_child(
-    call: str, arguments: Mapping[str, Any], base: str, log: Path, timeout: float, command: Sequence[str] = ()
+    call: str,
+    arguments: Mapping[str, Any],
+    base: str,
+    log: Path,
+    timeout: float,
+    limit: str = "row_timeout",
+    *,
+    command: Sequence[str] = (),
 ) -> Run:
     """Call a function of this package in a fresh process, with a `folder` to save to that is removed afterwards.
 
@@ -42,10 +49,11 @@ def measure_in_child(
         base: folder on the target, in which the folder is made
         log: a file for what the process prints; it is left after an error
         timeout: time limit in seconds
+        limit: the key that sets it
         command: the interpreter and the code that calls the function, if others than these
 
     Returns:
-        What the function returned, or under `ERROR` why it did not: its own error, or the last line of its log.
+        What the function yielded, and under `ERROR` why that is not all: its own error, or the last line of its log.
     """
     place = tempfile.mkdtemp(prefix="ckpt-bench-", dir=base)
     try:
@@ -57,7 +65,7 @@ def measure_in_child(
         roots = ":".join(str(Path(file).resolve().parents[1]) for file in (__file__, str(ckpt_component.__file__)))
         with open(log, "wb") as output:
             code = run_process([interpreter, "-c", boot, roots, task], output, timeout)
-        run = _read_result(result, code, log, timeout)
+        run = _read_result(result, code, log, f"{timeout:.3g} s ({limit})")
     finally:
         shutil.rmtree(place, ignore_errors=True)
     if ERROR not in run:
@@ -65,18 +73,16 @@ def measure_in_child(
     return run
 
 
-def _read_result(path: str, code: int | None, log: Path, timeout: float) -> Run:
+def _read_result(path: str, code: int | None, log: Path, allowed: str) -> Run:
+    run: Run = {}
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        run = json.load(file)
     if code is None:
-        return {ERROR: f"killed: not done after {timeout:g} s"}
-    try:
-        with open(path, encoding="utf-8") as file:
-            run: Run = json.load(file)
-    except FileNotFoundError:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return {ERROR: f"ended with code {code}: {lines[-1] if lines else 'no message'}"}
-    if code != 0 and ERROR not in run:
-        return {ERROR: f"measured, and then ended with code {code}"}
-    return run
+        return {**run, ERROR: f"killed: not done after {allowed}"}
+    if ERROR in run or (run and code == 0):
+        return run
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return {**run, ERROR: f"ended with code {code}: {lines[-1] if lines else 'no message'}"}
 
 
 def run_process(command: Sequence[str], output: IO[bytes], timeout: float) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_component.cli.text import Table
+from ckpt_component.cli.text import Table, counted
 
 from .measure.row_kinds import LIMITS
 from .row_figures import FIGURES, Spread, fact, limits_of, measured_rows, spread, why_not
@@ -27,7 +27,8 @@ def render(case: Case) -> str:
     for row in measured_rows(case):
         cells = [_cell(spread(case, row, figure), *column[1:]) for figure, column in _COLUMNS.items()]
         lines.append([row, *cells, _whole(case, row)])
-    text = [f"\n{case.state} on {case.target}{size}"]
+    repeats = max((len(case.rows[row]) for row in measured_rows(case)), default=0)
+    text = [f"\n{case.state} on {case.target}{size}" + (f", {counted(repeats, 'repeat')}" if repeats else "")]
     if len(lines) > 1:
         text += Table(lines).text()
     text += [f"{row}: {reason}" for row in case.rows if (reason := why_not(case, row)) is not None]

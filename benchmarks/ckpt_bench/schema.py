@@ -58,7 +58,7 @@ class Bench:
     action: Action = Action.run
     """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
     `growth`: measure what grows with the number of items and of ranks."""
-    state: Any = field(default_factory=lambda: ["large", "many_small"])
+    state: Any = field(default_factory=lambda: ["large"])
     """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
     target: Any = field(default_factory=lambda: ["disk"])
     """Where to, a name or a list: disk (a folder made in `dir`) or tmpfs (one in /dev/shm); both are removed after."""
@@ -66,12 +66,14 @@ class Bench:
     """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`."""
     device: Device = Device.cpu
     """Where the states and the loop are: `cpu`, or `cuda`, one CUDA device; rows of ours and of torch alone."""
+    budget: float | None = above(0, 570.0, SECONDS)
+    """How long all rows together may take: saves and repeats become fewer, rows do not; null: as long as they need."""
     repeats: int = at_least(1, 5)
-    """Fresh processes per row; rows take turns."""
+    """Fresh processes per row, as far as `budget` allows; rows take turns."""
     saves: int = at_least(1, 3)
     """Saves in each process after the first; their median is the figure of one repeat."""
     enough_seconds: float = above(0, 20.0, SECONDS)
-    """No further steady save begins after so many seconds of them, so that slow rows make fewer."""
+    """No further save or load of a kind begins after so many seconds of them; `budget` may lower it."""
     loop_threads: int = at_least(1, 1)
     """Threads of the simulated training loop."""
     step_seconds: float = above(0, 0.02, SECONDS)
@@ -81,7 +83,7 @@ class Bench:
     tail_seconds: float = at_least(0, 0.3, SECONDS)
     """How long a cycle continues after its save is complete, to include late page faults and write-back."""
     row_timeout: float = above(0, 900.0, SECONDS)
-    """Time limit of a row's process in seconds; then it is killed and reported as an error."""
+    """Time limit of a row's process in seconds; then it is killed and reported as an error. `budget` may lower it."""
     dir: str = "."
     """A folder on the disk to measure."""
     tmpfs_dir: str = "/dev/shm"

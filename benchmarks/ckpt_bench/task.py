@@ -23,7 +23,8 @@ def main(arguments: list[str]) -> int:
 
     Args:
         arguments: one JSON text with `call` (a module of this package and its function), the function's `arguments`,
-            and `result`, the file to write
+            and `result`, the file to write. The function yields its figures part by part, so that one that is killed
+            leaves those that it has.
 
     Returns:
         The exit code. An error is written to the result file and raised.
@@ -33,10 +34,13 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.filterwarnings("ignore")
     module, _, function = task["call"].partition(":")
+    figures: dict[str, Any] = {}
     try:
-        _write(task, getattr(import_module(f".{module}", __package__), function)(**task["arguments"]))
+        for part in getattr(import_module(f".{module}", __package__), function)(**task["arguments"]):
+            figures |= part
+            _write(task, figures)
     except Exception as error:
-        _write(task, {ERROR: f"{type(error).__name__}: {error}".splitlines()[0]})
+        _write(task, {**figures, ERROR: f"{type(error).__name__}: {error}".splitlines()[0]})
         raise
     return 0
 

@@ -49,7 +49,7 @@ _RANGE_BYTES = 1 << 20
 #: One system call fills them all, with a gap before each.
 _MAX_TARGETS = IOV_MAX // 2
 #: From so many items on, it is faster to combine their checksums to those of ranges (some 5 ms) than to take each.
-_MANY = 1024
+MANY_ITEMS = 1024
 
 
 class _ReadSpan(NamedTuple):
@@ -127,7 +127,7 @@ class CoalescedReads:
         filled = payload_end.index_select(0, last) - offset
         columns = (column.tolist() for column in (offset, lengths, filled, first, last + 1))
         expected: Sequence[int | None] = [None] * len(first)
-        combines = checksum is not None and checksum.name in POLYNOMIALS and len(self._sums) >= _MANY
+        combines = checksum is not None and checksum.name in POLYNOMIALS and len(self._sums) >= MANY_ITEMS
         if checksum is not None and combines and fits(self._sums):
             expected = combined_crcs(POLYNOMIALS[checksum.name], column_of(self._sums), begin, end, first, last)
         self.ranges = [

@@ -15,6 +15,7 @@ from ckpt_bench.measure.states import make_state
 from ckpt_bench.peer_environment import PeerEnvironment
 from ckpt_bench.promises import judge
 from ckpt_bench.runs import Case, Runner
+from ckpt_bench.time_budget import TimeBudget
 
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -33,14 +34,14 @@ def test_peers_are_not_measured_on_a_device(tmp_path: Path) -> None:
     said: list[str] = []
     runner = Runner(
         peers=PeerEnvironment(str(tmp_path / "peers")),
-        settings={"device": "cuda"},
+        settings={"device": "cuda", "enough_seconds": 1.0},
         repeats=1,
         timeout=0.01,
         logs=tmp_path,
         say=said.append,
     )
     case = Case("tiny", "disk")
-    runner.measure(case, ["sync", "safetensors"], str(tmp_path), lambda row, run: None)
+    runner.measure(case, ["sync", "safetensors"], str(tmp_path), lambda row, run: None, TimeBudget(None))
     assert "only rows of ours and of torch" in case.rows["safetensors"][0]["absent"]
     assert "killed" in case.rows["sync"][0]["error"]
 
@@ -70,7 +71,7 @@ def test_the_cpu_has_no_device_memory() -> None:
 def test_a_row_is_measured_on_the_device(name: str, tmp_path: Path) -> None:
     state = make_state("tiny", device="cuda")
     settings = RowSettings(1, 1.0, 1, 0.001, 0.0, 1, cold=False, device="cuda")
-    found = measure_row(name, state, str(tmp_path), settings)
+    found = {key: value for part in measure_row(name, state, str(tmp_path), settings) for key, value in part.items()}
     assert all(tensor.is_cuda for tensor in state.values())
     assert found["torn"] == 0 and found["next_steps"] > 0 and found["device_memory"] >= 0
 
@@ -78,5 +79,5 @@ def test_a_row_is_measured_on_the_device(name: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @on_cuda
 def test_the_limits_of_the_device_are_measured(tmp_path: Path) -> None:
-    found = measure_limits(make_state("tiny", device="cuda"), str(tmp_path), rounds=1, cold=False)
+    [found] = measure_limits(make_state("tiny", device="cuda"), str(tmp_path), turns=[0], cold=False)
     assert found["d2h"] > 0 and found["d2h_foreach"] > 0 and "fork" not in found

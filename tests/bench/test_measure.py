@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,11 @@ from ckpt_bench.measure.training_loop import Cycle, Loop, compared, in_turn
 from ckpt_bench.schema import STATES as STATES_OF_THE_CONFIG
 
 QUICK = RowSettings(saves=1, enough_seconds=1, loop_threads=1, step_seconds=0.001, tail_seconds=0, pairs=2, cold=True)
+
+
+def all_of(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures that a measurement yields part by part."""
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def shapes(name: str) -> list[tuple[int, int]]:
@@ -81,7 +88,7 @@ class _Remembers(Saver):
 def test_a_row_tells_whether_its_snapshot_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bool) -> None:
     state = make_state("tiny")
     monkeypatch.setattr("ckpt_bench.measure.row.make_saver", lambda name, state: _Remembers(state, torn))
-    found = measure_row("torch_save", state, str(tmp_path), QUICK)
+    found = all_of(measure_row("torch_save", state, str(tmp_path), QUICK))
     assert found["torn"] == (len(state) if torn else 0)
     assert found["files"] == 1 and found["bytes"] == 10 and found["state_bytes"] == nbytes_of(state)
     assert found["step_ratio"] > 0 and found["durable"] >= found["complete"] >= found["staged"] >= found["stall"] > 0
@@ -134,11 +141,13 @@ def test_the_clock_tells_work_from_sleep() -> None:
 
 def test_the_hardware_takes_turns_with_a_row_of_ours(tmp_path: Path) -> None:
     state = make_state("tiny")
-    found = measure_row("sync", state, str(tmp_path), QUICK)
+    found = all_of(measure_row("sync", state, str(tmp_path), QUICK))
     assert all(found[name] > 0 for name in ("raw_copy", "raw_write_2", "raw_read_warm", "raw_read_cold"))
     assert found["torn"] == 0 and list(tmp_path.iterdir()) == []
     # Others' rows are compared with ours, not with the hardware.
-    assert not [name for name in measure_row("torch_save", state, str(tmp_path), QUICK) if name.startswith("raw_")]
+    assert not [
+        name for name in all_of(measure_row("torch_save", state, str(tmp_path), QUICK)) if name.startswith("raw_")
+    ]
 
 
 def test_raw_writes_are_medians_of_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +190,14 @@ def test_memory_of_the_process_and_its_peak() -> None:
 
 
 def test_limits_have_all_that_promises_ask_for(tmp_path: Path) -> None:
-    found = measure_limits(make_state("tiny"), str(tmp_path), rounds=1, cold=True)
+    found = all_of(measure_limits(make_state("tiny"), str(tmp_path), turns=[0], cold=True))
     reads = {f"read_{name}_{cache}" for name in checksums() for cache in ("warm", "cold")}
     wanted = {"memcpy", "foreach_copy", "write_1", "write_2", "direct_1", "direct_2", "direct_4", "read_warm"}
     assert (wanted | reads | {"read_cold", "fork", "update", "update_after_fork", "state_bytes"}) == set(found)
     assert all(value is None or value > 0 for value in found.values())
     assert list(tmp_path.iterdir()) == []
     # Where the cache cannot be dropped there is no cold read, rather than a warm one under its name.
-    assert measure_limits(make_state("tiny"), str(tmp_path), rounds=1, cold=False)["read_cold"] is None
+    assert all_of(measure_limits(make_state("tiny"), str(tmp_path), turns=[0], cold=False))["read_cold"] is None
 
 
 def test_files_are_counted_and_read_whole(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import subprocess
 import sys
@@ -11,8 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 from ckpt_bench.child import Run
+from ckpt_bench.measure.row_kinds import ROWS
 from ckpt_bench.peer_environment import PeerEnvironment
+from ckpt_bench.row_table import render
 from ckpt_bench.runs import Case, Runner
+from ckpt_bench.schema import Bench
+from ckpt_bench.time_budget import TimeBudget
 
 #: Stands in for the process of a row: does what the row's name says.
 ROW = """
@@ -24,6 +29,9 @@ def main(arguments):
     if row == "limits":
         open(task["result"], "w").write(json.dumps({"memcpy": 1.0}))
         return 0
+    if row == "dcp_save_t1":
+        open(task["result"], "w").write(json.dumps({"durable": 2.0}))
+        return 3
     if row == "torch_save":
         print("first words")
         print("last words", file=sys.stderr)
@@ -35,7 +43,10 @@ def main(arguments):
         open(MARK, "w").write(str(child.pid))
         child.wait()
     open(os.path.join(folder, "data"), "w").write("x")
-    open(task["result"], "w").write(json.dumps({"durable": 2.0}))
+    figures = {"durable": 2.0}
+    if row == "async_temporal":
+        figures |= {"enough": task["arguments"]["settings"]["enough_seconds"]}
+    open(task["result"], "w").write(json.dumps(figures))
     return 0
 """
 
@@ -50,13 +61,18 @@ def target(tmp_path: Path) -> Path:
 
 
 def measured(
-    target: Path, rows: list[str], said: list[str], repeats: int = 2, timeout: float = 60
+    target: Path,
+    rows: list[str],
+    said: list[str],
+    repeats: int = 2,
+    timeout: float = 60,
+    budget: TimeBudget | None = None,
 ) -> dict[str, list[Run]]:
     case = Case("tiny", "disk")
     stand_in = str(target.parent / "stand_in_row.py")
     runner = Runner(
         peers=PeerEnvironment(str(target.parent / "peers")),
-        settings={},
+        settings={"enough_seconds": 20.0},
         repeats=repeats,
         timeout=timeout,
         logs=target.parent / "logs",
@@ -64,8 +80,9 @@ def measured(
         boot=f"import sys, runpy; sys.exit(runpy.run_path({stand_in!r})['main'](sys.argv[2:]))",
     )
     told: list[str] = []
-    runner.measure(case, rows, str(target), lambda row, run: told.append(row))
-    assert told == ["limits", *[row for row in rows if row != "safetensors"]] * repeats
+    runner.measure(case, rows, str(target), lambda row, run: told.append(row), budget or TimeBudget(None))
+    if budget is None:
+        assert told == ["limits", *[row for row in rows if row != "safetensors"]] * repeats
     assert list(target.iterdir()) == []
     return case.rows
 
@@ -89,6 +106,8 @@ def test_a_row_that_breaks_is_an_error_with_its_last_words(target: Path) -> None
     assert rows["torch_save"] == [{"error": "ended with code 3: last words"}] * 2
     assert rows["async_pinned"] == [{"durable": 2.0}] * 2
     assert sum("FAILED" in line and "last words" in line for line in said) == 2
+    [broken] = measured(target, ["dcp_save_t1"], [], repeats=1)["dcp_save_t1"]
+    assert broken == {"durable": 2.0, "error": "ended with code 3: no message"}  # what it had until then
     # What it printed is kept.
     assert "first words" in (target.parent / "logs" / "tiny-disk-torch_save-0.log").read_text()
 
@@ -96,10 +115,54 @@ def test_a_row_that_breaks_is_an_error_with_its_last_words(target: Path) -> None
 @pytest.mark.slow
 def test_a_row_that_hangs_is_killed_with_all_that_it_started(target: Path) -> None:
     rows = measured(target, ["sync"], [], repeats=1, timeout=3)
-    assert rows["sync"] == [{"error": "killed: not done after 3 s"}]
+    assert rows["sync"] == [{"error": "killed: not done after 3 s (row_timeout)"}]
     with contextlib.suppress(psutil.NoSuchProcess):
         # Ended, and maybe not yet collected by whoever adopted it.
         assert psutil.Process(int((target.parent / "child").read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+class OneRepeat(TimeBudget):
+    """Has no time for what has taken any."""
+
+    def has(self, seconds: float) -> bool:
+        return seconds == 0
+
+
+def test_where_time_is_short_repeats_and_saves_become_fewer_and_rows_do_not(target: Path) -> None:
+    said: list[str] = []
+    rows = measured(target, ["async_temporal", "torch_save", "safetensors"], said, 5, budget=OneRepeat(720))
+    assert {row: len(runs) for row, runs in rows.items()} == dict.fromkeys(rows, 1)
+    assert "1 of 5 repeats, because budget= has no time for another" in said[-1]
+    # Three processes have 240 s each, and one of them begins nothing further of a kind after a part of it.
+    assert rows["async_temporal"][0]["enough"] == pytest.approx(10, rel=0.2)
+    assert rows["limits"] == [{"memcpy": 1.0}]
+
+
+def test_every_row_is_in_the_table_by_name_also_where_its_turn_comes_too_late(target: Path) -> None:
+    request = Bench()
+    assert (request.rows, request.budget) == (["all"], 570), "without arguments: all rows, within ten minutes"
+    rows = measured(target, list(ROWS), [], budget=TimeBudget(1e-6))
+    [too_late] = rows["async_pinned"]
+    assert "was over before its turn" in too_late["absent"] and "budget=null" in too_late["absent"]
+    table = render(Case("tiny", "disk", rows)).splitlines()
+    for row in ("limits", *ROWS):
+        assert [line for line in table if line.startswith(f"{row}: not measured: ")], row
+
+
+@pytest.mark.slow
+def test_a_row_that_hangs_takes_a_few_shares_of_the_time(target: Path) -> None:
+    rows = measured(target, ["sync", "async_pinned"], [], repeats=1, budget=TimeBudget(12))
+    assert rows["sync"][0]["error"].endswith("s (budget)") and rows["async_pinned"] == [{"durable": 2.0}]
+
+
+def test_a_budget_is_shared_out_evenly_and_bounds_every_process() -> None:
+    budget = TimeBudget(1000)
+    assert budget.part(4).left == pytest.approx(250, rel=0.1)
+    assert budget.timeout(10) == pytest.approx(150, rel=0.1)
+    assert budget.timeout(2) == pytest.approx(750, rel=0.1) and budget.timeout(1) <= 1000
+    assert budget.has(800) and not budget.has(950)
+    unbounded = TimeBudget(None)
+    assert unbounded.timeout(10) == unbounded.enough_seconds(10) == math.inf and unbounded.part(3).has(1e9)
 
 
 def test_the_environment_of_the_peers_is_asked_for_each(tmp_path: Path) -> None:

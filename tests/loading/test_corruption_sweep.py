@@ -8,25 +8,40 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from damage import damaged
+from damage import damaged, flipped
 from evidence import Record
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, build_checkpointer
 from ckpt_component.core.formats import open_index
+from ckpt_component.core.image.copy import LARGE_BYTES
+from ckpt_component.core.memory.libc import IOV_MAX
+from ckpt_component.core.storage.file_set import CHUNK_BYTES
 from ckpt_component.core.storage.locate import storage_at
-from ckpt_component.loading.coalesced import SMALL_BYTES
+from ckpt_component.core.writing.request import WriteOptions
+from ckpt_component.loading.coalesced import MANY_ITEMS, SMALL_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 #: Over all writers.
 _DAMAGES = 2000
 _WRITERS = ("dcp", "torch_save", "safetensors")
+_WORKERS = 4
+#: Bytes from which on tensors are read alone, are copied alone, are verified in pieces, and are written in blocks.
+_BORDERS = (SMALL_BYTES, LARGE_BYTES, CHUNK_BYTES, WriteOptions().block_bytes)
+#: Numbers of tensors around that of parallel writers, of those of one read, and of those whose checksums are combined;
+#: and one of which most are that many too.
+_COUNTS = (
+    *(around for border in (_WORKERS, IOV_MAX // 2, MANY_ITEMS) for around in (border - 1, border + 1)),
+    MANY_ITEMS * 5 // 4,
+)
 
 
 def state_of(step: int, *, objects: bool, large: bool = False) -> dict[str, Any]:
@@ -138,6 +153,62 @@ def test_a_flipped_bit_in_any_item_is_found(writer: str, into: str, tmp_path: Pa
                 ours.load(tmp_path / "one", target, allow_dtype_cast=True)
             path.write_bytes(whole)
         ours.load(tmp_path / "one", target, allow_dtype_cast=True)
+
+
+def flips_in(folder: Path) -> Iterator[tuple[str, Path, int]]:
+    """The key of each stored tensor, with a file and a place in it: where the item begins, in its payload, at its end."""
+    index = open_index(storage_at(folder.parent), folder)
+    for key, entry in index.entries.items():
+        for piece in index.contents.ranges_at(entry.place):
+            payload = piece.offset if piece.payload is None else piece.payload
+            end = piece.offset + piece.length - 1
+            for place in sorted({piece.offset, (payload + end) // 2, end}):
+                yield key, folder / piece.file, place
+
+
+@pytest.mark.parametrize(
+    ("writer", "stager"), [*((writer, "none") for writer in _WRITERS), ("dcp", "shared_memory")], ids=str
+)
+def test_a_flipped_bit_is_found_in_a_tensor_of_any_size(writer: str, stager: str, tmp_path: Path) -> None:
+    """On both sides of each size at which a tensor is copied, written or read in another way."""
+    generator = torch.Generator().manual_seed(3)
+    state = {
+        f"{size} bytes": torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
+        for border in _BORDERS
+        for size in (border // 2, border, border + 1)  # stored items may be longer than their payloads
+    }
+    parts = [f"checkpoint/writer={writer}", f"checkpoint/stager={stager}", "checkpoint.durability=process_crash"]
+    with build_checkpointer("sync", parts) as ours:
+        ours.save(state, tmp_path / "one")
+        seen = set[str]()
+        for key, path, place in flips_in(tmp_path / "one"):
+            with flipped(path, place), pytest.raises(CheckpointCorruptError, match=f"'{key}'|{path.name}"):
+                ours.load(tmp_path / "one", {key: torch.zeros_like(state[key])})
+            seen.add(key)
+        assert seen == state.keys()
+        assert_equal(ours.load(tmp_path / "one", zeros_like(state)), state, writer)
+
+
+@pytest.mark.parametrize("count", _COUNTS)
+@pytest.mark.parametrize("writer", _WRITERS)
+def test_a_flipped_bit_is_found_among_any_number_of_tensors(writer: str, count: int, tmp_path: Path) -> None:
+    """On both sides of each number at which tensors are shared out, read or verified in another way."""
+    generator = torch.Generator().manual_seed(count)
+    state = {
+        f"t{number}.": torch.randint(-128, 127, (1 + number % 1500,), dtype=torch.int8, generator=generator)
+        for number in range(count)
+    }
+    parts = [f"checkpoint/writer={writer}", f"checkpoint.writer.workers={_WORKERS}"]
+    with build_checkpointer("sync", [*parts, "checkpoint.durability=process_crash"]) as ours:
+        ours.save(state, tmp_path / "one")
+        every = zeros_like(state)
+        most = {key: every[key] for number, key in enumerate(every) if number % 8}
+        flips = sorted(flips_in(tmp_path / "one"), key=itemgetter(1, 2))
+        for number, (key, path, place) in enumerate(flips[:: max(len(flips) // 5, 1)] + flips[-1:]):
+            target = every if number % 2 else {**most, key: every[key]}
+            with flipped(path, place), pytest.raises(CheckpointCorruptError, match=f"'{key}'|{path.name}"):
+                ours.load(tmp_path / "one", target)
+        assert_equal(ours.load(tmp_path / "one", every), state, writer)
 
 
 def test_an_object_is_verified_beyond_what_its_archive_checks(tmp_path: Path) -> None:

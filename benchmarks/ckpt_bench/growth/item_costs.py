@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median_low
 from typing import Any
 
@@ -40,7 +40,7 @@ def make_items(count: int) -> dict[str, Any]:
     return {"model": layers, "step": 1}
 
 
-def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
+def measure_items(count: int, saves: int, folder: str) -> Iterator[dict[str, float]]:
     """Costs of one rank with `count` small tensors, in total seconds and bytes.
 
     Args:
@@ -48,15 +48,15 @@ def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
         saves: number of saves after the first; their median counts
         folder: where to save; empty before and after
 
-    Returns:
+    Yields:
         Costs by the names of `costs.COSTS`.
     """
     state = make_items(count)
-    found = {"templates": _seconds(lambda: _templates(count))}
+    yield {"templates": _seconds(lambda: _templates(count))}
     with collector_paused(), torch.no_grad():
-        found |= _planned(state, saves)
-    found |= _saved(state, saves, folder)
-    return found
+        planned = _planned(state, saves)
+    yield planned
+    yield _saved(state, saves, folder)
 
 
 def _templates(count: int) -> None:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from statistics import median_low
@@ -39,7 +39,7 @@ _OWN, _ALIKE = 10, 10
 _HOST = "127.0.0.1"
 
 
-def measure_ranks(count: int, saves: int, folder: str) -> dict[str, float]:
+def measure_ranks(count: int, saves: int, folder: str) -> Iterator[dict[str, float]]:
     """Costs of one save of `count` ranks, in total.
 
     Args:
@@ -47,7 +47,7 @@ def measure_ranks(count: int, saves: int, folder: str) -> dict[str, float]:
         saves: number of saves after the first; their median counts
         folder: where they save; empty before and after
 
-    Returns:
+    Yields:
         Costs by the names of `costs.COSTS`.
     """
     store = TCPStore(_HOST, 0, None, is_master=True, wait_for_workers=False)
@@ -83,7 +83,7 @@ def measure_ranks(count: int, saves: int, folder: str) -> dict[str, float]:
         for group in groups:
             group.close()
     first, steady = costs[0], costs[1:]
-    return {
+    yield {
         **{f"first_{name}": value for name, value in first.items()},
         **{name: median_low([each[name] for each in steady]) for name in first},
     }

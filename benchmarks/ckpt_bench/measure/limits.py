@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ def checksums() -> dict[str, Checksum]:
     return available
 
 
-def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[str, Any]:
-    """Seconds for the bytes of a state, medians of `rounds`. A first round, which touches cold pages, is not counted.
+def measure_limits(state: State, folder: str, turns: Iterable[int], cold: bool) -> Iterator[dict[str, Any]]:
+    """Seconds for the bytes of a state, medians of a few rounds. A first one, which touches cold pages, is not counted.
 
     The limits are measured in turn, as copies and writes alternate in real saves: in a tight loop of copies, a copy is
     up to a third faster than after a write.
@@ -40,15 +41,16 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
     Args:
         state: determines the sizes
         folder: where files are written; they are removed again
-        rounds: number of rounds
+        turns: one for each round that is counted
         cold: whether cold reads can be distinguished from cached ones here
 
-    Returns:
-        `memcpy` (one warm block), `foreach_copy` (tensor by tensor), `write_1`, `write_2` (buffered and synced, by one
-        or two threads with a file each), `direct_1`, `direct_2`, `direct_4` (O_DIRECT, preallocated, synced),
-        `read_warm` and `read_cold` (into mapped memory), the same with a checksum as `read_crc32_warm` and so on,
-        `fork`, `update`, and `update_after_fork`. None for what the target does not support. For a state on a CUDA
-        device, `d2h` (one block into page-locked memory) and `d2h_foreach` (tensor by tensor) replace those of `fork`.
+    Yields:
+        After each round that is counted: `memcpy` (one warm block), `foreach_copy` (tensor by tensor), `write_1`,
+        `write_2` (buffered and synced, by one or two threads with a file each), `direct_1`, `direct_2`, `direct_4`
+        (O_DIRECT, preallocated, synced), `read_warm` and `read_cold` (into mapped memory), the same with a checksum as
+        `read_crc32_warm` and so on, `fork`, `update`, and `update_after_fork`. None for what the target does not
+        support. For a state on a CUDA device, `d2h` (one block into page-locked memory) and `d2h_foreach` (tensor by
+        tensor) replace those of `fork`.
     """
     nbytes = nbytes_of(state)
     tensors = list(state.values())
@@ -68,7 +70,7 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
     if on_device:
         calls |= _device_to_host(tensors, nbytes)
     seconds: dict[str, list[float | None]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
+    for turn in itertools.chain((None,), turns):
         for name, call in calls.items():
             seconds[name].append(call())
         # Two files of half the bytes.
@@ -80,7 +82,8 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
         finally:
             for path in filter(os.path.exists, paths):
                 os.unlink(path)
-    return {name: median(values[1:]) for name, values in seconds.items()} | {"state_bytes": nbytes}
+        if turn is not None:
+            yield {name: median(values[1:]) for name, values in seconds.items()} | {"state_bytes": nbytes}
 
 
 def _device_to_host(tensors: list[torch.Tensor], nbytes: int) -> dict[str, Callable[[], float | None]]:

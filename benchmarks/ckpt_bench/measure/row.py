@@ -41,7 +41,7 @@ class RowSettings:
     device: str = "cpu"
 
 
-def measure(row: str, state: str, folder: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def measure(row: str, state: str, folder: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Measure a row, or the hardware's limits, in a process of its own.
 
     Args:
@@ -49,11 +49,14 @@ def measure(row: str, state: str, folder: str, settings: Mapping[str, Any]) -> d
         state: name of the state
         folder: where to save; empty before and after
         settings: arguments of `RowSettings`
+
+    Returns:
+        The figures, part by part.
     """
     how = RowSettings(**settings)
     made = make_state(state, device=how.device)
     if row == LIMITS:
-        return measure_limits(made, folder, how.saves, how.cold)
+        return measure_limits(made, folder, _turns(how), how.cold)
     if ROWS[row].family == "ours" and not ROWS[row].fast:
         # Packages that compute checksums faster than zlib are hidden from their import.
         hidden: dict[str, Any] = {provider.module: None for provider in PROVIDERS if provider.package != "zlib"}
@@ -61,7 +64,7 @@ def measure(row: str, state: str, folder: str, settings: Mapping[str, Any]) -> d
     return measure_row(row, made, folder, how)
 
 
-def measure_row(name: str, state: State, folder: str, settings: RowSettings) -> dict[str, Any]:
+def measure_row(name: str, state: State, folder: str, settings: RowSettings) -> Iterator[dict[str, Any]]:
     """Run a row: the first save, further saves, saves during the loop, one that samples memory, and loads.
 
     Args:
@@ -70,14 +73,14 @@ def measure_row(name: str, state: State, folder: str, settings: RowSettings) -> 
         folder: where to save; empty before and after
         settings: how to measure
 
-    Returns:
-        Times in seconds, medians of repeated ones: `first_stall`, `stall` (duration of the call), `staged` (until the
-        tensors may be changed), `complete` (until the row reports completion), `durable` (also synced), `background`
-        (from the return of the call to `durable`), `lost`, `lost_cpu`, `lost_queue` (see `Disturbance`), `load_warm`,
-        `load_cold` (None without a cache to drop). For our rows also the hardware's figures of `beside`, from
-        `raw_copy` to `raw_read_cold`. In addition `step_ratio`, `next_steps`, `memory` (host bytes), `device_memory`
-        (None without CUDA), `bytes`, `files`, `torn` (tensors that differ from their values at the save), and facts of
-        the row.
+    Yields:
+        Part by part, so that a row that is killed leaves what it has: times in seconds, medians of repeated ones,
+        `first_stall`, `stall` (duration of the call), `staged` (until the tensors may be changed), `complete` (until
+        the row reports completion), `durable` (also synced), `background` (from the return of the call to `durable`),
+        `lost`, `lost_cpu`, `lost_queue` (see `Disturbance`), `load_warm`, `load_cold` (None without a cache to drop).
+        For our rows also the hardware's figures of `beside`, from `raw_copy` to `raw_read_cold`. In addition
+        `step_ratio`, `next_steps`, `memory` (host bytes), `device_memory` (None without CUDA), `bytes`, `files`, `torn`
+        (tensors that differ from their values at the save), and facts of the row.
     """
     row = ROWS[name]
     loop = Loop(state, settings.loop_threads, settings.step_seconds)
@@ -87,29 +90,23 @@ def measure_row(name: str, state: State, folder: str, settings: RowSettings) -> 
         start_memory = pss(os.getpid())
         first = timed_save(saver, os.path.join(folder, "first"), row.fsyncs)
         remove(os.path.join(folder, "first"))
-        steady = _steady(saver, loop, folder, row, settings)
+        yield {"first_stall": first[0], "state_bytes": nbytes_of(state), "tensors": len(state)}
+        yield _steady(saver, loop, folder, row, settings)
         # Before any load, because malloc may keep the memory that a load frees.
         path = os.path.join(folder, "memory")
         with sampled_peak() as peak, device_peak(settings.device) as on_device:
             timed_save(saver, path, fsyncs=True)
         remove(path)
-        path, disturbed = _beside_the_loop(saver, loop, folder, settings)
-        facts = saver.facts(path)
-        figures: dict[str, Any] = {
-            "first_stall": first[0],
-            **steady,
-            **disturbed,
+        yield {
             "device_memory": on_device.nbytes if settings.device == "cuda" else None,
             "memory": max(0, peak.nbytes - start_memory),
-            "bytes": sum(os.path.getsize(name) for name in files_of(path)),
-            "files": sum(1 for _ in files_of(path)),
-            "state_bytes": nbytes_of(state),
-            "tensors": len(state),
-            **facts,
-            **_loads(saver, path, settings, facts.get("checksum")),
         }
+        path, disturbed = _beside_the_loop(saver, loop, folder, settings)
+        facts = saver.facts(path)
+        sizes = list(map(os.path.getsize, files_of(path)))
+        yield {**disturbed, "bytes": sum(sizes), "files": len(sizes), **facts}
+        yield _loads(saver, path, settings, facts.get("checksum"))
         remove(path)
-        return figures
     finally:
         saver.close()
 

@@ -117,6 +117,22 @@ class StagerContract:
         within(PATIENCE_S, optimizer.step)
         assert not optimizer._optimizer_step_pre_hooks, "close() left a hook at the optimizer"
 
+    @pytest.mark.parametrize("guarded", [False, True])
+    def test_forward_may_change_buffers_during_the_copy(self, stager: Stager, guarded: bool, tmp_path: Path) -> None:
+        self._needs_snapshots(stager)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with ConnectedParts(tmp_path, stager, DcpWriter()) as parts:
+            if guarded:
+                stager.guard(optimizer)
+            for _ in (1, 2):
+                expected = {key: value.clone() for key, value in model.state_dict().items()}
+                snapshot = parts.take({"model": model})
+                model(torch.ones(2, 4))
+                assert not torch.equal(model.state_dict()["1.running_mean"], expected["1.running_mean"])
+                assert not differences(parts.stored(snapshot)["model"], expected)
+                snapshot.release()
+
     def test_a_structure_is_planned_once(self, stager: Stager, tmp_path: Path) -> None:
         writer = CountedWriter()
         with ConnectedParts(tmp_path, stager, writer) as parts:
