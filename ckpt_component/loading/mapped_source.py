@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
-import torch
-
-from ..core.progress import Progress, no_progress
 from ..core.state.key_map import KeyMap, RenamedKeys, names_above
 from ..core.state.paths import key_of
-from .source import Request, Source
+from .source import RenamedSource, Source
 
 
-class MappedSource(Source):
-    """A checkpoint with other keys. Only the keys differ: messages about its files name those that are stored.
+class MappedSource(RenamedSource):
+    """A checkpoint under the keys that a key map gives it.
 
     Args:
         source: the checkpoint
@@ -25,12 +21,10 @@ class MappedSource(Source):
     """
 
     def __init__(self, source: Source, key_map: KeyMap) -> None:
-        self._source = source
         self._key_map = key_map
-        self.where = source.where
         self._renamed = renamed = RenamedKeys(source.contents.paths(), key_map, source.where)
-        self._old, self._unused = renamed.old, renamed.unused
-        self.contents = source.contents.renamed(renamed)
+        super().__init__(source, source.contents.renamed(renamed), renamed.old)
+        self._unused = renamed.unused
         ignored_names = key_map.ignored_names()
         above = {name for key in self._old for name in names_above(key)} if ignored_names else set()
         #: Names in the target whose values stay as they are.
@@ -60,20 +54,3 @@ class MappedSource(Source):
             return True
         names = self._key_map.ignoring(key)
         return bool(names) and (self._key_map.keeps_names or any(name in self._for_target for name in names))
-
-    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
-        """Read the tensors under the keys that they are stored with."""
-        old = self._old
-        stored = [Request(old[key], into, offsets, address) for key, into, offsets, address in requests]
-        self._source.read_tensors(stored, progress)
-
-    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Read the objects under the keys that they are stored with."""
-        values = self._source.read_objects([self._old[key] for key in keys])
-        return {key: values[self._old[key]] for key in keys}
-
-    def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
-        """As of the checkpoint."""
-        keys = [*keys]
-        tensors = self._source.new_tensors([self._old[key] for key in keys], progress)
-        return {key: tensors[self._old[key]] for key in keys}

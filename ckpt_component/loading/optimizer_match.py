@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.formats.index import Contents, Entry
-from ..core.progress import Progress, no_progress
 from ..core.state.equality import same_value
 from ..core.state.flatten import FlatState
 from ..core.state.parameter_names import NAMES, NamedOptimizer, Names, named_optimizers
 from ..core.state.paths import Path, key_of
 from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
-from .source import Request, Source
+from .source import RenamedSource, Source
 
 #: A parameter or a group in the checkpoint: the path of its optimizer, and its number there.
 _Saved = tuple[Path, int]
@@ -231,39 +230,6 @@ class _Match:
             yield f"'{key}': nothing in the target takes the saved state of {first_keys(gone)}"
 
 
-class _AlignedSource(Source):
-    """A checkpoint under the numbers of the target's optimizers.
-
-    Args:
-        source: the checkpoint
-        contents: its contents under new keys
-        old: new key -> the key in the checkpoint, where they differ
-        values: values of the target that stay, by key
-    """
-
-    def __init__(self, source: Source, contents: Contents, old: Mapping[str, str], values: Mapping[str, Any]) -> None:
-        self.where, self.contents = source.where, contents
-        self._source, self._old, self._values = source, old, values
-
-    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
-        """Read the tensors under the keys that they are stored with."""
-        old = self._old
-        stored = [request._replace(key=old.get(request.key, request.key)) for request in requests] if old else requests
-        self._source.read_tensors(stored, progress)
-
-    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Read the objects under the keys that they are stored with, beside those that stay."""
-        stored = {key: self._old.get(key, key) for key in keys if key not in self._values}
-        values = self._source.read_objects([*dict.fromkeys(stored.values())])
-        return {key: values[stored[key]] if key in stored else self._values[key] for key in keys}
-
-    def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
-        """As of the checkpoint; a tensor that two keys have now is the same one."""
-        stored = {key: self._old.get(key, key) for key in keys}
-        tensors = self._source.new_tensors(dict.fromkeys(stored.values()), progress)
-        return {key: tensors[old] for key, old in stored.items()}
-
-
 def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState, source: Source) -> Source:
     """The checkpoint under the numbers of the target's optimizers.
 
@@ -330,7 +296,7 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
                     contents.objects[key_of(path)] = Entry(key_of(path), path, "", (), 0, ())
     for match in moved:
         values.update(_of_schedulers(match, flat, source))
-    return _AlignedSource(source, contents, old, values)
+    return RenamedSource(source, contents, old, values)
 
 
 def _refuse_two_answers(target: NamedOptimizer, number: int, origins: Sequence[_Saved], source: Source) -> None:
@@ -450,7 +416,7 @@ def _without_names(
         return source
     objects = {key: entry for key, entry in contents.objects.items() if key not in dropped}
     objects.update({key_of(path): Entry(key_of(path), path, "", (), 0, ()) for path in own if key_of(path) in values})
-    return _AlignedSource(source, replace(contents, objects=objects), {}, values)
+    return RenamedSource(source, replace(contents, objects=objects), {}, values)
 
 
 def _checked(value: Any, key: str) -> Names:

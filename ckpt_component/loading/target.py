@@ -20,6 +20,7 @@ from .forms import Forms
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
 from .optimizer_match import match_optimizers
+from .other_wrapping import under_names_of_target
 from .proof import Proof
 from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 
@@ -32,8 +33,8 @@ class Target:
     - An object with `load_state_dict` receives its whole subtree; tensors that it already has are filled in place.
 
     Attributes:
-        source: the checkpoint, with the state of optimizers under the target's numbers
-        notes: what became of optimizers, a sentence each, to log
+        source: the checkpoint, under the target's names and with the state of optimizers under its numbers
+        notes: what was found under other names or numbers, or not at all, a sentence each, to log
         mismatches: values that have a different shape, dtype or kind in the checkpoint
         unexpected: keys of the checkpoint that have no place in the target
         shortens_lists: whether some of these are elements of lists that are shorter in the target
@@ -65,8 +66,13 @@ class Target:
 
         matched = match_optimizers(flatten(state_dict, owner), source, renamed)
         self._flat = flat = matched.flat
-        self.source = self._source = source = matched.source
-        self.notes = matched.notes
+        source, self.notes = matched.source, [*matched.notes]
+        paths = [*flat.tensor_paths, *flat.object_paths, *flat.elsewhere]
+        keys, contents = keys_of(paths), source.contents
+        if any(key not in contents.tensors and key not in contents.objects for key in keys):
+            source, notes = under_names_of_target(source, keys, paths)
+            self.notes += notes
+        self.source = self._source = source
         self._forms = Forms(state_dict, flat.stateful, owners, source)
         self.mismatches = Mismatches(source.where)
         self._missing: list[str] = []

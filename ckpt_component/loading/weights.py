@@ -20,6 +20,7 @@ from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
 from ..core.spelling import closest
 from ..core.state.key_map import names_above
+from ..core.state.wrapped_modules import CanonicalNames, without_wrappers
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .object_state import load_state
@@ -93,7 +94,11 @@ def load_weights(
     dist = None if alone else distributed()
     rank, world_size = (0, 1) if dist is None else (dist.get_rank(), dist.get_world_size())
     found, step = _find(path_text(path), storage_options, alone)
-    state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    state, names = model, None
+    if isinstance(model, torch.nn.Module):
+        state = model.state_dict()
+        names = CanonicalNames(model, state)
+        state = names.canonical_state(state)
     target: dict[str, Any] = state
     for name in reversed(key.split(".") if key else []):
         target = {name: target}
@@ -119,9 +124,9 @@ def load_weights(
     )
     if missing:
         logger.warning("Checkpoint at %s %s; these values are left as they are", found, missing_keys(missing))
-    if isinstance(model, torch.nn.Module):
+    if names is not None:
         # Beside the tensors, which are filled, it may have state that it takes itself.
-        load_state(model, lambda: state, "", found)
+        load_state(model, partial(names.own_state, state), "", found)
     return step
 
 
@@ -159,7 +164,7 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str], renamed: boo
     part = copy.copy(source)
     part.contents = source.contents.below(key)
     known = {name[len(key) :].removeprefix(".") for name, _ in part.contents.paths()}
-    if known and (renamed or not known.isdisjoint(wanted)):
+    if known and (renamed or not {*map(without_wrappers, known)}.isdisjoint(map(without_wrappers, wanted))):
         return part
     names = [name for name, _ in source.contents.paths()]
     likely = _likely_keys(names, wanted)

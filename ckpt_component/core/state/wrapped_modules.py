@@ -1,0 +1,107 @@
+"""The canonical names of a module's state: those that it has without the modules that wrap it or parts of it.
+
+`torch.compile`, data parallelism, activation checkpointing and FSDP1 put a module around another one, and a part into
+its names: `_orig_mod.weight`. Canonical names are those of torch's `get_model_state_dict`. The modules decide which
+parts go, so that a child that its author called `module` keeps its name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+#: What wrappers call the module inside. The last three are nobody else's names.
+WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_PRIVATE_PARTS = tuple(sorted(WRAPPER_PARTS - {"module"}))
+#: Texts of which one is in a name that has a wrapper's part.
+WRAPPER_MARKS = ("_orig_mod.", "module.")
+
+
+class CanonicalNames:
+    """The names of a module's values: its own and the canonical ones.
+
+    If two values would get the same name, all keep their own.
+
+    Args:
+        module: the module, which may be wrapped, or have wrapped ones inside
+        keys: its own names: keys of its `state_dict()`, or names of parameters. Some wrappers take their part out of
+            them by themselves.
+
+    Attributes:
+        of: the canonical names, by own name
+        differ: whether one differs
+    """
+
+    def __init__(self, module: torch.nn.Module, keys: Iterable[Any]) -> None:
+        #: The module that has an own prefix, and the canonical prefix; those of wrappers before those that they wrap.
+        self._places: dict[str, tuple[torch.nn.Module | None, str]] = {"": (module, "")}
+        self.of = {key: self._canonical(key) if isinstance(key, str) else key for key in keys}
+        self._own = {canonical: own for own, canonical in self.of.items()}
+        if len(self._own) < len(self.of):
+            self.of = self._own = {key: key for key in self.of}
+        self.differ = any(own != canonical for own, canonical in self.of.items())
+        self._prefixes = {canonical: own for own, (_, canonical) in self._places.items()}
+
+    def canonical_state(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """The module's state under canonical names."""
+        return _renamed(state, lambda key: self.of[key]) if self.differ else state
+
+    def own_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        """A state under canonical names as the module takes it."""
+        return _renamed(state, self.own_name) if self.differ else state
+
+    def own_name(self, key: Any) -> Any:
+        """The own name for a canonical one. Of a value that the module does not have: that below the same modules."""
+        if key in self._own or not self.differ or not isinstance(key, str) or self._canonical(key) != key:
+            return self._own.get(key, key)
+        parts = key.split(".")
+        depth = next(depth for depth in reversed(range(len(parts))) if ".".join(parts[:depth]) in self._prefixes)
+        return _joined(self._prefixes[".".join(parts[:depth])], ".".join(parts[depth:]))
+
+    def _canonical(self, key: str) -> str:
+        before, _, name = key.rpartition(".")
+        return _joined(self._place(before)[1], name)
+
+    def _place(self, prefix: str) -> tuple[torch.nn.Module | None, str]:
+        """The module with an own prefix, if it is that of one, and the canonical prefix."""
+        if prefix not in self._places:
+            before, _, name = prefix.rpartition(".")
+            module, canonical = self._place(before)
+            part = _part_inside(module)
+            while module is not None and part is not None and name not in module._modules:  # a hook took the part away
+                module = module._modules[part]
+                part = _part_inside(module)
+            inside = None if module is None else module._modules.get(name)
+            self._places[prefix] = inside, canonical if part == name else _joined(canonical, name)
+        return self._places[prefix]
+
+
+def without_wrappers(key: str) -> str:
+    """A key without all parts that wrappers use, where no module says which of them are a wrapper's."""
+    return ".".join(part for part in key.split(".") if part not in WRAPPER_PARTS)
+
+
+def _part_inside(module: torch.nn.Module | None) -> str | None:
+    """What a wrapper calls the module inside; None: the module is no wrapper."""
+    if module is None:
+        return None
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return "module"
+    return next((part for part in _PRIVATE_PARTS if part in module._modules), None)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _renamed(state: Mapping[Any, Any], name_of: Callable[[Any], Any]) -> dict[Any, Any]:
+    """A state under other names, with the versions of modules that torch attaches to it."""
+    renamed: Any = OrderedDict() if isinstance(state, OrderedDict) else {}
+    renamed.update((name_of(key), value) for key, value in state.items())
+    if hasattr(state, "_metadata"):
+        renamed._metadata = state._metadata
+    return renamed  # type: ignore[no-any-return]
