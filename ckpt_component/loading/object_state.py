@@ -26,10 +26,10 @@ def state_of_object(
     missing: set[str],
     stored_containers: Sequence[tuple[Path, str]],
 ) -> StateDict:
-    """The state to load into an object, under its own names: the checkpoint's values, or the object's where it has none.
+    """The state to load into an object: the checkpoint's values, and the object's own where it has none.
 
-    Tensors of the checkpoint are already filled. Values that the checkpoint lacks are kept unless they are in a
-    list that the checkpoint has, or would collide with a new value.
+    It has the object's own names. Tensors of the checkpoint are already filled. Values that the checkpoint lacks are
+    kept unless they are in a list that the checkpoint has, or would collide with a new value.
 
     Args:
         path: path of the object

@@ -8,18 +8,18 @@ under the target's numbers; else only the names are taken out of its contents. A
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, count
 from typing import Any, NamedTuple
-
-import torch
 
 from ..core.formats.index import Contents, Entry
 from ..core.state.equality import same_value
 from ..core.state.flatten import FlatState
 from ..core.state.parameter_names import NAMES, NamedOptimizer, Names, named_optimizers
 from ..core.state.paths import Path, key_of
+from ..core.state.wrapped_modules import names_in_other_wrapping
 from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
 from .source import RenamedSource, Source
 
@@ -64,7 +64,7 @@ def match_optimizers(flat: FlatState, source: Source, renamed: Callable[[str], s
     targets = named_optimizers(flat)
     if not targets:
         return MatchedOptimizers(_without_names(source, stored, [], flat), flat)
-    saved = _SavedOptimizers(source, stored, renamed)
+    saved = _SavedOptimizers(source, stored, renamed, targets)
     source = _without_names(source, stored, targets, flat)
     # An optimizer whose state was stored without names may have had any of them.
     by_name = [
@@ -93,6 +93,7 @@ class _SavedOptimizers:
         source: the checkpoint
         stored: keys of the names, by path of the optimizer
         renamed: see `match_optimizers`
+        targets: the optimizers of the target
 
     Attributes:
         source: see above
@@ -103,8 +104,15 @@ class _SavedOptimizers:
         CheckpointCorruptError: names are not in lists by group
     """
 
-    def __init__(self, source: Source, stored: Mapping[Path, str], renamed: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        stored: Mapping[Path, str],
+        renamed: Callable[[str], str],
+        targets: Sequence[NamedOptimizer],
+    ) -> None:
         self.source = source
+        self._targets = targets
         self.names: dict[Path, Names] = {}
         self.group_of: dict[_Saved, int] = {}
         self._by_name: dict[str, list[_Saved]] = defaultdict(list)
@@ -140,7 +148,17 @@ class _SavedOptimizers:
                 return (here or places)[0]
         places = self._own_names().get(own, []) if own is not None else []
         here = [place for place in places if place[0] == path]
-        return here[0] if len(here) == 1 else None
+        if len(here) == 1:
+            return here[0]
+        others = [self._other_names.get(each or "") for each in (name, own)]
+        return self.find(path, *others) if any(others) else None
+
+    @cached_property
+    def _other_names(self) -> Mapping[str, str]:
+        """The names of parameters that were saved with another wrapping, by their names in the target."""
+        saved = {*self._by_name, *self._own_names()}
+        names = {name for target in self._targets for name in chain(*target.names, *target.own) if name is not None}
+        return names_in_other_wrapping(names - saved, saved - names)
 
     def _own_names(self) -> Mapping[str, list[_Saved]]:
         """The parameters by the names that their optimizers were given with them."""

@@ -25,7 +25,7 @@ from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
 from ..core.state.flatten import StateDict, unflatten
 from ..core.state.key_map import KeyMap
-from ..core.state.wrapped_modules import CanonicalNames
+from ..core.state.wrapped_modules import canonical_state_of
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
@@ -158,11 +158,10 @@ class Reader:
                 mapped.check_ignored([])
             state_dict = _load_all(source, to_device, self._progress)
         else:
-            state, names = state_dict, None
             if isinstance(state_dict, torch.nn.Module):
-                state = state_dict.state_dict()
-                names = CanonicalNames(state_dict, state)
-                state = names.canonical_state(state)
+                state, own_state = canonical_state_of(state_dict)
+            else:
+                state = state_dict
             target = Target(
                 state,
                 source,
@@ -182,8 +181,8 @@ class Reader:
             source.read_tensors(target.requests, self._progress)
             proof = Proof(source.where, self._may_differ) if self._proves(wanted.resuming) else None
             target.finish(proof)
-            if names is not None:
-                load_state(state_dict, partial(names.own_state, state), "", source.where, proof)
+            if isinstance(state_dict, torch.nn.Module):
+                load_state(state_dict, partial(own_state, state), "", source.where, proof)
             if proof is not None:
                 proof.conclude()
                 self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))

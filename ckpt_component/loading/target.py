@@ -66,12 +66,11 @@ class Target:
 
         matched = match_optimizers(flatten(state_dict, owner), source, renamed)
         self._flat = flat = matched.flat
-        source, self.notes = matched.source, [*matched.notes]
-        paths = [*flat.tensor_paths, *flat.object_paths, *flat.elsewhere]
-        keys, contents = keys_of(paths), source.contents
+        source, self.notes = matched.source, matched.notes
+        keys, contents = keys_of(paths := [*flat.tensor_paths, *flat.object_paths, *flat.elsewhere]), source.contents
         if any(key not in contents.tensors and key not in contents.objects for key in keys):
-            source, notes = under_names_of_target(source, keys, paths)
-            self.notes += notes
+            source, note = under_names_of_target(source, keys, paths)
+            self.notes = [*self.notes, *note]
         self.source = self._source = source
         self._forms = Forms(state_dict, flat.stateful, owners, source)
         self.mismatches = Mismatches(source.where)

@@ -20,7 +20,7 @@ from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
 from ..core.spelling import closest
 from ..core.state.key_map import names_above
-from ..core.state.wrapped_modules import CanonicalNames, without_wrappers
+from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .object_state import load_state
@@ -94,12 +94,11 @@ def load_weights(
     dist = None if alone else distributed()
     rank, world_size = (0, 1) if dist is None else (dist.get_rank(), dist.get_world_size())
     found, step = _find(path_text(path), storage_options, alone)
-    state, names = model, None
     if isinstance(model, torch.nn.Module):
-        state = model.state_dict()
-        names = CanonicalNames(model, state)
-        state = names.canonical_state(state)
-    target: dict[str, Any] = state
+        state, own_state = canonical_state_of(model)
+    else:
+        state = model
+    target = state
     for name in reversed(key.split(".") if key else []):
         target = {name: target}
     # Ranks that load alone share a terminal too.
@@ -124,9 +123,9 @@ def load_weights(
     )
     if missing:
         logger.warning("Checkpoint at %s %s; these values are left as they are", found, missing_keys(missing))
-    if names is not None:
+    if isinstance(model, torch.nn.Module):
         # Beside the tensors, which are filled, it may have state that it takes itself.
-        load_state(model, partial(names.own_state, state), "", found)
+        load_state(model, partial(own_state, state), "", found)
     return step
 
 

@@ -17,7 +17,7 @@ import torch
 
 from .flatten import FlatState
 from .paths import Path, key_of
-from .wrapped_modules import CanonicalNames
+from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
 
 #: Where an optimizer's state has the names: the last part of the path.
 NAMES = "param_names"
@@ -146,11 +146,12 @@ def _parameters_of_modules(flat: FlatState) -> Iterator[tuple[int, str]]:
     for path, value in flat.stateful:
         if isinstance(value, torch.nn.Module):
             parameters = dict(value.named_parameters())
-            for own, name in CanonicalNames(value, parameters).of.items():
-                number = id(parameters[own])
-                if number not in found:
-                    found.add(number)
-                    yield number, key_of((*path, name))
+            text = "\n".join(parameters)
+            names = CanonicalNames(value, parameters).of if any(map(text.__contains__, WRAPPER_MARKS)) else {}
+            for own, parameter in parameters.items():
+                if id(parameter) not in found:
+                    found.add(id(parameter))
+                    yield id(parameter), key_of((*path, names.get(own, own)))
 
 
 def _tensors_by_memory(flat: FlatState, optimizers: set[Path]) -> Mapping[Any, str]:

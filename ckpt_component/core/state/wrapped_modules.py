@@ -7,7 +7,7 @@ parts go, so that a child that its author called `module` keeps its name.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 #: What wrappers call the module inside. The last three are nobody else's names.
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PRIVATE_PARTS = tuple(sorted(WRAPPER_PARTS - {"module"}))
-#: Texts of which one is in a name that has a wrapper's part.
+#: Texts of which one is in each name with a wrapper's part. If none is, as in most states, no module is asked.
 WRAPPER_MARKS = ("_orig_mod.", "module.")
 
 
@@ -46,13 +46,13 @@ class CanonicalNames:
         self.differ = any(own != canonical for own, canonical in self.of.items())
         self._prefixes = {canonical: own for own, (_, canonical) in self._places.items()}
 
-    def canonical_state(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    def canonical_state(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """The module's state under canonical names."""
-        return _renamed(state, lambda key: self.of[key]) if self.differ else state
+        return _renamed(state, self.of.__getitem__)
 
     def own_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
         """A state under canonical names as the module takes it."""
-        return _renamed(state, self.own_name) if self.differ else state
+        return _renamed(state, self.own_name)
 
     def own_name(self, key: Any) -> Any:
         """The own name for a canonical one. Of a value that the module does not have: that below the same modules."""
@@ -80,9 +80,35 @@ class CanonicalNames:
         return self._places[prefix]
 
 
+def canonical_state_of(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
+    """The state of a module under canonical names, and what gives such a state the module's own names again."""
+    state = module.state_dict()
+    names = CanonicalNames(module, state)
+    return names.canonical_state(state), names.own_state
+
+
 def without_wrappers(key: str) -> str:
     """A key without all parts that wrappers use, where no module says which of them are a wrapper's."""
     return ".".join(part for part in key.split(".") if part not in WRAPPER_PARTS)
+
+
+def names_in_other_wrapping(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
+    """Names with those of `others` that differ in parts of wrappers alone, if there is one of either.
+
+    Args:
+        names: without those that are in `others`
+        others: without those that are in `names`
+    """
+    here, there = _by_plain_name(names), _by_plain_name(others)
+    alone = (plain for plain in here.keys() & there.keys() if len(here[plain]) == len(there[plain]) == 1)
+    return {here[plain].pop(): there[plain].pop() for plain in alone}
+
+
+def _by_plain_name(names: Iterable[str]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        found[without_wrappers(name)].add(name)
+    return found
 
 
 def _part_inside(module: torch.nn.Module | None) -> str | None:
