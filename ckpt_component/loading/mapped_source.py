@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..core.deprecation import warn_deprecated
 from ..core.state.key_map import KeyMap, RenamedKeys, names_above
 from ..core.state.paths import key_of
+from ..core.state.wrapped_modules import without_wrappers
 from .source import RenamedSource, Source
 
 
@@ -31,6 +33,7 @@ class MappedSource(RenamedSource):
         self._ignored = renamed.ignored | {name for name in ignored_names if name not in above}
         #: Names in `ignore` that only the target may have.
         self._for_target = frozenset(self._unused)
+        self._retire_unwrapping()
         renamed.refuse_unused("rename")
 
     def check_ignored(self, keys: Iterable[str]) -> None:
@@ -43,6 +46,14 @@ class MappedSource(RenamedSource):
             for name in self._key_map.ignoring(key):
                 self._unused.pop(name, None)
         self._renamed.refuse_unused()
+
+    def _retire_unwrapping(self) -> None:
+        """Accept a rename that fits no key if it takes away a wrapper's part: checkpoints of wrapped modules had it."""
+        for name in [name for name, argument in self._unused.items() if argument == "rename"]:
+            old, new = ".".join(filter(None, (self._key_map.prefix, name))), self.new_name(name)
+            if without_wrappers(old) == without_wrappers(new):
+                del self._unused[name]
+                warn_deprecated(f"{name!r} in rename", "no rename, as modules load into any wrapping", removed_in="0.5")
 
     def new_name(self, name: str) -> str:
         """The new name of a value, from its name in the checkpoint."""

@@ -161,10 +161,12 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str], renamed: boo
         CheckpointLoadError: it has nothing there, or they are somewhere else; says what it has
     """
     part = copy.copy(source)
-    part.contents = source.contents.below(key)
-    known = {name[len(key) :].removeprefix(".") for name, _ in part.contents.paths()}
-    if known and (renamed or not {*map(without_wrappers, known)}.isdisjoint(map(without_wrappers, wanted))):
-        return part
+    plain = {*map(without_wrappers, wanted)}
+    for place in dict.fromkeys((key, without_wrappers(key))):  # the part of a wrapper may be in the key alone
+        part.contents = source.contents.below(place)
+        known = {name[len(place) :].removeprefix(".") for name, _ in part.contents.paths()}
+        if known and (renamed or not plain.isdisjoint(map(without_wrappers, known))):
+            return part
     names = [name for name, _ in source.contents.paths()]
     likely = _likely_keys(names, wanted)
     if not known or likely:
