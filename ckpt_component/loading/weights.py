@@ -62,7 +62,7 @@ def load_weights(
         allow_unexpected: leave weights under `key` that the model lacks; False: raise. None: as `strict` says, so that
             `strict=False` takes what fits.
         rename: as for `Checkpointer.load` of `{key: model}`: whole names in the checkpoint -> in that target, such as
-            `{"model.module": "model"}`
+            `{"model.encoder": "model"}`
         prefix: as for `Checkpointer.load` of `{key: model}`: name to put before all keys, after the renames
         ignore: as for `Checkpointer.load` of `{key: model}`: names that are not loaded, such as `["model.head"]`
         allow_dtype_cast: let tensors take values of another dtype

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-#: What wrappers call the module inside. The last three are nobody else's names.
+#: What wrappers call the module inside. Others may have a child called `module`.
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_PRIVATE_PARTS = tuple(sorted(WRAPPER_PARTS - {"module"}))
 #: Texts of which one is in each name with a wrapper's part. If none is, as in most states, no module is asked.
 WRAPPER_MARKS = ("_orig_mod.", "module.")
 
@@ -37,14 +37,14 @@ class CanonicalNames:
     """
 
     def __init__(self, module: torch.nn.Module, keys: Iterable[Any]) -> None:
-        #: The module that has an own prefix, and the canonical prefix; those of wrappers before those that they wrap.
+        #: The module that has an own prefix, and its canonical prefix; wrappers before the modules that they wrap.
         self._places: dict[str, tuple[torch.nn.Module | None, str]] = {"": (module, "")}
-        self.of = {key: self._canonical(key) if isinstance(key, str) else key for key in keys}
-        self._own = {canonical: own for own, canonical in self.of.items()}
-        if len(self._own) < len(self.of):
-            self.of = self._own = {key: key for key in self.of}
-        self.differ = any(own != canonical for own, canonical in self.of.items())
-        self._prefixes = {canonical: own for own, (_, canonical) in self._places.items()}
+        self.of = {key: self._canonical(key) for key in keys}
+        if len({*self.of.values()}) < len(self.of):
+            self.of = {key: key for key in self.of}
+        self.differ = [*self.of] != [*self.of.values()]
+        #: The own prefixes by canonical prefix; of a wrapper and what it wraps, that of the latter.
+        self._prefixes = {canonical: f"{own}." if own else "" for own, (_, canonical) in self._places.items()}
 
     def canonical_state(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """The module's state under canonical names."""
@@ -58,13 +58,21 @@ class CanonicalNames:
         """The own name for a canonical one. Of a value that the module does not have: that below the same modules."""
         if key in self._own or not self.differ or not isinstance(key, str) or self._canonical(key) != key:
             return self._own.get(key, key)
-        parts = key.split(".")
-        depth = next(depth for depth in reversed(range(len(parts))) if ".".join(parts[:depth]) in self._prefixes)
-        return _joined(self._prefixes[".".join(parts[:depth])], ".".join(parts[depth:]))
+        above = key
+        while above not in self._prefixes:
+            above = above[: above.removesuffix(".").rfind(".") + 1]
+        return self._prefixes[above] + key[len(above) :]
 
-    def _canonical(self, key: str) -> str:
+    @cached_property
+    def _own(self) -> dict[Any, Any]:
+        """The own names by canonical name."""
+        return {canonical: own for own, canonical in self.of.items()}
+
+    def _canonical(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return key
         before, _, name = key.rpartition(".")
-        return _joined(self._place(before)[1], name)
+        return (self._places.get(before) or self._place(before))[1] + name
 
     def _place(self, prefix: str) -> tuple[torch.nn.Module | None, str]:
         """The module with an own prefix, if it is that of one, and the canonical prefix."""
@@ -75,8 +83,8 @@ class CanonicalNames:
             while module is not None and part is not None and name not in module._modules:  # a hook took the part away
                 module = module._modules[part]
                 part = _part_inside(module)
-            inside = None if module is None else module._modules.get(name)
-            self._places[prefix] = inside, canonical if part == name else _joined(canonical, name)
+            inside = module._modules[name] if module is not None and name in module._modules else None
+            self._places[prefix] = inside, canonical if part == name else f"{canonical}{name}."
         return self._places[prefix]
 
 
@@ -113,21 +121,17 @@ def _by_plain_name(names: Iterable[str]) -> dict[str, set[str]]:
 
 def _part_inside(module: torch.nn.Module | None) -> str | None:
     """What a wrapper calls the module inside; None: the module is no wrapper."""
-    if module is None:
-        return None
-    if isinstance(module, (DistributedDataParallel, DataParallel)):
-        return "module"
-    return next((part for part in _PRIVATE_PARTS if part in module._modules), None)
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+    parts = WRAPPER_PARTS.intersection(() if module is None else module._modules.keys())
+    if "module" in parts and not isinstance(module, (DistributedDataParallel, DataParallel)):
+        parts -= {"module"}
+    return min(parts, default=None)
 
 
 def _renamed(state: Mapping[Any, Any], name_of: Callable[[Any], Any]) -> dict[Any, Any]:
-    """A state under other names, with the versions of modules that torch attaches to it."""
-    renamed: Any = OrderedDict() if isinstance(state, OrderedDict) else {}
-    renamed.update((name_of(key), value) for key, value in state.items())
-    if hasattr(state, "_metadata"):
-        renamed._metadata = state._metadata
-    return renamed  # type: ignore[no-any-return]
+    """A state under other names."""
+    names = zip(map(name_of, state), state.values(), strict=True)
+    if not isinstance(state, OrderedDict):
+        return dict(names)
+    renamed = OrderedDict(names)
+    vars(renamed).update(vars(state))  # torch attaches the versions of modules
+    return renamed
