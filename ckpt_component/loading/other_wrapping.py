@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from ..core.formats.index import Contents, Entry
 from ..core.state.paths import Path
 from ..core.state.wrapped_modules import names_in_other_wrapping
+from .mapped_source import MappedSource
 from .source import RenamedSource, Source
 
 
-def under_names_of_target(source: Source, keys: Sequence[str], paths: Sequence[Path]) -> tuple[Source, list[str]]:
+def under_names_of_target(
+    source: Source, keys: Sequence[str], paths: Sequence[Path], mapped: MappedSource | None = None
+) -> tuple[Source, list[str]]:
     """Give values of a checkpoint the names that a target has for them, if only parts of wrappers differ.
 
     A value is renamed if the target lacks its name, the checkpoint lacks the target's, and no other value of either
@@ -24,13 +27,17 @@ def under_names_of_target(source: Source, keys: Sequence[str], paths: Sequence[P
         source: the checkpoint
         keys: all keys of the target
         paths: their paths
+        mapped: knows which of them are not loaded; None: all are
 
     Returns:
         The checkpoint, and a sentence about what was renamed, to log.
     """
     contents, place_of = source.contents, dict(zip(keys, paths, strict=True))
     known = contents.entries()
-    found = names_in_other_wrapping(place_of.keys() - known.keys(), known.keys() - place_of.keys())
+    lacking = place_of.keys() - known.keys()
+    if mapped is not None:
+        lacking = {key for key in lacking if not mapped.is_ignored(key)}
+    found = names_in_other_wrapping(lacking, known.keys() - place_of.keys())
     if not found:
         return source, []
     new_keys, new_paths = {old: key for key, old in found.items()}, dict[Path, Path]()

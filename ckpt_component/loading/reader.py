@@ -168,7 +168,7 @@ class Reader:
                 self._rank,
                 self._world_size,
                 allow_dtype_cast=wanted.allow_dtype_cast,
-                renamed=str if mapped is None else mapped.new_name,
+                mapped=mapped,
             )
             source = target.source
             objects = source.read_objects(target.objects)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -17,6 +17,7 @@ from ..core.state.shards import Shard, local_part
 from ..errors import CheckpointLoadError
 from .foreign.archives import RefusedObject
 from .forms import Forms
+from .mapped_source import MappedSource
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
 from .optimizer_match import match_optimizers
@@ -54,7 +55,7 @@ class Target:
         world_size: int,
         *,
         allow_dtype_cast: bool,
-        renamed: Callable[[str], str] = str,
+        mapped: MappedSource | None = None,
     ) -> None:
         self._state_dict = state_dict
         self._allow_dtype_cast = allow_dtype_cast
@@ -64,12 +65,12 @@ class Target:
             owners[path] = _owner_of(path, per_rank, source, rank, world_size)
             return owners[path]
 
-        matched = match_optimizers(flatten(state_dict, owner), source, renamed)
+        matched = match_optimizers(flatten(state_dict, owner), source, str if mapped is None else mapped.new_name)
         self._flat = flat = matched.flat
         source, self.notes = matched.source, matched.notes
         keys, contents = keys_of(paths := [*flat.tensor_paths, *flat.object_paths, *flat.elsewhere]), source.contents
         if any(key not in contents.tensors and key not in contents.objects for key in keys):
-            source, note = under_names_of_target(source, keys, paths)
+            source, note = under_names_of_target(source, keys, paths, mapped)
             self.notes = [*self.notes, *note]
         self.source = self._source = source
         self._forms = Forms(state_dict, flat.stateful, owners, source)
