@@ -30,11 +30,8 @@ class MappedSource(RenamedSource):
         ignored_names = key_map.ignored_names()
         above = {name for key in self._old for name in names_above(key)} if ignored_names else set()
         #: Names in the target whose values stay as they are.
-        self._ignored = (
-            renamed.ignored
-            | {*map(without_wrappers, renamed.ignored)}
-            | {name for name in ignored_names if name not in above}
-        )
+        self._ignored = {name for key in renamed.ignored for name in (key, without_wrappers(key))}
+        self._ignored.update(name for name in ignored_names if name not in above)
         #: Names in `ignore` that only the target may have.
         self._for_target = frozenset(self._unused)
         self._retire_unwrapping()

@@ -27,31 +27,33 @@ def under_names_of_target(
         source: the checkpoint
         keys: all keys of the target
         paths: their paths
-        mapped: knows which of them are not loaded; None: all are
+        mapped: knows which of them are not loaded, so that their values are left out; None: all are loaded
 
     Returns:
         The checkpoint, and a sentence about what was renamed, to log.
     """
     contents, place_of = source.contents, dict(zip(keys, paths, strict=True))
     known = contents.entries()
-    lacking = place_of.keys() - known.keys()
-    if mapped is not None:
-        lacking = {key for key in lacking if not mapped.is_ignored(key)}
-    found = names_in_other_wrapping(lacking, known.keys() - place_of.keys())
+    found = names_in_other_wrapping(place_of.keys() - known.keys(), known.keys() - place_of.keys())
     if not found:
         return source, []
+    dropped = {key for key in found if mapped is not None and mapped.is_ignored(key)}
     new_keys, new_paths = {old: key for key, old in found.items()}, dict[Path, Path]()
     renamed = Contents(columns=contents.columns)
     for old, entry in known.items():
         key = new_keys.get(old, old)
-        path = place_of[key] if key in found else entry.path
-        (renamed.tensors if entry.dtype else renamed.objects)[key] = Entry(key, path, *entry[2:])
-        if key in found:
-            new_paths.update(_around(entry.path, path))
+        if key not in dropped:
+            path = place_of[key] if key in found else entry.path
+            (renamed.tensors if entry.dtype else renamed.objects)[key] = Entry(key, path, *entry[2:])
+            if key in found:
+                new_paths.update(_around(entry.path, path))
     renamed.containers = [(new_paths.get(path, path), kind) for path, kind in contents.containers]
-    first, more = min(found), f" and {len(found) - 1} more" if len(found) > 1 else ""
-    note = f"{source.where} has '{first}'{more} under the name of another wrapping, such as '{found[first]}'"
-    return RenamedSource(source, renamed, found), [note]
+    taken = sorted(found.keys() - dropped)
+    more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
+    text = f"{more} under the name of another wrapping, such as"
+    return RenamedSource(source, renamed, found), [
+        f"{source.where} has '{key}'{text} '{found[key]}'" for key in taken[:1]
+    ]
 
 
 def _around(old: Path, new: Path) -> dict[Path, Path]:

@@ -321,6 +321,15 @@ def test_a_rename_that_took_a_wrapper_away_still_works_and_is_retired(ours: Chec
         assert values_of(model) == values_of(other)
 
 
+@pytest.mark.parametrize("name", ["model.0", "model.module.0"])
+def test_what_is_ignored_stays_under_either_name(name: str, ours: Checkpointer, tmp_path: Path) -> None:
+    model, state = trained(1.0, DistributedDataParallel)
+    save_as("torch.save", state, tmp_path / "one.pt", ours)
+    other = plain(9.0)
+    ours.load(tmp_path / "one.pt", {"model": compiled(other)}, strict=True, ignore=[name])
+    assert torch.equal(other[0].weight, plain(9.0)[0].weight) and torch.equal(other[1].weight, model[1].weight)
+
+
 def test_nothing_is_said_about_a_model_without_wrappers(
     ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
