@@ -29,9 +29,9 @@ average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 optimizer = torch.optim.AdamW(model.parameters())
 scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
 data = torch.Generator().manual_seed(rank)
-# `module`, not `model`: the checkpoint then loads without DDP too. The generator differs by rank.
+# The checkpoint loads without DDP too. The generator differs by rank.
 state = {
-    "model": module,
+    "model": model,
     "average": average,
     "optimizer": optimizer,
     "scaler": scaler,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
-import torch
-
-from ..core.progress import Progress, no_progress
+from ..core.deprecation import warn_deprecated
 from ..core.state.key_map import KeyMap, RenamedKeys, names_above
 from ..core.state.paths import key_of
-from .source import Request, Source
+from ..core.state.wrapped_modules import without_wrappers
+from .source import RenamedSource, Source
 
 
-class MappedSource(Source):
-    """A checkpoint with other keys. Only the keys differ: messages about its files name those that are stored.
+class MappedSource(RenamedSource):
+    """A checkpoint under the keys that a key map gives it.
 
     Args:
         source: the checkpoint
@@ -25,18 +23,18 @@ class MappedSource(Source):
     """
 
     def __init__(self, source: Source, key_map: KeyMap) -> None:
-        self._source = source
         self._key_map = key_map
-        self.where = source.where
         self._renamed = renamed = RenamedKeys(source.contents.paths(), key_map, source.where)
-        self._old, self._unused = renamed.old, renamed.unused
-        self.contents = source.contents.renamed(renamed)
+        super().__init__(source, source.contents.renamed(renamed), renamed.old)
+        self._unused = renamed.unused
         ignored_names = key_map.ignored_names()
         above = {name for key in self._old for name in names_above(key)} if ignored_names else set()
         #: Names in the target whose values stay as they are.
-        self._ignored = renamed.ignored | {name for name in ignored_names if name not in above}
+        self._ignored = {name for key in renamed.ignored for name in (key, without_wrappers(key))}
+        self._ignored.update(name for name in ignored_names if name not in above)
         #: Names in `ignore` that only the target may have.
         self._for_target = frozenset(self._unused)
+        self._retire_unwrapping()
         renamed.refuse_unused("rename")
 
     def check_ignored(self, keys: Iterable[str]) -> None:
@@ -50,6 +48,14 @@ class MappedSource(Source):
                 self._unused.pop(name, None)
         self._renamed.refuse_unused()
 
+    def _retire_unwrapping(self) -> None:
+        """Accept a rename that fits no key if it takes away a wrapper's part: checkpoints of wrapped modules had it."""
+        for name in [name for name, argument in self._unused.items() if argument == "rename"]:
+            old, new = ".".join(filter(None, (self._key_map.prefix, name))), self.new_name(name)
+            if without_wrappers(old) == without_wrappers(new):
+                del self._unused[name]
+                warn_deprecated(f"{name!r} in rename", "no rename, as modules load into any wrapping", removed_in="0.5")
+
     def new_name(self, name: str) -> str:
         """The new name of a value, from its name in the checkpoint."""
         return key_of(self._key_map.renamed(name, tuple(name.split(".")))[1])
@@ -60,20 +66,3 @@ class MappedSource(Source):
             return True
         names = self._key_map.ignoring(key)
         return bool(names) and (self._key_map.keeps_names or any(name in self._for_target for name in names))
-
-    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
-        """Read the tensors under the keys that they are stored with."""
-        old = self._old
-        stored = [Request(old[key], into, offsets, address) for key, into, offsets, address in requests]
-        self._source.read_tensors(stored, progress)
-
-    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Read the objects under the keys that they are stored with."""
-        values = self._source.read_objects([self._old[key] for key in keys])
-        return {key: values[self._old[key]] for key in keys}
-
-    def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
-        """As of the checkpoint."""
-        keys = [*keys]
-        tensors = self._source.new_tensors([self._old[key] for key in keys], progress)
-        return {key: tensors[self._old[key]] for key in keys}

@@ -28,8 +28,8 @@ def state_of_object(
 ) -> StateDict:
     """The state to load into an object: the checkpoint's values, and the object's own where it has none.
 
-    Tensors of the checkpoint are already filled. Values that the checkpoint lacks are kept unless they are in a
-    list that the checkpoint has, or would collide with a new value.
+    It has the object's own names. Tensors of the checkpoint are already filled. Values that the checkpoint lacks are
+    kept unless they are in a list that the checkpoint has, or would collide with a new value.
 
     Args:
         path: path of the object
@@ -69,6 +69,9 @@ def state_of_object(
         # A value that was loaded as a whole already has its containers.
         and not any(place[:length] in new for length in range(depth + 1, len(place) + 1))
     ]
+    if flat.wrapped:
+        state = {flat.own_path(place): value for place, value in state.items()}
+        kept = [(flat.own_path(place), kind) for place, kind in kept]
     loaded: dict[str, Any] = nested_value(path, state, kept)
     return loaded
 

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-import torch
-
 from ..core.formats.index import Contents, Entry
-from ..core.progress import Progress, no_progress
 from ..core.state.equality import same_value
 from ..core.state.flatten import FlatState
 from ..core.state.parameter_names import NAMES, NamedOptimizer, Names, named_optimizers
 from ..core.state.paths import Path, key_of
+from ..core.state.wrapped_modules import names_in_other_wrapping
 from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
-from .source import Request, Source
+from .source import RenamedSource, Source
 
 #: A parameter or a group in the checkpoint: the path of its optimizer, and its number there.
 _Saved = tuple[Path, int]
@@ -69,7 +68,7 @@ def match_optimizers(flat: FlatState, source: Source, renamed: Callable[[str], s
         return MatchedOptimizers(_without_names(source, stored, [], flat), flat)
     if _are_as_saved(targets, stored, source, renamed):
         return MatchedOptimizers(_without_names(source, stored, targets, flat), flat)
-    saved = _SavedOptimizers(source, stored, {target.path for target in targets}, renamed)
+    saved = _SavedOptimizers(source, stored, targets, renamed)
     source = _without_names(source, stored, targets, flat)
     # An optimizer whose state was stored without names may have had any of them.
     by_name = [
@@ -114,7 +113,7 @@ class _SavedOptimizers:
     Args:
         source: the checkpoint
         stored: keys of the names, by path of the optimizer
-        paths: paths of the target's optimizers
+        targets: the optimizers of the target
         renamed: see `match_optimizers`
 
     Attributes:
@@ -128,9 +127,14 @@ class _SavedOptimizers:
     """
 
     def __init__(
-        self, source: Source, stored: Mapping[Path, str], paths: set[Path], renamed: Callable[[str], str]
+        self,
+        source: Source,
+        stored: Mapping[Path, str],
+        targets: Sequence[NamedOptimizer],
+        renamed: Callable[[str], str],
     ) -> None:
         self.source = source
+        self._targets = targets
         self.names: dict[Path, Names] = {}
         self.keyed_by_name: dict[Path, dict[Any, int]] = {}
         self.group_of: dict[_Saved, int] = {}
@@ -139,7 +143,7 @@ class _SavedOptimizers:
         values = source.read_objects([*stored.values()])
         for path, key in stored.items():
             self._add(path, [[name and renamed(name) for name in group] for group in _checked(values[key], key)])
-        for path in paths - self.names.keys():
+        for path in {target.path for target in targets} - self.names.keys():
             groups = _members_by_name(path, source)
             if any(groups):
                 self.keyed_by_name[path] = {name: number for number, name in enumerate(chain(*groups))}
@@ -177,7 +181,17 @@ class _SavedOptimizers:
                 return (here or places)[0]
         places = self._own_names().get(own, []) if own is not None else []
         here = [place for place in places if place[0] == path]
-        return here[0] if len(here) == 1 else None
+        if len(here) == 1:
+            return here[0]
+        others = [self._other_names.get(each or "") for each in (name, own)]
+        return self.find(path, *others) if any(others) else None
+
+    @cached_property
+    def _other_names(self) -> Mapping[str, str]:
+        """The names of parameters that were saved with another wrapping, by their names in the target."""
+        saved = {*self._by_name, *self._own_names()}
+        names = {name for target in self._targets for name in chain(*target.names, *target.own) if name is not None}
+        return names_in_other_wrapping(names - saved, saved - names)
 
     def _own_names(self) -> Mapping[str, list[_Saved]]:
         """The parameters by the names that their optimizers were given with them."""
@@ -273,39 +287,6 @@ class _Match:
             yield f"'{key}': nothing in the target takes the saved state of {first_keys(gone)}"
 
 
-class _AlignedSource(Source):
-    """A checkpoint under the numbers of the target's optimizers.
-
-    Args:
-        source: the checkpoint
-        contents: its contents under new keys
-        old: new key -> the key in the checkpoint, where they differ
-        values: values of the target that stay, by key
-    """
-
-    def __init__(self, source: Source, contents: Contents, old: Mapping[str, str], values: Mapping[str, Any]) -> None:
-        self.where, self.contents = source.where, contents
-        self._source, self._old, self._values = source, old, values
-
-    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
-        """Read the tensors under the keys that they are stored with."""
-        old = self._old
-        stored = [request._replace(key=old.get(request.key, request.key)) for request in requests] if old else requests
-        self._source.read_tensors(stored, progress)
-
-    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Read the objects under the keys that they are stored with, beside those that stay."""
-        stored = {key: self._old.get(key, key) for key in keys if key not in self._values}
-        values = self._source.read_objects([*dict.fromkeys(stored.values())])
-        return {key: values[stored[key]] if key in stored else self._values[key] for key in keys}
-
-    def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
-        """As of the checkpoint; a tensor that two keys have now is the same one."""
-        stored = {key: self._old.get(key, key) for key in keys}
-        tensors = self._source.new_tensors(dict.fromkeys(stored.values()), progress)
-        return {key: tensors[old] for key, old in stored.items()}
-
-
 def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState, source: Source) -> Source:
     """The checkpoint under the numbers of the target's optimizers.
 
@@ -372,7 +353,7 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
                     contents.objects[key_of(path)] = Entry(key_of(path), path, "", (), 0, ())
     for match in moved:
         values.update(_of_schedulers(match, flat, source))
-    return _AlignedSource(source, contents, old, values)
+    return RenamedSource(source, contents, old, values)
 
 
 def _refuse_two_answers(target: NamedOptimizer, number: int, origins: Sequence[_Saved], source: Source) -> None:
@@ -493,7 +474,7 @@ def _without_names(
     objects = {key: entry for key, entry in contents.objects.items() if key not in dropped}
     objects.update({key_of(path): Entry(key_of(path), path, "", (), 0, ()) for path in own if key_of(path) in values})
     if values:
-        return _AlignedSource(source, replace(contents, objects=objects), {}, values)
+        return RenamedSource(source, replace(contents, objects=objects), {}, values)
     narrowed = copy.copy(source)
     narrowed.contents = replace(contents, objects=objects)
     return narrowed

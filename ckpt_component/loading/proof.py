@@ -16,6 +16,7 @@ from ..core.state.equality import same_value
 from ..core.state.flatten import Stateful
 from ..core.state.paths import Path, key_of
 from ..core.state.shards import local_parts
+from ..core.state.wrapped_modules import CanonicalNames
 from ..errors import CheckpointLoadError, first_keys
 
 logger = logging.getLogger("ckpt_component.readers")
@@ -85,17 +86,21 @@ class Proof:
             name = type(stateful).__name__
             raise CheckpointLoadError(f"'{key}' ({name}) took its state and cannot give it back: {error}") from error
         found = self._errors if is_torch_own(stateful) else self._warnings
-        is_proven = True
-        for path, value in expected.values.items():
-            now = given.get(path, _ABSENT)
-            if _is_back(value, now) and (path not in expected.sums or _sum_of(value) == expected.sums[path]):
-                continue
-            place = f"{key}.{key_of(path)}" if key else key_of(path)
-            is_proven = False
+        differing = {
+            path: _difference(value, given.get(path, _ABSENT))
+            for path, value in expected.values.items()
+            if not _is_back(value, given.get(path, _ABSENT))
+            or (path in expected.sums and _sum_of(value) != expected.sums[path])
+        }
+        names: Mapping[Any, Any] = {}
+        if differing and isinstance(stateful, torch.nn.Module):
+            names = CanonicalNames(stateful, (path[0] for path in expected.values)).of
+        for path, difference in differing.items():
+            place = key_of((*filter(None, [key]), names.get(path[0], path[0]), *path[1:]))
             self.differing.append(place)
             if not any(fnmatch.fnmatchcase(place, pattern) for pattern in self._may_differ):
-                found.append(f"{place} ({_difference(value, now)})")
-        if is_proven and key:
+                found.append(f"{place} ({difference})")
+        if not differing and key:
             self.proven.append(key)
 
     def conclude(self) -> None:

@@ -26,6 +26,7 @@ from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
 from ..core.state.flatten import StateDict, unflatten
 from ..core.state.key_map import KeyMap
+from ..core.state.wrapped_modules import canonical_state_of
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
@@ -142,14 +143,17 @@ class Reader:
                     mapped.check_ignored([])
                 state_dict = _load_all(source, to_device, self._progress)
             else:
-                state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
+                if isinstance(state_dict, torch.nn.Module):
+                    state, own_state = canonical_state_of(state_dict)
+                else:
+                    state = state_dict
                 target = Target(
                     state,
                     source,
                     self._rank,
                     self._world_size,
                     allow_dtype_cast=wanted.allow_dtype_cast,
-                    renamed=str if mapped is None else mapped.new_name,
+                    mapped=mapped,
                 )
                 source = target.source
                 objects = source.read_objects(target.objects)
@@ -166,7 +170,7 @@ class Reader:
                 proof = Proof(source.where, self._may_differ) if proves else None
                 target.finish(proof)
                 if isinstance(state_dict, torch.nn.Module):
-                    load_state(state_dict, lambda: state, "", source.where, proof)
+                    load_state(state_dict, partial(own_state, state), "", source.where, proof)
                 if proof is not None:
                     proof.conclude()
                     self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))

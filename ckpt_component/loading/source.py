@@ -140,6 +140,42 @@ class Source(ABC):
         return DTYPES[entry.dtype]
 
 
+class RenamedSource(Source):
+    """A checkpoint under other keys. Only the keys differ: messages about its files name those that are stored.
+
+    Args:
+        source: the checkpoint
+        contents: its contents under new keys
+        old: new key -> the key in the checkpoint, where they differ
+        values: objects that are not the checkpoint's, by key
+    """
+
+    def __init__(
+        self, source: Source, contents: Contents, old: Mapping[str, str], values: Mapping[str, Any] | None = None
+    ) -> None:
+        self.where, self.contents = source.where, contents
+        self._source, self._old, self._values = source, old, values or {}
+
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
+        """Read the tensors under the keys that they are stored with."""
+        old = self._old
+        if old:
+            requests = [Request(old.get(key, key), into, offsets, address) for key, into, offsets, address in requests]
+        self._source.read_tensors(requests, progress)
+
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """Read the objects under the keys that they are stored with."""
+        stored = {key: self._old.get(key, key) for key in keys if key not in self._values}
+        values = self._source.read_objects([*dict.fromkeys(stored.values())])
+        return {key: values[stored[key]] if key in stored else self._values[key] for key in keys}
+
+    def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
+        """As of the checkpoint; a tensor that two keys have now is the same one."""
+        stored = {key: self._old.get(key, key) for key in keys}
+        tensors = self._source.new_tensors(dict.fromkeys(stored.values()), progress)
+        return {key: tensors[old] for key, old in stored.items()}
+
+
 def why_unfillable(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be filled, and what to do; None if it can."""
     if is_lazy(tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -17,9 +17,11 @@ from ..core.state.shards import Shard, local_part
 from ..errors import CheckpointLoadError
 from .foreign.archives import RefusedObject
 from .forms import Forms
+from .mapped_source import MappedSource
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
 from .optimizer_match import match_optimizers
+from .other_wrapping import under_names_of_target
 from .proof import Proof
 from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 
@@ -32,8 +34,8 @@ class Target:
     - An object with `load_state_dict` receives its whole subtree; tensors that it already has are filled in place.
 
     Attributes:
-        source: the checkpoint, with the state of optimizers under the target's numbers
-        notes: what became of optimizers, a sentence each, to log
+        source: the checkpoint, under the target's names and with the state of optimizers under its numbers
+        notes: what was found under other names or numbers, or not at all, a sentence each, to log
         mismatches: values that have a different shape, dtype or kind in the checkpoint
         unexpected: keys of the checkpoint that have no place in the target
         shortens_lists: whether some of these are elements of lists that are shorter in the target
@@ -53,7 +55,7 @@ class Target:
         world_size: int,
         *,
         allow_dtype_cast: bool,
-        renamed: Callable[[str], str] = str,
+        mapped: MappedSource | None = None,
     ) -> None:
         self._state_dict = state_dict
         self._allow_dtype_cast = allow_dtype_cast
@@ -63,10 +65,14 @@ class Target:
             owners[path] = _owner_of(path, per_rank, source, rank, world_size)
             return owners[path]
 
-        matched = match_optimizers(flatten(state_dict, owner), source, renamed)
+        matched = match_optimizers(flatten(state_dict, owner), source, str if mapped is None else mapped.new_name)
         self._flat = flat = matched.flat
-        self.source = self._source = source = matched.source
-        self.notes = matched.notes
+        source, self.notes = matched.source, matched.notes
+        keys, contents = keys_of(paths := [*flat.tensor_paths, *flat.object_paths, *flat.elsewhere]), source.contents
+        if any(key not in contents.tensors and key not in contents.objects for key in keys):
+            source, note = under_names_of_target(source, keys, paths, mapped)
+            self.notes = [*self.notes, *note]
+        self.source = self._source = source
         self._forms = Forms(state_dict, flat.stateful, owners, source)
         self.mismatches = Mismatches(source.where)
         self._missing: list[str] = []

@@ -20,6 +20,7 @@ from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
 from ..core.spelling import closest
 from ..core.state.key_map import names_above
+from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .collective import CollectiveLoad, Phase
@@ -62,7 +63,7 @@ def load_weights(
         allow_unexpected: leave weights under `key` that the model lacks; False: raise. None: as `strict` says, so that
             `strict=False` takes what fits.
         rename: as for `Checkpointer.load` of `{key: model}`: whole names in the checkpoint -> in that target, such as
-            `{"model.module": "model"}`
+            `{"model.encoder": "model"}`
         prefix: as for `Checkpointer.load` of `{key: model}`: name to put before all keys, after the renames
         ignore: as for `Checkpointer.load` of `{key: model}`: names that are not loaded, such as `["model.head"]`
         allow_dtype_cast: let tensors take values of another dtype
@@ -114,8 +115,11 @@ def load_weights(
             progress=progress,
         )
         with phase("read"):
-            state = model.state_dict() if isinstance(model, torch.nn.Module) else model
-            target: dict[str, Any] = state
+            if isinstance(model, torch.nn.Module):
+                state, own_state = canonical_state_of(model)
+            else:
+                state = model
+            target = state
             for name in reversed(key.split(".") if key else []):
                 target = {name: target}
             _, missing = reader.read(
@@ -134,7 +138,7 @@ def load_weights(
         with phase("take"):
             if isinstance(model, torch.nn.Module):
                 # Beside the tensors, which are filled, it may have state that it takes itself.
-                load_state(model, lambda: state, "", found)
+                load_state(model, partial(own_state, state), "", found)
     return step
 
 
@@ -164,10 +168,12 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str], renamed: boo
         CheckpointLoadError: it has nothing there, or they are somewhere else; says what it has
     """
     part = copy.copy(source)
-    part.contents = source.contents.below(key)
-    known = {name[len(key) :].removeprefix(".") for name, _ in part.contents.paths()}
-    if known and (renamed or not known.isdisjoint(wanted)):
-        return part
+    plain = {*map(without_wrappers, wanted)}
+    for place in dict.fromkeys((key, without_wrappers(key))):  # the part of a wrapper may be in the key alone
+        part.contents = source.contents.below(place)
+        known = {name[len(place) :].removeprefix(".") for name, _ in part.contents.paths()}
+        if known and (renamed or not plain.isdisjoint(map(without_wrappers, known))):
+            return part
     names = [name for name, _ in source.contents.paths()]
     likely = _likely_keys(names, wanted)
     if not known or likely:

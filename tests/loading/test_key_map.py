@@ -292,10 +292,10 @@ def test_missing_keys_under_other_names_are_suggested(
     for saved, target, option, advice in (
         (net.state_dict(), {"model": net}, "prefix='model'", "Did you mean prefix='model'?"),
         (
-            {"module": net.state_dict()},
+            {"net": net.state_dict()},
             net,
-            "rename={'module': ''}",
-            "In the checkpoint these keys are below 'module': load them into {'module': ...}, or pass rename={'module': ''}.",
+            "rename={'net': ''}",
+            "In the checkpoint these keys are below 'net': load them into {'net': ...}, or pass rename={'net': ''}.",
         ),
         (
             {key.replace("blocks", "body.h"): value for key, value in net.state_dict().items()},

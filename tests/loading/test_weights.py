@@ -189,11 +189,11 @@ def test_all_that_does_not_fit_is_refused_before_anything_is_loaded(
 
 
 def test_names_and_dtypes_may_differ(run: Path) -> None:
-    wrapped = torch.nn.ModuleDict({"module": net()})
-    with pytest.raises(MissingKeysError, match=r"rename=\{'model': 'model\.module'\}"):
-        load_weights(wrapped, run)
-    load_weights(wrapped, run, rename={"model": "model.module"})
-    assert values_of(wrapped) == {300.0}
+    inside = torch.nn.ModuleDict({"body": net()})
+    with pytest.raises(MissingKeysError, match=r"rename=\{'model': 'model\.body'\}"):
+        load_weights(inside, run)
+    load_weights(inside, run, rename={"model": "model.body"})
+    assert values_of(inside) == {300.0}
     model = net()
     load_weights(model, run, ignore=["model.1"])
     assert values_of(model[0]) == {300.0} and values_of(model[1]) == {0.0}

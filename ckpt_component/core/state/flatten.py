@@ -24,6 +24,7 @@ from .objects import DEEPEST
 from .paths import TAG, Path, key_of
 from .per_rank import PerRank, rank_name
 from .shards import Shard, check_mesh, local_parts, mesh_of
+from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
 
 StateDict = dict[str, Any]
 #: The rank of `PerRank` values: one rank for all, or a function of path and value.
@@ -63,6 +64,7 @@ class FlatState:
         shards: for every tensor, which part of a whole tensor it is; None: it is the whole
         placed: the DTensors and ShardedTensors whose local parts are in `tensors`, by number of the part
         elsewhere: those of which this rank holds no part, by path; they are not in `tensors`
+        wrapped: names of the modules whose state has other names than its paths here, which are canonical; by path
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -74,6 +76,7 @@ class FlatState:
     shards: list[Shard | None] = field(default_factory=list)
     placed: dict[int, torch.Tensor] = field(default_factory=dict)
     elsewhere: dict[Path, torch.Tensor] = field(default_factory=dict)
+    wrapped: dict[Path, CanonicalNames] = field(default_factory=dict)
 
     @cached_property
     def pointers(self) -> array[int]:
@@ -87,6 +90,11 @@ class FlatState:
     def counts_changes(self, number: int) -> bool:
         """Whether what changes a tensor raises its version counter. Changes of a DTensor leave its part's alone."""
         return number not in self.placed or mesh_of(self.placed[number]) is None
+
+    def own_path(self, path: Path) -> Path:
+        """A path with the names that the modules around it have themselves."""
+        names = (self.wrapped.get(path[:depth]) for depth in range(len(path)))
+        return tuple(part if name is None else name.own_name(part) for part, name in zip(path, names, strict=True))
 
 
 def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "stateful", "object"]:
@@ -113,6 +121,8 @@ def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "statef
 
 def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | None = None) -> FlatState:
     """Flatten a state dict; objects with `state_dict()` are replaced by their state at any depth.
+
+    The state of a module has its canonical names (`core/state/wrapped_modules.py`).
 
     Args:
         state_dict: the state dict to save, or to load into
@@ -201,6 +211,12 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
         if not restorable and not inside:
             raise _not_restorable(path, value, state)
         flat.stateful.append((path, value))
+        if isinstance(value, torch.nn.Module) and isinstance(state, Mapping):
+            text = "\n".join(map(str, state))
+            if any(map(text.__contains__, WRAPPER_MARKS)):  # seldom, and else nothing is renamed
+                names = CanonicalNames(value, state)
+                if names.differ:
+                    state, flat.wrapped[path] = names.canonical_state(state), names
         _walk(path, state, flat, owner, inside=True)
 
 

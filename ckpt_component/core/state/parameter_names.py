@@ -15,18 +15,15 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .flatten import FlatState
 from .paths import Path, key_of
+from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
 
 #: Where an optimizer's state has the names: the last part of the path.
 NAMES = "param_names"
 #: The names of an optimizer's parameters, by group; None: a parameter has none.
 Names = list[list[str | None]]
-
-#: Parts that wrappers put into the names of a module's parameters.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 class NamedOptimizer(NamedTuple):
@@ -134,24 +131,17 @@ class ParameterNames:
 
 
 def _parameters_of_modules(flat: FlatState) -> Iterator[tuple[int, str]]:
-    """The identity and the name of each parameter of the modules in a state; of several names, the first one.
-
-    Names are canonical, as torch's `get_model_state_dict` has them: without the parts of wrappers.
-    """
+    """The identity and the canonical name of each parameter of the modules in a state; of several names, the first."""
     found: set[int] = set()
     for path, value in flat.stateful:
-        waiting = [(f"{key_of(path)}.", value)] if isinstance(value, torch.nn.Module) else []
-        while waiting:
-            before, module = waiting.pop()
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in found:
+        if isinstance(value, torch.nn.Module):
+            parameters = dict(value.named_parameters())
+            text = "\n".join(parameters)
+            names = CanonicalNames(value, parameters).of if any(map(text.__contains__, WRAPPER_MARKS)) else {}
+            for own, parameter in parameters.items():
+                if id(parameter) not in found:
                     found.add(id(parameter))
-                    yield id(parameter), before + name
-            parallel = isinstance(module, (DistributedDataParallel, DataParallel))
-            for name, child in reversed(module._modules.items()):
-                if child is not None:
-                    hidden = name in _WRAPPERS or (parallel and name == "module")
-                    waiting.append((before if hidden else f"{before}{name}.", child))
+                    yield id(parameter), key_of((*path, names.get(own, own)))
 
 
 def _tensors_by_memory(flat: FlatState, optimizers: set[Path]) -> Mapping[Any, str]:
