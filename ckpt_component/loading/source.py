@@ -121,7 +121,7 @@ class Source(ABC):
             entry = self.contents.tensors[key]
             tie = entry.dtype, entry.place
             if tie not in stored:
-                stored[tie] = torch.empty(entry.shape, dtype=self.dtype_of(entry))
+                stored[tie] = torch.empty(entry.shape, dtype=self.dtype_of(entry), device="cpu")
                 requests.append(Request.into(key, stored[tie]))
             tensors[key] = stored[tie]
         self.read_tensors(requests, progress)

@@ -67,7 +67,7 @@ class Slots(Sequence[torch.Tensor]):
 
     def release(self) -> None:
         """Drop all references to the arena's memory."""
-        self.plans, self._slab, self._tensors = {}, torch.empty(0), []
+        self.plans, self._slab, self._tensors = {}, torch.empty(0, dtype=torch.uint8, device="cpu"), []
 
 
 class Arena:
@@ -187,7 +187,7 @@ class Arena:
             self._slots.release()
             self._slots = None
         # The block is unmapped with the last tensor or view of it.
-        self.slab, self.memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        self.slab, self.memory = torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(b"")
         self._pages = None
         if self.fd is not None:
             os.close(self.fd)

@@ -94,7 +94,8 @@ def _encode_numpy(numpy: Any, value: Any, key: str) -> dict[str, Any]:
             f"'{key}' holds a numpy value of dtype {array.dtype}; only numeric dtypes work, so save its .tolist()."
         )
     native = array.astype(array.dtype.newbyteorder("="), copy=True)
-    data = torch.frombuffer(native, dtype=torch.uint8) if native.size else torch.empty(0)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    data = torch.frombuffer(native, dtype=torch.uint8) if native.size else nothing
     kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
     shape = list(numpy.shape(value))
     return {TAG: kind, "dtype": native.dtype.str, "shape": shape, "data": data}

@@ -42,6 +42,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().view(-1).view(torch.uint8)
     width = SAMPLE_BYTES // _PIECES // tensor.itemsize
     gap = (tensor.numel() - width) // (_PIECES - 1)
-    starts, within = (torch.arange(count, device=tensor.device) for count in (_PIECES, width))
+    starts, within = (torch.arange(count, dtype=torch.int64, device=tensor.device) for count in (_PIECES, width))
     elements = tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))  # `take` does not support 8-bit floats
     return torch.take(elements, starts[:, None] * gap + within).view(-1).view(torch.uint8)
