@@ -36,7 +36,8 @@ PathLike = str | os.PathLike[str]
 class Checkpointer(ABC):
     """Saves and loads state dicts, path by path. A context manager; leaving it closes it.
 
-    In a child of `os.fork`, `save`, `load` and `wait` raise CheckpointError, and `close` does nothing.
+    Once it is closed, and in a child of `os.fork`, `save`, `load`, `prewarm` and `wait` raise CheckpointError. In such a
+    child `close` does nothing.
 
     Attributes:
         last_load: the report of the last load; None: there was none, or it failed
@@ -46,7 +47,6 @@ class Checkpointer(ABC):
         self.saver = saver
         self._reader = reader
         self.last_load: LoadReport | None = None
-        self._closed = False
         self._home = HomeProcess("checkpointer")
 
     @property
@@ -230,8 +230,8 @@ class Checkpointer(ABC):
         Raises:
             CheckpointError: an earlier save failed, and its error was not raised yet
         """
-        if not self._closed and self._home.is_here:
-            self._closed = True
+        if not self._home.closed and self._home.is_here:
+            self._home.closed = True
             self.saver.close()
 
     def __enter__(self: Self) -> Self:

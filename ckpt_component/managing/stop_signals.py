@@ -148,7 +148,6 @@ class StoppableLoop:
 
     def __init__(self, home: HomeProcess, ranks: Coordinator | Callable[[], Coordinator], timeout: float) -> None:
         self._home = home
-        self._closed = False
         self._stopping = ranks
         self._stop_timeout = timeout
         self._signals: StopSignals | None = None
@@ -165,7 +164,7 @@ class StoppableLoop:
         """
         self._home.check()
         numbers = checked_signals(signals, requeue_exit_code)
-        if self._signals is not None or self._closed:
+        if self._signals is not None:
             return
         own = not isinstance(self._stopping, Coordinator)
         ranks = self._stopping() if callable(self._stopping) else self._stopping
@@ -200,7 +199,7 @@ class StoppableLoop:
         """
         if not self._home.is_here:
             return
-        if not self._closed:
+        if not self._home.closed:
             raise CheckpointError("Call exit_if_stopped() after the manager's with block, which saves the last step.")
         if self._signals is not None:
             self._signals.exit()

@@ -85,7 +85,6 @@ class SavePipeline:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._home = HomeProcess("checkpointer")
         self._closing = threading.Lock()
-        self._closed = False
         # If a script does not call close(), the interpreter first lets the save thread finish, then runs this.
         self._at_exit = atexit.register(_close_if_alive, weakref.ref(self))
 
@@ -121,8 +120,7 @@ class SavePipeline:
             CheckpointWorldError: the process group is not the one that this was built with
             CheckpointError: the save could not begin, on all ranks; or the error of an earlier save
         """
-        if self._closed:
-            raise CheckpointError("This checkpointer is closed; build a new one to save again.")
+        self._home.check()
         self.ranks.check_world()
         request = SaveRequest(path, self._context.storage_of(path), step, metrics, may_wait)
         try:
@@ -295,9 +293,9 @@ class SavePipeline:
         if not self._home.is_here:
             return
         with self._closing:
-            if self._closed:
+            if self._home.closed:
                 return
-            self._closed = True
+            self._home.closed = True
         self._retries.stop_pausing()
         is_idle = False
         try:
@@ -307,7 +305,7 @@ class SavePipeline:
                 is_idle = self._drain()
         except (KeyboardInterrupt, SystemExit):
             # To stop the writer process now would lose its save. What is registered at exit closes this.
-            self._closed = False
+            self._home.closed = False
             raise
         except BaseException:
             self._release(is_idle)

@@ -1,4 +1,7 @@
-"""Which process an object belongs to: a fork copies the object without its threads, and shares its sockets."""
+"""Where and how long an object may be used: in the process that built it, until it is closed.
+
+A fork copies the object without its threads, and shares its sockets.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ class HomeProcess:
 
     Args:
         what: what the object is, for an error: `manager`
+
+    Attributes:
+        closed: whether the object is closed; its `close` sets it
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._pid = os.getpid()
+        self.closed = False
 
     @property
     def is_here(self) -> bool:
@@ -24,12 +31,14 @@ class HomeProcess:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Check that this process is the one.
+        """Check that this process is the one, and that the object is not closed.
 
         Raises:
-            CheckpointError: it is another
+            CheckpointError: it is another, or the object is closed
         """
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise CheckpointError(
                 f"This {self._what} belongs to process {self._pid}; build one after the fork (docs/failures.md#forks)."
             )
+        if self.closed:
+            raise CheckpointError(f"This {self._what} is closed; build a new one.")
