@@ -36,8 +36,8 @@ PathLike = str | os.PathLike[str]
 class Checkpointer(ABC):
     """Saves and loads state dicts, path by path. A context manager; leaving it closes it.
 
-    Once it is closed, and in a child of `os.fork`, `save`, `load`, `prewarm` and `wait` raise CheckpointError. In such a
-    child `close` does nothing.
+    Once it is closed, and in a child of `os.fork`, what saves, loads or waits raises CheckpointError. In such a child
+    `close` does nothing.
 
     Attributes:
         last_load: the report of the last load; None: there was none, or it failed
@@ -131,9 +131,13 @@ class Checkpointer(ABC):
         kwargs.update((name, value) for name, value in names.items() if value)
         text = path_text(path)
         with _naming_script(text), self._recorded_load(text):
-            loaded, missing = self._reader.read(
-                text, state_dict=state_dict, map_location=default_map_location, **kwargs
-            )
+            try:
+                loaded, missing = self._reader.read(
+                    text, state_dict=state_dict, map_location=default_map_location, **kwargs
+                )
+            except RuntimeError as error:
+                self._home.refuse_at_exit(error)
+                raise
         if self.last_load is not None and not kwargs.get("resuming"):
             self.saver.events.restored(self.last_load)
         if missing:

@@ -133,6 +133,9 @@ class SavePipeline:
             staged = self._stage(admitted)
         except CheckpointError as error:
             return self._refuse(request, error)
+        except RuntimeError as error:
+            self._home.refuse_at_exit(error)
+            raise
         except KeyboardInterrupt:
             logger.warning("interrupted before the snapshot of %s was complete, so it is not saved", path)
             raise
@@ -142,10 +145,20 @@ class SavePipeline:
         else:
             copied, file_bytes = staged.snapshot.copied, staged.snapshot.encoded.file_bytes
             save = SaveHandle(request, admitted.number, file_bytes=file_bytes, written=written)
-        self.saves.append(save)
         self._staged.append((save, staged))
+        try:
+            with self._closing:  # what is listed by then, `close` waits for
+                self._home.check()
+                self._last_task = self._thread.submit(self._finish)
+                self.saves.append(save)
+        except BaseException as error:
+            self._staged.pop()
+            if staged.snapshot is not None:
+                staged.snapshot.release()
+            if isinstance(error, RuntimeError):
+                self._home.refuse_at_exit(error)
+            raise
         del admitted, staged  # which refer to the state
-        self._last_task = self._thread.submit(self._finish)
         if not self.caller.in_other_process:
             self._follow_inline(save)
             if not save.delivered:

@@ -1,4 +1,4 @@
-"""Where and how long an object may be used: in the process that built it, until it is closed.
+"""Where and how long an object may be used: in the process that built it, until it is closed or the interpreter ends.
 
 A fork copies the object without its threads, and shares its sockets.
 """
@@ -42,3 +42,20 @@ class HomeProcess:
             )
         if self.closed:
             raise CheckpointError(f"This {self._what} is closed; build a new one.")
+
+    def refuse_at_exit(self, error: RuntimeError) -> None:
+        """Say in words why a thread was refused, if it is because the interpreter ends.
+
+        Python says so in the text of its error alone: `sys.is_finalizing()` is false while atexit handlers run.
+
+        Args:
+            error: what was raised where a thread was to start, or to take work
+
+        Raises:
+            CheckpointError: it is so
+        """
+        if "shutdown" in str(error):
+            raise CheckpointError(
+                f"This {self._what} saves and loads nothing more, because the interpreter is ending; join the threads "
+                "that use it before the script ends."
+            ) from error
