@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..core.image.arena import tensor_bytes
 from ..core.image.layout import Layout
 from ..core.image.live_source import LiveSource
+from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.flatten import FlatState, unflatten
 from ..core.state.key_map import KeyMap
 from ..core.state.paths import key_of

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from ..core.formats import Entry, Index
-from ..core.image.arena import tensor_bytes
 from ..core.state import objects
+from ..core.state.dense_tensors import tensor_bytes
 from ..loading.reader import open_source
 from ..loading.source import Access, Request
 from .blocks import BLOCK_BYTES, TensorBlocks

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.formats import Index
-from ..core.image.arena import tensor_bytes
+from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.flatten import unflatten
 from ..loading.foreign.archives import RefusedObject
 from ..loading.reader import open_source

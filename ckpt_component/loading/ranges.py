@@ -13,9 +13,9 @@ import torch
 
 from ..core.formats.index import Contents, Index, Place
 from ..core.formats.rank_index import StoredRange, checksum_of
-from ..core.image.arena import tensor_bytes
 from ..core.progress import Progress, no_progress
 from ..core.state.boxes import overlap
+from ..core.state.dense_tensors import tensor_bytes
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet, RangeRead
 from ..errors import CheckpointCorruptError

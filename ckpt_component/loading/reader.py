@@ -24,6 +24,7 @@ from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
 from ..core.state.flatten import StateDict, unflatten
 from ..core.state.key_map import KeyMap
+from ..core.state.objects import refuse_fake_tensors
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
@@ -136,7 +137,9 @@ class Reader:
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
+            CheckpointError: a mode of torch makes tensors without memory
         """
+        refuse_fake_tensors()
         wanted, clock = LoadOptions(**options), time.perf_counter
         marks = [("open", clock())]
         self.last_read = {}

@@ -18,7 +18,6 @@ import torch
 
 from ...errors import CheckpointError
 from ..memory.huge_pages import SharedPages, align, map_private
-from ..memory.libc import memory_at
 from ..state.int_columns import column_of
 from .layout import Layout
 
@@ -202,8 +201,3 @@ class Arena:
         if self.fd is None:
             raise CheckpointError("This checkpoint arena is closed, or was not made to be shared with other processes.")
         return self.fd
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive."""
-    return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..memory.libc import memory_at
+from .dense_tensors import tensor_bytes
 
 #: Size of the sample of one tensor, and the number of pieces it is made of.
 SAMPLE_BYTES, _PIECES = 16 << 10, 64
@@ -23,7 +23,7 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     sums = [0] * len(tensors)
     for numbers in places.values():
         joined = torch.cat([samples[number] for number in numbers]).cpu()
-        data = memory_at(joined.data_ptr(), joined.numel(), joined)
+        data = tensor_bytes(joined)
         start = 0
         for number in numbers:
             end, tensor = start + samples[number].numel(), tensors[number]
