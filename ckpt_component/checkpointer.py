@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from .core.commit.names import step_in_name
 from .core.commit.run_record import other_script
 from .core.coordination import Coordinator
-from .core.processes.home_process import HomeProcess
+from .core.processes.home_process import HomeProcess, refuse_at_exit
 from .core.storage.locate import absolute, expanded, path_text
 from .errors import CheckpointError, CheckpointTypeError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport
@@ -136,7 +136,7 @@ class Checkpointer(ABC):
                     text, state_dict=state_dict, map_location=default_map_location, **kwargs
                 )
             except RuntimeError as error:
-                self._home.refuse_at_exit(error)
+                refuse_at_exit(error)
                 raise
         if self.last_load is not None and not kwargs.get("resuming"):
             self.saver.events.restored(self.last_load)

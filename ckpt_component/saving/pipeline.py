@@ -22,7 +22,7 @@ from typing import Any
 
 from ..callers.write_callers import WriteCaller
 from ..core.commit.commit import new_attempt
-from ..core.processes.home_process import HomeProcess
+from ..core.processes.home_process import HomeProcess, refuse_at_exit
 from ..errors import CheckpointError
 from ..events import SaveReport
 from ..stagers.base import Stager
@@ -134,7 +134,7 @@ class SavePipeline:
         except CheckpointError as error:
             return self._refuse(request, error)
         except RuntimeError as error:
-            self._home.refuse_at_exit(error)
+            refuse_at_exit(error)
             raise
         except KeyboardInterrupt:
             logger.warning("interrupted before the snapshot of %s was complete, so it is not saved", path)
@@ -156,7 +156,7 @@ class SavePipeline:
             if staged.snapshot is not None:
                 staged.snapshot.release()
             if isinstance(error, RuntimeError):
-                self._home.refuse_at_exit(error)
+                refuse_at_exit(error)
             raise
         del admitted, staged  # which refer to the state
         if not self.caller.in_other_process:

@@ -43,19 +43,20 @@ class HomeProcess:
         if self.closed:
             raise CheckpointError(f"This {self._what} is closed; build a new one.")
 
-    def refuse_at_exit(self, error: RuntimeError) -> None:
-        """Say in words why a thread was refused, if it is because the interpreter ends.
 
-        Python says so in the text of its error alone: `sys.is_finalizing()` is false while atexit handlers run.
+def refuse_at_exit(error: RuntimeError) -> None:
+    """Say in words why a thread was refused, if it is because the interpreter ends.
 
-        Args:
-            error: what was raised where a thread was to start, or to take work
+    Python says so in the text of its error alone: `sys.is_finalizing()` is false while atexit handlers run.
 
-        Raises:
-            CheckpointError: it is so
-        """
-        if "shutdown" in str(error):
-            raise CheckpointError(
-                f"This {self._what} saves and loads nothing more, because the interpreter is ending; join the threads "
-                "that use it before the script ends."
-            ) from error
+    Args:
+        error: what was raised where a thread was to start, or to take work
+
+    Raises:
+        CheckpointError: it is so
+    """
+    if "shutdown" in str(error):
+        raise CheckpointError(
+            "Nothing is saved or loaded any more, because the interpreter is ending; join the threads that do so before "
+            "the script ends."
+        ) from error
