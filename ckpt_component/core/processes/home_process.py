@@ -57,6 +57,6 @@ def refuse_at_exit(error: RuntimeError) -> None:
     """
     if "shutdown" in str(error):
         raise CheckpointError(
-            "Nothing is saved or loaded any more, because the interpreter is ending; join the threads that do so before "
-            "the script ends."
+            "Nothing is saved or loaded any more, because the interpreter is ending; join the threads that do so "
+            "before the script ends."
         ) from error
