@@ -47,10 +47,15 @@ class EventThread:
             self._tasks.append(task)
             self._accepted += 1
             if self._thread is None:
-                self._start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as error:  # from Python 3.12 on, while the interpreter ends
+                    logger.debug("no thread starts (%s), so the caller runs what is for %s", error, self._what)
             self._changed.notify_all()
-            runs = self._thread is not None
-        if not runs:
+            has_thread = self._thread is not None
+        if not has_thread:
             self._run()
 
     def drain(self, deadline: float) -> None:
@@ -76,15 +81,6 @@ class EventThread:
             thread, hangs = self._thread, self._ran < self._late
         if thread is not None and not hangs and thread is not threading.current_thread():
             thread.join(max(deadline - time.monotonic(), 0.0))
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # from Python 3.12 on, while the interpreter ends
-            logger.debug("no thread starts (%s), so the caller runs what is for %s", error, self._what)
-        else:
-            self._thread = thread
 
     def _run(self) -> None:
         """Run tasks until `close`; without a thread, those that there are."""
