@@ -36,7 +36,7 @@ PathLike = str | os.PathLike[str]
 class Checkpointer(ABC):
     """Saves and loads state dicts, path by path. A context manager; leaving it closes it.
 
-    Once it is closed, and in a child of `os.fork`, what saves, loads or waits raises CheckpointError. In such a child
+    Once it is closed, `save`, `load` and `prewarm` raise CheckpointError. In a child of `os.fork`, so does `wait`, and
     `close` does nothing.
 
     Attributes:
@@ -203,7 +203,7 @@ class Checkpointer(ABC):
             CheckpointTimeoutError: a save hung; see timeouts.write
             CheckpointError: a save failed, and its error was not raised yet
         """
-        self._home.check()
+        self._home.check(may_be_closed=True)
         self.saver.wait()
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 class CheckpointManager(StoppableLoop):
     """Saves, keeps and restores the checkpoints of one run. A context manager.
 
-    Once it is closed, and in a child of `os.fork`, what saves, loads or waits raises CheckpointError. In such a child
-    `close` and the `with` block do nothing.
+    Once it is closed, what saves or loads raises CheckpointError. In a child of `os.fork`, so does what waits; `close`
+    and the `with` block do nothing there.
 
     Args:
         checkpointer: saves and loads; owned and closed by the manager. None: nothing is saved or restored
@@ -367,7 +367,7 @@ class CheckpointManager(StoppableLoop):
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write
         """
-        self._home.check()
+        self._home.check(may_be_closed=True)
         if self._checkpointer is not None:
             self._checkpointer.wait()
 

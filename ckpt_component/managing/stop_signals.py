@@ -162,9 +162,9 @@ class StoppableLoop:
             *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2
             requeue_exit_code: see `exit_if_stopped`
         """
-        self._home.check()
+        self._home.check(may_be_closed=True)
         numbers = checked_signals(signals, requeue_exit_code)
-        if self._signals is not None:
+        if self._signals is not None or self._home.closed:
             return
         own = not isinstance(self._stopping, Coordinator)
         ranks = self._stopping() if callable(self._stopping) else self._stopping
@@ -181,7 +181,7 @@ class StoppableLoop:
             CheckpointTimeoutError: a rank did not call in time
             RanksError: a rank is dead, or has continued without the call
         """
-        self._home.check()
+        self._home.check(may_be_closed=True)
         if self._signals is None:
             raise CheckpointError("Call stop_on_signal() before the loop; should_stop() reports what it notes.")
         self.stopped_by = self._signals.agreed()

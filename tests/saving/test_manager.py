@@ -420,13 +420,11 @@ def test_a_closed_manager_refuses_and_still_tells_what_there_is(preset: str, tmp
         lambda: manager.restore(state),
         lambda: manager.begin_at(1),
         lambda: manager.prewarm(state),
-        manager.wait,
-        manager.stop_on_signal,
-        manager.should_stop,
     ):
         with pytest.raises(CheckpointError, match=r"^This manager is closed; build a new one\.$"):
             call()
     manager.close()
+    manager.wait()
     manager.exit_if_stopped()
     assert state["step"] == 0 and not state["weight"].any()
     assert manager.steps() == ([] if preset == "off" else [1])

@@ -30,8 +30,11 @@ class HomeProcess:
         """Whether this process is the one."""
         return os.getpid() == self._pid
 
-    def check(self) -> None:
+    def check(self, *, may_be_closed: bool = False) -> None:
         """Check that this process is the one, and that the object is not closed.
+
+        Args:
+            may_be_closed: let it be closed, as for what only waits
 
         Raises:
             CheckpointError: it is another, or the object is closed
@@ -40,7 +43,7 @@ class HomeProcess:
             raise CheckpointError(
                 f"This {self._what} belongs to process {self._pid}; build one after the fork (docs/failures.md#forks)."
             )
-        if self.closed:
+        if self.closed and not may_be_closed:
             raise CheckpointError(f"This {self._what} is closed; build a new one.")
 
 
