@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from .core.commit.names import step_in_name
 from .core.commit.run_record import other_script
 from .core.coordination import Coordinator
-from .core.processes.home_process import HomeProcess
+from .core.processes.home_process import HomeProcess, refuse_at_exit
 from .core.storage.locate import absolute, expanded, path_text
 from .errors import CheckpointError, CheckpointTypeError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport
@@ -36,7 +36,8 @@ PathLike = str | os.PathLike[str]
 class Checkpointer(ABC):
     """Saves and loads state dicts, path by path. A context manager; leaving it closes it.
 
-    In a child of `os.fork`, `save`, `load` and `wait` raise CheckpointError, and `close` does nothing.
+    Once it is closed, `save`, `load` and `prewarm` raise CheckpointError. In a child of `os.fork`, so does `wait`, and
+    `close` does nothing.
 
     Attributes:
         last_load: the report of the last load; None: there was none, or it failed
@@ -46,7 +47,6 @@ class Checkpointer(ABC):
         self.saver = saver
         self._reader = reader
         self.last_load: LoadReport | None = None
-        self._closed = False
         self._home = HomeProcess("checkpointer")
 
     @property
@@ -140,9 +140,13 @@ class Checkpointer(ABC):
         kwargs.update((name, value) for name, value in names.items() if value)
         text = path_text(path)
         with _naming_script(text), self._recorded_load(text):
-            loaded, missing = self._reader.read(
-                text, state_dict=state_dict, map_location=default_map_location, **kwargs
-            )
+            try:
+                loaded, missing = self._reader.read(
+                    text, state_dict=state_dict, map_location=default_map_location, **kwargs
+                )
+            except RuntimeError as error:
+                refuse_at_exit(error)
+                raise
         if self.last_load is not None and not kwargs.get("resuming"):
             self.saver.events.restored(self.last_load)
         if missing:
@@ -208,7 +212,7 @@ class Checkpointer(ABC):
             CheckpointTimeoutError: a save hung; see timeouts.write
             CheckpointError: a save failed, and its error was not raised yet
         """
-        self._home.check()
+        self._home.check(may_be_closed=True)
         self.saver.wait()
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
@@ -239,8 +243,8 @@ class Checkpointer(ABC):
         Raises:
             CheckpointError: an earlier save failed, and its error was not raised yet
         """
-        if not self._closed and self._home.is_here:
-            self._closed = True
+        if not self._home.closed and self._home.is_here:
+            self._home.closed = True
             self.saver.close()
 
     def __enter__(self: Self) -> Self:

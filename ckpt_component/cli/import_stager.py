@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..core.image.arena import tensor_bytes
 from ..core.image.layout import Layout
 from ..core.image.live_source import LiveSource
+from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.flatten import FlatState, unflatten
 from ..core.state.key_map import KeyMap
 from ..core.state.paths import key_of
@@ -69,7 +69,7 @@ class ImportStager(LiveStager):
         for entry in contents.tensors.values():
             if entry.place not in places:
                 # One element of memory, whatever the shape.
-                places[entry.place] = torch.empty((), dtype=source.dtype_of(entry)).expand(entry.shape)
+                places[entry.place] = torch.empty((), dtype=source.dtype_of(entry), device="cpu").expand(entry.shape)
             values[entry.path] = places[entry.place]
         return super().inspect(unflatten(values, contents.containers))
 
@@ -96,7 +96,7 @@ class _ReadSource(LiveSource):
         if getattr(self._last, "number", None) != number:
             self._last.number = self._last.value = None  # free the one before
             entry = self._source.contents.tensors[self._keys[number]]
-            value = torch.empty(entry.shape, dtype=self._source.dtype_of(entry))
+            value = torch.empty(entry.shape, dtype=self._source.dtype_of(entry), device="cpu")
             self._source.read_tensors([Request.into(self._keys[number], value)])
             self._last.number, self._last.value = number, value
         return tensor_bytes(self._last.value)

@@ -47,9 +47,16 @@ class EventThread:
             self._tasks.append(task)
             self._accepted += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as error:  # from Python 3.12 on, while the interpreter ends
+                    logger.debug("no thread starts (%s), so the caller runs what is for %s", error, self._what)
             self._changed.notify_all()
+            has_thread = self._thread is not None
+        if not has_thread:
+            self._run()
 
     def drain(self, deadline: float) -> None:
         """Wait until the tasks so far have run, or until a deadline; after that, not again for the same tasks.
@@ -76,9 +83,10 @@ class EventThread:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _run(self) -> None:
+        """Run tasks until `close`; without a thread, those that there are."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._closed)
+                self._changed.wait_for(lambda: self._tasks or self._closed or self._thread is None)
                 if not self._tasks:
                     return
                 task = self._tasks.popleft()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from ..core.formats import Entry, Index
-from ..core.image.arena import tensor_bytes
 from ..core.state import objects
+from ..core.state.dense_tensors import tensor_bytes
 from ..loading.reader import open_source
 from ..loading.source import Access, Request
 from .blocks import BLOCK_BYTES, TensorBlocks
@@ -27,7 +27,7 @@ class LoadedBlocks(TensorBlocks):
 
     def of(self, entry: Entry) -> Iterator[memoryview]:
         """As `TensorBlocks.of`; one whole tensor is in memory."""
-        value = torch.empty(entry.shape, dtype=self._source.dtype_of(entry))
+        value = torch.empty(entry.shape, dtype=self._source.dtype_of(entry), device="cpu")
         self._source.read_tensors([Request.into(entry.key, value)])
         data = tensor_bytes(value)
         for start in range(0, len(data), BLOCK_BYTES):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.formats import Index
-from ..core.image.arena import tensor_bytes
+from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.flatten import unflatten
 from ..loading.foreign.archives import RefusedObject
 from ..loading.reader import open_source
@@ -37,7 +37,7 @@ def torch_file(name: str, index: Index, selected: Selected) -> tuple[File, list[
     streamed = {}
     for tensor in selected.tensors:
         # Memory that is never touched, so there is none behind it.
-        value = torch.empty(tensor.entry.shape, dtype=getattr(torch, tensor.dtype))
+        value = torch.empty(tensor.entry.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
         streamed[value.untyped_storage().data_ptr()] = tensor
         values |= dict.fromkeys((tensor.path, *(path for _, path in tensor.tied)), value)
     state, outline = unflatten(values, selected.containers), _SkippedData()
@@ -50,7 +50,7 @@ def torch_file(name: str, index: Index, selected: Selected) -> tuple[File, list[
         if address in streamed:
             places.append((streamed[address], start))
         else:  # of a tensor inside an object
-            data = bytes(tensor_bytes(torch.empty(0, dtype=torch.uint8).set_(storage)))
+            data = bytes(tensor_bytes(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)))
             outline.constants.append((start, data))
     return File(name, places, outline.constants), refused
 

@@ -113,12 +113,13 @@ class CoalescedReads:
         cut = (gap < 0) | (gap > GAP_BYTES) | (file[1:] != file[:-1])
         cut |= begin[1:] // _RANGE_BYTES != begin[:-1] // _RANGE_BYTES
         cut[_MAX_TARGETS - 1 :: _MAX_TARGETS] = True
-        first = torch.cat([torch.zeros(1, dtype=torch.int64), cut.nonzero().flatten() + 1])
-        last = torch.cat([first[1:] - 1, torch.tensor([len(begin) - 1])])
+        zero = column_of([0])
+        first = torch.cat([zero, cut.nonzero().flatten() + 1])
+        last = torch.cat([first[1:] - 1, column_of([len(begin) - 1])])
         offset = begin.index_select(0, first)
         # The system call fills pieces of memory in order; bytes between two payloads go to a discard buffer.
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), payload_end[:-1]]).index_copy_(0, first, offset)
-        self._discard = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        before = torch.cat([zero, payload_end[:-1]]).index_copy_(0, first, offset)
+        self._discard = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         discard = torch.full_like(payload, self._discard.data_ptr())
         addresses = column_of(map(attrgetter("address"), self._requests))
         self._table = torch.stack([discard, payload - before, addresses, nbytes], dim=1)
@@ -241,10 +242,10 @@ def _powers(lengths: torch.Tensor, polynomial: int) -> torch.Tensor:
 @cache
 def _table(polynomial: int, step: int, count: int) -> torch.Tensor:
     """x^(8 * step * k) for all k below `count`, a power of two. The table is doubled until it is complete."""
-    power = torch.tensor([1 << _BITS - 9], dtype=torch.int32)
+    power = torch.tensor([1 << _BITS - 9], dtype=torch.int32, device="cpu")
     for _ in range(step.bit_length() - 1):
         power = _multiply(power, power, polynomial)
-    table = torch.tensor([-1 << _BITS - 1], dtype=torch.int32)  # 1
+    table = torch.tensor([-1 << _BITS - 1], dtype=torch.int32, device="cpu")  # 1
     while len(table) < count:
         table = torch.cat([table, _multiply(table, power.expand(len(table)), polynomial)])
         power = _multiply(power, power, polynomial)

@@ -13,9 +13,9 @@ import torch
 
 from ..core.formats.index import Contents, Index, Place
 from ..core.formats.rank_index import StoredRange, checksum_of
-from ..core.image.arena import tensor_bytes
 from ..core.progress import Progress, no_progress
 from ..core.state.boxes import overlap
+from ..core.state.dense_tensors import tensor_bytes
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet, RangeRead
 from ..errors import CheckpointCorruptError
@@ -90,7 +90,7 @@ class RangeSource(Source):
     def _read_piece(self, request: Request, piece: StoredRange, files: FileSet) -> None:
         target, box = request.destination, (piece.offsets, piece.shape)
         direct = request.address is not None and request.box == box
-        landing = target if direct else torch.empty(piece.shape, dtype=target.dtype)
+        landing = target if direct else torch.empty(piece.shape, dtype=target.dtype, device="cpu")
         payload = tensor_bytes(landing)
         before = (piece.offset if piece.payload is None else piece.payload) - piece.offset
         after = piece.length - before - payload.nbytes

@@ -26,6 +26,7 @@ from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
 from ..core.state.flatten import StateDict, unflatten
 from ..core.state.key_map import KeyMap
+from ..core.state.objects import refuse_fake_tensors
 from ..core.state.wrapped_modules import canonical_state_of
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
@@ -115,6 +116,7 @@ class Reader:
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
+            CheckpointError: a mode of torch makes tensors without memory
         """
         wanted, clock = LoadOptions(**options), time.perf_counter
         marks = [("open", clock())]
@@ -123,6 +125,7 @@ class Reader:
         if self._collective is not None and not wanted.alone:
             phase = self._collective(path, wanted.tag).phase
         with phase("open"):
+            refuse_fake_tensors()
             to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
             key_map = KeyMap(*names) if any(names) else None
             verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)

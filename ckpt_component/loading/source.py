@@ -73,10 +73,12 @@ def copy_into(destination: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Copy a value into a tensor of the target, or a part of one.
 
     Raises:
-        CheckpointLoadError: torch refuses the copy, such as into a tensor created under `inference_mode`
+        CheckpointLoadError: torch refuses the copy
     """
     try:
-        destination.copy_(value)
+        # Outside of inference mode torch refuses to fill a tensor that was made there; threads that read are outside.
+        with torch.inference_mode(destination.is_inference()), torch.no_grad():
+            destination.copy_(value)
     except RuntimeError as error:
         raise CheckpointLoadError(f"'{key}' in the target cannot be filled: {error}") from error
 
@@ -121,7 +123,7 @@ class Source(ABC):
             entry = self.contents.tensors[key]
             tie = entry.dtype, entry.place
             if tie not in stored:
-                stored[tie] = torch.empty(entry.shape, dtype=self.dtype_of(entry))
+                stored[tie] = torch.empty(entry.shape, dtype=self.dtype_of(entry), device="cpu")
                 requests.append(Request.into(key, stored[tie]))
             tensors[key] = stored[tie]
         self.read_tensors(requests, progress)

@@ -105,7 +105,7 @@ class TorchSaveSource(RangeSource):
         wanted = [*others]
         for number in numbers.keys() - self._filled:
             key = numbers[number]
-            flat = torch.empty(0, dtype=DTYPES[self._columns.dtypes[number]])
+            flat = torch.empty(0, dtype=DTYPES[self._columns.dtypes[number]], device="cpu")
             storage = self._state.tensors[key].untyped_storage()
             flat.set_(storage, 0, self._columns.shapes[number])  # type: ignore[call-overload]
             wanted.append((Request.into(key, flat), (0, number)))

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 class CheckpointManager(StoppableLoop):
     """Saves, keeps and restores the checkpoints of one run. A context manager.
 
-    In a child of `os.fork`, what saves, loads or waits raises CheckpointError; `close` and the `with` block do nothing.
+    Once it is closed, what saves or loads raises CheckpointError. In a child of `os.fork`, so does what waits; `close`
+    and the `with` block do nothing there.
 
     Args:
         checkpointer: saves and loads; owned and closed by the manager. None: nothing is saved or restored
@@ -92,7 +93,7 @@ class CheckpointManager(StoppableLoop):
     def __repr__(self) -> str:
         if not self.enabled:
             return "<CheckpointManager: off>"
-        parts = [contents_text(self._run, self.reports), self._run.preset, "closed" if self._closed else None]
+        parts = [contents_text(self._run, self.reports), self._run.preset, "closed" if self._home.closed else None]
         return f"<CheckpointManager: {', '.join(filter(None, parts))}>"
 
     @property
@@ -296,8 +297,6 @@ class CheckpointManager(StoppableLoop):
             return False
         if self._is_saved(step):
             return False
-        if self._closed:
-            raise CheckpointError("This manager is closed; build a new one to save again.")
         path, may_wait, before = self._run.path_of(step), self._policy.overlap == "wait", self._clock.last_save
         try:
             refuse_earlier(step, self._saved_step, "restored" if self._newest is None else "saved last")
@@ -370,7 +369,7 @@ class CheckpointManager(StoppableLoop):
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write
         """
-        self._home.check()
+        self._home.check(may_be_closed=True)
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
@@ -380,9 +379,9 @@ class CheckpointManager(StoppableLoop):
         Raises:
             CheckpointError: an earlier save failed, and its error was not raised yet
         """
-        if self._closed or not self._home.is_here:
+        if self._home.closed or not self._home.is_here:
             return
-        self._closed = True
+        self._home.closed = True
         if self._policy.enabled and (self._last is None or self._last.number == self._restored):
             self.idle = self._restored  # an evaluation has no steps
             warn_of_idle(self._run, self.idle)

@@ -148,7 +148,6 @@ class StoppableLoop:
 
     def __init__(self, home: HomeProcess, ranks: Coordinator | Callable[[], Coordinator], timeout: float) -> None:
         self._home = home
-        self._closed = False
         self._stopping = ranks
         self._stop_timeout = timeout
         self._signals: StopSignals | None = None
@@ -163,9 +162,9 @@ class StoppableLoop:
             *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2
             requeue_exit_code: see `exit_if_stopped`
         """
-        self._home.check()
+        self._home.check(may_be_closed=True)
         numbers = checked_signals(signals, requeue_exit_code)
-        if self._signals is not None or self._closed:
+        if self._signals is not None or self._home.closed:
             return
         own = not isinstance(self._stopping, Coordinator)
         ranks = self._stopping() if callable(self._stopping) else self._stopping
@@ -182,7 +181,7 @@ class StoppableLoop:
             CheckpointTimeoutError: a rank did not call in time
             RanksError: a rank is dead, or has continued without the call
         """
-        self._home.check()
+        self._home.check(may_be_closed=True)
         if self._signals is None:
             raise CheckpointError("Call stop_on_signal() before the loop; should_stop() reports what it notes.")
         self.stopped_by = self._signals.agreed()
@@ -200,7 +199,7 @@ class StoppableLoop:
         """
         if not self._home.is_here:
             return
-        if not self._closed:
+        if not self._home.closed:
             raise CheckpointError("Call exit_if_stopped() after the manager's with block, which saves the last step.")
         if self._signals is not None:
             self._signals.exit()

@@ -21,6 +21,7 @@ from ..core.commit.liveness import AttemptLock
 from ..core.commit.protocol import Attempt
 from ..core.commit.visibility import wait_visible
 from ..core.options import OnDifferentReplicas
+from ..core.processes.home_process import refuse_at_exit
 from ..core.progress import no_progress
 from ..core.state.differences import ReplicaDifference, differing
 from ..core.storage.space import FULL, amount, full_text, rate, refuse_without_room
@@ -247,7 +248,7 @@ class SaveAttempts:
 
     @contextlib.contextmanager
     def _typed_errors(self, request: SaveRequest, needed: int) -> Iterator[None]:
-        """Turn file system errors into typed ones; for a full disk the text has the numbers.
+        """Turn errors of the file system and the interpreter into typed ones; for a full disk the text has the numbers.
 
         Raises CheckpointFencedError if another run has taken over the root, and may have deleted this run's files.
         """
@@ -265,3 +266,6 @@ class SaveAttempts:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointSaveError(f"{request.path} could not be saved: {error}.", error.errno) from error
+        except RuntimeError as error:
+            refuse_at_exit(error)
+            raise

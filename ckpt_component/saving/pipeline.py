@@ -22,7 +22,7 @@ from typing import Any
 
 from ..callers.write_callers import WriteCaller
 from ..core.commit.commit import new_attempt
-from ..core.processes.home_process import HomeProcess
+from ..core.processes.home_process import HomeProcess, refuse_at_exit
 from ..errors import CheckpointError
 from ..events import SaveReport
 from ..stagers.base import Stager
@@ -85,7 +85,6 @@ class SavePipeline:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._home = HomeProcess("checkpointer")
         self._closing = threading.Lock()
-        self._closed = False
         # If a script does not call close(), the interpreter first lets the save thread finish, then runs this.
         self._at_exit = atexit.register(_close_if_alive, weakref.ref(self))
 
@@ -121,8 +120,7 @@ class SavePipeline:
             CheckpointWorldError: the process group is not the one that this was built with
             CheckpointError: the save could not begin, on all ranks; or the error of an earlier save
         """
-        if self._closed:
-            raise CheckpointError("This checkpointer is closed; build a new one to save again.")
+        self._home.check()
         self.ranks.check_world()
         request = SaveRequest(path, self._context.storage_of(path), step, metrics, may_wait)
         try:
@@ -135,6 +133,9 @@ class SavePipeline:
             staged = self._stage(admitted)
         except CheckpointError as error:
             return self._refuse(request, error)
+        except RuntimeError as error:
+            refuse_at_exit(error)
+            raise
         except KeyboardInterrupt:
             logger.warning("interrupted before the snapshot of %s was complete, so it is not saved", path)
             raise
@@ -144,10 +145,20 @@ class SavePipeline:
         else:
             copied, file_bytes = staged.snapshot.copied, staged.snapshot.encoded.file_bytes
             save = SaveHandle(request, admitted.number, file_bytes=file_bytes, written=written)
-        self.saves.append(save)
         self._staged.append((save, staged))
+        try:
+            with self._closing:  # what is listed by then, `close` waits for
+                self._home.check()
+                self._last_task = self._thread.submit(self._finish)
+                self.saves.append(save)
+        except BaseException as error:
+            self._staged.pop()
+            if staged.snapshot is not None:
+                staged.snapshot.release()
+            if isinstance(error, RuntimeError):
+                refuse_at_exit(error)
+            raise
         del admitted, staged  # which refer to the state
-        self._last_task = self._thread.submit(self._finish)
         if not self.caller.in_other_process:
             self._follow_inline(save)
             if not save.delivered:
@@ -295,9 +306,9 @@ class SavePipeline:
         if not self._home.is_here:
             return
         with self._closing:
-            if self._closed:
+            if self._home.closed:
                 return
-            self._closed = True
+            self._home.closed = True
         self._retries.stop_pausing()
         is_idle = False
         try:
@@ -307,7 +318,7 @@ class SavePipeline:
                 is_idle = self._drain()
         except (KeyboardInterrupt, SystemExit):
             # To stop the writer process now would lose its save. What is registered at exit closes this.
-            self._closed = False
+            self._home.closed = False
             raise
         except BaseException:
             self._release(is_idle)

@@ -23,7 +23,7 @@ from ..core.image.layout import Layout
 from ..core.memory.gc_control import collector_paused
 from ..core.state.dedup import Selection, Share
 from ..core.state.flatten import FlatState, flatten
-from ..core.state.objects import encode
+from ..core.state.objects import encode, refuse_fake_tensors
 from ..core.state.parameter_names import ParameterNames
 from ..core.state.paths import key_of
 from ..core.state.structure import Structure
@@ -160,7 +160,9 @@ class Stager(ABC):
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key
+            CheckpointError: a mode of torch makes tensors without memory
         """
+        refuse_fake_tensors()
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
             structure, plan = self._structure, self._plan

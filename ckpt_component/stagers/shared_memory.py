@@ -93,7 +93,8 @@ class SharedMemoryStager(Stager):
 
     def take(self, plan: StatePlan) -> Snapshot:
         """Copy everything into an arena; see `Stager.take`."""
-        with collector_paused(), torch.no_grad():
+        # The slots stay for later saves, which may write into them outside of inference mode.
+        with collector_paused(), torch.inference_mode(False), torch.no_grad():
             format_plan, flat = self._plan_for(plan)
             layout, encoded = format_plan.layout, format_plan.encode_objects(flat.objects)
             timeout = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
@@ -148,7 +149,7 @@ class SharedMemoryStager(Stager):
         try:
             for _ in range(self._arenas):
                 arenas.append(self._pool.lease(layout.arena_bytes, self._timeout))
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 for arena in arenas:
                     self._warm(ArenaFill(arena, layout, flat))
         finally:

@@ -97,9 +97,9 @@ class ZeroOverheadStager(PinnedStager):
             return None
         # Addresses are looked up when it copies, because a tensor may get other memory before.
         copy = BackgroundCopy(fill.flat, split.watched, fill.tasks(split.later, at_once=False))
-        with self._pending_lock:
-            self._pending.add(copy)
         self._copy_thread.submit(copy.run, settle)
+        with self._pending_lock:  # only what the thread has accepted ends
+            self._pending.add(copy)
         return copy
 
     def _split(self, fill: ArenaFill) -> CopySplit:

@@ -83,7 +83,7 @@ class WindowSampler:
     def __init__(self, windows: int, seed: int, fingerprint: int) -> None:
         self._windows = windows
         self._fingerprint = fingerprint
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
         self._position = 0
         self._order = self._shuffled()
 
@@ -125,7 +125,7 @@ class WindowSampler:
         self._generator.set_state(state["generator"])
 
     def _shuffled(self) -> torch.Tensor:
-        return torch.randperm(self._windows, generator=self._generator).int()
+        return torch.randperm(self._windows, generator=self._generator, dtype=torch.int64, device="cpu").int()
 
 
 def windows_in(text: torch.Tensor, context: int) -> int:
@@ -144,6 +144,6 @@ def cut(text: torch.Tensor, windows: torch.Tensor, context: int) -> tuple[torch.
     Returns:
         Two int64 tensors of shape (windows, context); the second is the first shifted by one byte.
     """
-    places = windows[:, None] * context + torch.arange(context + 1)
+    places = windows[:, None] * context + torch.arange(context + 1, dtype=torch.int64, device=text.device)
     tokens = text[places].long()
     return tokens[:, :-1], tokens[:, 1:]

@@ -112,7 +112,7 @@ class Job:
         settings, progress = self.settings, self.state["progress"]
         self._called.train()
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for _ in range(settings.accumulate):
             windows, weight = share(self._sampler.take(settings.batch_size), self._sharers)
             loss = self._loss(self.text.train, windows) * weight / settings.accumulate
@@ -134,7 +134,7 @@ class Job:
         if not count:
             return None
         stride = max(count // (self.settings.eval_batches * size), 1)
-        sample = torch.arange(0, count, stride)[: self.settings.eval_batches * size]
+        sample = torch.arange(0, count, stride, dtype=torch.int64, device="cpu")[: self.settings.eval_batches * size]
         self._called.eval()
         sums = []
         with torch.no_grad():

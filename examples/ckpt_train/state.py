@@ -40,4 +40,4 @@ class RngState:
             return
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and self._device.type == "cuda":
-            torch.cuda.set_rng_state(torch.tensor(list(state["cuda"]), dtype=torch.uint8), self._device)
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8), self._device)

@@ -177,3 +177,25 @@ def test_events_that_a_listener_cannot_take_are_dropped_with_one_warning(
     recorder.close(60)
     assert 1000 <= len(hung.steps) <= 1001 and hung.steps[:2] == [0, 1]
     assert len(lines(caplog, "newer ones are dropped")) == 1
+
+
+def test_events_are_told_by_the_caller_where_no_thread_starts_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from Python 3.12 on, while the interpreter ends."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in ("ckpt-events", "ckpt-listener"):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    leaving = Leaving()
+    with build_manager("async_persistent", QUICK, dir=tmp_path) as manager:
+        manager.add_listener(leaving)
+        for step in (1, 2):
+            manager.save(step, STATE)
+        manager.wait()
+    assert leaving.steps == [1, 2]
+    assert [event["step"] for event in read_events(tmp_path) if event["event"] == "save"] == [1, 2]

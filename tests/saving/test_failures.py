@@ -101,12 +101,19 @@ def test_close_raises_what_nobody_has_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_a_closed_checkpointer_saves_nothing(preset: str, tmp_path: Path) -> None:
-    checkpointer = build_checkpointer(preset)
-    checkpointer.close()
-    with pytest.raises(CheckpointError, match="This checkpointer is closed; build a new one to save again"):
+def test_a_closed_checkpointer_saves_and_loads_nothing(preset: str, tmp_path: Path) -> None:
+    with build_checkpointer(preset) as checkpointer:
         checkpointer.save(state_of(1), tmp_path / "one")
-    assert os.listdir(tmp_path) == []
+    for call in (
+        lambda: checkpointer.save(state_of(2), tmp_path / "two"),
+        lambda: checkpointer.load(tmp_path / "one"),
+        lambda: checkpointer.prewarm(state_of(2)),
+    ):
+        with pytest.raises(CheckpointError, match=r"^This checkpointer is closed; build a new one\.$"):
+            call()
+    checkpointer.close()
+    checkpointer.wait()
+    assert checkpointer.verify(tmp_path / "one") and os.listdir(tmp_path) == ["one"]
 
 
 def test_close_ends_the_writer_process_also_when_it_gives_up_a_save_that_hangs(

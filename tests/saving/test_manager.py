@@ -409,12 +409,25 @@ def test_a_program_that_ends_is_told_only_of_a_step_that_is_not_saved(
     assert len(ends) == 3 and caplog.text.count("is not saved: the program ended before the end of") == 1
 
 
-def test_a_closed_manager_saves_nothing(tmp_path: Path) -> None:
-    with manager_in(tmp_path, preset="sync") as manager:
-        manager.save(1, fresh())
-    with pytest.raises(CheckpointError, match="This manager is closed; build a new one to save again"):
-        manager.save(2, fresh())
-    assert manager.steps() == [1]
+@pytest.mark.parametrize("preset", ["sync", "async_persistent", "off"])
+def test_a_closed_manager_refuses_and_still_tells_what_there_is(preset: str, tmp_path: Path) -> None:
+    with manager_in(tmp_path, preset=preset) as manager:
+        manager.save(1, {"weight": torch.ones(10), "step": 1})
+    state = fresh()
+    for call in (
+        lambda: manager.save(2, state),
+        lambda: manager.maybe_save(2, state),
+        lambda: manager.restore(state),
+        lambda: manager.begin_at(1),
+        lambda: manager.prewarm(state),
+    ):
+        with pytest.raises(CheckpointError, match=r"^This manager is closed; build a new one\.$"):
+            call()
+    manager.close()
+    manager.wait()
+    manager.exit_if_stopped()
+    assert state["step"] == 0 and not state["weight"].any()
+    assert manager.steps() == ([] if preset == "off" else [1])
 
 
 def test_a_report_gets_the_managers_of_its_job(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def make_items(count: int) -> dict[str, Any]:
     for number in range(count):
         shape = (1 + number % _ROWS, 1 + number // _ROWS % _COLUMNS)
         layers.setdefault(f"layer_{number // 100}", {})[f"weight_{number % 100}"] = torch.ones(
-            shape, dtype=torch.bfloat16
+            shape, dtype=torch.bfloat16, device="cpu"
         )
     return {"model": layers, "step": 1}
 

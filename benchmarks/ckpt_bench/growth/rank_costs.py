@@ -198,8 +198,8 @@ def _config() -> Any:
 
 def _state(rank: int) -> dict[str, Any]:
     return {
-        "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
-        "alike": {f"weight_{number}": torch.ones(8) for number in range(_ALIKE)},
+        "own": {f"rank_{rank}_{number}": torch.ones(8, dtype=torch.float32, device="cpu") for number in range(_OWN)},
+        "alike": {f"weight_{number}": torch.ones(8, dtype=torch.float32, device="cpu") for number in range(_ALIKE)},
     }
 
 

@@ -89,9 +89,9 @@ def measure_limits(state: State, folder: str, turns: Iterable[int], cold: bool) 
 def _device_to_host(tensors: list[torch.Tensor], nbytes: int) -> dict[str, Callable[[], float | None]]:
     """Copies from the CUDA device into page-locked memory: the upper bound for any staging."""
     block = torch.ones(nbytes, dtype=torch.uint8, device=tensors[0].device)
-    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     # Separate slots, because in one block each tensor's bytes would have to be aligned to its dtype.
-    slots = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    slots = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for tensor in tensors]
     return {
         "d2h": lambda: timed(lambda: pinned.copy_(block, non_blocking=True), True),
         "d2h_foreach": lambda: timed(lambda: torch._foreach_copy_(slots, tensors, non_blocking=True), True),

@@ -33,9 +33,9 @@ def make_state(name: str, nbytes: int | None = None, device: str = "cpu") -> Sta
     """
     if name not in STATES:
         raise ValueError(f"There is no state {name!r}; use {', '.join(STATES)}.")
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     # One pool of random numbers for all tensors, because generating 1.5 GB of them takes longer than many rows.
-    pool = torch.randint(0, _BELOW, (1 << 20,), generator=generator).to(device)
+    pool = torch.randint(0, _BELOW, (1 << 20,), generator=generator, dtype=torch.int64, device="cpu").to(device)
     state = {}
     for key, shape, dtype in STATES[name]() if nbytes is None else _sized(name, nbytes):
         count = 1
@@ -107,8 +107,9 @@ def _tiny() -> Iterator[_Shape]:
 
 def _counts(tensors: int, low: int, high: int) -> list[int]:
     """Numbers of float32 elements, so that the tensors have from `low` to `high` bytes."""
-    generator = torch.Generator().manual_seed(1)
-    return [int(count) for count in torch.randint(low // 4, high // 4 + 1, (tensors,), generator=generator)]
+    generator = torch.Generator("cpu").manual_seed(1)
+    counts = torch.randint(low // 4, high // 4 + 1, (tensors,), generator=generator, dtype=torch.int64, device="cpu")
+    return list(map(int, counts))
 
 
 def _gpt2_small() -> Iterator[tuple[str, tuple[int, ...]]]:

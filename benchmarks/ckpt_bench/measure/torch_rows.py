@@ -22,7 +22,7 @@ class TorchSave(Saver):
 
     def load(self, path: str, target: State) -> None:
         """See `Saver`."""
-        copy_into(target, torch.load(path, mmap=True, weights_only=True))
+        copy_into(target, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
 
 class Dcp(Saver):

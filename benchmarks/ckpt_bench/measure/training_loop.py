@@ -85,8 +85,8 @@ class Loop:
         self._tensors = list(state.values())
         device = self._tensors[0].device
         self._threads = threads
-        self._left, self._right = (torch.rand(_WIDTH, _WIDTH, device=device) for _ in "ab")
-        self._out = torch.empty(_WIDTH, _WIDTH, device=device)
+        self._left, self._right = (torch.rand(_WIDTH, _WIDTH, dtype=torch.float32, device=device) for _ in "ab")
+        self._out = torch.empty(_WIDTH, _WIDTH, dtype=torch.float32, device=device)
         self._products = 1
         with self._loop_threads():
             for _ in range(3):

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..state.dense_tensors import plain_addresses
+from ..state.dense_tensors import plain_addresses, tensor_bytes
 from ..state.flatten import FlatState
 from ..state.steady import Name, mark_of, name_of
 from ..storage.storage import Held, Storage
-from .arena import tensor_bytes
 from .layout import Layout
 
 #: Returns bytes [start, end) of an image, in one or more pieces.

@@ -18,7 +18,6 @@ import torch
 
 from ...errors import CheckpointError
 from ..memory.huge_pages import SharedPages, align, map_private
-from ..memory.libc import memory_at
 from ..state.int_columns import column_of
 from .layout import Layout
 
@@ -67,7 +66,7 @@ class Slots(Sequence[torch.Tensor]):
 
     def release(self) -> None:
         """Drop all references to the arena's memory."""
-        self.plans, self._slab, self._tensors = {}, torch.empty(0), []
+        self.plans, self._slab, self._tensors = {}, torch.empty(0, dtype=torch.uint8, device="cpu"), []
 
 
 class Arena:
@@ -187,7 +186,7 @@ class Arena:
             self._slots.release()
             self._slots = None
         # The block is unmapped with the last tensor or view of it.
-        self.slab, self.memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        self.slab, self.memory = torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(b"")
         self._pages = None
         if self.fd is not None:
             os.close(self.fd)
@@ -202,8 +201,3 @@ class Arena:
         if self.fd is None:
             raise CheckpointError("This checkpoint arena is closed, or was not made to be shared with other processes.")
         return self.fd
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive."""
-    return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)

@@ -9,9 +9,8 @@ from array import array
 
 from ..memory.huge_pages import address_of, align, map_private
 from ..memory.libc import IOV_MAX, memmove
-from ..state.dense_tensors import BATCH, plain_addresses
+from ..state.dense_tensors import BATCH, plain_addresses, tensor_bytes
 from ..state.flatten import FlatState
-from .arena import tensor_bytes
 from .copy import LARGE_BYTES, Gather, sources_of
 from .layout import Layout
 

@@ -1,4 +1,7 @@
-"""Which process an object belongs to: a fork copies the object without its threads, and shares its sockets."""
+"""Where and how long an object may be used: in the process that built it, until it is closed or the interpreter ends.
+
+A fork copies the object without its threads, and shares its sockets.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,51 @@ class HomeProcess:
 
     Args:
         what: what the object is, for an error: `manager`
+
+    Attributes:
+        closed: whether the object is closed; its `close` sets it
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._pid = os.getpid()
+        self.closed = False
 
     @property
     def is_here(self) -> bool:
         """Whether this process is the one."""
         return os.getpid() == self._pid
 
-    def check(self) -> None:
-        """Check that this process is the one.
+    def check(self, *, may_be_closed: bool = False) -> None:
+        """Check that this process is the one, and that the object is not closed.
+
+        Args:
+            may_be_closed: let it be closed, as for what only waits
 
         Raises:
-            CheckpointError: it is another
+            CheckpointError: it is another, or the object is closed
         """
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise CheckpointError(
                 f"This {self._what} belongs to process {self._pid}; build one after the fork (docs/failures.md#forks)."
             )
+        if self.closed and not may_be_closed:
+            raise CheckpointError(f"This {self._what} is closed; build a new one.")
+
+
+def refuse_at_exit(error: RuntimeError) -> None:
+    """Say in words why a thread was refused, if it is because the interpreter ends.
+
+    Python says so in the text of its error alone: `sys.is_finalizing()` is false while atexit handlers run.
+
+    Args:
+        error: what was raised where a thread was to start, or to take work
+
+    Raises:
+        CheckpointError: it is so
+    """
+    if "shutdown" in str(error):
+        raise CheckpointError(
+            "Nothing is saved or loaded any more, because the interpreter is ending; join the threads that do so "
+            "before the script ends."
+        ) from error

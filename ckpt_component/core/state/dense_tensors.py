@@ -7,6 +7,9 @@ from operator import attrgetter
 
 import torch
 
+from ...errors import CheckpointError
+from ..memory.libc import memory_at
+
 #: Number of tensors to examine at once. The Python objects of 20,000 tensors do not fit into the CPU caches, so reading
 #: one attribute of all of them, then the next, would miss the caches every time.
 BATCH = 512
@@ -40,3 +43,15 @@ def plain_addresses(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     ):
         return list(map(kind.data_ptr, tensors))
     return list(map(plain_address, tensors))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive.
+
+    Raises:
+        CheckpointError: it is another tensor, whose address no system call must get
+    """
+    if not (has_plain_bytes(tensor) and tensor.is_cpu and tensor.is_contiguous()):
+        kind = f"{type(tensor).__name__} on {tensor.device}"
+        raise CheckpointError(f"A {kind} is no contiguous memory of this process; report how it was made.")
+    return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import name_ranks
+from .int_columns import column_of
 
 #: What a rank knows of a value: it was never equal on all ranks; it is the same as when it last was; or another.
 NEVER, SAME_AS_THEN, SINCE_CHANGED = range(3)
@@ -54,9 +55,10 @@ def differing(messages: Sequence[Mapping[str, Any]]) -> list[ReplicaDifference]:
         return []
     columns = [_digests_of(messages[ranks[0]], ranks) for ranks in senders.values()]
     count = max(int(column.groups.max()) for column in columns) + 1
-    first = torch.full((count,), -1)
-    sums = torch.zeros(count, dtype=torch.int64)
-    differ, agreed = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
+    first = torch.full((count,), -1, dtype=torch.int64, device="cpu")
+    sums = torch.zeros(count, dtype=torch.int64, device="cpu")
+    differ = torch.zeros(count, dtype=torch.bool, device="cpu")
+    agreed = torch.ones(count, dtype=torch.bool, device="cpu")
     for column in columns:  # by their first ranks
         groups, before, others = column.groups, first[column.groups], sums[column.groups]
         differ[groups] |= (before >= 0) & (others != column.sums)
@@ -103,7 +105,7 @@ def _describe(groups: torch.Tensor, first: torch.Tensor, columns: Sequence[_Rank
     parts: dict[int, dict[int, list[int]]] = {group: defaultdict(list) for group in wanted}
     unchanged: dict[int, list[int]] = {group: [] for group in wanted}
     for ranks, of, sums, known in columns:
-        places = torch.isin(of, torch.tensor(wanted, dtype=torch.int64)).nonzero().flatten()
+        places = torch.isin(of, column_of(wanted)).nonzero().flatten()
         for place in places.tolist():
             group = int(of[place])
             parts[group][int(sums[place])].extend(ranks)
@@ -113,7 +115,9 @@ def _describe(groups: torch.Tensor, first: torch.Tensor, columns: Sequence[_Rank
 
 
 def _digests_of(message: Mapping[str, Any], ranks: list[int]) -> _RankDigests:
-    groups = torch.cat([torch.arange(group, group + count) for _, group, count in message["runs"]])
+    groups = torch.cat(
+        [torch.arange(group, group + count, dtype=torch.int64, device="cpu") for _, group, count in message["runs"]]
+    )
     sums, known = (bytearray(base64.b64decode(message[name])) for name in ("sums", "known"))
     column = torch.frombuffer(sums, dtype=torch.int64)
     return _RankDigests(ranks, groups, column, torch.frombuffer(known, dtype=torch.uint8))

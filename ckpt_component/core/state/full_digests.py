@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..memory.libc import memory_at, views_of
+from ..memory.libc import views_of
 from ..storage.checksum import ChecksumMissingError, find_checksum
-from .dense_tensors import BATCH, plain_addresses
+from .dense_tensors import BATCH, plain_addresses, tensor_bytes
 from .flatten import FlatState
 
 #: The algorithms in order of preference; the last one is always there.
@@ -79,9 +79,9 @@ class FullDigests:
         parts: dict[int, list[int]] = defaultdict(list)
         large = self._pieces(flat, self._large)
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpt-hash") as threads:
-            hashes = threads.map(lambda each: hash_of(_memory(each[1])), large)
+            hashes = threads.map(lambda each: hash_of(tensor_bytes(each[1])), large)
             pointers = flat.pointers
-            for place, number, view_at in self._small:  # `memory_at` would take longer than the hash
+            for place, number, view_at in self._small:  # `tensor_bytes` would take longer than the hash
                 digests[place] = hash_of(view_at(pointers[number]))
             for place, digest in _hash_copies(self._pieces(flat, self._copied), hash_of):
                 parts[place].append(digest)
@@ -131,14 +131,9 @@ def _hash_copies(pieces: Sequence[tuple[int, torch.Tensor]], hash_of: Hash) -> I
                 size += on_device[end][1].nbytes
                 end += 1
             numbers, together = zip(*on_device[start:end], strict=True)
-            memory = _memory(torch.cat(list(map(bytes_of, together))).cpu())
+            memory = tensor_bytes(torch.cat(list(map(bytes_of, together))).cpu())
             offset = 0
             for number, piece in zip(numbers, together, strict=True):
                 yield number, hash_of(memory[offset : offset + piece.nbytes])
                 offset += piece.nbytes
             start = end
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
-    return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)

@@ -20,4 +20,4 @@ def column_of(values: Iterable[int]) -> torch.Tensor:
         TypeError: a value is not an integer
     """
     numbers = array("q", values)
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64, device="cpu")

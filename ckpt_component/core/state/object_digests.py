@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..memory.libc import memory_at
+from .dense_tensors import tensor_bytes
 from .full_digests import bytes_of
 from .tensor_samples import SAMPLE_BYTES, tensor_digests
 
@@ -69,4 +69,4 @@ def _all_plain(value: Any) -> bytes | None:
 def _of_tensor(tensor: torch.Tensor) -> list[bytes | memoryview]:
     memory = bytes_of(tensor).cpu()
     form = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    return [form, memory_at(memory.data_ptr(), memory.numel(), memory)]
+    return [form, tensor_bytes(memory)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ...errors import CheckpointStageError
+from ...errors import CheckpointError, CheckpointStageError
 from .dense_tensors import has_plain_bytes
 from .dtypes import WIDTHS
 from .instead import instead_of
@@ -94,7 +94,8 @@ def _encode_numpy(numpy: Any, value: Any, key: str) -> dict[str, Any]:
             f"'{key}' holds a numpy value of dtype {array.dtype}; only numeric dtypes work, so save its .tolist()."
         )
     native = array.astype(array.dtype.newbyteorder("="), copy=True)
-    data = torch.frombuffer(native, dtype=torch.uint8) if native.size else torch.empty(0)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    data = torch.frombuffer(native, dtype=torch.uint8) if native.size else nothing
     kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
     shape = list(numpy.shape(value))
     return {TAG: kind, "dtype": native.dtype.str, "shape": shape, "data": data}
@@ -128,6 +129,20 @@ def dump(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+def refuse_fake_tensors() -> None:
+    """Refuse to save or load inside a mode that makes tensors without memory, also of what is made here.
+
+    Raises:
+        CheckpointError: `FakeTensorMode`, or one like it, is active
+    """
+    kind = type(torch.empty(0, dtype=torch.uint8, device="cpu"))
+    if kind is not torch.Tensor:
+        raise CheckpointError(
+            f"A mode of torch that is active makes each tensor a {kind.__name__}, which has no memory; save and load "
+            "outside of it."
+        )
 
 
 def check_tensor(tensor: torch.Tensor, key: str) -> None:

@@ -19,6 +19,7 @@ from ..storage.checksum import find_checksum
 from .differences import NEVER, SAME_AS_THEN, SINCE_CHANGED
 from .flatten import FlatState
 from .full_digests import FullDigests
+from .int_columns import column_of
 from .object_digests import MOST, object_digest
 from .paths import keys_of
 from .steady import name_of
@@ -147,8 +148,8 @@ class LastAgreement:
 
     def __init__(self) -> None:
         self._replicas: Replicas | None = None
-        self._sums = torch.zeros(0, dtype=torch.int64)
-        self._agreed = torch.zeros(0, dtype=torch.bool)
+        self._sums = column_of(())
+        self._agreed = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def known(self, digests: Digests) -> bytes:
         """For each value of a check: NEVER equal before, SAME_AS_THEN, or SINCE_CHANGED."""
@@ -161,7 +162,7 @@ class LastAgreement:
         """Record that all values of a check were equal, except those of the groups `different`."""
         self._follow(digests.replicas)
         sums, within = _column(digests.sums), _within(digests)
-        equal = torch.ones(len(sums), dtype=torch.bool)
+        equal = torch.ones(len(sums), dtype=torch.bool, device="cpu")
         for group in different:
             place = bisect_left(digests.groups, group)
             if digests.groups[place : place + 1] == [group]:
@@ -175,8 +176,9 @@ class LastAgreement:
         names, old = replicas.names, [] if self._replicas is None else self._replicas.names
         place_of = {name: place for place, name in enumerate(old)}
         places = [(new, place_of[name]) for new, name in enumerate(names) if name in place_of]
-        into, source = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(1)
-        sums, agreed = torch.zeros(len(names), dtype=torch.int64), torch.zeros(len(names), dtype=torch.bool)
+        into, source = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+        sums = torch.zeros(len(names), dtype=torch.int64, device="cpu")
+        agreed = torch.zeros(len(names), dtype=torch.bool, device="cpu")
         sums[into], agreed[into] = self._sums[source], self._agreed[source]
         self._replicas, self._sums, self._agreed = replicas, sums, agreed
 
@@ -186,7 +188,7 @@ def _within(digests: Digests) -> slice:
 
 
 def _column(sums: array[int]) -> torch.Tensor:
-    return torch.frombuffer(sums, dtype=torch.int64) if sums else torch.zeros(0, dtype=torch.int64)
+    return torch.frombuffer(sums, dtype=torch.int64) if sums else column_of(())
 
 
 def _group(pair: tuple[int, int]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..memory.libc import memory_at
+from .dense_tensors import tensor_bytes
 
 #: Size of the sample of one tensor, and the number of pieces it is made of.
 SAMPLE_BYTES, _PIECES = 16 << 10, 64
@@ -23,7 +23,7 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     sums = [0] * len(tensors)
     for numbers in places.values():
         joined = torch.cat([samples[number] for number in numbers]).cpu()
-        data = memory_at(joined.data_ptr(), joined.numel(), joined)
+        data = tensor_bytes(joined)
         start = 0
         for number in numbers:
             end, tensor = start + samples[number].numel(), tensors[number]
@@ -42,6 +42,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().view(-1).view(torch.uint8)
     width = SAMPLE_BYTES // _PIECES // tensor.itemsize
     gap = (tensor.numel() - width) // (_PIECES - 1)
-    starts, within = (torch.arange(count, device=tensor.device) for count in (_PIECES, width))
+    starts, within = (torch.arange(count, dtype=torch.int64, device=tensor.device) for count in (_PIECES, width))
     elements = tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))  # `take` does not support 8-bit floats
     return torch.take(elements, starts[:, None] * gap + within).view(-1).view(torch.uint8)
