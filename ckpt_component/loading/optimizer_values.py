@@ -38,7 +38,8 @@ def _put_back_in(taken: dict[Any, Any], loaded: Mapping[Any, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(now, dict):
             _put_back_in(now, value)
         elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-            if now.dtype != value.dtype and now.shape == value.shape:
+            is_cast = now.dtype != value.dtype or type(now) is not type(value)
+            if is_cast and now.shape == value.shape:
                 taken[name] = value.to(now.device)
         elif name in taken and type(now) is type(value) and not same_value(now, value):
             taken[name] = value
