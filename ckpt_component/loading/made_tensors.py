@@ -117,10 +117,10 @@ class _MissingTensors:
                 value = self._state_of(place, optimizer, int(*number), inner)
                 self._made[(*place, "state", int(*number), *inner)] = value
                 return
-        for place, stateful in self._stateful:
-            if key.startswith(f"{place}."):
+        for outer, stateful in self._stateful:
+            if key.startswith(f"{outer}."):
                 fact = (
-                    f"'{key}' in the checkpoint is made of tensors, and '{place}' ({type(stateful).__name__}) has none"
+                    f"'{key}' in the checkpoint is made of tensors, and is not in {type(stateful).__name__} '{outer}'"
                 )
                 raise Misfit(key, fact, "let it make its state before the load, such as by one step")
 
@@ -181,14 +181,12 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, number: int) -> Mappin
     with torch.enable_grad():
         single = parameter.detach().clone().requires_grad_()
     single.grad = torch.zeros_like(single)
-    stepping = object.__new__(type(optimizer))
-    # A scheduler replaces `step` on the instance by one that is bound to it.
-    stepping.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    stepping.state = defaultdict(dict)
     options = {name: _copied(value) for name, value in group.items() if name != "params"}
-    stepping.param_groups = [{**options, "params": [single]}]
-    stepping._optimizer_step_pre_hooks = OrderedDict()
-    stepping._optimizer_step_post_hooks = OrderedDict()
+    own = {"state": defaultdict(dict), "param_groups": [{**options, "params": [single]}]}
+    hooks: dict[str, Any] = {f"_optimizer_step_{when}_hooks": OrderedDict() for when in ("pre", "post")}
+    stepping = object.__new__(type(optimizer))
+    vars(stepping).update({**vars(optimizer), **own, **hooks})
+    vars(stepping).pop("step", None)  # a scheduler puts one on the instance, which is bound to it
     step = type(optimizer).step
     if getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks of all optimizers
         step = step.__wrapped__  # type: ignore[attr-defined]
