@@ -19,7 +19,7 @@ from ..core.state.equality import same_value
 from ..core.state.flatten import FlatState, flatten
 from ..core.state.parameter_names import optimizers_of
 from ..core.state.paths import Path, key_of, keys_of
-from ..core.state.tensor_parts import CONTEXT
+from ..core.state.tensor_parts import CONTEXT, read_context
 from ..errors import CheckpointLoadError
 from .mismatch import Misfit, Mismatches
 from .source import Source
@@ -109,8 +109,9 @@ class _MissingTensors:
         key = key_of(path)
         if key in self._tensors:
             fact = f"'{key}' is a plain tensor in the target, and made of tensors in the checkpoint"
-            kind = self._source.read_objects([context])[context].get("class")
-            raise Misfit(key, fact, f"make the target as it was when it was saved, such as by quantizing it ({kind})")
+            stored = read_context(self._source.read_objects([context])[context]) or {}
+            advice = "make the target as it was when it was saved, such as by quantizing it first"
+            raise Misfit(key, f"{fact} ({stored.get('class')!s:.200})", advice)
         for place, optimizer in self._optimizers:
             beginning, number, inner = path[: len(place) + 1], path[len(place) + 1 :][:1], path[len(place) + 2 :]
             if key_of(beginning) == key_of((*place, "state")) and str(*number).isdecimal() and inner:
@@ -201,22 +202,22 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
-def _difference(key: str, own: Mapping[str, Any], stored: Any, source: Source) -> Misfit | None:
+def _difference(key: str, context: Any, stored: Any, source: Source) -> Misfit | None:
     """How a tensor differs from that of the checkpoint beside its parts; None: it does not, or nothing says so."""
     advice = "make the target as it was when it was saved"
+    own, theirs = dict(context), read_context(stored)
     name = own["class"]
     if stored is None:
         kinds = {"tensor": source.contents.tensors, "Python object": source.contents.objects}
         kind = next((kind for kind, entries in kinds.items() if key in entries), None)
         if kind is None:
             return None  # a file of safetensors has the parts only; without those, they are missing
-        return Misfit(
-            key, f"'{key}' is a {name}, made of tensors, in the target and a {kind} in the checkpoint", advice
-        )
-    if not isinstance(stored, Mapping):
+        fact = f"'{key}' is a {name}, made of tensors, in the target and a {kind} in the checkpoint"
+        return Misfit(key, fact, advice)
+    if theirs is None:
         return Misfit(key, f"what '{key}' is made of is a {type(stored).__name__} in the checkpoint", advice)
-    for what in ("class", "context", "shape", "dtype"):
-        one, other = own[what], stored.get(what)
+    for what in ("class", "shape", "dtype", "context"):
+        one, other = own[what], theirs.get(what)
         if what == "class":  # modules are moved from release to release
             one, other = name.rpartition(".")[2], str(other).rpartition(".")[2]
         if not same_value(one, other):

@@ -35,7 +35,7 @@ class HeldTensors:
     placed: dict[int, torch.Tensor] = field(default_factory=dict)
     elsewhere: dict[Path, torch.Tensor] = field(default_factory=dict)
     made: dict[Path, torch.Tensor] = field(default_factory=dict)
-    contexts: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    contexts: dict[Path, Any] = field(default_factory=dict)
 
     def add(self, path: Path, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Add what this rank holds of a tensor.

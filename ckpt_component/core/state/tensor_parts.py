@@ -57,20 +57,27 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return dense
 
 
-def context_of(tensor: torch.Tensor) -> dict[str, Any]:
+def context_of(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
     """What a tensor is, beside the tensors that it is made of, as plain data; nothing is made of it here.
 
     Returns:
-        `class`: its name. `context`, `shape` and `stride`: what its `__tensor_unflatten__` takes. `dtype`: as it says.
+        Names and values, as pairs, because a dict would be flattened. `class`: its name. `context`, `shape` and
+        `stride`: what its `__tensor_unflatten__` takes. `dtype`: as it says.
     """
     whole: Any = tensor
-    return {
-        "class": _name_of(type(tensor)),
-        "context": _described(whole.__tensor_flatten__()[1]),
-        "shape": torch.Size(tensor.shape),
-        "stride": tuple(tensor.stride()),
-        "dtype": tensor.dtype,
-    }
+    return (
+        ("class", _name_of(type(tensor))),
+        ("context", _described(whole.__tensor_flatten__()[1])),
+        ("shape", tuple(tensor.shape)),
+        ("stride", tuple(tensor.stride())),
+        ("dtype", tensor.dtype),
+    )
+
+
+def read_context(value: Any) -> dict[str, Any] | None:
+    """What a checkpoint has from `context_of`, by name; None: it is something else."""
+    is_valid = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    return {name: each for name, each in value if isinstance(name, str)} if is_valid else None
 
 
 def _described(value: Any) -> Any:
