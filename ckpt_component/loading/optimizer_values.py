@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.state.dense_tensors import ORDINARY
 from ..core.state.equality import same_value
 
 #: Options that a scheduler changes at each step, where its own start value (`initial_lr`) is the checkpoint's.
@@ -38,7 +39,8 @@ def _put_back_in(taken: dict[Any, Any], loaded: Mapping[Any, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(now, dict):
             _put_back_in(now, value)
         elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-            is_cast = now.dtype != value.dtype or type(now) is not type(value)
+            # A tensor made of tensors may be made anew with the same dtype.
+            is_cast = now.dtype != value.dtype or (type(value) not in ORDINARY and not same_value(now, value))
             if is_cast and now.shape == value.shape:
                 taken[name] = value.to(now.device)
         elif name in taken and type(now) is type(value) and not same_value(now, value):

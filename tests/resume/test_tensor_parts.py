@@ -152,7 +152,7 @@ def test_a_tensor_that_cannot_be_taken_apart_is_refused_by_key(ours: Checkpointe
     for value, said in (
         (
             (packed(1, 8),),
-            "'a.b' holds a Packed in a tuple or another object, which cannot be checkpointed; put it into",
+            "'a.b' holds a Packed, made of tensors, in a tuple or another object, which cannot be checkpointed; put it",
         ),
         (jagged, "'a.b' is a nested tensor, which cannot be checkpointed; save its .unbind() as a list"),
     ):

@@ -135,7 +135,10 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
     """Refuse, by key, tensors that cannot be restored from their bytes alone."""
     problem = None
     if is_spread(tensor):
-        problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")
+        problem = (
+            f"holds a {type(tensor).__name__}, made of tensors, in a tuple or another object",
+            "put it into a dict or a list, or save the tensors that it is made of",
+        )
     elif is_lazy(tensor):
         problem = ("is not initialized yet", "run the module on one batch first")
     elif tensor.device.type == "meta":
@@ -153,7 +156,10 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
     elif tensor.dtype not in STORED_DTYPES:
         problem = (f"is {tensor.dtype}, of a torch newer than this package", "save its .view(torch.uint8)")
     elif is_made_of_tensors(tensor):
-        problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")
+        problem = (
+            f"holds a {type(tensor).__name__}, made of tensors, in a tuple or another object",
+            "put it into a dict or a list, or save the tensors that it is made of",
+        )
     elif not has_plain_bytes(tensor):
         problem = (f"is a {type(tensor).__name__}, which does not say what it is made of", "save plain tensors")
     if problem is not None:
