@@ -176,7 +176,13 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, number: int) -> Mappin
 
     The step is that of a copy of the optimizer, without hooks, on a copy of the parameter. The optimizer, its options,
     its parameters and the default random generators stay as they are.
+
+    Raises:
+        TypeError: the copy could change what it is not a copy of
     """
+    while "param_groups" not in vars(optimizer):  # a wrapper that hands on all, such as Accelerate's
+        optimizer = vars(optimizer)["optimizer"]
+    _refuse_other_parameters(optimizer)
     groups = [(group, each) for group in optimizer.param_groups for each in group["params"]]
     group, parameter = groups[number]
     with torch.enable_grad():
@@ -196,6 +202,17 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, number: int) -> Mappin
         step(stepping)
     state: Mapping[Any, Any] = stepping.state[single]
     return state
+
+
+def _refuse_other_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that steps another one, or that has its parameters in an attribute, by `TypeError`."""
+    live = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for name, value in vars(optimizer).items():
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+        if name not in ("state", "param_groups") and any(
+            id(each) in live or isinstance(each, torch.optim.Optimizer) for each in inner
+        ):
+            raise TypeError(f"its attribute '{name}' leads to parameters that a step would change")
 
 
 def _copied(value: Any) -> Any:

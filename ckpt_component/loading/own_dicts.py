@@ -47,25 +47,23 @@ def emptied(flat: FlatState, contents: Contents) -> FlatState:
     return replace(left, containers=[*empty, *left.containers])
 
 
-def refill(mapping: Mapping[Any, Any], values: Mapping[Any, Any], key: str) -> None:
+def refill(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any], key: str) -> None:
     """Put values into a dict of the target in place of those that it has.
 
     Raises:
         CheckpointLoadError: it does not take them
     """
-    kind = type(mapping).__name__
-    if not isinstance(mapping, MutableMapping):
-        raise CheckpointLoadError(f"'{key}' in the target is a {kind}, which cannot be filled; load into a dict.")
     try:
         mapping.clear()
         mapping.update(values)
     except Exception as error:  # the methods of a class may raise anything
         raise CheckpointLoadError(
-            f"'{key}' ({kind}) in the target does not take its values: {str(error).rstrip('. ')}; load into a dict."
+            f"'{key}' ({type(mapping).__name__}) in the target does not take its values: {str(error).rstrip('. ')}; "
+            "load into a dict."
         ) from error
 
 
-def in_own_classes(value: Any, path: Path, mappings: Mapping[Path, Mapping[Any, Any]]) -> Any:
+def in_own_classes(value: Any, path: Path, mappings: Mapping[Path, MutableMapping[Any, Any]]) -> Any:
     """The state for an object, with dicts of the classes that its own state has.
 
     Args:

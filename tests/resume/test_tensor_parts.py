@@ -24,6 +24,7 @@ from ckpt_component import (
     CheckpointLoadError,
     CheckpointStageError,
     build_checkpointer,
+    build_manager,
     load_weights,
 )
 from ckpt_component.config.schema import PARTS
@@ -99,6 +100,7 @@ def test_without_a_target_the_parts_come_back_plain(ours: Checkpointer, tmp_path
         assert (context["shape"], context["stride"], context["dtype"]) == ((8,), (1,), torch.bfloat16)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_stock_loads_find_the_parts_by_their_keys(tmp_path: Path) -> None:
     weight = packed(1, 8)
     with build_checkpointer("sync") as checkpointer:
@@ -264,6 +266,58 @@ def test_an_optimizer_that_cannot_make_its_state_is_refused_with_what_to_do(ours
     assert "'optimizer.state.0.momentum' in the checkpoint is made of tensors" in str(caught.value)
 
 
+class Delegate(torch.optim.Optimizer):
+    """Hands on everything, and has nothing of its own, as Accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+class Around(PackedMomentum):
+    """Steps another optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups[0]["params"])
+        self.base = optimizer
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step(closure)
+
+
+def test_an_optimizer_within_another_is_never_stepped(ours: Checkpointer, tmp_path: Path) -> None:
+    run, resumed, other = Run(), Run(), Run()
+    run.train(range(2))
+    ours.save({"model": run.model, "optimizer": run.optimizer}, tmp_path / "one")
+    for each in (resumed, other):  # as a step would find it
+        for parameter in each.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in other.model.parameters()]
+    with pytest.raises(CheckpointLoadError, match="its attribute 'base' leads to parameters that a step would change"):
+        ours.load(tmp_path / "one", {"optimizer": Around(other.optimizer)})
+    assert all(map(torch.equal, before, other.model.parameters())) and not other.optimizer.state
+    ours.load(tmp_path / "one", {"model": resumed.model, "optimizer": Delegate(resumed.optimizer)}, strict=True)
+    assert all(map(torch.equal, run.model.parameters(), resumed.model.parameters()))
+    for one, another in zip(run.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
+        assert same(one["momentum"], another["momentum"])
+
+
 class Average:
     """An object that has no state before its first update."""
 
@@ -304,6 +358,22 @@ def test_shards_are_refused_by_key_and_copies_are_stored_once(tmp_path: Path) ->
     with build_checkpointer("sync") as checkpointer:
         checkpointer.load(tmp_path / "copies", target, strict=True, allow_unexpected=False)
     assert same(target["w"], packed(1, 8))
+
+
+def test_a_guarded_optimizer_steps_while_the_parts_are_copied(tmp_path: Path) -> None:
+    run = Run()
+    losses = run.train(range(1))
+    with build_manager("async_zero_overhead", dir=tmp_path, overrides=["checkpoint.keep.last=9"]) as manager:
+        manager.guard(run.optimizer)
+        for step in range(1, 6):
+            manager.save(step, run.state)
+            losses += run.train(range(step, step + 1))
+        manager.wait()
+    for step in (1, 4):
+        resumed = Run()
+        with build_checkpointer("sync") as checkpointer:
+            checkpointer.load(tmp_path / f"iter_{step:07d}", resumed.state, strict=True)
+        assert resumed.train(range(step, 6)) == losses[step:6]
 
 
 @with_torchao

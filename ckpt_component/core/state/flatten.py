@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
@@ -84,7 +84,7 @@ class FlatState:
     placed: dict[int, torch.Tensor] = field(default_factory=dict)
     elsewhere: dict[Path, torch.Tensor] = field(default_factory=dict)
     made: dict[Path, torch.Tensor] = field(default_factory=dict)
-    mappings: dict[Path, Mapping[Any, Any]] = field(default_factory=dict)
+    mappings: dict[Path, MutableMapping[Any, Any]] = field(default_factory=dict)
 
     @cached_property
     def pointers(self) -> array[int]:
@@ -200,7 +200,7 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
             flat.containers.append((path, "empty"))
         elif type(value) is OrderedDict:
             flat.containers.append((path, "odict"))
-        if type(value) not in _DICTS and path:
+        if type(value) not in _DICTS and path and isinstance(value, MutableMapping):
             flat.containers.append((path, class_kind(value)))
             flat.mappings[path] = value
         tensors, paths = flat.tensors, flat.tensor_paths
