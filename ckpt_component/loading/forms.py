@@ -8,7 +8,8 @@ from typing import Any
 
 from ..core.state.flatten import StateDict, Stateful, kind_of
 from ..core.state.paths import Path, key_of, keys_of
-from ..core.state.per_rank import PerRank, rank_name
+from ..core.state.per_rank import PerRank, rank_name, rank_of
+from ..errors import CheckpointLoadError
 from .mismatch import Misfit
 from .source import Source
 
@@ -177,6 +178,21 @@ def _form(value: Any) -> str | None:
     kind = kind_of(value)
     if kind in ("tensor", "list"):
         return kind
-    if kind in ("dict", "stateful"):  # the state of an object is a dict
+    if kind in ("dict", "stateful", "generator"):  # the state of an object is a dict
         return "dict"
     return type(value).__name__ if type(value) in (list, tuple, set) else None
+
+
+def owner_of(path: Path, per_rank: PerRank, source: Source, rank: int, world_size: int) -> int | None:
+    """The rank whose value to load: this rank's, or for another number of ranks rank 0's or None, by `when_resized`."""
+    depth = len(path)
+    names = {place[depth] for _, place in source.contents.paths() if place[:depth] == path and len(place) > depth}
+    saved = {number for number in map(rank_of, names) if number is not None}
+    if not saved or (len(saved) == world_size and rank in saved):
+        return rank
+    if per_rank.when_resized == "error":
+        raise CheckpointLoadError(
+            f"'{key_of(path)}' differs by rank; {source.where} has it for {len(saved)} ranks, and there are "
+            f"{world_size} now. PerRank(..., when_resized='keep') keeps the current value, 'first' takes rank 0's."
+        )
+    return None if per_rank.when_resized == "keep" else min(saved)

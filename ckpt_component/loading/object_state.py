@@ -12,7 +12,9 @@ from ..core.state.flatten import FlatState, StateDict, Stateful, unflatten
 from ..core.state.paths import Path, key_of
 from ..errors import CheckpointLoadError
 from .forms import Forms
+from .made_tensors import whole_values
 from .optimizer_values import options_of, put_back, replaced_options
+from .own_dicts import in_own_classes
 from .proof import Proof
 
 logger = logging.getLogger("ckpt_component.readers")
@@ -59,6 +61,8 @@ def state_of_object(
                 continue
         state[place] = value
     state.update({place: value for place, value in new.items() if place[:depth] == path})
+    if flat.made:
+        state = whole_values(state, flat.made)
     containers = {place: kind for place, kind in flat.containers if kind != "list" or key_of(place) not in forms.below}
     containers.update(stored_containers)
     kept = [
@@ -69,11 +73,13 @@ def state_of_object(
         # A value that was loaded as a whole already has its containers.
         and not any(place[:length] in new for length in range(depth + 1, len(place) + 1))
     ]
+    mappings = flat.mappings
     if flat.wrapped:
         state = {flat.own_path(place): value for place, value in state.items()}
         kept = [(flat.own_path(place), kind) for place, kind in kept]
-    loaded: dict[str, Any] = nested_value(path, state, kept)
-    return loaded
+        mappings = {flat.own_path(place): mapping for place, mapping in mappings.items()}
+    loaded: StateDict = nested_value(path, state, kept)
+    return in_own_classes(loaded, path, mappings) if mappings else loaded
 
 
 def load_state(
@@ -156,7 +162,8 @@ def _fit_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
 
 def nested_value(path: Path, values: Mapping[Path, Any], containers: Sequence[tuple[Path, str]]) -> Any:
     """The nested value at a path, from values at and below it."""
-    nested: Any = unflatten(values, [(place, kind) for place, kind in containers if place[: len(path)] == path])
+    below = [(place, kind) for place, kind in containers if place[: len(path)] == path]
+    nested: Any = unflatten(values, below, classes=True)
     for part in path:
         nested = nested.get(part, {})
     return nested

@@ -438,19 +438,7 @@ def _pruned(matches: Sequence[_Match], flat: FlatState) -> FlatState:
 
     if not fresh or (all(map(stays, flat.tensor_paths)) and all(map(stays, flat.object_paths))):
         return flat
-    tensors = [number for number, path in enumerate(flat.tensor_paths) if stays(path)]
-    objects = [number for number, path in enumerate(flat.object_paths) if stays(path)]
-    return replace(
-        flat,
-        tensors=[flat.tensors[number] for number in tensors],
-        tensor_paths=[flat.tensor_paths[number] for number in tensors],
-        objects=[flat.objects[number] for number in objects],
-        object_paths=[flat.object_paths[number] for number in objects],
-        containers=[(path, kind) for path, kind in flat.containers if stays(path)],
-        shards=[flat.shards[number] for number in tensors],
-        placed={new: flat.placed[old] for new, old in enumerate(tensors) if old in flat.placed},
-        elsewhere={path: tensor for path, tensor in flat.elsewhere.items() if stays(path)},
-    )
+    return flat.only(stays)
 
 
 def _first_name(name: str | None, own: str | None, number: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.state.dense_tensors import ORDINARY
 from ..core.state.equality import same_value
 
 #: Options that a scheduler changes at each step, where its own start value (`initial_lr`) is the checkpoint's.
@@ -39,7 +40,9 @@ def put_back(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None
             if isinstance(value, Mapping) and isinstance(now, dict):
                 waiting.append((now, value))
             elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-                if now.dtype != value.dtype and now.shape == value.shape:
+                # A tensor made of tensors may be made anew with the same dtype.
+                is_cast = now.dtype != value.dtype or (type(value) not in ORDINARY and not same_value(now, value))
+                if is_cast and now.shape == value.shape:
                     taken[name] = value.to(now.device)
             elif name in taken and type(now) is type(value) and not same_value(now, value):
                 taken[name] = value

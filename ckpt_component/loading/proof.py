@@ -15,7 +15,7 @@ import torch
 from ..core.state.equality import same_value
 from ..core.state.flatten import Stateful
 from ..core.state.paths import Path, key_of
-from ..core.state.shards import local_parts
+from ..core.state.tensor_parts import dense_parts
 from ..core.state.wrapped_modules import CanonicalNames
 from ..errors import CheckpointLoadError, first_keys
 
@@ -183,12 +183,10 @@ def _described(value: Any) -> str:
 def _sum_of(tensor: torch.Tensor) -> int:
     """The sum of a tensor's bytes, eight at a time where it can be; another value almost surely has another sum."""
     total = 0
-    for part, _ in local_parts(tensor, ""):
-        names = getattr(type(part), "__tensor_flatten__", None) and part.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        for each in [getattr(part, name) for name in names] if names else [part]:
-            flat = each.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            whole = flat.numel() // 8 * 8
-            wide = flat[:whole].view(torch.int64) if flat.data_ptr() % 8 == 0 else flat[:whole]
-            for piece in (*wide.split(_SEQUENTIAL), flat[whole:]):
-                total += int(piece.sum(dtype=torch.int64))
+    for each in dense_parts(tensor):
+        flat = each.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        whole = flat.numel() // 8 * 8
+        wide = flat[:whole].view(torch.int64) if flat.data_ptr() % 8 == 0 else flat[:whole]
+        for piece in (*wide.split(_SEQUENTIAL), flat[whole:]):
+            total += int(piece.sum(dtype=torch.int64))
     return total

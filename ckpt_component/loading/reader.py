@@ -40,6 +40,7 @@ from .load_options import LoadOptions
 from .mapped_source import MappedSource
 from .mismatch import how_to_find
 from .object_state import load_state
+from .own_dicts import plain_now
 from .proof import Proof
 from .ranges import RangeSource
 from .source import Access, Source
@@ -298,10 +299,11 @@ def _load_all(source: Source, to_device: _ToDevice, progress: Progress) -> State
             len(refused),
             first_keys([f"{key} ({kind})" for key, kind in refused.items()]),
         )
+    if plain := plain_now(contents, [()]):
+        logger.warning("%s: %s", source.where, plain)
     try:
-        return unflatten(
-            {contents.path_of(key): value for key, value in values.items() if key not in refused}, contents.containers
-        )
+        kept = {contents.path_of(key): value for key, value in values.items() if key not in refused}
+        return unflatten(kept, contents.containers, classes=True)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(f"The keys of {source.where} make up no state dict: {error}.") from error
 

@@ -14,14 +14,16 @@ from ..core.state.flatten import StateDict, Stateful, flatten
 from ..core.state.paths import Path, key_of, keys_of
 from ..core.state.per_rank import PerRank, rank_of
 from ..core.state.shards import Shard, local_part
-from ..errors import CheckpointLoadError
+from ..core.state.tensor_parts import CONTEXT
 from .foreign.archives import RefusedObject
-from .forms import Forms
+from .forms import Forms, owner_of
+from .made_tensors import match_made_tensors
 from .mapped_source import MappedSource
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
 from .optimizer_match import match_optimizers
 from .other_wrapping import under_names_of_target
+from .own_dicts import emptied, plain_now, refill
 from .proof import Proof
 from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 
@@ -62,19 +64,21 @@ class Target:
         owners: dict[Path, int | None] = {}
 
         def owner(path: Path, per_rank: PerRank) -> int | None:
-            owners[path] = _owner_of(path, per_rank, source, rank, world_size)
+            owners[path] = owner_of(path, per_rank, source, rank, world_size)
             return owners[path]
 
-        matched = match_optimizers(flatten(state_dict, owner), source, str if mapped is None else mapped.new_name)
-        self._flat = flat = matched.flat
-        source, self.notes = matched.source, matched.notes
+        renamed = str if mapped is None else mapped.new_name
+        source, flat, self.notes = match_optimizers(flatten(state_dict, owner), source, renamed)
         keys, contents = keys_of(paths := [*flat.tensor_paths, *flat.object_paths, *flat.elsewhere]), source.contents
         if any(key not in contents.tensors and key not in contents.objects for key in keys):
-            source, note = under_names_of_target(source, keys, paths, mapped)
-            self.notes = [*self.notes, *note]
+            source, notes = under_names_of_target(source, keys, paths, mapped)
+            self.notes = [*self.notes, *notes]
+        self.mismatches = Mismatches(source.where)
+        if flat.made or any(entry.path[-1] == CONTEXT for entry in source.contents.objects.values()):
+            flat, source = match_made_tensors(flat, source, self.mismatches)
+        self._flat = flat = emptied(flat, source.contents) if flat.mappings else flat
         self.source = self._source = source
         self._forms = Forms(state_dict, flat.stateful, owners, source)
-        self.mismatches = Mismatches(source.where)
         self._missing: list[str] = []
         #: Path of every value to replace -> the keys of the checkpoint that make up the new value.
         self._replaced: dict[Path, list[str]] = {}
@@ -118,6 +122,9 @@ class Target:
                     self.unexpected.append(key)
                     self.shortens_lists |= any(path[:depth] in lists for depth in range(1, len(path)))
             self.unexpected.sort()
+        if any(kind.startswith("class ") for _, kind in contents.containers):
+            note = plain_now(contents, self._replaced, flat)
+            self.notes = [*self.notes, *filter(None, [note])]
 
     def keys(self) -> list[str]:
         """The keys of the target's values."""
@@ -318,7 +325,10 @@ class Target:
             copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)
         for path, value in self._values.items():
             if self._forms.object_around(path) is None:
-                _set(self._state_dict, path, value)
+                if path in self._flat.mappings and isinstance(value, Mapping):
+                    refill(self._flat.mappings[path], value, key_of(path))
+                else:
+                    _set(self._state_dict, path, value)
         objects = self._forms.objects
         for path in sorted(objects, key=key_of):  # one order on all ranks: an object may talk to those of others
             containers, missing = self._source.contents.containers, set(self._missing)
@@ -339,18 +349,3 @@ def _set(root: Any, path: Path, value: Any) -> None:
         root.value = value
     else:
         root[path[-1]] = value
-
-
-def _owner_of(path: Path, per_rank: PerRank, source: Source, rank: int, world_size: int) -> int | None:
-    """The rank whose value to load: this rank's, or for another number of ranks rank 0's or None, by `when_resized`."""
-    depth = len(path)
-    names = {place[depth] for _, place in source.contents.paths() if place[:depth] == path and len(place) > depth}
-    saved = {number for number in map(rank_of, names) if number is not None}
-    if not saved or (len(saved) == world_size and rank in saved):
-        return rank
-    if per_rank.when_resized == "error":
-        raise CheckpointLoadError(
-            f"'{key_of(path)}' differs by rank; {source.where} has it for {len(saved)} ranks, and there are "
-            f"{world_size} now. PerRank(..., when_resized='keep') keeps the current value, 'first' takes rank 0's."
-        )
-    return None if per_rank.when_resized == "keep" else min(saved)

@@ -56,7 +56,8 @@ class TorchSaveSource(RangeSource):
             self._fill(ends[0], [end], "the pickle", files)
             outline = _FileWithoutTensors(stream, ends[0].offset, end, self._columns)
             self._state = StateSource(load_stream(outline, files.size(name), self.where), self.where)
-        self.contents = replace(self._state.contents, columns=columns)
+        containers = [*self._state.contents.containers, *columns[0].containers]
+        self.contents = replace(self._state.contents, containers=containers, columns=columns)
         self._filled: set[int] = set()
         #: Key -> number of the item that has the tensor. Those that are stored with the pickle are there already.
         self._numbers: dict[str, int] = {}

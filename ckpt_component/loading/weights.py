@@ -20,6 +20,7 @@ from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
 from ..core.spelling import closest
 from ..core.state.key_map import names_above
+from ..core.state.tensor_parts import parts_of
 from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
@@ -201,9 +202,11 @@ def _likely_keys(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
 
 
 def _names_in(state: Mapping[Any, Any], above: str = "") -> Iterator[str]:
-    """The names of all values in nested dicts."""
+    """The names of all values in nested dicts, and of what tensors are made of."""
     for key, value in state.items():
         if isinstance(value, Mapping):
             yield from _names_in(value, f"{above}{key}.")
         else:
             yield f"{above}{key}"
+            if isinstance(value, torch.Tensor):
+                yield from (f"{above}{key}.{name}" for name in parts_of(value))

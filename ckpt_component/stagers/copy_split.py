@@ -13,7 +13,7 @@ import torch
 
 from ..core.image.copy import CopyPlan
 from ..core.state.flatten import FlatState
-from ..core.state.shards import local_parts
+from ..core.state.tensor_parts import dense_parts
 from .shared_memory import ArenaFill
 
 
@@ -109,4 +109,4 @@ def _module_buffers(flat: FlatState) -> Iterable[torch.Tensor]:
 
 
 def _pointers(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {local.data_ptr() for tensor in tensors for local, _ in local_parts(tensor, "a tensor of the optimizer")}
+    return {part.data_ptr() for tensor in tensors for part in dense_parts(tensor)}

@@ -22,6 +22,7 @@ import torch
 from ..core.image.layout import Layout
 from ..core.options import BLOCK_BYTES, BYTES_PER_SECOND, WORKERS, ChecksumName, IoMode
 from ..core.spelling import member
+from ..core.state.dict_classes import is_class_kind
 from ..core.state.paths import key_of
 from ..core.state.structure import Structure
 from ..core.storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
@@ -200,8 +201,11 @@ def _describe(layout: Layout, format_name: str, keys: bool) -> str:
                 for path, stored, shard in entries
             ),
             f'],"objects":{_text([[path, len(layout.items) + n] for n, path in enumerate(structure.object_paths)])}',
-            f',"containers":{_text(structure.containers)}',
+            f',"containers":{_text([each for each in structure.containers if not is_class_kind(each[1])])}',
         ]
+    # Apart, because releases before them refuse other kinds of containers; and of every format.
+    classes = [each for each in structure.containers if is_class_kind(each[1])]
+    parts += [f',"classes":{_text(classes)}'] if classes else []
     return "".join([*parts, "}"])
 
 

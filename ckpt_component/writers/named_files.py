@@ -17,7 +17,9 @@ from typing import Any
 from ..core.commit.names import MANIFEST, RUN_RECORD
 from ..core.image.layout import ImageFile, Item, Layout
 from ..core.memory.huge_pages import PAGE, align
+from ..core.state.paths import key_of
 from ..core.state.structure import Relation, Stored, Structure
+from ..core.state.tensor_parts import CONTEXT
 from ..core.storage.safe_open import is_plain_name
 from ..core.writing.request import EncodedSave, Lane, ObjectBlob
 from ..errors import CheckpointStageError
@@ -42,6 +44,12 @@ class FilesWriter(Writer):
 class _FilesPlan(FormatPlan):
     def __init__(self, writer: Writer, structure: Structure) -> None:
         self._object_paths = structure.object_paths
+        for path in structure.object_paths:
+            if path[-1] == CONTEXT:
+                raise CheckpointStageError(
+                    f"'{key_of(path[:-1])}' is made of tensors, and the program that loads {path[0]} would not find "
+                    "it; save it as a plain tensor."
+                )
         paths = [*structure.tensor_paths, *structure.object_paths, *(path for path, _ in structure.containers)]
         #: The files of dicts by name, each with its own plan; the others are bytes.
         self._plans: dict[str, FormatPlan] = {}

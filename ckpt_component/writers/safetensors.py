@@ -6,6 +6,7 @@ their other names to the stored one, as in `safetensors.torch.save_model`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..core.formats.safetensors import header_of
 from ..core.image.layout import ImageFile, Item, Layout
 from ..core.state.paths import key_of
 from ..core.state.structure import Structure
+from ..core.state.tensor_parts import CONTEXT
 from ..core.writing.request import EncodedSave
 from ..errors import CheckpointStageError
 from .base import FormatPlan, Writer, dtype_name, lanes_by_bytes, make_table, refuse_parts
@@ -24,7 +26,10 @@ def file_name(rank: int) -> str:
 
 
 class SafetensorsWriter(Writer):
-    """The safetensors format. Refuses, by key, anything but tensors and containers."""
+    """The safetensors format. Refuses, by key, anything but tensors and containers.
+
+    Of a tensor made of tensors it has these alone: what else it is, a target knows.
+    """
 
     format = "safetensors"
 
@@ -43,14 +48,17 @@ class SafetensorsPlan(FormatPlan):
     """
 
     def __init__(self, writer: Writer, structure: Structure, name: str) -> None:
-        if structure.object_paths:
-            examples = ", ".join(f"'{key_of(path)}'" for path in structure.object_paths[:3])
-            more = len(structure.object_paths) - 3
+        others = [path for path in structure.object_paths if path[-1] != CONTEXT]
+        if others:
+            examples = ", ".join(f"'{key_of(path)}'" for path in others[:3])
+            more = len(others) - 3
             raise CheckpointStageError(
                 f"safetensors files hold tensors only, and {examples}{f' and {more} more' if more > 0 else ''} "
                 "are not; save just the model's tensors, or use checkpoint/writer=dcp."
             )
         refuse_parts(structure, "safetensors")
+        structure = copy.copy(structure)
+        structure.object_paths = []
         stored = structure.stored
         header, order = _header(structure)
         items, size = [], len(header)

@@ -454,6 +454,7 @@ BAD_TABLES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a part of other dimensions": at("layout", "keys", 0, value=[["w"], 0, [6], [0]]),
     "a part of a huge whole": at("layout", "keys", 0, value=[["w"], 0, [HUGE, HUGE], [0, 0]]),
     "a container of no kind": at("layout", "containers", value=[[["w"], "bomb"]]),
+    "a dict of no class": at("layout", "classes", value=[[["w"], "defaultdict eval"]]),
     "an extra in no file": at("extras", 0, 0, value="../x"),
     "an extra of minus one bytes": at("extras", 0, 2, value=-1),
     "no layout": lambda table: table.pop("layout") and None,

@@ -47,10 +47,10 @@ INSTEAD: list[tuple[Any, str]] = [
     (Settings(), "dataclasses.asdict(x)"),
     (pathlib.Path("/x"), "str(x)"),
     (decimal.Decimal("1.5"), "str(x)"),
-    (torch.Generator(), "x.get_state()"),
-    (random.Random(1), "x.getstate()"),
-    (np.random.default_rng(1), "x.bit_generator.state"),
-    (np.random.RandomState(1), "x.get_state()"),
+    ((torch.Generator(),), "x.get_state()"),
+    ((random.Random(1),), "x.getstate()"),
+    ((np.random.default_rng(1),), "x.bit_generator.state"),
+    ((np.random.RandomState(1),), "x.get_state()"),
     (np.ma.masked_array([1, 2], mask=[False, True]), "numpy.asarray(x)"),
     (Color.RED, "x.value or x.name"),
     (Name.ONE, "x.value or x.name"),
@@ -98,7 +98,7 @@ def test_what_is_advised_can_be_saved(ours: SyncCheckpointer, tmp_path: Path) ->
     advised = {}
     for number, (x, instead) in enumerate(INSTEAD):
         for part in re.findall(r"[\w.]+\(x\)|x[\w.]+(?:\(\))?", instead.replace(".tolist()", "x.tolist()")):
-            names = {"x": x[0] if instead == "dict(x)" else x, "dataclasses": dataclasses, "numpy": np}
+            names = {"x": x[0] if type(x) is tuple else x, "dataclasses": dataclasses, "numpy": np}
             advised[f"{number} {part}"] = eval(part, {**names, "OmegaConf": OmegaConf})
     assert len(advised) >= len(INSTEAD)
     ours.save(advised, tmp_path / "one")

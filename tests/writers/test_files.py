@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed import Packed
 from safetensors.torch import load_file
 
 from ckpt_component import (
@@ -169,3 +170,11 @@ def test_a_damaged_checkpoint_is_set_aside_if_there_is_an_older_one(tmp_path: Pa
         ):
             manager.begin_at(5)
         assert manager.steps() == [5], "it may be all there is"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
+def test_a_tensor_made_of_tensors_is_refused_by_key(name: str, tmp_path: Path) -> None:
+    state = {name: {"w": Packed.of(torch.ones(8)), "v": torch.ones(2)}}
+    with build_checkpointer(config("sync")) as checkpointer, pytest.raises(CheckpointStageError) as caught:
+        checkpointer.save(state, tmp_path / "one")
+    assert str(caught.value).startswith(f"'{name}.w' is made of tensors, and the program that loads {name} would not")

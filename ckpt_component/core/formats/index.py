@@ -109,9 +109,10 @@ class Contents:
             (contents.tensors if entry.dtype else contents.objects)[key] = Entry(key, names.paths[key], *entry[2:])
         parents = {path[:-1] for path in names.paths.values()}
         used = {parent[:depth] for parent in parents for depth in range(len(parent) + 1)}
+        empty = {path for path, kind in self.containers if kind == "empty"}
         for path, kind in self.containers:
             new, is_ignored = names.new_path(key_of(path), path) if path else (path, False)
-            if not is_ignored and (new in used or kind == "empty"):
+            if not is_ignored and (new in used or path in empty):
                 contents.containers.append((new, kind))
         return contents
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ...errors import CheckpointCorruptError, CheckpointLoadError
 from ..commit.names import integrity_name
 from ..state.coverage import MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
+from ..state.dict_classes import is_class_kind
 from ..state.dtypes import WIDTHS
 from ..state.paths import Path
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
@@ -223,10 +224,11 @@ def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:
         if type(number) is not int or not count <= number < len(sums):
             raise ValueError(f"it refers to the item {number!r:.200}, which is no object's")
         objects.append((_paths([raw])[0], extras[number - count]))
-    for raw, kind in layout.get("containers", ()):
-        if kind not in _CONTAINERS:
-            raise ValueError(f"it has a container of the unknown kind {kind!r:.200}")
-        containers.append((_paths([raw])[0] if raw else (), kind))
+    for name, is_known in (("containers", _CONTAINERS.__contains__), ("classes", is_class_kind)):
+        for raw, kind in layout.get(name, ()):
+            if not is_known(kind):
+                raise ValueError(f"it has a container of the unknown kind {kind!r:.200}")
+            containers.append((_paths([raw])[0] if raw else (), kind))
     return RankIndex(algorithm, tensors, extras, paths, numbers, parts, objects, containers)
 
 

@@ -16,7 +16,7 @@ from .flatten import FlatState
 from .parameter_names import NAMES
 from .paths import key_of
 from .replicas import runs_of
-from .shards import holders_of_part
+from .shards import holders_of_part, is_spread
 from .structure import Structure
 
 #: What a rank has, as plain values: the identities of `tensors` and `objects`, the `bytes` of the tensors, and what
@@ -103,7 +103,7 @@ def likely_bytes(structure: Structure, flat: FlatState, rank: int, world_size: i
     alone, shared = 0.0, list[int]()
     for stored in structure.stored:
         placed = flat.placed.get(stored.tensor)
-        holders = world_size if placed is None else holders_of_part(placed)
+        holders = holders_of_part(placed) if placed is not None and is_spread(placed) else world_size
         if holders == world_size:
             shared.append(stored.nbytes + _ITEM_BYTES)
         else:

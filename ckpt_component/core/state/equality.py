@@ -11,6 +11,7 @@ import torch
 from .dense_tensors import ORDINARY
 from .objects import DEEPEST
 from .shards import local_parts
+from .tensor_parts import parts_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,9 +51,10 @@ def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    names = getattr(type(one), "__tensor_flatten__", None) and one.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    if names:  # a tensor made of tensors
-        return type(one) is type(other) and all(same_tensor(getattr(one, name), getattr(other, name)) for name in names)
+    if type(one) not in ORDINARY and (parts := parts_of(one)):
+        others = parts_of(other)
+        is_same = type(one) is type(other) and parts.keys() == others.keys()
+        return is_same and all(same_tensor(part, others[name]) for name, part in parts.items())
     if one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
     other = other.detach().to(one.device)

@@ -2,15 +2,15 @@
 
 The rules for which containers are flattened are those of `torch.distributed.checkpoint` since 2.4 (dicts always; a
 list if it holds a tensor, a dict or such a list; a tuple never), because stock `dcp.load` looks for the resulting keys.
-What stock DCP loses is recorded separately: int keys, empty dicts, `OrderedDict`.
+What stock DCP loses is recorded separately: int keys, empty dicts, `OrderedDict` and other classes of dicts.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
 from typing import Any, Literal, Protocol
@@ -19,11 +19,14 @@ import torch
 
 from ...errors import CheckpointStageError
 from .dense_tensors import ORDINARY
+from .dict_classes import class_kind, new_dict
+from .generators import GENERATOR_NAMES, GeneratorState, is_generator
+from .held_tensors import held_tensors
 from .instead import is_config
 from .objects import DEEPEST
 from .paths import TAG, Path, key_of
 from .per_rank import PerRank, rank_name
-from .shards import Shard, check_mesh, local_parts, mesh_of
+from .shards import Shard, is_spread, mesh_of
 from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
 
 StateDict = dict[str, Any]
@@ -31,6 +34,8 @@ StateDict = dict[str, Any]
 Owner = int | Callable[[Path, PerRank], int | None]
 
 _DICTS = (dict, OrderedDict)
+#: Kinds of containers for which `unflatten` needs no class.
+_KINDS = (None, "list", "odict", "empty")
 #: Types of dict keys. Their subclasses, such as an enum's or numpy's, load as another type or not at all.
 _PLAIN_KEYS = frozenset({str, int, float, bool, type(None)})
 #: Dicts of at least this many values are first checked as a whole: 0.1 us per value instead of 0.3.
@@ -55,16 +60,20 @@ class FlatState:
 
     Attributes:
         tensors: the tensors, in traversal order; not copied. Of a DTensor or ShardedTensor, the local parts of this
-            rank, which all have the same path.
+            rank, which all have the same path. Of a tensor made of tensors, these, below its path.
         tensor_paths: path of each tensor
         objects: everything else
         object_paths: path of each object
-        containers: (path, kind) of containers that a plain dict would not restore: `list`, `odict`, `empty`
+        containers: (path, kind) of containers that a plain dict would not restore: `list`, `odict`, `empty`, and the
+            kinds of `dict_classes`, which come after those
         stateful: (path, object) of the values whose `state_dict()` was called
         shards: for every tensor, which part of a whole tensor it is; None: it is the whole
-        placed: the DTensors and ShardedTensors whose local parts are in `tensors`, by number of the part
+        placed: the DTensors, ShardedTensors and tensors made of tensors whose parts are in `tensors`, by number of the
+            part
         elsewhere: those of which this rank holds no part, by path; they are not in `tensors`
         wrapped: names of the modules whose state has other names than its paths here, which are canonical; by path
+        made: the tensors made of tensors, by path; of one within another, the outer one
+        mappings: the dicts of other classes below the top, by path
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -77,6 +86,8 @@ class FlatState:
     placed: dict[int, torch.Tensor] = field(default_factory=dict)
     elsewhere: dict[Path, torch.Tensor] = field(default_factory=dict)
     wrapped: dict[Path, CanonicalNames] = field(default_factory=dict)
+    made: dict[Path, torch.Tensor] = field(default_factory=dict)
+    mappings: dict[Path, MutableMapping[Any, Any]] = field(default_factory=dict)
 
     @cached_property
     def pointers(self) -> array[int]:
@@ -88,8 +99,30 @@ class FlatState:
         return array("Q", map(torch.Tensor.data_ptr, self.tensors))
 
     def counts_changes(self, number: int) -> bool:
-        """Whether what changes a tensor raises its version counter. Changes of a DTensor leave its part's alone."""
-        return number not in self.placed or mesh_of(self.placed[number]) is None
+        """Whether what changes a tensor raises its version counter.
+
+        Changes of a DTensor, or of a tensor made of tensors, leave those of its parts alone.
+        """
+        whole = self.placed.get(number)
+        return whole is None or (is_spread(whole) and mesh_of(whole) is None)
+
+    def only(self, stays: Callable[[Path], bool]) -> FlatState:
+        """This state without the values, and containers, whose paths do not stay."""
+        tensors = [number for number, path in enumerate(self.tensor_paths) if stays(path)]
+        objects = [number for number, path in enumerate(self.object_paths) if stays(path)]
+        return replace(
+            self,
+            tensors=[self.tensors[number] for number in tensors],
+            tensor_paths=[self.tensor_paths[number] for number in tensors],
+            objects=[self.objects[number] for number in objects],
+            object_paths=[self.object_paths[number] for number in objects],
+            containers=[(path, kind) for path, kind in self.containers if stays(path)],
+            shards=[self.shards[number] for number in tensors],
+            placed={new: self.placed[old] for new, old in enumerate(tensors) if old in self.placed},
+            elsewhere={path: tensor for path, tensor in self.elsewhere.items() if stays(path)},
+            made={path: tensor for path, tensor in self.made.items() if stays(path)},
+            mappings={path: mapping for path, mapping in self.mappings.items() if stays(path)},
+        )
 
     def own_path(self, path: Path) -> Path:
         """A path with the names that the modules around it have themselves."""
@@ -97,12 +130,12 @@ class FlatState:
         return tuple(part if name is None else name.own_name(part) for part, name in zip(path, names, strict=True))
 
 
-def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "stateful", "object"]:
+def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "stateful", "generator", "object"]:
     """How `flatten` treats a value.
 
     Dicts are flattened, except that an encoded numpy value and an OmegaConf config (which would lose its
     interpolations) are objects. A list is flattened unless it holds objects only. A stateful value is replaced by its
-    `state_dict()`.
+    `state_dict()`, and a random generator by its state.
     """
     if type(value) in _DICTS or (isinstance(value, Mapping) and not is_config(value)):
         return "object" if TAG in value else "dict"
@@ -116,6 +149,8 @@ def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "statef
                 return "list"
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return "stateful"
+    if type(value).__name__ in GENERATOR_NAMES and is_generator(value):
+        return "generator"
     return "object"
 
 
@@ -145,7 +180,11 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | No
     if ORDINARY.issuperset(map(type, flat.tensors)):
         flat.shards = [None] * len(flat.tensors)
     else:
-        _take_parts(flat, world_size)
+        held = held_tensors(flat.tensor_paths, flat.tensors, world_size)
+        flat.tensor_paths, flat.tensors, flat.shards = held.paths, held.tensors, held.shards
+        flat.placed, flat.elsewhere, flat.made = held.placed, held.elsewhere, held.made
+        flat.object_paths += held.contexts
+        flat.objects += held.contexts.values()
     return flat
 
 
@@ -160,7 +199,7 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
     kind = kind_of(value)
     if len(path) > DEEPEST:
         raise RecursionError
-    if kind == "object":
+    if kind == "object" or (kind == "generator" and inside):  # its object would get another value back
         flat.objects.append(value)
         flat.object_paths.append(path)
     elif kind == "tensor":
@@ -171,6 +210,9 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
             flat.containers.append((path, "empty"))
         elif type(value) is OrderedDict:
             flat.containers.append((path, "odict"))
+        if type(value) not in _DICTS and path and isinstance(value, MutableMapping):
+            flat.containers.append((path, class_kind(value)))
+            flat.mappings[path] = value
         tensors, paths = flat.tensors, flat.tensor_paths
         if (
             len(value) >= _WIDE
@@ -205,6 +247,8 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
         rank = owner if isinstance(owner, int) else owner(path, value)
         if rank is not None:
             _walk((*path, rank_name(rank)), value.value, flat, owner)
+    elif kind == "generator":
+        _walk(path, GeneratorState(value), flat, owner)
     else:
         state = value.state_dict()
         restorable = isinstance(state, Mapping) and callable(getattr(value, "load_state_dict", None))
@@ -253,35 +297,15 @@ def _endless(state_dict: Mapping[Any, Any]) -> CheckpointStageError:
     return CheckpointStageError(f"The state dict is nested more than {DEEPEST} levels deep; flatten it.")
 
 
-def _take_parts(flat: FlatState, world_size: int | None) -> None:
-    """Replace DTensors and ShardedTensors by the parts that this rank holds."""
-    tensors = list(zip(flat.tensor_paths, flat.tensors, strict=True))
-    flat.tensor_paths, flat.tensors = [], []
-    checked = None  # checking a mesh is slow, and most tensors share one
-    for path, tensor in tensors:
-        parts: list[tuple[torch.Tensor, Shard | None]] = [(tensor, None)]
-        if type(tensor) not in ORDINARY:
-            key, mesh = key_of(path), mesh_of(tensor)
-            if world_size is not None and mesh is not None and mesh is not checked:
-                check_mesh(mesh, key, world_size)
-                checked = mesh
-            parts = local_parts(tensor, key)
-        if not parts:
-            flat.elsewhere[path] = tensor
-        for part, shard in parts:
-            if part is not tensor:
-                flat.placed[len(flat.tensors)] = tensor
-            flat.tensor_paths.append(path)
-            flat.tensors.append(part)
-            flat.shards.append(shard)
-
-
-def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]) -> StateDict:
+def unflatten(
+    values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]], *, classes: bool = False
+) -> StateDict:
     """Build the nested state dict of flat values; the inverse of `flatten`.
 
     Args:
         values: the values by path
         containers: see `FlatState.containers`
+        classes: make dicts of the recorded classes, as far as `new_dict` knows them; else they are plain
     """
     kinds = dict(containers)
     opened: dict[Path, Any] = {}
@@ -289,7 +313,11 @@ def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]
     def container(path: Path) -> Any:
         """The dict of the values below a path."""
         if path not in opened:
-            opened[path] = OrderedDict() if kinds.get(path) == "odict" else {}
+            kind = kinds.get(path)
+            if classes and kind not in _KINDS:
+                opened[path] = new_dict(kind)
+            else:
+                opened[path] = OrderedDict() if kind == "odict" else {}
             if path:
                 container(path[:-1])[path[-1]] = opened[path]
         return opened[path]

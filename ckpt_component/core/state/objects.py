@@ -21,6 +21,7 @@ from .dtypes import WIDTHS
 from .instead import instead_of
 from .paths import TAG
 from .shards import is_spread
+from .tensor_parts import is_made_of_tensors
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
@@ -149,7 +150,10 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
     """Refuse, by key, tensors that cannot be restored from their bytes alone."""
     problem = None
     if is_spread(tensor):
-        problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")
+        problem = (
+            f"holds a {type(tensor).__name__}, made of tensors, in a tuple or another object",
+            "put it into a dict or a list, or save the tensors that it is made of",
+        )
     elif is_lazy(tensor):
         problem = ("is not initialized yet", "run the module on one batch first")
     elif tensor.device.type == "meta":
@@ -166,7 +170,12 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
         problem = (f"is {tensor.dtype}", "save its .view(torch.uint8)")
     elif tensor.dtype not in STORED_DTYPES:
         problem = (f"is {tensor.dtype}, of a torch newer than this package", "save its .view(torch.uint8)")
+    elif is_made_of_tensors(tensor):
+        problem = (
+            f"holds a {type(tensor).__name__}, made of tensors, in a tuple or another object",
+            "put it into a dict or a list, or save the tensors that it is made of",
+        )
     elif not has_plain_bytes(tensor):
-        problem = (f"is a {type(tensor).__name__}", "save the plain tensors it is made of")
+        problem = (f"is a {type(tensor).__name__}, which does not say what it is made of", "save plain tensors")
     if problem is not None:
         raise CheckpointStageError(f"'{key}' {problem[0]}, which cannot be checkpointed; {problem[1]}.")

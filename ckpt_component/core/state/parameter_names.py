@@ -47,20 +47,25 @@ class NamedOptimizer(NamedTuple):
         return any(name is not None for name in chain(*self.names, *self.own))
 
 
-def named_optimizers(flat: FlatState) -> list[NamedOptimizer]:
-    """The optimizers in a state whose `state_dict()` has the form that torch gives it, with names of their parameters.
+def optimizers_of(flat: FlatState) -> list[tuple[Path, torch.optim.Optimizer]]:
+    """The optimizers in a state whose `state_dict()` has the form that torch gives it, with their paths.
 
     An optimizer inside another object's state is that object's.
     """
     paths = {path for path, _ in flat.stateful}
     lists = {path for path, kind in flat.containers if kind == "list"}
-    optimizers = [
+    return [
         (path, value)
         for path, value in flat.stateful
         if isinstance(value, torch.optim.Optimizer)
         and (*path, "param_groups") in lists
         and paths.isdisjoint(path[:depth] for depth in range(len(path)))
     ]
+
+
+def named_optimizers(flat: FlatState) -> list[NamedOptimizer]:
+    """The optimizers in a state, with the names of their parameters."""
+    optimizers = optimizers_of(flat)
     if not optimizers:
         return []
     keys = dict(_parameters_of_modules(flat))

@@ -17,8 +17,8 @@ import torch
 from ..spelling import closest
 from .flatten import FlatState
 from .paths import Path, key_of
-from .shards import local_parts
 from .structure import Structure
+from .tensor_parts import dense_parts
 
 logger = logging.getLogger("ckpt_component.state")
 
@@ -218,7 +218,7 @@ def _trained_pointers(flat: FlatState) -> set[int]:
         if isinstance(parameter, torch.Tensor) and parameter.requires_grad
         for tensor in (parameter, *(value for value in values.values() if isinstance(value, torch.Tensor)))
     ]
-    return {local.data_ptr() for tensor in trained for local, _ in local_parts(tensor, "a tensor of an optimizer")}
+    return {part.data_ptr() for tensor in trained for part in dense_parts(tensor)}
 
 
 def _frozen_pointers(flat: FlatState) -> set[int]:
@@ -230,4 +230,4 @@ def _frozen_pointers(flat: FlatState) -> set[int]:
         for parameter in value.parameters()
         if not parameter.requires_grad
     ]
-    return {local.data_ptr() for parameter in frozen for local, _ in local_parts(parameter, "a frozen parameter")}
+    return {part.data_ptr() for parameter in frozen for part in dense_parts(parameter)}
