@@ -236,7 +236,7 @@ def test_fake_tensors_are_refused_in_words(tmp_path: Path) -> None:
                     call()
         with FakeTensorMode():
             fake = {"weight": torch.ones(5)}
-        with pytest.raises(CheckpointError, match="'weight' is a FakeTensor, which cannot be checkpointed"):
+        with pytest.raises(CheckpointError, match="'weight' is a FakeTensor, .*cannot be checkpointed"):
             manager.save(2, fake)
         assert manager.steps() == [1] and not fresh["weight"].any()
         assert manager.restore(fresh) == 1 and fresh["weight"].all()
