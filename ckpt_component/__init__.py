@@ -78,6 +78,3 @@ __all__, __getattr__, __dir__ = lazy(
     },
 )
 __all__ += _errors.__all__
-
-# Documented modules that have moved can be imported under their old names: they stand in this folder.
-__path__.append(os.path.join(os.path.dirname(__file__), "_old_names"))  # noqa: F405

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from .core.commit.names import step_in_name
 from .core.commit.run_record import other_script
 from .core.coordination import Coordinator
-from .core.processes.home_process import HomeProcess, refuse_at_exit
+from .core.processes.owner_process import OwnerProcess, refuse_at_exit
 from .core.storage.locate import absolute, expanded, path_text
 from .errors import CheckpointError, CheckpointTypeError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport
@@ -47,7 +47,7 @@ class Checkpointer(ABC):
         self.saver = saver
         self._reader = reader
         self.last_load: LoadReport | None = None
-        self._home = HomeProcess("checkpointer")
+        self._owner = OwnerProcess("checkpointer")
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -131,7 +131,7 @@ class Checkpointer(ABC):
             CheckpointTimeoutError: another rank did not make the call within `timeouts.stage`
             RanksError: another rank is dead, or has gone on without this call
         """
-        self._home.check()
+        self._owner.check()
         self.ranks.check_world()
         logger.debug("loading %s", path)
         if isinstance(self._reader, Reader):
@@ -212,12 +212,12 @@ class Checkpointer(ABC):
             CheckpointTimeoutError: a save hung; see timeouts.write
             CheckpointError: a save failed, and its error was not raised yet
         """
-        self._home.check(may_be_closed=True)
+        self._owner.check(may_be_closed=True)
         self.saver.wait()
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan and allocate memory for a state dict of this structure, so that the first save is as fast as others."""
-        self._home.check()
+        self._owner.check()
         self.saver.prewarm(state_dict)
 
     @property
@@ -243,8 +243,8 @@ class Checkpointer(ABC):
         Raises:
             CheckpointError: an earlier save failed, and its error was not raised yet
         """
-        if not self._home.closed and self._home.is_here:
-            self._home.closed = True
+        if not self._owner.closed and self._owner.is_here:
+            self._owner.closed = True
             self.saver.close()
 
     def __enter__(self: Self) -> Self:
@@ -287,7 +287,7 @@ class SyncCheckpointer(Checkpointer):
 
     def save(self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any) -> None:
         """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
-        self._home.check()
+        self._owner.check()
         self.saver.save(state_dict, _absolute(path), may_wait=may_wait, **kwargs)
 
 
@@ -313,7 +313,7 @@ class AsyncCheckpointer(Checkpointer):
 
         Waits for an earlier save only if all of the stager's memory is in use.
         """
-        self._home.check()
+        self._owner.check()
         return self.saver.save(state_dict, _absolute(path), may_wait=may_wait, **kwargs)
 
 

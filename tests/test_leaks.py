@@ -31,7 +31,7 @@ def test_a_leak_fails_its_test_and_what_other_programs_do_does_not(tmp_path: Pat
     source = Path(__file__).with_name("conftest.py").read_text().replace("_PATIENCE_S = 10.0", "_PATIENCE_S = 0.2")
     (tmp_path / "conftest.py").write_text(source)
     for module in ("strides.py", "kept_configs.py"):
-        (tmp_path / module).write_text(Path(__file__).with_name(module).read_text())
+        (tmp_path / module).write_text((Path(__file__).parent / "support" / module).read_text())
     (tmp_path / "test_it.py").write_text("\n".join(line[4:] for line in TESTS.splitlines()))
     over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Tests see what users see: no private name of our packages is read or replaced outside `tests/inside.py`."""
+"""Tests see what users see: no private name of our packages is read or replaced outside `tests/support/inside.py`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_tests_read_no_private_name_of_ours() -> None:
     assert len(ours) > 1000
     for path in TESTS.rglob("*.py"):
         place = str(path.relative_to(TESTS))
-        if place != "inside.py":
+        if place != "support/inside.py":
             found |= {(place, name): line for line, name in read_in(ast.parse(path.read_text())) if name in ours}
     wrong = [f"{place}:{found[place, name]} {name}" for place, name in found.keys() - ACCEPTED.keys()]
     assert not wrong, f"use ckpt_component.testing.faults, a parameter, or what a user sees: {sorted(wrong)}"

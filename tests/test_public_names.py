@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 
@@ -32,23 +31,6 @@ def test_a_star_import_gives_them_all() -> None:
 def test_a_name_that_is_not_there_says_so() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'build_checkpoint'"):
         ckpt_component.build_checkpoint  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "name"),
-    [
-        ("ckpt_component.apps.sweeps.callback", "ckpt_component.cli.reports.callback", "SweepReport"),
-        ("ckpt_component.writing.write_job", "ckpt_component.core.writing.write_job", "run_write_job"),
-    ],
-)
-def test_a_documented_module_that_has_moved_says_what_to_type(
-    old: str, new: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, old, raising=False)  # what is imported already does not warn again
-    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated, and 0.4 will not have it: use {new}") as caught:
-        module = importlib.import_module(old)
-    assert caught[0].filename.endswith(("importlib/__init__.py", "test_public_names.py"))
-    assert getattr(module, name) is getattr(importlib.import_module(new), name)
 
 
 def test_the_package_has_a_version() -> None:

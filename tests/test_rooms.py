@@ -30,10 +30,8 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-#: By name, without the package itself and the names that stay for those who know the old ones.
-MODULES = {
-    name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_old_names" not in path.parts and name_of(path)
-}
+#: By name, without the package itself.
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if name_of(path)}
 
 
 def room_of(module: str) -> str:

@@ -46,7 +46,7 @@ def test_a_class_name_stands_once() -> None:
 def test_a_file_name_stands_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        if "_old_names" not in path.parts and not path.stem.startswith("__"):
+        if not path.stem.startswith("__"):
             places[path.stem].append(str(path.relative_to(REPOSITORY)))
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in ALIKE} == {}
 

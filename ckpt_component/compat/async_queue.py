@@ -10,7 +10,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from ..core.options import IoPriority
-from ..core.processes.home_process import HomeProcess
+from ..core.processes.owner_process import OwnerProcess
 from ..errors import CheckpointError, CheckpointSaveError
 from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from .async_request import AsyncRequest
@@ -96,7 +96,7 @@ class AsyncCallsQueue:
             import_main=import_main,
         )
         self._unreported: list[int] = []
-        self._home = HomeProcess("queue")
+        self._owner = OwnerProcess("queue")
         _queues.add(self)
         # Also runs at the exit of multiprocessing's children, which do not run atexit handlers.
         Finalize(self, _at_the_end, (weakref.ref(self), self.async_calls), exitpriority=_EXIT_PRIORITY)
@@ -167,7 +167,7 @@ class AsyncCallsQueue:
                 `maybe_finalize_async_calls` raises the error on all of them.
             RanksError: the store of the ranks cannot be reached
         """
-        self._home.check()
+        self._owner.check()
         idx = self.call_idx + 1
         caller = self._get_async_caller()
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
@@ -198,7 +198,7 @@ class AsyncCallsQueue:
                 rank's own error where it failed.
             CheckpointTimeoutError: rank 0 did not decide in time
         """
-        self._home.check()
+        self._owner.check()
         while self.async_calls:
             active = self.async_calls[0]
             try:
@@ -229,7 +229,7 @@ class AsyncCallsQueue:
         Raises:
             CheckpointSaveError: a request failed. The first such error is raised at the end; others are logged.
         """
-        if not self._home.is_here:
+        if not self._owner.is_here:
             return
         errors: list[CheckpointError] = []
         try:

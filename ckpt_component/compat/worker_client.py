@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
-from ..core.processes.home_process import HomeProcess
+from ..core.processes.owner_process import OwnerProcess
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from .spawn import ProcessContext
 from .worker_process import CallProcess
@@ -64,7 +64,7 @@ class WorkerClient:
         self._on_start = on_start
         self._close_timeout = close_timeout
         self._farewell = farewell
-        self._home = HomeProcess("worker")
+        self._owner = OwnerProcess("worker")
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckpt-worker-client")
         self._thread: int | None = None
@@ -132,7 +132,7 @@ class WorkerClient:
         self._close(0, "was given up by abort")
 
     def _close(self, timeout: float | None, reason: str) -> None:
-        if not self._home.is_here:
+        if not self._owner.is_here:
             return  # a forked copy does not own the process
         if threading.get_ident() == self._thread:
             return self.finish()  # called by a request, which must not wait for later ones
@@ -153,7 +153,7 @@ class WorkerClient:
         self._end_process(self._close_timeout if timeout is None else timeout - (time.monotonic() - begin))
 
     def _check_open(self) -> None:
-        if not self._home.is_here:
+        if not self._owner.is_here:
             raise CheckpointSaveError("This worker belongs to the process that made it, not to a forked copy of it.")
         if self._closed:
             raise CheckpointSaveError("This worker is closed; make a new one.")

@@ -35,12 +35,12 @@ from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
-from ..core.image.apart_files import FileBytes, KeptFile
 from ..core.image.file_reuse import FileReuse, Find
+from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
 from ..core.options import Commit, Durability, OnLag, ReuseMode
 from ..core.progress import Progress, no_progress, progress_bar
-from ..core.state.steady import SteadyTensors
+from ..core.state.unchanged_tensors import UnchangedTensors
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -58,7 +58,7 @@ from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
 from ..saving.replica_comparison import ReplicaPolicy
 from ..stagers.base import Stager
-from ..writers.base import PlansApart, Writer, as_writer
+from ..writers.base import PlansUnchanged, Writer, as_writer
 from .git_commit import commit_of
 from .recorded_config import recorded_config
 from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
@@ -297,8 +297,8 @@ def _build_graph(
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
     reuse = FileReuse(None)
-    if settings.reuse.mode is ReuseMode.auto and isinstance(writer, PlansApart):
-        reuse = FileReuse(SteadyTensors(settings.reuse.frozen), find, writer.algorithm)
+    if settings.reuse.mode is ReuseMode.auto and isinstance(writer, PlansUnchanged):
+        reuse = FileReuse(UnchangedTensors(settings.reuse.frozen), find, writer.algorithm)
     stager.connect(
         writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse
     )
@@ -383,6 +383,6 @@ def _bases(root: str, base: Sequence[str], job: MultirunJob | None) -> list[str]
     return [root, *base, *(job.others(root) if job is not None else [])]
 
 
-def _nowhere(wanted: Mapping[int, FileBytes], storage: Storage, elsewhere: bool) -> Mapping[int, KeptFile]:
+def _nowhere(wanted: Mapping[int, FileBytes], storage: Storage, elsewhere: bool) -> Mapping[int, CommittedFile]:
     """There is no base."""
     return {}

@@ -11,7 +11,7 @@ import torch
 from ..core.state.flatten import FlatState, StateDict, Stateful, unflatten
 from ..core.state.paths import Path, key_of
 from ..errors import CheckpointLoadError
-from .forms import Forms
+from .kinds import Kinds
 from .made_tensors import whole_values
 from .optimizer_values import options_of, put_back, replaced_options
 from .own_dicts import in_own_classes
@@ -23,7 +23,7 @@ logger = logging.getLogger("ckpt_component.readers")
 def state_of_object(
     path: Path,
     flat: FlatState,
-    forms: Forms,
+    kinds: Kinds,
     new: Mapping[Path, Any],
     missing: set[str],
     stored_containers: Sequence[tuple[Path, str]],
@@ -36,7 +36,7 @@ def state_of_object(
     Args:
         path: path of the object
         flat: the target
-        forms: its forms
+        kinds: compares it with the checkpoint
         new: new values by path
         missing: keys of the target that the checkpoint lacks
         stored_containers: the containers of the checkpoint
@@ -54,8 +54,8 @@ def state_of_object(
             continue
         if missing and (key := key_of(place)) in missing:
             around = [place[:length] for length in range(depth + 1, len(place))]
-            if key in forms.below or any(
-                outer in new or (key_of(outer) in forms.below and (outer in own_lists or key_of(outer) in forms.lists))
+            if key in kinds.below or any(
+                outer in new or (key_of(outer) in kinds.below and (outer in own_lists or key_of(outer) in kinds.lists))
                 for outer in around
             ):
                 continue
@@ -63,7 +63,7 @@ def state_of_object(
     state.update({place: value for place, value in new.items() if place[:depth] == path})
     if flat.made:
         state = whole_values(state, flat.made)
-    containers = {place: kind for place, kind in flat.containers if kind != "list" or key_of(place) not in forms.below}
+    containers = {place: kind for place, kind in flat.containers if kind != "list" or key_of(place) not in kinds.below}
     containers.update(stored_containers)
     kept = [
         (place, kind)

@@ -14,8 +14,8 @@ import torch
 from ..core.formats.index import Contents, Index, Place
 from ..core.formats.rank_index import StoredRange, checksum_of
 from ..core.progress import Progress, no_progress
-from ..core.state.boxes import overlap
 from ..core.state.dense_tensors import tensor_bytes
+from ..core.state.regions import overlap
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet, RangeRead
 from ..errors import CheckpointCorruptError
@@ -79,7 +79,7 @@ class RangeSource(Source):
             return stored
         pieces, elements = [], 0
         for piece in stored:
-            common = overlap((piece.offsets, piece.shape), request.box)
+            common = overlap((piece.offsets, piece.shape), request.region)
             if common is not None:
                 pieces.append(piece)
                 elements += common[2]
@@ -88,8 +88,8 @@ class RangeSource(Source):
         return pieces
 
     def _read_piece(self, request: Request, piece: StoredRange, files: FileSet) -> None:
-        target, box = request.destination, (piece.offsets, piece.shape)
-        direct = request.address is not None and request.box == box
+        target, region = request.destination, (piece.offsets, piece.shape)
+        direct = request.address is not None and request.region == region
         landing = target if direct else torch.empty(piece.shape, dtype=target.dtype, device="cpu")
         payload = tensor_bytes(landing)
         before = (piece.offset if piece.payload is None else piece.payload) - piece.offset
@@ -97,9 +97,9 @@ class RangeSource(Source):
         self._fill(piece, [memoryview(bytearray(before)), payload, memoryview(bytearray(after))], request.key, files)
         if direct:
             torch.autograd.graph.increment_version(target)
-        elif request.box == box:
+        elif request.region == region:
             copy_into(target, landing, request.key)
-        elif (common := overlap(box, request.box)) is not None:
+        elif (common := overlap(region, request.region)) is not None:
             copy_into(target[common[1]], landing[common[0]], request.key)
 
     def _fill(self, piece: StoredRange, buffers: Sequence[memoryview], key: str, files: FileSet) -> None:

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from ..core.formats.index import Contents, Entry
 from ..core.progress import Progress, no_progress
-from ..core.state.boxes import Box
 from ..core.state.dense_tensors import BATCH, plain_address, plain_addresses
+from ..core.state.regions import Region
 from ..errors import CheckpointLoadError
 
 #: By the name after `torch.`. Names from a file are looked up here: attributes of torch can import modules.
@@ -57,13 +57,13 @@ class Request(NamedTuple):
         return cls(key, destination, offsets, plain_address(destination))
 
     @property
-    def box(self) -> Box:
+    def region(self) -> Region:
         """The part as (offsets, sizes)."""
         return self.offsets or (0,) * self.destination.dim(), tuple(self.destination.shape)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The requested part of the whole tensor."""
-        offsets, sizes = self.box
+        offsets, sizes = self.region
         for dimension, (start, count) in enumerate(zip(offsets, sizes, strict=True)):
             whole = whole.narrow(dimension, start, count)
         return whole

@@ -16,7 +16,7 @@ from ..core.state.per_rank import PerRank, rank_of
 from ..core.state.shards import Shard, local_part
 from ..core.state.tensor_parts import CONTEXT
 from .foreign.archives import RefusedObject
-from .forms import Forms, owner_of
+from .kinds import Kinds, owner_of
 from .made_tensors import match_made_tensors
 from .mapped_source import MappedSource
 from .mismatch import Misfit, Mismatches
@@ -78,7 +78,7 @@ class Target:
             flat, source = match_made_tensors(flat, source, self.mismatches)
         self._flat = flat = emptied(flat, source.contents) if flat.mappings else flat
         self.source = self._source = source
-        self._forms = Forms(state_dict, flat.stateful, owners, source)
+        self._kinds = Kinds(state_dict, flat.stateful, owners, source)
         self._missing: list[str] = []
         #: Path of every value to replace -> the keys of the checkpoint that make up the new value.
         self._replaced: dict[Path, list[str]] = {}
@@ -94,14 +94,14 @@ class Target:
         contents = source.contents
         lists = {path for path, kind in flat.containers if kind == "list"}
         for path in [*lists, *(path for path, kind in contents.containers if path and kind != "odict")]:
-            if self._forms.object_around(path) is None:
+            if self._kinds.object_around(path) is None:
                 self._check_form(path)
         self._match_tensors()
         #: Keys of tensors whose every element is loaded by other ranks.
         elsewhere = set(keys_of([*flat.elsewhere]))
         self._missing += elsewhere - contents.tensors.keys()
         places = [*flat.object_paths, *(path for path, kind in flat.containers if kind == "empty" and path)]
-        around = list(map(self._forms.object_around, places))
+        around = list(map(self._kinds.object_around, places))
         for number, (path, key) in enumerate(zip(places, keys_of(places), strict=True)):
             is_empty_dict = number >= len(flat.object_paths)
             if around[number] is None or not is_empty_dict:
@@ -148,7 +148,7 @@ class Target:
     def _check_form(self, path: Path) -> bool:
         """Whether the target has the checkpoint's form at a path; else it is a mismatch."""
         try:
-            self._forms.check(path)
+            self._kinds.check(path)
         except Misfit as misfit:
             self.mismatches.add(misfit)
             return False
@@ -164,8 +164,8 @@ class Target:
         if entry is None:
             if key in self._source.contents.objects:
                 raise Misfit(key, f"'{key}' is a tensor in the target and a Python object in the checkpoint")
-            if self._forms.object_around(path) is None:
-                self._forms.check(path)
+            if self._kinds.object_around(path) is None:
+                self._kinds.check(path)
                 self._match_inside_object(path, key)
             else:
                 self._missing.append(key)
@@ -189,20 +189,20 @@ class Target:
         """Match a plain value or an empty dict. If `outside` of objects' states, its form must match."""
         contents = self._source.contents
         if outside:
-            self._forms.check(path)
+            self._kinds.check(path)
         if key in contents.objects or key in contents.tensors:
             self._replaced[path] = [key]
             if outside and key in contents.objects:
                 self._compared[path] = path
-        elif key in self._forms.below:
-            self._replaced[path] = self._forms.below[key]
+        elif key in self._kinds.below:
+            self._replaced[path] = self._kinds.below[key]
         else:
             self._match_inside_object(path, key, may_miss=may_miss)
         self._new.update(dict.fromkeys(self._replaced.get(path, ())))
 
     def _match_inside_object(self, path: Path, key: str, *, may_miss: bool = False) -> None:
         """Match a path that has no key in the checkpoint with the stored object that may contain it."""
-        above = self._forms.stored_object_above(path)
+        above = self._kinds.stored_object_above(path)
         if above is not None:
             self._new[key_of(above)] = None
             self._inside[path] = above
@@ -211,7 +211,7 @@ class Target:
 
     def _match_objects(self, elsewhere: Iterable[str]) -> None:
         """Match keys that objects do not have yet, such as the state of an optimizer before its first step."""
-        contents, objects = self._source.contents, self._forms.objects
+        contents, objects = self._source.contents, self._kinds.objects
         if not objects:
             return
         used = {request.key for request in [*self.requests, *self._converted]}
@@ -223,7 +223,7 @@ class Target:
             if above is not None:
                 self._new[key_of(above)] = None
                 self._compared[path] = above
-            unused = [key for key in self._forms.below.get(place, []) if key not in used]
+            unused = [key for key in self._kinds.below.get(place, []) if key not in used]
             if unused and takes_only_its_own_keys(stateful):
                 # Refused now, because the module would refuse it when other values are loaded already.
                 for key in unused:
@@ -237,7 +237,7 @@ class Target:
 
     def _stored_above(self, path: Path) -> Path | None:
         try:
-            return self._forms.stored_object_above(path)
+            return self._kinds.stored_object_above(path)
         except Misfit as misfit:
             self.mismatches.add(misfit)
             return None
@@ -282,7 +282,7 @@ class Target:
             if isinstance(objects[key_of(above)], RefusedObject):
                 continue
             try:
-                exists, value = self._forms.compare(path, above, objects[key_of(above)])
+                exists, value = self._kinds.compare(path, above, objects[key_of(above)])
             except Misfit as misfit:
                 self.mismatches.add(misfit)
                 continue
@@ -324,15 +324,15 @@ class Target:
         for request in self._converted:
             copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)
         for path, value in self._values.items():
-            if self._forms.object_around(path) is None:
+            if self._kinds.object_around(path) is None:
                 if path in self._flat.mappings and isinstance(value, Mapping):
                     refill(self._flat.mappings[path], value, key_of(path))
                 else:
                     _set(self._state_dict, path, value)
-        objects = self._forms.objects
+        objects = self._kinds.objects
         for path in sorted(objects, key=key_of):  # one order on all ranks: an object may talk to those of others
             containers, missing = self._source.contents.containers, set(self._missing)
-            state = partial(state_of_object, path, self._flat, self._forms, self._values, missing, containers)
+            state = partial(state_of_object, path, self._flat, self._kinds, self._values, missing, containers)
             load_state(objects[path], state, key_of(path), self._source.where, proof)
 
     def _assemble(self, path: Path, keys: Sequence[str], loaded: Mapping[str, Any]) -> Any:

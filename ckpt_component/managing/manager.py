@@ -15,7 +15,7 @@ from typing import Any, cast
 from ..background.exports import BackgroundExports
 from ..background.uploads import BackgroundUploads
 from ..checkpointer import Checkpointer
-from ..core.processes.home_process import HomeProcess
+from ..core.processes.owner_process import OwnerProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
 from ..saving.in_flight import InFlightSaves, SaveHandle
@@ -61,7 +61,7 @@ class CheckpointManager(StoppableLoop):
     ) -> None:
         # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
         stopping = run.ranks if checkpointer is not None else partial(job_ranks, "stop_signals", run.timeouts)
-        super().__init__(HomeProcess("manager"), stopping, run.timeouts.stage)
+        super().__init__(OwnerProcess("manager"), stopping, run.timeouts.stage)
         self._checkpointer = checkpointer
         self._run = run
         self._ranks = run.ranks
@@ -93,7 +93,7 @@ class CheckpointManager(StoppableLoop):
     def __repr__(self) -> str:
         if not self.enabled:
             return "<CheckpointManager: off>"
-        parts = [contents_text(self._run, self.reports), self._run.preset, "closed" if self._home.closed else None]
+        parts = [contents_text(self._run, self.reports), self._run.preset, "closed" if self._owner.closed else None]
         return f"<CheckpointManager: {', '.join(filter(None, parts))}>"
 
     @property
@@ -173,7 +173,7 @@ class CheckpointManager(StoppableLoop):
             CheckpointTimeoutError: a save of this manager hung; see timeouts.write
             RanksError: another rank is dead, or has gone on without this call
         """
-        self._home.check()
+        self._owner.check()
         if self._checkpointer is None:
             if os.environ.get("RANK", "0") == "0":
                 logger.info("checkpoint.enabled=false: nothing is restored")
@@ -220,7 +220,7 @@ class CheckpointManager(StoppableLoop):
             CheckpointCorruptError: it is damaged; set aside if there is an older one, from which to resume instead
             CheckpointExistsError: checkpoints follow, and saves would collide with them
         """
-        self._home.check()
+        self._owner.check()
         if self._checkpointer is None:
             return
         step = checked_step(step)
@@ -285,7 +285,7 @@ class CheckpointManager(StoppableLoop):
 
     def _save(self, reached: ReachedStep, *, only_if_due: bool) -> bool:
         """The loop has reached a step: note it, and save it unless there is a reason not to."""
-        self._home.check()
+        self._owner.check()
         step = checked_step(reached.number)
         if self._checkpointer is None:
             return False
@@ -328,7 +328,7 @@ class CheckpointManager(StoppableLoop):
                 raise
             return self._skip(step, f"{error} (checkpoint.max_stall_s)")
         if not due and self._policy.repeats:
-            self._pipeline.foresight.look(state)
+            self._pipeline.prewarmer.look(state)
         return due
 
     def _delete_old(self, step: int) -> None:
@@ -359,7 +359,7 @@ class CheckpointManager(StoppableLoop):
 
     def prewarm(self, state: Mapping[Any, Any]) -> None:
         """Plan and allocate memory for this state, so that the first save is as fast as others."""
-        self._home.check()
+        self._owner.check()
         if self._checkpointer is not None:
             self._checkpointer.prewarm(state)
 
@@ -369,7 +369,7 @@ class CheckpointManager(StoppableLoop):
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write
         """
-        self._home.check(may_be_closed=True)
+        self._owner.check(may_be_closed=True)
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
@@ -379,9 +379,9 @@ class CheckpointManager(StoppableLoop):
         Raises:
             CheckpointError: an earlier save failed, and its error was not raised yet
         """
-        if self._home.closed or not self._home.is_here:
+        if self._owner.closed or not self._owner.is_here:
             return
-        self._home.closed = True
+        self._owner.closed = True
         if self._policy.enabled and (self._last is None or self._last.number == self._restored):
             self.idle = self._restored  # an evaluation has no steps
             warn_of_idle(self._run, self.idle)
@@ -409,7 +409,7 @@ class CheckpointManager(StoppableLoop):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._home.is_here:
+        if not self._owner.is_here:
             return
         if error is not None:
             self._failed = True
@@ -454,5 +454,5 @@ class CheckpointManager(StoppableLoop):
 
 def _warn_if_open(manager: weakref.ref[CheckpointManager]) -> None:
     alive = manager()
-    if alive is not None and alive._home.is_here and alive._last is not None and alive._policy.at_end:
+    if alive is not None and alive._owner.is_here and alive._last is not None and alive._policy.at_end:
         warn_of_open(alive._run, None if alive._is_saved(alive._last.number) else alive._last.number)

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from ..core.coordination import Coordinator
-from ..core.processes.home_process import HomeProcess
+from ..core.processes.owner_process import OwnerProcess
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class StopSignals:
         *,
         owns_ranks: bool,
     ) -> None:
-        self._home = HomeProcess("handler")
+        self._owner = OwnerProcess("handler")
         self._timeout = timeout
         self._ranks = ranks
         self._owns_ranks = owns_ranks
@@ -118,7 +118,7 @@ class StopSignals:
         return [max(caught, key=_weight), max(1, min(int(_SECONDS_BETWEEN / seconds_per_step), _MOST_STEPS_BETWEEN))]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self._home.is_here:
+        if not self._owner.is_here:
             # A forked child, such as a worker that its pool terminates, does what it would do without this handler.
             signal.signal(number, self._handlers.get(number) or signal.SIG_DFL)
             signal.raise_signal(number)
@@ -146,8 +146,8 @@ class StoppableLoop:
         stopped_by: the signal by which `should_stop` ends the loop, or None
     """
 
-    def __init__(self, home: HomeProcess, ranks: Coordinator | Callable[[], Coordinator], timeout: float) -> None:
-        self._home = home
+    def __init__(self, owner: OwnerProcess, ranks: Coordinator | Callable[[], Coordinator], timeout: float) -> None:
+        self._owner = owner
         self._stopping = ranks
         self._stop_timeout = timeout
         self._signals: StopSignals | None = None
@@ -162,9 +162,9 @@ class StoppableLoop:
             *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2
             requeue_exit_code: see `exit_if_stopped`
         """
-        self._home.check(may_be_closed=True)
+        self._owner.check(may_be_closed=True)
         numbers = checked_signals(signals, requeue_exit_code)
-        if self._signals is not None or self._home.closed:
+        if self._signals is not None or self._owner.closed:
             return
         own = not isinstance(self._stopping, Coordinator)
         ranks = self._stopping() if callable(self._stopping) else self._stopping
@@ -181,7 +181,7 @@ class StoppableLoop:
             CheckpointTimeoutError: a rank did not call in time
             RanksError: a rank is dead, or has continued without the call
         """
-        self._home.check(may_be_closed=True)
+        self._owner.check(may_be_closed=True)
         if self._signals is None:
             raise CheckpointError("Call stop_on_signal() before the loop; should_stop() reports what it notes.")
         self.stopped_by = self._signals.agreed()
@@ -197,9 +197,9 @@ class StoppableLoop:
             SystemExit: a signal ended the loop
             CheckpointError: the manager is not closed yet, so the last step is not saved
         """
-        if not self._home.is_here:
+        if not self._owner.is_here:
             return
-        if not self._home.closed:
+        if not self._owner.closed:
             raise CheckpointError("Call exit_if_stopped() after the manager's with block, which saves the last step.")
         if self._signals is not None:
             self._signals.exit()

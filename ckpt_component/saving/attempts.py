@@ -21,7 +21,7 @@ from ..core.commit.liveness import AttemptLock
 from ..core.commit.protocol import Attempt
 from ..core.commit.visibility import wait_visible
 from ..core.options import OnDifferentReplicas
-from ..core.processes.home_process import refuse_at_exit
+from ..core.processes.owner_process import refuse_at_exit
 from ..core.progress import no_progress
 from ..core.state.differences import ReplicaDifference, differing
 from ..core.storage.space import FULL, amount, full_text, rate, refuse_without_room
@@ -107,15 +107,15 @@ class SaveAttempts:
                 # First the writer process forgets the save, so that it does not commit what is being deleted.
                 self._caller.settle()
                 self._indexes.forget()
-                if snapshot is not None and snapshot.apart is not None:
-                    self._context.reuse.failed(snapshot.apart)
+                if snapshot is not None and snapshot.unchanged is not None:
+                    self._context.reuse.failed(snapshot.unchanged)
                 if self._leads:
                     commit.abandon(attempt)
                 raise
             self._caller.settle()
-        if snapshot is not None and snapshot.apart is not None:
+        if snapshot is not None and snapshot.unchanged is not None:
             folder = attempt.protocol.files_of(attempt)
-            self._context.reuse.committed(snapshot.apart, request.storage, folder, own[0].result)
+            self._context.reuse.committed(snapshot.unchanged, request.storage, folder, own[0].result)
         committed = Committed(own[0], files, voted)
         name = os.path.basename(request.path)
         logger.info("%s committed after %.2f s", name, committed.ended - request.started)
@@ -128,7 +128,7 @@ class SaveAttempts:
             error = staged.error or CheckpointSaveError("there is no snapshot")
             message: dict[str, Any] = {"error": describe_error(error), "cause": type(error).__name__}
         else:
-            shared = 0 if snapshot.apart is None else snapshot.apart.likely_bytes
+            shared = 0 if snapshot.unchanged is None else snapshot.unchanged.likely_bytes
             message = {"bytes": snapshot.encoded.file_bytes - shared, **self._indexes.message(snapshot.encoded)}
             if staged.comparison is not None:
                 message["digests"] = staged.comparison.message()
@@ -193,9 +193,9 @@ class SaveAttempts:
             logger.info("%s staged: %s in %.3f s%s", name, amount(snapshot.layout.payload_bytes), seconds, after)
             if events.has_listeners:
                 events.progressed(report_of(request, "staged", staged))
-        apart = snapshot.apart
-        if apart is not None:
-            self._context.reuse.settle(apart, snapshot.source.buffers, storage)
+        unchanged = snapshot.unchanged
+        if unchanged is not None:
+            self._context.reuse.settle(unchanged, snapshot.source.buffers, storage)
         device = -1
         if options.io == "auto":
             device = storage.device(os.path.dirname(attempt.target))
@@ -212,8 +212,8 @@ class SaveAttempts:
             self._manifest_fields(staged),
             self._timeouts,
             self._indexes.sidecars,
-            () if apart is None else [ReusedFile(*each) for each in apart.shared()],
-            () if apart is None else list(apart.items),
+            () if unchanged is None else [ReusedFile(*each) for each in unchanged.shared()],
+            () if unchanged is None else list(unchanged.items),
         )
         if self._shows_progress:
             self._writing = attempt.token, self._caller.progress()

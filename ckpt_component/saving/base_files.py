@@ -15,7 +15,7 @@ from ..core.commit.manifest import data_folder, read_manifest
 from ..core.commit.names import StepNames
 from ..core.commit.scan import scan_steps
 from ..core.formats.rank_index import ItemColumns, RankIndex, read_rank_indexes
-from ..core.image.apart_files import FileBytes, KeptFile, find_hash
+from ..core.image.unchanged_files import CommittedFile, FileBytes, find_hash
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError
 
@@ -40,7 +40,7 @@ class BaseFiles:
         self._storage = storage
         self._names = names
 
-    def find(self, wanted: Mapping[int, FileBytes], storage: Storage, elsewhere: bool) -> dict[int, KeptFile]:
+    def find(self, wanted: Mapping[int, FileBytes], storage: Storage, elsewhere: bool) -> dict[int, CommittedFile]:
         """Look for files.
 
         Args:
@@ -51,7 +51,7 @@ class BaseFiles:
         Returns:
             Those that were found, by their number.
         """
-        found: dict[int, KeptFile] = {}
+        found: dict[int, CommittedFile] = {}
         for path in self._checkpoints(elsewhere) if storage is self._storage else ():
             missing = {number: each for number, each in wanted.items() if number not in found}
             if not missing:
@@ -76,14 +76,14 @@ class BaseFiles:
             for step in reversed(steps[-_NEWEST:]):
                 yield os.path.join(folder, self._names.folder(step))
 
-    def _find_in(self, path: str, wanted: Mapping[int, FileBytes]) -> dict[int, KeptFile]:
+    def _find_in(self, path: str, wanted: Mapping[int, FileBytes]) -> dict[int, CommittedFile]:
         manifest = read_manifest(self._storage, path)
         if manifest is None:
             return {}
         sizes = {entry["name"]: entry["size"] for entry in manifest["files"]}
         if {each.size for each in wanted.values()}.isdisjoint(sizes.values()):
             return {}
-        folder, found = data_folder(self._storage, path, manifest), dict[int, KeptFile]()
+        folder, found = data_folder(self._storage, path, manifest), dict[int, CommittedFile]()
         for index in read_rank_indexes(self._storage, folder, manifest):
             for name, numbers in _items_by_file(index).items():
                 tensors = index.tensors
@@ -98,13 +98,13 @@ class BaseFiles:
                             found[number] = kept
         return found
 
-    def _proved(self, path: str, wanted: FileBytes, sums: Sequence[int]) -> KeptFile | None:
+    def _proved(self, path: str, wanted: FileBytes, sums: Sequence[int]) -> CommittedFile | None:
         """Open a file, and read it to learn whether it has the bytes."""
         storage = self._storage
         held = storage.hold(path)
         if held is None:
             return None
-        kept = KeptFile(held, wanted.size, tuple(item.digest for item in wanted.items), tuple(sums))
+        kept = CommittedFile(held, wanted.size, tuple(item.digest for item in wanted.items), tuple(sums))
         weakref.finalize(kept, storage.release, held)
         block = memoryview(bytearray(_READ_BYTES))
         for item in wanted.items:

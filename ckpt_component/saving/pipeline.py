@@ -22,7 +22,7 @@ from typing import Any
 
 from ..callers.write_callers import WriteCaller
 from ..core.commit.commit import new_attempt
-from ..core.processes.home_process import HomeProcess, refuse_at_exit
+from ..core.processes.owner_process import OwnerProcess, refuse_at_exit
 from ..errors import CheckpointError
 from ..events import SaveReport
 from ..stagers.base import Stager
@@ -30,9 +30,9 @@ from ..writers.base import Writer
 from .admission import SaveAdmission
 from .attempts import SaveAttempts
 from .context import SaveContext, notify
-from .foresight import Foresight
 from .in_flight import InFlightSaves, SaveHandle
 from .planning import SavePlanner
+from .prewarmer import Prewarmer
 from .records import Admitted, SaveRequest, Staged, report_of
 from .retry import ConsecutiveFailures, FailedAttempts, RetryLoop, is_stall
 
@@ -57,7 +57,7 @@ class SavePipeline:
         saves: running saves, and failed ones whose error was not raised yet
         reports: reports of ended saves, in order
         last_report: see `Checkpointer.last_report`
-        foresight: prepares the first save
+        prewarmer: prepares the first save
     """
 
     def __init__(self, stager: Stager, caller: WriteCaller, writer: Writer, context: SaveContext) -> None:
@@ -70,7 +70,7 @@ class SavePipeline:
         self.saves = InFlightSaves(context.progress)
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
-        self.foresight = Foresight(stager)
+        self.prewarmer = Prewarmer(stager)
         self._context = context
         self._timeouts = context.timeouts
         self._single_file = writer.single_file
@@ -83,7 +83,7 @@ class SavePipeline:
         self._staged: deque[tuple[SaveHandle, Staged]] = deque()
         self._last_task: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
-        self._home = HomeProcess("checkpointer")
+        self._owner = OwnerProcess("checkpointer")
         self._closing = threading.Lock()
         # If a script does not call close(), the interpreter first lets the save thread finish, then runs this.
         self._at_exit = atexit.register(_close_if_alive, weakref.ref(self))
@@ -120,7 +120,7 @@ class SavePipeline:
             CheckpointWorldError: the process group is not the one that this was built with
             CheckpointError: the save could not begin, on all ranks; or the error of an earlier save
         """
-        self._home.check()
+        self._owner.check()
         self.ranks.check_world()
         request = SaveRequest(path, self._context.storage_of(path), step, metrics, may_wait)
         try:
@@ -148,7 +148,7 @@ class SavePipeline:
         self._staged.append((save, staged))
         try:
             with self._closing:  # what is listed by then, `close` waits for
-                self._home.check()
+                self._owner.check()
                 self._last_task = self._thread.submit(self._finish)
                 self.saves.append(save)
         except BaseException as error:
@@ -303,12 +303,12 @@ class SavePipeline:
             CheckpointError: the first error that was not raised yet
             KeyboardInterrupt: while it waited; the saves continue, and the exit of the interpreter waits for them
         """
-        if not self._home.is_here:
+        if not self._owner.is_here:
             return
         with self._closing:
-            if self._home.closed:
+            if self._owner.closed:
                 return
-            self._home.closed = True
+            self._owner.closed = True
         self._retries.stop_pausing()
         is_idle = False
         try:
@@ -318,7 +318,7 @@ class SavePipeline:
                 is_idle = self._drain()
         except (KeyboardInterrupt, SystemExit):
             # To stop the writer process now would lose its save. What is registered at exit closes this.
-            self._home.closed = False
+            self._owner.closed = False
             raise
         except BaseException:
             self._release(is_idle)

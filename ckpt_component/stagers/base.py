@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.coordination import Coordinator
-from ..core.image.apart_files import ApartFiles
 from ..core.image.arena import Arena
 from ..core.image.file_reuse import FileReuse
 from ..core.image.layout import Layout
+from ..core.image.unchanged_files import UnchangedFiles
 from ..core.memory.gc_control import collector_paused
 from ..core.state.dedup import Selection, Share
 from ..core.state.flatten import FlatState, flatten
@@ -29,7 +29,7 @@ from ..core.state.paths import key_of
 from ..core.state.structure import Structure
 from ..core.storage.storage import Storage
 from ..core.writing.request import ByteSource, EncodedSave
-from ..writers.base import FormatPlan, PlansApart, Writer
+from ..writers.base import FormatPlan, PlansUnchanged, Writer
 from .optimizers import optimizers_in
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Snapshot:
         copied: what the caller of a save gets: once he sees it done, he may change every tensor. Asked a last time when
             all is written; has TornSnapshotError if a tensor changed before. By default `staged`.
         staged_at: when `staged` was done (`time.perf_counter`)
-        apart: the files of steady tensors, which may be shared with an earlier checkpoint; None: there are none
+        unchanged: the files of unchanged tensors, which may be shared with an earlier checkpoint; None: there are none
         began_at: when the copy began; by default when this object is made
         planned_at: when the plan was made, and the wait for memory began; 0: no such wait
     """
@@ -86,7 +86,7 @@ class Snapshot:
     staged: Future[None] = field(default_factory=Future)
     copied: Future[None] = field(init=False)
     staged_at: float = 0.0
-    apart: ApartFiles | None = None
+    unchanged: UnchangedFiles | None = None
     began_at: float = field(default_factory=time.perf_counter)
     planned_at: float = 0.0
 
@@ -249,8 +249,8 @@ class Stager(ABC):
                 flat = plan.flat if selection is None else selection.of(plan.flat)
                 structure = plan.structure if selection is None else Structure(flat)
                 writer, rank = self._writer, self._ranks.rank
-                if isinstance(writer, PlansApart) and (apart := self._reuse.group(structure, flat)):
-                    self._plan = writer.plan_apart(structure, rank, apart)
+                if isinstance(writer, PlansUnchanged) and (unchanged := self._reuse.group(structure, flat)):
+                    self._plan = writer.plan_unchanged(structure, rank, unchanged)
                 else:
                     self._plan = writer.plan(structure, rank)
                 # Set last, so that a plan that failed is made again next time.

@@ -22,11 +22,11 @@ class LiveStager(Stager):
         encoded = format_plan.encode_objects(flat.objects)
         with torch.no_grad():
             source = LiveSource(format_plan.layout, flat)
-        layout, apart = format_plan.layout, self._reuse.look(format_plan.layout, flat, plan.storage)
-        if apart is not None:
+        layout, unchanged = format_plan.layout, self._reuse.look(format_plan.layout, flat, plan.storage)
+        if unchanged is not None:
             sources, _ = sources_of(layout, flat)
-            for file in apart.candidates:
-                apart.prove(file, sources)
-        snapshot = Snapshot(layout, encoded, source, apart=apart)
+            for file in unchanged.candidates:
+                unchanged.prove(file, sources)
+        snapshot = Snapshot(layout, encoded, source, unchanged=unchanged)
         snapshot.mark_staged()
         return snapshot

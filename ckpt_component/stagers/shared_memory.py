@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import torch
 
-from ..core.image.apart_files import ApartFiles
 from ..core.image.arena import Arena
 from ..core.image.arena_pool import ArenaPool
 from ..core.image.copy import CopyPlan, CopyTasks, sources_of
 from ..core.image.layout import Layout
+from ..core.image.unchanged_files import UnchangedFiles
 from ..core.memory.gc_control import collector_paused
 from ..core.options import ARENAS
 from ..core.state.dedup import likely_bytes
@@ -37,7 +37,7 @@ class ArenaFill:
         arena: the leased arena
         layout: of the image
         flat: the state
-        apart: the files that may be shared, whose candidates are proved and not copied; None: there are none
+        unchanged: the files that may be shared, whose candidates are proved and not copied; None: there are none
 
     Attributes:
         proofs: numbers of the items of each candidate, by number of the file
@@ -46,17 +46,17 @@ class ArenaFill:
         addresses: memory address of each source, int64
     """
 
-    def __init__(self, arena: Arena, layout: Layout, flat: FlatState, apart: ApartFiles | None = None) -> None:
+    def __init__(self, arena: Arena, layout: Layout, flat: FlatState, unchanged: UnchangedFiles | None = None) -> None:
         self.arena = arena
         self.flat = flat
-        self.apart = apart
-        self.proofs = {} if apart is None else {file: apart.items[file] for file in apart.candidates}
+        self.unchanged = unchanged
+        self.proofs = {} if unchanged is None else {file: unchanged.items[file] for file in unchanged.candidates}
         self.slots = arena.slots(layout)
         self.sources, self.addresses = sources_of(layout, flat)
 
     def tasks(self, plan: CopyPlan, *, at_once: bool = True) -> CopyTasks:
         """A copy by one of the arena's plans; `at_once`: no tensor can get other memory before it is made."""
-        prove = None if self.apart is None else self.apart.prove
+        prove = None if self.unchanged is None else self.unchanged.prove
         return CopyTasks(plan, self.sources, self.addresses if at_once else None, prove)
 
     def without_proofs(self, numbers: Iterable[int]) -> list[int]:
@@ -100,10 +100,10 @@ class SharedMemoryStager(Stager):
             timeout = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
             planned_at = time.perf_counter()
             arena = self._pool.lease(layout.arena_bytes, timeout)
-            give_back, apart = self._pool.give_back, self._reuse.look(layout, flat, plan.storage)
-            snapshot = Snapshot(layout, encoded, arena, arena, give_back, planned_at=planned_at, apart=apart)
+            give_back, unchanged = self._pool.give_back, self._reuse.look(layout, flat, plan.storage)
+            snapshot = Snapshot(layout, encoded, arena, arena, give_back, planned_at=planned_at, unchanged=unchanged)
             try:
-                rest = self._fill(ArenaFill(arena, layout, flat, apart), snapshot.mark_staged)
+                rest = self._fill(ArenaFill(arena, layout, flat, unchanged), snapshot.mark_staged)
                 snapshot.copied = rest or snapshot.staged
             except BaseException as error:
                 snapshot.mark_staged(error)

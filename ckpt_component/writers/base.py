@@ -102,16 +102,16 @@ class Writer(ABC):
 
 
 @runtime_checkable
-class PlansApart(Protocol):
+class PlansUnchanged(Protocol):
     """A writer that can put tensors into files of their own, which later checkpoints may share."""
 
-    def plan_apart(self, structure: Structure, rank: int, apart: Sequence[Sequence[int]]) -> FormatPlan:
-        """Lay out the files of one rank, as `Writer.plan`, with groups of tensors in files that are `ImageFile.apart`.
+    def plan_unchanged(self, structure: Structure, rank: int, unchanged: Sequence[Sequence[int]]) -> FormatPlan:
+        """Lay out the files of one rank, as `Writer.plan`, with groups of tensors in files of their own.
 
         Args:
             structure: the structure to lay out
             rank: the rank
-            apart: for each of these files, numbers of entries in `structure.stored`
+            unchanged: for each of these files (`ImageFile.unchanged`), numbers of entries in `structure.stored`
         """
         ...
 

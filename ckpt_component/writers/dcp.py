@@ -56,12 +56,12 @@ class DcpWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out one rank's files: `__<rank>_<n>.distcp`."""
-        return self.plan_apart(structure, rank, ())
+        return self.plan_unchanged(structure, rank, ())
 
-    def plan_apart(self, structure: Structure, rank: int, apart: Sequence[Sequence[int]]) -> FormatPlan:
-        """As `plan`; the files of the groups come last. See `PlansApart`."""
-        is_apart = {number for group in apart for number in group}
-        rest = [number for number in range(len(structure.stored)) if number not in is_apart]
+    def plan_unchanged(self, structure: Structure, rank: int, unchanged: Sequence[Sequence[int]]) -> FormatPlan:
+        """As `plan`; the files of the groups come last. See `PlansUnchanged`."""
+        is_unchanged = {number for group in unchanged for number in group}
+        rest = [number for number in range(len(structure.stored)) if number not in is_unchanged]
         sizes = [structure.stored[number].nbytes for number in rest]
         hint, separate = self.separation_hint or "", set[int]()
         if hint:
@@ -69,7 +69,7 @@ class DcpWriter(Writer):
             separate = {place for place, key in enumerate(keys) if key.startswith(hint)}
         groups = groups_of_files(sizes, self.workers, hint, separate)
         named = [(prefix, [rest[place] for place in places]) for prefix, places in groups]
-        named += [("", list(group)) for group in apart]
+        named += [("", list(group)) for group in unchanged]
         files = [(f"{prefix}__{rank}_{number}.distcp", numbers) for number, (prefix, numbers) in enumerate(named)]
         return _DcpPlan(self, structure, files, f"__{rank}_{len(files)}.distcp", len(groups))
 
@@ -109,7 +109,7 @@ class _DcpPlan(FormatPlan):
         structure: the structure to lay out
         files: name of each file and numbers of its stored tensors
         object_file: name of the file of objects
-        first_apart: number of the first file that later checkpoints may share
+        first_unchanged: number of the first file that later checkpoints may share
     """
 
     def __init__(
@@ -118,18 +118,18 @@ class _DcpPlan(FormatPlan):
         structure: Structure,
         files: Sequence[tuple[str, list[int]]],
         object_file: str,
-        first_apart: int,
+        first_unchanged: int,
     ) -> None:
-        self.layout = layout_of_archives(structure, structure.stored, files, first_apart)
+        self.layout = layout_of_archives(structure, structure.stored, files, first_unchanged)
         # For each parallel writer one of the first files, and of those that may be shared a part.
-        lanes: list[list[Lane]] = [[] for _ in range(max(first_apart, writer.workers))]
+        lanes: list[list[Lane]] = [[] for _ in range(max(first_unchanged, writer.workers))]
         loads = [0] * len(lanes)
         first = 0
         for file, (_, numbers) in enumerate(files):
             items = self.layout.items[first : first + len(numbers)]
             places = places_of((item.offset, item.length) for item in items)
             size = self.layout.files[file].size
-            lane = file if file < first_apart else loads.index(min(loads))
+            lane = file if file < first_unchanged else loads.index(min(loads))
             lanes[lane].append(Lane(file, 0, size, first, places))
             loads[lane] += size
             first += len(numbers)
@@ -198,7 +198,7 @@ def layout_of_archives(
     structure: Structure,
     stored: Sequence[Stored],
     files: Sequence[tuple[str, Sequence[int]]],
-    first_apart: int | None = None,
+    first_unchanged: int | None = None,
 ) -> Layout:
     """Lay out files of `torch.save` archives, one per tensor.
 
@@ -206,7 +206,7 @@ def layout_of_archives(
         structure: what the layout is for
         stored: the tensors
         files: name of each file and numbers of its tensors
-        first_apart: number of the first file that later checkpoints may share; None: there is none
+        first_unchanged: number of the first file that later checkpoints may share; None: there is none
     """
     images: list[ImageFile] = []
     items: list[Item] = []
@@ -219,7 +219,7 @@ def layout_of_archives(
             offset, nbytes = align(end, ITEM_ALIGNMENT), entry.nbytes
             end = offset + before + nbytes + after
             items.append(Item(number, file, offset, offset + before, nbytes, end - offset))
-        images.append(ImageFile(name, base, end, apart=first_apart is not None and file >= first_apart))
+        images.append(ImageFile(name, base, end, unchanged=first_unchanged is not None and file >= first_unchanged))
         base = align(base + end, PAGE)
 
     def around(item: Item) -> tuple[bytes, bytes]:

@@ -107,9 +107,9 @@ class _MetadataTables:
             _, _, whole, offsets, shape, *_ = rows[0]
             if len(rows) == 1 and shape == whole and not any(offsets):
                 continue
-            boxes = [(tuple(row[3]), tuple(row[4])) for row in rows]
-            if (form := (tuple(whole), *boxes)) not in forms:
-                fault = cover_fault(f"'{key}'", whole, boxes)
+            regions = [(tuple(row[3]), tuple(row[4])) for row in rows]
+            if (form := (tuple(whole), *regions)) not in forms:
+                fault = cover_fault(f"'{key}'", whole, regions)
                 if fault is not None:
                     raise CheckpointStageError(f"{fault} All ranks that hold a part of it must save it together.")
                 forms.add(form)

@@ -44,7 +44,7 @@ class BytesStorageMetadata:
 
 @dataclass(eq=False)
 class ChunkStorageMetadata:
-    """A box of a tensor."""
+    """A region of a tensor."""
 
     offsets: torch.Size
     sizes: torch.Size

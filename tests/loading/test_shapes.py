@@ -9,29 +9,29 @@ import time
 import pytest
 
 from ckpt_component import CheckpointCorruptError
-from ckpt_component.core.state.boxes import Box
 from ckpt_component.core.state.coverage import check_cover, is_shape
+from ckpt_component.core.state.regions import Region
 
 
-def cut_up(whole: tuple[int, ...], rng: random.Random) -> list[Box]:
-    """Random boxes that make up the whole: halved again and again."""
-    boxes: list[Box] = [((0,) * len(whole), whole)]
+def cut_up(whole: tuple[int, ...], rng: random.Random) -> list[Region]:
+    """Random regions that make up the whole: halved again and again."""
+    regions: list[Region] = [((0,) * len(whole), whole)]
     for _ in range(rng.randrange(12)):
-        offsets, sizes = boxes.pop(rng.randrange(len(boxes)))
+        offsets, sizes = regions.pop(rng.randrange(len(regions)))
         dimension = rng.randrange(len(whole))
         at = rng.randrange(sizes[dimension] + 1)
         for start, count in ((0, at), (at, sizes[dimension] - at)):
             moved = list(offsets), list(sizes)
             moved[0][dimension] += start
             moved[1][dimension] = count
-            boxes.append((tuple(moved[0]), tuple(moved[1])))
-    rng.shuffle(boxes)
-    return boxes
+            regions.append((tuple(moved[0]), tuple(moved[1])))
+    rng.shuffle(regions)
+    return regions
 
 
-def is_cover(whole: tuple[int, ...], boxes: list[Box]) -> bool:
+def is_cover(whole: tuple[int, ...], regions: list[Region]) -> bool:
     counts = dict.fromkeys(itertools.product(*map(range, whole)), 0)
-    for offsets, sizes in boxes:
+    for offsets, sizes in regions:
         if any(start + count > limit for start, count, limit in zip(offsets, sizes, whole, strict=True)):
             return False
         for place in itertools.product(*(range(a, a + n) for a, n in zip(offsets, sizes, strict=True))):
@@ -45,10 +45,10 @@ def test_chunks_against_counting_every_element() -> None:
     outcomes = {True: 0, False: 0}
     for number in range(1500):
         whole = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(1, 4)))
-        boxes = cut_up(whole, rng)
+        regions = cut_up(whole, rng)
         if number % 3:  # one thing wrong, perhaps: moved, made larger or smaller, forgotten, doubled
-            chosen = rng.randrange(len(boxes))
-            offsets, sizes = (list(part) for part in boxes[chosen])
+            chosen = rng.randrange(len(regions))
+            offsets, sizes = (list(part) for part in regions[chosen])
             dimension = rng.randrange(len(whole))
             change = rng.randrange(5)
             if change == 0:
@@ -57,19 +57,19 @@ def test_chunks_against_counting_every_element() -> None:
                 sizes[dimension] += 1
             elif change == 2:
                 sizes[dimension] = max(sizes[dimension] - 1, 0)
-            boxes[chosen] = (tuple(offsets), tuple(sizes))
+            regions[chosen] = (tuple(offsets), tuple(sizes))
             if change == 3:
-                del boxes[chosen]
+                del regions[chosen]
             elif change == 4:
-                boxes.append(boxes[chosen])
-        right = is_cover(whole, boxes)
+                regions.append(regions[chosen])
+        right = is_cover(whole, regions)
         outcomes[right] += 1
         try:
-            check_cover("x", whole, boxes)
+            check_cover("x", whole, regions)
         except CheckpointCorruptError as error:
-            assert not right, f"seed {seed}, case {number}: {error}: {whole} {boxes}"
+            assert not right, f"seed {seed}, case {number}: {error}: {whole} {regions}"
         else:
-            assert right, f"seed {seed}, case {number}: {whole} {boxes}"
+            assert right, f"seed {seed}, case {number}: {whole} {regions}"
     assert min(outcomes.values()) > 300
 
 
@@ -77,9 +77,9 @@ def test_scalars_and_nothing() -> None:
     check_cover("x", (), [((), ())])
     check_cover("x", (0, 3), [])
     check_cover("x", (0, 3), [((0, 0), (0, 3)), ((0, 1), (0, 2))])
-    for boxes in ([], [((), ()), ((), ())]):
+    for regions in ([], [((), ()), ((), ())]):
         with pytest.raises(CheckpointCorruptError):
-            check_cover("x", (), boxes)
+            check_cover("x", (), regions)
 
 
 def test_many_chunks_are_no_square_of_work() -> None:

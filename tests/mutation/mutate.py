@@ -408,8 +408,10 @@ def _copy(root: Path) -> Path:
 def _work(root: Path, worker: Worker, tests: Sequence[str]) -> int:
     os.chdir(root)
     sys.dont_write_bytecode = True
-    os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=f"{root}{os.pathsep}{root}/tests")
-    sys.path[:0] = [str(root), f"{root}/tests"]
+    os.environ.update(
+        PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=f"{root}{os.pathsep}{root}/tests{os.pathsep}{root}/tests/support"
+    )
+    sys.path[:0] = [str(root), f"{root}/tests", f"{root}/tests/support"]
     usual = ["-q", "-s", "-p", "no:cacheprovider", "-n0", "-o", "addopts=--import-mode=importlib"]
     return int(pytest.main([*usual, *worker.marks, *tests], plugins=[worker]))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_component import CheckpointStageError
-from ckpt_component.saving.foresight import Foresight
+from ckpt_component.saving.prewarmer import Prewarmer
 from ckpt_component.stagers.base import Snapshot, Stager, StatePlan
 
 
@@ -33,8 +33,8 @@ def test_memory_is_made_at_steps_that_double_until_one_cannot_be_saved(
     bad: int, steps: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     stager = Memory(bad)
-    foresight = Foresight(stager)
+    prewarmer = Prewarmer(stager)
     for step in range(1, 21):
-        foresight.look({"step": step})
+        prewarmer.look({"step": step})
     assert stager.steps == steps
     assert caplog.text.count("the first save will fail, unless the state changes") == (bad == 4)

@@ -34,7 +34,7 @@ from ckpt_component.background.exports import BackgroundExports
 from ckpt_component.config.rules import checked_resume
 from ckpt_component.managing import recording
 from ckpt_component.managing.policies import ResumePolicy, SavePolicy
-from ckpt_component.saving.foresight import Foresight
+from ckpt_component.saving.prewarmer import Prewarmer
 from ckpt_component.testing import faults
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
@@ -312,7 +312,7 @@ def test_only_steps_before_a_save_of_the_run_help_to_prepare_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(Foresight, "look", lambda self, state: looked.append(state["step"]))
+    monkeypatch.setattr(Prewarmer, "look", lambda self, state: looked.append(state["step"]))
     with manager_in(tmp_path, "checkpoint.save.every_steps=2", preset="sync") as manager:
         run(manager, range(1, 6), fresh())
     assert looked == [1, 3, 5]

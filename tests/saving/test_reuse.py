@@ -28,7 +28,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON
-from ckpt_component.core.image.apart_files import FileBytes
+from ckpt_component.core.image.unchanged_files import FileBytes
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.storage import Held, Storage
 from ckpt_component.events import read_events

@@ -20,7 +20,7 @@ from ranks import run_ranks
 import ckpt_component
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointManager, CheckpointTypeError, build_manager
 from ckpt_component.core.coordination import LocalCoordinator
-from ckpt_component.core.processes.home_process import HomeProcess
+from ckpt_component.core.processes.owner_process import OwnerProcess
 from ckpt_component.managing.stop_signals import STOPPING, StoppableLoop, StopSignals
 
 SCRIPT = Path(__file__).parent / "scripts" / "stopping.py"
@@ -379,7 +379,7 @@ def test_two_ranks_stop_by_what_one_of_them_has_caught(
 @pytest.mark.parametrize("own", [False, True])
 def test_a_coordinator_that_was_made_for_the_signals_is_closed_with_them(own: bool) -> None:
     ranks = _Pair()
-    loop = StoppableLoop(HomeProcess("loop"), (lambda: ranks) if own else ranks, 7.0)
+    loop = StoppableLoop(OwnerProcess("loop"), (lambda: ranks) if own else ranks, 7.0)
     loop.stop_on_signal(signal.SIGUSR1)
     assert not ranks.closed
     loop.stop_catching()

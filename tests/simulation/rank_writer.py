@@ -73,5 +73,5 @@ def snapshot() -> Any:
         began_at=0.0,
         planned_at=0.0,
         source=None,
-        apart=None,
+        unchanged=None,
     )

@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from ...config.hydra.hydra_errors import CheckpointConfigError
-from ...core.processes.home_process import HomeProcess
+from ...core.processes.owner_process import OwnerProcess
 from ...managing import recording
 from .disks import Span, disk_of
 from .result import RUNNING, add_span, read_result, write_job_result
@@ -81,11 +81,11 @@ class SweepReport(Callback):
         """Called by Hydra before the first job."""
         if _leads():
             # Relative to the current folder, as in Hydra itself; no job has changed it yet.
-            atexit.register(_report_at_exit, HomeProcess("sweep"), Path(os.path.abspath(config.hydra.sweep.dir)))
+            atexit.register(_report_at_exit, OwnerProcess("sweep"), Path(os.path.abspath(config.hydra.sweep.dir)))
 
 
-def _report_at_exit(home: HomeProcess, folder: Path) -> None:
-    if home.is_here:  # a child that a job has forked runs this too
+def _report_at_exit(owner: OwnerProcess, folder: Path) -> None:
+    if owner.is_here:  # a child that a job has forked runs this too
         report_sweep(folder)
 
 

@@ -9,17 +9,17 @@ from typing import Any
 
 from ..state.flatten import FlatState
 from ..state.paths import key_of
-from ..state.steady import SteadyTensors
 from ..state.structure import Structure
+from ..state.unchanged_tensors import UnchangedTensors
 from ..storage.storage import Storage
-from .apart_files import ApartFiles, FileBytes, KeptFile, Read, find_hash
 from .layout import Layout
+from .unchanged_files import CommittedFile, FileBytes, Read, UnchangedFiles, find_hash
 
 logger = logging.getLogger("ckpt_component.image")
 
 #: Looks for files with given bytes, by any number, in a storage; returns those that it has found and compared. With the
 #: flag, only in folders of other runs that come before the own one, so that of two runs only one takes the other's.
-Find = Callable[[Mapping[int, FileBytes], Storage, bool], Mapping[int, KeptFile]]
+Find = Callable[[Mapping[int, FileBytes], Storage, bool], Mapping[int, CommittedFile]]
 
 #: In so many saves after a file was written.
 _LOOKS = 3
@@ -31,56 +31,56 @@ class FileReuse:
     The training thread calls `group`, `observe` and `look`; the save thread calls `settle` and `committed`.
 
     Args:
-        steady: which tensors are expected to keep their values; None: no files are shared
+        unchanged: which tensors are expected to keep their values; None: no files are shared
         find: looks in other checkpoints for files that the last one does not have
         checksum: algorithm of the items' checksums
     """
 
     def __init__(
         self,
-        steady: SteadyTensors | None,
+        unchanged: UnchangedTensors | None,
         find: Find = lambda wanted, storage, elsewhere: {},
         checksum: str = "",
     ) -> None:
-        self._steady = steady
+        self._unchanged = unchanged
         self._find = find
         self._checksum = checksum
         self._lock = threading.Lock()
         #: The files of the last committed checkpoint by key, and the marks of their tensors then.
-        self._kept: dict[Any, KeptFile] = {}
+        self._kept: dict[Any, CommittedFile] = {}
         self._marks: dict[Any, Sequence[Any]] = {}
         self._storage: Storage | None = None
         #: How often to look whether an earlier job has written the same file as this one, by key; for the save thread.
         self._own: dict[Any, int] = {}
 
-    def _kept_in(self, storage: Storage | None) -> dict[Any, KeptFile]:
+    def _kept_in(self, storage: Storage | None) -> dict[Any, CommittedFile]:
         return self._kept if storage is self._storage else {}
 
     def observe(self, structure: Structure, flat: FlatState) -> bool:
-        """See `SteadyTensors.observe`."""
-        steady = self._steady  # the save thread may find out that nothing can be shared
-        return steady is not None and steady.observe(structure, flat)
+        """See `UnchangedTensors.observe`."""
+        unchanged = self._unchanged  # the save thread may find out that nothing can be shared
+        return unchanged is not None and unchanged.observe(structure, flat)
 
     def group(self, structure: Structure, flat: FlatState) -> list[list[int]]:
-        """See `SteadyTensors.group`."""
-        steady = self._steady
-        return [] if steady is None else steady.group(structure, flat)
+        """See `UnchangedTensors.group`."""
+        unchanged = self._unchanged
+        return [] if unchanged is None else unchanged.group(structure, flat)
 
-    def look(self, layout: Layout, flat: FlatState, storage: Storage | None) -> ApartFiles | None:
-        """Find the files that a snapshot may share; None if it has no files of steady tensors.
+    def look(self, layout: Layout, flat: FlatState, storage: Storage | None) -> UnchangedFiles | None:
+        """Find the files that a snapshot may share; None if it has no files of unchanged tensors.
 
         Args:
             layout: of the snapshot
             flat: the state
             storage: where it is saved; files are shared in one storage only
         """
-        if self._steady is None or not layout.apart:
+        if self._unchanged is None or not layout.unchanged:
             return None
         with self._lock:
             kept, marks = self._kept_in(storage), self._marks
-        return ApartFiles(layout, flat, kept, marks, in_place=find_hash()[1])
+        return UnchangedFiles(layout, flat, kept, marks, in_place=find_hash()[1])
 
-    def settle(self, files: ApartFiles, read: Read, storage: Storage) -> None:
+    def settle(self, files: UnchangedFiles, read: Read, storage: Storage) -> None:
         """Decide which files of a complete snapshot are shared.
 
         Args:
@@ -91,8 +91,8 @@ class FileReuse:
         kept = self._kept_in(storage)
         files.renew(kept)
         changed = files.settle(read, kept)
-        if changed and self._steady is not None:
-            self._steady.report_changed(changed, files.unseen)
+        if changed and self._unchanged is not None:
+            self._unchanged.report_changed(changed, files.unseen)
             more = f" and {len(changed) - 3} more" if changed[3:] else ""
             names = ", ".join(f"'{key_of(path)}'" for path, _ in changed[:3])
             logger.info("changed after it was the same in earlier saves: %s%s", names, more)
@@ -107,14 +107,14 @@ class FileReuse:
             for file in own:
                 self._own[files.key_of(file)] -= _LOOKS if file in found else 1
 
-    def committed(self, files: ApartFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
+    def committed(self, files: UnchangedFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
         """Remember the files of a committed checkpoint, for the next snapshot.
 
         Args:
             files: of the snapshot that was committed
             storage: of the checkpoint
             folder: the checkpoint
-            written: see `ApartFiles.keep`
+            written: see `UnchangedFiles.keep`
         """
         try:
             kept = files.keep(storage, folder, written)
@@ -122,13 +122,13 @@ class FileReuse:
             logger.warning("the next checkpoint shares no files with %s: %s", folder, error)
             kept = {}
         if kept is None:
-            self._steady, kept = None, {}
+            self._unchanged, kept = None, {}
         self._own.update({files.key_of(file): _LOOKS for file in files.items if file not in files.proved})
         marks = dict(zip(kept, files.marks.values(), strict=False))
         with self._lock:
             self._kept, self._marks, self._storage = kept, marks, storage
 
-    def failed(self, files: ApartFiles) -> None:
+    def failed(self, files: UnchangedFiles) -> None:
         """A snapshot was not committed. What it shares may be why: then the next one writes everything."""
         if any(isinstance(entry.held, str) for entry in files.proved.values()):
             self.close()

@@ -37,13 +37,13 @@ class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is s
 class ImageFile:
     """A file of the image. It starts at `base` in the arena, a multiple of the page size, for direct I/O.
 
-    `apart`: it has only tensors that are expected to keep their values, so later checkpoints may share it.
+    `unchanged`: it has only tensors that are expected to keep their values, so later checkpoints may share it.
     """
 
     name: str
     base: int
     size: int
-    apart: bool = False
+    unchanged: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,18 +94,18 @@ class Layout:
         return {number: window for number, window in windows.items() if window is not None}
 
     @cached_property
-    def apart(self) -> dict[int, list[int]]:
+    def unchanged(self) -> dict[int, list[int]]:
         """Numbers of the items of each file that later checkpoints may share, by number of the file."""
-        numbers: dict[int, list[int]] = {file: [] for file, image in enumerate(self.files) if image.apart}
+        numbers: dict[int, list[int]] = {file: [] for file, image in enumerate(self.files) if image.unchanged}
         for number, item in enumerate(self.items) if numbers else ():
             if item.file in numbers:
                 numbers[item.file].append(number)
         return numbers
 
     @cached_property
-    def apart_keys(self) -> dict[int, tuple[Any, ...]]:
+    def unchanged_keys(self) -> dict[int, tuple[Any, ...]]:
         """For each of these files, what must be equal in two layouts so that equal tensors make equal files."""
-        return {file: (self.files[file].size, *map(self._place_of, items)) for file, items in self.apart.items()}
+        return {file: (self.files[file].size, *map(self._place_of, items)) for file, items in self.unchanged.items()}
 
     def _place_of(self, number: int) -> tuple[Any, ...]:
         item, structure = self.items[number], self.structure

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import CheckpointCorruptError
-from .boxes import Box
+from .regions import Region
 
 #: The most that operators of torch accept.
 MAX_DIMENSIONS = 64
@@ -28,27 +28,27 @@ def is_shape(value: Any) -> bool:
     return elements < MAX_ELEMENTS
 
 
-def check_cover(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> None:
+def check_cover(what: str, whole: Sequence[int], regions: Sequence[Region]) -> None:
     """Refuse chunks that do not make up a whole tensor; see `cover_fault`.
 
     Raises:
         CheckpointCorruptError: they do not; the text says where
     """
-    fault = cover_fault(what, whole, boxes)
+    fault = cover_fault(what, whole, regions)
     if fault is not None:
         raise CheckpointCorruptError(fault)
 
 
-def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def cover_fault(what: str, whole: Sequence[int], regions: Sequence[Region]) -> str | None:
     """Why chunks do not cover a tensor exactly (out of bounds, overlap, or hole); None if they do.
 
     Args:
         what: names the tensor at the start of the message
         whole: shape of the tensor
-        boxes: (offsets, sizes) of the chunks; exact ints, none negative
+        regions: (offsets, sizes) of the chunks; exact ints, none negative
     """
     total = 0
-    for offsets, sizes in boxes:
+    for offsets, sizes in regions:
         if len(offsets) != len(whole) or len(sizes) != len(whole):
             return f"{what} has the shape {tuple(whole)} and a chunk at {tuple(offsets)}."
         if any(start + count > limit for start, count, limit in zip(offsets, sizes, whole, strict=True)):
@@ -57,7 +57,7 @@ def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | 
                 f"{tuple(whole)}."
             )
         total += math.prod(sizes)
-    filled = [box for box in boxes if math.prod(box[1])] if len(boxes) > 1 else []
+    filled = [region for region in regions if math.prod(region[1])] if len(regions) > 1 else []
     overlapping = _first_overlap(filled, range(len(whole)))
     if overlapping is not None:
         one, other = overlapping
@@ -68,37 +68,37 @@ def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | 
     return None
 
 
-def _first_overlap(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box, Box] | None:
-    """Find two boxes that overlap. `dimensions`: those in which the boxes may have different intervals."""
-    if len(boxes) < 2:
+def _first_overlap(regions: Sequence[Region], dimensions: Sequence[int]) -> tuple[Region, Region] | None:
+    """Find two regions that overlap. `dimensions`: those in which the regions may have different intervals."""
+    if len(regions) < 2:
         return None
     if not dimensions:
-        return boxes[0], boxes[1]
+        return regions[0], regions[1]
     for along in dimensions:
-        groups: dict[tuple[int, int], list[Box]] = {}
-        for box in boxes:
-            groups.setdefault((box[0][along], box[1][along]), []).append(box)
+        groups: dict[tuple[int, int], list[Region]] = {}
+        for region in regions:
+            groups.setdefault((region[0][along], region[1][along]), []).append(region)
         intervals = sorted(groups)
         if all(start + count <= after for (start, count), (after, _) in itertools.pairwise(intervals)):
             # Disjoint slabs, as in any regular chunking; check each on its own.
             rest = [dimension for dimension in dimensions if dimension != along]
             overlaps = (_first_overlap(group, rest) for group in groups.values())
             return next((pair for pair in overlaps if pair is not None), None)
-    return _sweep(boxes, dimensions)
+    return _sweep(regions, dimensions)
 
 
-def _sweep(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box, Box] | None:
-    """Find an overlap in any arrangement: sweep along one dimension and compare each box with those still open."""
-    along = max(dimensions, key=lambda dimension: len({offsets[dimension] for offsets, _ in boxes}))
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda entry: entry[0][along]):
-        start = box[0][along]
+def _sweep(regions: Sequence[Region], dimensions: Sequence[int]) -> tuple[Region, Region] | None:
+    """Find an overlap in any arrangement: sweep along one dimension and compare each region with those still open."""
+    along = max(dimensions, key=lambda dimension: len({offsets[dimension] for offsets, _ in regions}))
+    active: list[Region] = []
+    for region in sorted(regions, key=lambda entry: entry[0][along]):
+        start = region[0][along]
         active = [other for other in active if other[0][along] + other[1][along] > start]
         for other in active:
             if all(
                 a < b + size_b and b < a + size_a
-                for a, size_a, b, size_b in zip(box[0], box[1], other[0], other[1], strict=True)
+                for a, size_a, b, size_b in zip(region[0], region[1], other[0], other[1], strict=True)
             ):
-                return other, box
-        active.append(box)
+                return other, region
+        active.append(region)
     return None

@@ -22,11 +22,11 @@ from .dense_tensors import ORDINARY
 from .dict_classes import class_kind, new_dict
 from .generators import GENERATOR_NAMES, GeneratorState, is_generator
 from .held_tensors import held_tensors
-from .instead import is_config
 from .objects import DEEPEST
 from .paths import TAG, Path, key_of
 from .per_rank import PerRank, rank_name
 from .shards import Shard, is_spread, mesh_of
+from .suggestions import is_config
 from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
 
 StateDict = dict[str, Any]

@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 from ...errors import CheckpointError, CheckpointStageError
 from .dense_tensors import has_plain_bytes
 from .dtypes import WIDTHS
-from .instead import instead_of
 from .paths import TAG
 from .shards import is_spread
+from .suggestions import suggestion_for
 from .tensor_parts import is_made_of_tensors
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -84,7 +84,7 @@ def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
         return _encode_numpy(numpy, value, key)
     raise CheckpointStageError(
         f"'{key}' holds a {kind.__module__}.{kind.__qualname__}, which safe loading would refuse; "
-        f"{instead_of(value)}. Checkpoints take {_ALLOWED} (docs/state.md#what-is-refused-and-what-to-do)."
+        f"{suggestion_for(value)}. Checkpoints take {_ALLOWED} (docs/state.md#what-is-refused-and-what-to-do)."
     )
 
 

@@ -22,9 +22,9 @@ from .full_digests import FullDigests
 from .int_columns import column_of
 from .object_digests import MOST, object_digest
 from .paths import keys_of
-from .steady import name_of
 from .structure import Structure
 from .tensor_samples import tensor_digests
+from .unchanged_tensors import name_of
 
 #: Maximum number of values in one check of samples, per rank and over all ranks.
 _AT_ONCE, _ALL_AT_ONCE = 4096, 1 << 20

@@ -1,4 +1,4 @@
-"""The parts of a DTensor or ShardedTensor (FSDP2, FSDP1) that this rank holds, as boxes of the whole tensor."""
+"""The parts of a DTensor or ShardedTensor (FSDP2, FSDP1) that this rank holds, as regions of the whole tensor."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from ...core.formats.dcp_metadata import StockDcp
 from ...core.formats.rank_index import StoredRange
 from ...core.progress import Progress, no_progress
-from ...core.state.boxes import overlap
+from ...core.state.regions import overlap
 from ...core.storage.file_set import FileSet, RangeRead
 from ...errors import CheckpointCorruptError
 from ..source import DTYPES, Access, Request, Source, copy_into
@@ -77,7 +77,7 @@ class StockDcpSource(Source):
     def _chunks(self, request: Request) -> list[tuple[StoredRange, Any]]:
         """The chunks that overlap the requested part, each with the overlap."""
         pieces = self.contents.tensors[request.key].place
-        chunks = [(piece, overlap((piece.offsets, piece.shape), request.box)) for piece in pieces]
+        chunks = [(piece, overlap((piece.offsets, piece.shape), request.region)) for piece in pieces]
         return [(piece, common) for piece, common in chunks if common is not None]
 
     def _bytes(self, files: FileSet, place: StoredRange, key: str) -> memoryview:

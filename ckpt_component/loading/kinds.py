@@ -16,11 +16,11 @@ from .source import Source
 _NOTHING = object()
 
 
-class Forms:
-    """Compares the forms (kinds of values) of a target with those of a checkpoint.
+class Kinds:
+    """Compares the kinds of the values of a target with those of a checkpoint.
 
-    A plain value of the target accepts any form. A dict, list, tuple, set, tensor or stateful object accepts only its
-    own form. Each object checks its own state.
+    A plain value of the target accepts any kind. A dict, list, tuple, set, tensor or stateful object accepts only its
+    own kind. Each object checks its own state.
 
     Args:
         state_dict: the target
@@ -75,10 +75,10 @@ class Forms:
         return None
 
     def check(self, path: Path) -> None:
-        """Refuse a different form at a path of the target, as far as the index shows it; see `compare`.
+        """Refuse a different kind at a path of the target, as far as the index shows it; see `compare`.
 
         Raises:
-            Misfit: the forms differ; names the key
+            Misfit: the kinds differ; names the key
         """
         key = key_of(path)
         there = None
@@ -88,7 +88,7 @@ class Forms:
             there = "list"
         elif key not in self._source.contents.objects and key in self.below:
             there = "dict"
-        if there is not None and _form(self._target_value(path)) not in (None, there):
+        if there is not None and _kind(self._target_value(path)) not in (None, there):
             raise self._mismatch(path, there)
 
     def stored_object_above(self, path: Path) -> Path | None:
@@ -118,13 +118,13 @@ class Forms:
             Whether the object has a value for the path, and that value.
 
         Raises:
-            Misfit: the forms differ at the path or between the object and it
+            Misfit: the kinds differ at the path or between the object and it
         """
         around = self.object_around(path)
         for depth in range(len(above), len(path) + 1):
-            here = _form(self._target_value(path[:depth]))
+            here = _kind(self._target_value(path[:depth]))
             outside = around is None or depth <= len(around)
-            if outside and value is not None and here not in (None, _form(value)):  # None counts as absent
+            if outside and value is not None and here not in (None, _kind(value)):  # None counts as absent
                 raise self._mismatch(path[:depth], type(value).__name__)
             if depth == len(path):
                 return value is not None or here != "tensor", value
@@ -158,11 +158,11 @@ class Forms:
 
     def _mismatch(self, path: Path, there: str) -> Misfit:
         value = self._target_value(path)
-        here = _form(value)
+        here = _kind(value)
         here = type(value).__name__ if here in (None, "dict") else here
         key = key_of(path)
         fact = f"'{key}' is of type {here} in the target and of type {there} in the checkpoint"
-        return Misfit(key, fact, "give a target of that form, or None to take what the checkpoint has")
+        return Misfit(key, fact, "give a target of that kind, or None to take what the checkpoint has")
 
 
 def _keys_along(path: Path) -> list[str]:
@@ -173,8 +173,8 @@ def _keys_along(path: Path) -> list[str]:
     return keys
 
 
-def _form(value: Any) -> str | None:
-    """The form of a value that accepts only its own form; None for a plain value."""
+def _kind(value: Any) -> str | None:
+    """The kind of a value that accepts only its own kind; None for a plain value."""
     kind = kind_of(value)
     if kind in ("tensor", "list"):
         return kind

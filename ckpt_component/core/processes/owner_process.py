@@ -10,7 +10,7 @@ import os
 from ...errors import CheckpointError
 
 
-class HomeProcess:
+class OwnerProcess:
     """The process that built an object. In a forked child, the copy of the object must leave alone what it owns.
 
     Args:

@@ -1,7 +1,7 @@
 """Which tensors are expected to keep their values from save to save: frozen weights, the base beside an adapter.
 
 An expectation only decides which file a tensor's bytes are in. Whether they are the same is proved at every save, by
-`core/image/apart_files.py`, which reports those that were not.
+`core/image/unchanged_files.py`, which reports those that were not.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ logger = logging.getLogger("ckpt_component.state")
 
 #: Smaller tensors are not worth a place in a file of their own.
 _LARGE_BYTES = 64 << 10
-#: Steady tensors are divided among files of at least this size, so that one that changes costs little; and among about
-#: `_MOST_FILES` at most.
+#: Unchanged tensors are divided among files of at least this size, so that one that changes costs little; and among
+#: about `_MOST_FILES` at most.
 _FILE_BYTES, _MOST_FILES = 64 << 20, 64
 #: So many of the others are looked at to learn whether anything was trained.
 _SAMPLE = 256
-#: It is worth a new plan if this part of the bytes, and at least so many, became steady.
+#: It is worth a new plan if this part of the bytes, and at least so many, became unchanged.
 _WORTH_PART, _WORTH_BYTES = 0.01, 1 << 20
 
 #: So many times longer a mark must be the same that did not show a change.
@@ -54,10 +54,10 @@ def mark_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), object() if tensor.is_inference() else tensor._version)
 
 
-class SteadyTensors:
+class UnchangedTensors:
     """Learns which tensors keep their values, from one state to the next.
 
-    A tensor is expected to be steady if it is declared, if it is a parameter of a module in the state that needs no
+    A tensor is expected to be unchanged if it is declared, if it is a parameter of a module in the state that needs no
     gradient, or if its mark did not change between two states while others' did. Each time that proves wrong, its mark
     must be the same in twice as many states before it is expected again; in eight times as many if the mark did not
     show it, or if an optimizer in the state trains it: no mark shows steps with `fused=True`, or those of DTensors.
@@ -83,7 +83,7 @@ class SteadyTensors:
         self._changed: dict[Name, int] = {}
 
     def report_changed(self, names: Iterable[Name], unseen: Collection[Name]) -> None:
-        """Take tensors out of the files of steady ones, at the next plan: they had other values. Thread-safe.
+        """Take tensors out of the files of unchanged ones, at the next plan: they had other values. Thread-safe.
 
         Args:
             names: of the tensors
@@ -131,7 +131,7 @@ class SteadyTensors:
         return sum(flat.tensors[number].nbytes for number in gained.values()) >= worth
 
     def group(self, structure: Structure, flat: FlatState) -> list[list[int]]:
-        """Divide the tensors that are expected to be steady into groups, each for a file of its own.
+        """Divide the tensors that are expected to be unchanged into groups, each for a file of its own.
 
         A group stays as it was, without the tensors that have changed, so that its file can be shared further on.
 

@@ -1,4 +1,4 @@
-"""Files of steady tensors, which a checkpoint shares with an earlier one when their bytes are proved to be the same.
+"""Files of unchanged tensors, which a checkpoint shares with an earlier one when their bytes are proved to be the same.
 
 At a save, the tensors of such a file are hashed where they are, in the window in which training may not write. If all
 hashes are those of the file that was committed before, nothing is copied and nothing is written: the file gets a
@@ -21,7 +21,7 @@ import torch
 
 from ..state.dense_tensors import plain_addresses, tensor_bytes
 from ..state.flatten import FlatState
-from ..state.steady import Name, mark_of, name_of
+from ..state.unchanged_tensors import Name, mark_of, name_of
 from ..storage.storage import Held, Storage
 from .layout import Layout
 
@@ -81,7 +81,7 @@ class FileBytes:
 
 
 @dataclass(frozen=True, eq=False)
-class KeptFile:
+class CommittedFile:
     """A committed file, open, so that it can be shared even when its checkpoint was deleted.
 
     Attributes:
@@ -97,8 +97,8 @@ class KeptFile:
     sums: tuple[int, ...]
 
 
-class ApartFiles:
-    """The files of steady tensors of one snapshot.
+class UnchangedFiles:
+    """The files of unchanged tensors of one snapshot.
 
     Args:
         layout: of the snapshot
@@ -119,14 +119,14 @@ class ApartFiles:
         self,
         layout: Layout,
         flat: FlatState,
-        kept: Mapping[Any, KeptFile],
+        kept: Mapping[Any, CommittedFile],
         marks: Mapping[Any, Sequence[Any]],
         *,
         in_place: bool,
     ) -> None:
-        self.items = layout.apart
-        self.candidates: dict[int, KeptFile] = {}
-        self.proved: dict[int, KeptFile] = {}
+        self.items = layout.unchanged
+        self.candidates: dict[int, CommittedFile] = {}
+        self.proved: dict[int, CommittedFile] = {}
         tensors = {file: [flat.tensors[layout.tensor_of[item]] for item in items] for file, items in self.items.items()}
         self.marks = {file: list(map(mark_of, each)) for file, each in tensors.items()}
         self.unseen: set[Name] = set()
@@ -134,7 +134,7 @@ class ApartFiles:
         self._layout = layout
         self._digests: dict[int, tuple[bytes, ...]] = {}
         for file, each in tensors.items() if in_place else ():
-            key = layout.apart_keys[file]
+            key = layout.unchanged_keys[file]
             if key in kept and marks.get(key) == self.marks[file] and None not in plain_addresses(each):
                 self.candidates[file] = kept[key]
 
@@ -160,7 +160,7 @@ class ApartFiles:
         self.proved[file] = kept
         return True
 
-    def settle(self, read: Read, kept: Mapping[Any, KeptFile]) -> list[Name]:
+    def settle(self, read: Read, kept: Mapping[Any, CommittedFile]) -> list[Name]:
         """Hash the copies of the files that are not proved yet; a second call does nothing.
 
         Args:
@@ -179,12 +179,12 @@ class ApartFiles:
                 start = layout.payload_at(layout.items[number])
                 digests.append(_digest(read(start, start + layout.items[number].nbytes)))
             self._digests[file] = tuple(digests)
-            before = kept.get(layout.apart_keys[file])
+            before = kept.get(layout.unchanged_keys[file])
             if before is None:
                 continue
             if before.digests == self._digests[file]:
                 self.proved[file] = before
-            marks, marks_before = self.marks[file], self._marks.get(layout.apart_keys[file], [None] * len(items))
+            marks, marks_before = self.marks[file], self._marks.get(layout.unchanged_keys[file], [None] * len(items))
             for place, number in enumerate(items):
                 if before.digests[place] != digests[place]:
                     changed.append(name_of(layout.structure, layout.items[number].stored))
@@ -192,16 +192,16 @@ class ApartFiles:
                         self.unseen.add(changed[-1])
         return changed
 
-    def renew(self, kept: Mapping[Any, KeptFile]) -> None:
+    def renew(self, kept: Mapping[Any, CommittedFile]) -> None:
         """Share the newest of equal files: of a bucket's, an older one may have been deleted."""
         for file, entry in self.proved.items():
-            newest = kept.get(self._layout.apart_keys[file])
+            newest = kept.get(self._layout.unchanged_keys[file])
             if newest is not None and newest.digests == entry.digests:
                 self.proved[file] = newest
 
-    def unknown(self, kept: Mapping[Any, KeptFile]) -> list[int]:
+    def unknown(self, kept: Mapping[Any, CommittedFile]) -> list[int]:
         """Numbers of the files that were never committed before: another checkpoint may have them."""
-        keys = self._layout.apart_keys
+        keys = self._layout.unchanged_keys
         return [file for file in self._digests if file not in self.proved and keys[file] not in kept]
 
     def contents(self, files: Iterable[int], checksum: str) -> dict[int, FileBytes]:
@@ -225,13 +225,13 @@ class ApartFiles:
 
     def key_of(self, file: int) -> Any:
         """What two files have in common that are equal if their tensors are."""
-        return self._layout.apart_keys[file]
+        return self._layout.unchanged_keys[file]
 
     def shared(self) -> list[tuple[int, Held, Sequence[int]]]:
         """What is shared: number of the file, what is held of it, checksums of its items."""
         return [(file, kept.held, kept.sums) for file, kept in sorted(self.proved.items())]
 
-    def keep(self, storage: Storage, folder: str, written: Mapping[str, Any]) -> dict[Any, KeptFile] | None:
+    def keep(self, storage: Storage, folder: str, written: Mapping[str, Any]) -> dict[Any, CommittedFile] | None:
         """Open the files of the committed checkpoint.
 
         Args:
@@ -242,7 +242,7 @@ class ApartFiles:
         Returns:
             The files by key, for later snapshots; None: the storage does not share files.
         """
-        kept: dict[Any, KeptFile] = {}
+        kept: dict[Any, CommittedFile] = {}
         for file, sums in zip(self.items, written["sums"], strict=True):
             entry = self.proved.get(file)
             if entry is None or file in written["copied"] or isinstance(entry.held, str):
@@ -250,7 +250,7 @@ class ApartFiles:
                 held = storage.hold(os.path.join(folder, spec.name))
                 if held is None or digests is None:
                     return None
-                entry = KeptFile(held, spec.size, digests, tuple(sums))
+                entry = CommittedFile(held, spec.size, digests, tuple(sums))
                 weakref.finalize(entry, storage.release, held)
-            kept[self._layout.apart_keys[file]] = entry
+            kept[self._layout.unchanged_keys[file]] = entry
         return kept

@@ -43,7 +43,7 @@ def is_config(value: object) -> bool:
     return omegaconf is not None and isinstance(value, omegaconf.Container)
 
 
-def instead_of(value: object) -> str:
+def suggestion_for(value: object) -> str:
     """What to save instead, for an error message: 'save dataclasses.asdict(x) instead'."""
     expression = _expression(value)
     return "convert it, or keep it out of the state dict" if expression is None else f"save {expression} instead"

@@ -11,7 +11,7 @@ from ..stagers.base import Stager
 logger = logging.getLogger(__name__)
 
 
-class Foresight:
+class Prewarmer:
     """Has a stager make memory for the first save, by the states of the steps before.
 
     It looks at the states of steps 1, 2, 4, 8 and so on, because a state may grow: an optimizer makes its moments at

@@ -58,7 +58,10 @@ class Forker:
     def __init__(self, modules: Sequence[str], *, adopts: bool) -> None:
         self.unmountable, prefix = _namespace()
         options = {"modules": list(modules), "adopts": adopts, "private": bool(prefix)}
-        path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [
+            *map(str, (Path(__file__).parent, Path(__file__).parents[1])),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
         self._server = subprocess.Popen(
             [*prefix, sys.executable, "-W", "ignore", __file__, json.dumps(options)],
             stdin=subprocess.PIPE,

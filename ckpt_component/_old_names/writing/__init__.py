@@ -1,1 +1,0 @@
-"""Moved to `ckpt_component.core.writing`."""
