@@ -70,8 +70,12 @@ class Quantized(nn.Module):
 
 @pytest.mark.parametrize(("stager", "writer"), in_turn(itertools.product(PARTS["stager"], PARTS["writer"]), 2))
 def test_every_stager_and_writer_takes_the_parts_as_they_were(stager: str, writer: str, tmp_path: Path) -> None:
-    saved = {"module": Quantized(1), "list": [packed(2, 8), torch.ones(3)], "nested": pair(1, 2, 3, 4)}
-    target = {"module": Quantized(7), "list": [packed(8, 8), torch.zeros(3)], "nested": pair(0, 0, 0, 0)}
+    saved: dict[str, Any] = {"module": Quantized(1), "list": [packed(2, 8), torch.ones(3)], "nested": pair(1, 2, 3, 4)}
+    target: dict[str, Any] = {
+        "module": Quantized(7),
+        "list": [packed(8, 8), torch.zeros(3)],
+        "nested": pair(0, 0, 0, 0),
+    }
     overrides = [f"checkpoint/stager={stager}", f"checkpoint/caller={CALLERS[stager]}", f"checkpoint/writer={writer}"]
     weight, element, nested = target["module"].weight, target["list"][0], target["nested"]
     with build_checkpointer("sync", [*overrides, "checkpoint.load.prove=on_read"]) as checkpointer:

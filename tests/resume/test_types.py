@@ -79,7 +79,7 @@ def test_a_dict_of_the_target_is_filled_and_stays_what_it_is(
     target = copy.deepcopy(target)
     factory = getattr(target, "default_factory", None)
     ours.save({"x": {"a": value}, "w": torch.ones(1)}, tmp_path / "one")
-    state = {"x": {"a": target}, "w": torch.zeros(1)}
+    state: dict[str, Any] = {"x": {"a": target}, "w": torch.zeros(1)}
     ours.load(tmp_path / "one", state, strict=True, allow_unexpected=False)
     assert state["x"]["a"] is target and dict(target) == dict(value)
     assert getattr(target, "default_factory", None) is factory and getattr(target, "note", "kept") == "kept"
@@ -92,7 +92,7 @@ def test_tensors_in_such_a_dict_are_filled_in_place(ours: Checkpointer, tmp_path
         {"s": Settings(w=torch.ones(3), m=module), "d": collections.defaultdict(list, a=[torch.ones(2)])},
         tmp_path / "1",
     )
-    target = {
+    target: dict[str, Any] = {
         "s": Settings(w=torch.zeros(3), m=torch.nn.Linear(2, 2)),
         "d": collections.defaultdict(list, a=[torch.zeros(2)]),
     }
@@ -106,7 +106,8 @@ def test_a_class_that_only_a_target_has_is_not_lost_in_silence(
     ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours.save({"x": {"a": Settings(b=1), "w": torch.ones(1)}}, tmp_path / "one")
-    for target in (None, {"x": {}}, {"x": None}):
+    targets: list[Any] = [None, {"x": {}}, {"x": None}]
+    for target in targets:
         caplog.clear()
         assert ours.load(tmp_path / "one", target)["x"]["a"] == {"b": 1}
         (line,) = [record.getMessage() for record in caplog.records if "plain dict came back" in record.getMessage()]

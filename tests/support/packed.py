@@ -22,7 +22,7 @@ class Packed(torch.Tensor):
     def __new__(
         cls, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, block: int, dtype: torch.dtype
     ) -> Packed:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)  # type: ignore
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
 
     def __init__(
         self, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, block: int, dtype: torch.dtype
@@ -53,14 +53,17 @@ class Packed(torch.Tensor):
         return flat.view(self.codes.shape).to(self.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.clone.default):
             one = args[0]
             new = Packed(func(one.codes), func(one.scale), func(one.table), one.block, one.dtype)
             return return_and_correct_aliasing(func, args, kwargs, new)
         if func is aten.view.default:  # DTensors need it
-            return Packed(args[0].codes.view(args[1]), *args[0].parts()[1:], args[0].block, args[0].dtype)
+            one = args[0]
+            return Packed(one.codes.view(args[1]), one.scale, one.table, one.block, one.dtype)
         if func is aten._to_copy.default:
             one = args[0]
             return Packed(one.codes.clone(), one.scale.clone(), one.table.clone(), one.block, kwargs["dtype"])

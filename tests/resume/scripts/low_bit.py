@@ -20,7 +20,7 @@ from ckpt_component import build_manager
 OPTIMIZERS: dict[str, Any] = {"8bit": AdamW8bit, "4bit": AdamW4bit, "fp8": AdamWFp8}
 
 
-def make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(kind: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """A model and its optimizer; `int8`: quantized weights that stay, below layers that train."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -36,7 +36,8 @@ def main(folder: str, kind: str, steps: int, die_at: int = -1) -> None:
     model, optimizer = make(kind)
     if kind == "int8" and die_at < 0:
         with torch.no_grad():  # other weights than those that were saved
-            model[0].weight.qdata.zero_()
+            quantized: Any = model[0].weight
+            quantized.qdata.zero_()
     overrides = ["checkpoint.load.prove=on_read"]
     with build_manager("async_persistent", dir=folder, overrides=overrides) as manager:
         state = {"model": model, "optimizer": optimizer}
