@@ -123,7 +123,8 @@ class Source(ABC):
             entry = self.contents.tensors[key]
             tie = entry.dtype, entry.place
             if tie not in stored:
-                stored[tie] = torch.empty(entry.shape, dtype=self.dtype_of(entry), device="cpu")
+                with torch.inference_mode(False):  # what is loaded in that mode may be trained outside of it
+                    stored[tie] = torch.empty(entry.shape, dtype=self.dtype_of(entry), device="cpu")
                 requests.append(Request.into(key, stored[tie]))
             tensors[key] = stored[tie]
         self.read_tensors(requests, progress)

@@ -109,8 +109,14 @@ def module_of(value: float, device: str = "cpu") -> torch.nn.Module:
     return model
 
 
+def train(state: dict[str, Any]) -> None:
+    """One step, in the surroundings of a script that trains."""
+    state["model"](made(1, 4, 8, device=state["large"].device.type)).square().sum().backward()
+    state["optimizer"].step()
+
+
 def state_of(value: float, writer: str = "dcp", device: str = "cpu") -> dict[str, Any]:
-    """A state of each kind of value; with more small tensors than one system call takes."""
+    """A state of each kind of value; with more small tensors than one system call takes. The optimizer has no step."""
     model = module_of(value, device)
     tensors = {
         "large": made(value, 300_000, device=device),
@@ -124,9 +130,7 @@ def state_of(value: float, writer: str = "dcp", device: str = "cpu") -> dict[str
     }
     if writer == "safetensors":
         return {"model": model, **tensors}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=value / 100)
-    model(made(1, 4, 8, device=device)).sum().backward()
-    optimizer.step()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=(1 + value) / 100)
     return {
         "model": model,
         "optimizer": optimizer,
@@ -166,9 +170,12 @@ def differing(expected: Any, found: Any, *, device: str | None = None) -> list[s
 def save_and_restore(
     inside: Callable[[], AbstractContextManager[Any]], preset: str, writer: str, root: Path, device: str = "cpu"
 ) -> None:
-    """Save inside, outside and inside the surroundings; restore and load inside."""
+    """Save inside, outside and inside the surroundings; restore and load inside; and train on outside."""
     overrides = [f"checkpoint/writer={writer}", "checkpoint.durability=process_crash"]
     state, fresh, model = state_of(3, writer, device), state_of(0, writer, device), module_of(0, device)
+    trains = "optimizer" in state
+    if trains:
+        train(state)
     expected = {}
     with ExitStack() as stack:
         for step in (1, 2, 3):
@@ -195,12 +202,14 @@ def save_and_restore(
     for step, values in enumerate(loaded, 1):
         tensors = {name: value for name, value in flat(values) if isinstance(value, torch.Tensor)}
         assert not differing(expected[step], tensors, device="cpu"), step
-    assert not differing(
-        {k: v for k, v in state.items() if k not in ("large", "strided", "many")},
-        {k: v for k, v in fresh.items() if k not in ("large", "strided", "many")},
-    )
-    assert not differing(expected[3], {name: v for name, v in flat(fresh) if isinstance(v, torch.Tensor)})
+    assert not differing(expected[3], {name: value for name, value in flat(fresh) if isinstance(value, torch.Tensor)})
     assert not differing(state["model"], model)
+    if trains:
+        state["optimizer"].zero_grad()
+        train(state)
+        train(fresh)
+    unchanged = state.keys() - {"large", "strided", "many"}
+    assert not differing({name: state[name] for name in unchanged}, {name: fresh[name] for name in unchanged})
 
 
 @pytest.mark.parametrize(("name", "preset", "writer"), CASES)
