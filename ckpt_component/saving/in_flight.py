@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -14,6 +15,8 @@ from ..core.progress import Progress, no_progress
 from ..errors import CheckpointTimeoutError, RanksError
 from ..events import SaveReport
 from .records import SaveRequest
+
+logger = logging.getLogger(__name__)
 
 #: How often progress is shown.
 _POLL_SECONDS = 0.2
@@ -201,3 +204,17 @@ class InFlightSaves(list[SaveHandle]):
                 advance(written - shown)
                 shown = written
         return True
+
+    def follow_in_any_case(self, save: SaveHandle) -> None:
+        """Wait until a save has ended, bounded by the deadlines of its phases. Only then Ctrl-C is raised."""
+        interrupt: KeyboardInterrupt | None = None
+        while not save.done():
+            try:
+                if interrupt is not None:
+                    text = "interrupted; waiting until %s is saved, whatever you press; kill -9 %d gives it up"
+                    logger.warning(text, os.path.basename(save.path), os.getpid())
+                self.follow(save)
+            except KeyboardInterrupt as another:
+                interrupt = another
+        if interrupt is not None:
+            raise interrupt

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 import threading
 import time
 import weakref
@@ -151,36 +150,19 @@ class SavePipeline:
                 self._owner.check()
                 self._last_task = self._thread.submit(self._finish)
                 self.saves.append(save)
-        except BaseException as error:
+        except (CheckpointError, RuntimeError) as error:
             self._staged.pop()
             if staged.snapshot is not None:
                 staged.snapshot.release()
-            if isinstance(error, RuntimeError):
-                refuse_at_exit(error)
+            refuse_at_exit(error)
             raise
         del admitted, staged  # which refer to the state
         if not self.caller.in_other_process:
-            self._follow_inline(save)
+            # Whatever is pressed: the write starts threads, which Python refuses once the main thread has ended.
+            self.saves.follow_in_any_case(save)
             if not save.delivered:
                 save.result()
         return copied, save
-
-    def _follow_inline(self, save: SaveHandle) -> None:
-        """Wait until an inline save has ended, bounded by the deadlines of its phases. Only then Ctrl-C is raised.
-
-        The write starts threads, which Python refuses once the main thread has ended.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        while not save.done():
-            try:
-                if interrupt is not None:
-                    text = "interrupted; waiting until %s is saved, whatever you press; kill -9 %d gives it up"
-                    logger.warning(text, os.path.basename(save.path), os.getpid())
-                self.saves.follow(save)
-            except KeyboardInterrupt as another:
-                interrupt = another
-        if interrupt is not None:
-            raise interrupt
 
     def _stage(self, admitted: Admitted) -> Staged:
         """Take the snapshot. A failure is raised with one rank; with several it fails the attempt on all."""
@@ -273,7 +255,11 @@ class SavePipeline:
 
     def run_after_saves(self, task: Callable[[], None]) -> None:
         """Run a task on the save thread, after the saves so far; later saves and `close` wait for it."""
-        self._last_task = self._thread.submit(task)
+        try:
+            self._last_task = self._thread.submit(task)
+        except RuntimeError as error:
+            refuse_at_exit(error)
+            raise
 
     def guard(self, optimizer: Any) -> None:
         """See `Stager.guard`."""

@@ -163,7 +163,8 @@ class Stager(ABC):
             CheckpointError: a mode of torch makes tensors without memory
         """
         refuse_fake_tensors()
-        with collector_paused(), torch.no_grad():
+        # In inference mode, a module with DTensors does not give its state.
+        with collector_paused(), torch.inference_mode(False), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
             structure, plan = self._structure, self._plan
             pointers = None

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.events import SaveReport
 from ckpt_component.saving.context import NoRun
 from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle
+from ckpt_component.saving.pipeline import SavePipeline
 from ckpt_component.stagers.background_copy import BackgroundCopy
 from ckpt_component.testing import faults
 
@@ -98,6 +100,42 @@ def test_close_raises_what_nobody_has_seen(tmp_path: Path) -> None:
     with pytest.raises(CheckpointSaveError):
         checkpointer.close()
     checkpointer.close()
+
+
+@pytest.mark.parametrize("thread", ["the save thread", "the thread that copies"])
+@pytest.mark.parametrize(
+    ("said", "error", "text"),
+    [
+        (
+            "cannot schedule new futures after interpreter shutdown",
+            CheckpointError,
+            "because the interpreter is ending",
+        ),
+        ("can't start new thread", RuntimeError, "can't start new thread"),
+    ],
+)
+def test_a_save_that_no_thread_takes_is_not_waited_for_and_leaves_its_memory(
+    said: str, error: type[Exception], text: str, thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, module = ThreadPoolExecutor.submit, (SavePipeline if "save" in thread else BackgroundCopy).__module__
+
+    def refuse(self: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if function.__module__ == module:
+            raise RuntimeError(said)
+        return submit(self, function, *args, **kwargs)
+
+    with build("checkpoint.stager.arenas=1", preset="async_zero_overhead") as checkpointer:
+        checkpointer.save(state_of(1), tmp_path / "one")
+        checkpointer.wait()
+        with monkeypatch.context() as patch, pytest.raises(error, match=text):
+            patch.setattr(ThreadPoolExecutor, "submit", refuse)
+            checkpointer.save(state_of(2), tmp_path / "two")
+        checkpointer.wait_staged()
+        checkpointer.wait()
+        checkpointer.save(state_of(3), tmp_path / "three", may_wait=False)
+        checkpointer.wait()
+        assert checkpointer.load(tmp_path / "three")["weight"].eq(3).all()
+    assert sorted(os.listdir(tmp_path)) == ["one", "three"]
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])

@@ -414,14 +414,14 @@ def test_a_closed_manager_refuses_and_still_tells_what_there_is(preset: str, tmp
     with manager_in(tmp_path, preset=preset) as manager:
         manager.save(1, {"weight": torch.ones(10), "step": 1})
     state = fresh()
-    calls: list[Callable[[], object]] = [
+    refused: list[Callable[[], object]] = [
         lambda: manager.save(2, state),
         lambda: manager.maybe_save(2, state),
         lambda: manager.restore(state),
         lambda: manager.begin_at(1),
         lambda: manager.prewarm(state),
     ]
-    for call in calls:
+    for call in refused:
         with pytest.raises(CheckpointError, match=r"^This manager is closed; build a new one\.$"):
             call()
     manager.close()

@@ -9,6 +9,9 @@ import os
 
 from ...errors import CheckpointError
 
+#: How Python refuses work for the threads of an executor, and from 3.12 on a new thread, while the interpreter ends.
+_ENDS = ("cannot schedule new futures after", "can't create new thread at interpreter shutdown")
+
 
 class OwnerProcess:
     """The process that built an object. In a forked child, the copy of the object must leave alone what it owns.
@@ -47,7 +50,7 @@ class OwnerProcess:
             raise CheckpointError(f"This {self._what} is closed; build a new one.")
 
 
-def refuse_at_exit(error: RuntimeError) -> None:
+def refuse_at_exit(error: BaseException) -> None:
     """Say in words why a thread was refused, if it is because the interpreter ends.
 
     Python says so in the text of its error alone: `sys.is_finalizing()` is false while atexit handlers run.
@@ -58,7 +61,7 @@ def refuse_at_exit(error: RuntimeError) -> None:
     Raises:
         CheckpointError: it is so
     """
-    if "shutdown" in str(error):
+    if str(error).startswith(_ENDS):
         raise CheckpointError(
             "Nothing is saved or loaded any more, because the interpreter is ending; join the threads that do so "
             "before the script ends."

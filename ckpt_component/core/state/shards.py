@@ -59,7 +59,8 @@ def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | No
             f"'{key}' is a DTensor with partial sums ({placed.placements}); redistribute it before the save."
         )
     local = placed.to_local()
-    shape, offsets = compute_local_shape_and_global_offset(placed.shape, placed.device_mesh, placed.placements)
+    with torch.device("cpu"):  # torch counts with tensors on the default device, which may be a busy or a meta one
+        shape, offsets = compute_local_shape_and_global_offset(placed.shape, placed.device_mesh, placed.placements)
     if tuple(shape) != tuple(local.shape):
         raise CheckpointStageError(
             f"'{key}' should have the local shape {tuple(shape)} by its placements {placed.placements}, but has "

@@ -38,14 +38,15 @@ def load_safely(source: str | IO[bytes], *, mmap: bool = False) -> Any:
         Exception: nearly any other kind, on damaged bytes
     """
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        with torch.inference_mode(False):  # what is loaded in that mode may be trained outside of it
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError:
         _rewind(source)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     records: list[Any] = [(record_class(name), name) for name in names if name != _DEFAULTDICT]
     _rewind(source)
     # Within the context torch takes these classes, which do nothing, for the names in the file.
-    with torch.serialization.safe_globals([*records, (_plain_dict, _DEFAULTDICT)]):
+    with torch.serialization.safe_globals([*records, (_plain_dict, _DEFAULTDICT)]), torch.inference_mode(False):
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
 
 

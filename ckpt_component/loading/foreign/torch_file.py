@@ -156,7 +156,8 @@ def load_stream(stream: Any, size: int, path: str, *, mapped: bool = False, veri
                 verify_records(stream, path)
         stream.seek(0)
         if not zipped:
-            return torch.load(stream, map_location="cpu", weights_only=True)
+            with torch.inference_mode(False):  # as in `load_safely`
+                return torch.load(stream, map_location="cpu", weights_only=True)
         # Mapping needs a path; this one leads to the file just checked, even if `path` is replaced after that.
         return load_safely(f"/proc/self/fd/{stream.fileno()}" if mapped else stream, mmap=mapped)
     except CheckpointCorruptError:
