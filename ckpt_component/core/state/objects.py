@@ -150,10 +150,7 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
     """Refuse, by key, tensors that cannot be restored from their bytes alone."""
     problem = None
     if is_spread(tensor):
-        problem = (
-            f"holds a {type(tensor).__name__}, made of tensors, in a tuple or another object",
-            "put it into a dict or a list, or save the tensors that it is made of",
-        )
+        problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")
     elif is_lazy(tensor):
         problem = ("is not initialized yet", "run the module on one batch first")
     elif tensor.device.type == "meta":
