@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Iterator
 
 import pytest
 from evidence import Record
 from simulation.workloads import WORKLOADS
 from simulation.world import Workload, World, configs_are_kept
+from strides import in_turn
 
 from ckpt_component.testing import Fault
 
@@ -69,9 +71,9 @@ def test_a_kill_at_every_operation_without_any_sync(workload: Workload, protocol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("workload", WORKLOADS, ids=str)
+@pytest.mark.parametrize(
+    ("workload", "protocol", "fault"), in_turn(itertools.product(WORKLOADS, PROTOCOLS, FAULTS), 2), ids=str
+)
 def test_every_operation(workload: Workload, protocol: str, fault: str, record_property: Record) -> None:
     world, wrong, faults = World(workload, protocol), [], 0
     for number, (name, _) in enumerate(world.operations, 1):
