@@ -52,6 +52,7 @@ def test_a_hydra_app_takes_the_keys_of_a_preset(tmp_path: Path) -> None:
     assert output_of(sweep).count("steps 1 to 60, checkpoints [20, 40, 60]") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="FSDP2 of torch 2.7 sums gradients over gloo")
 def test_fsdp_goes_from_two_ranks_to_one_and_to_four(tmp_path: Path) -> None:
     script, folder = str(EXAMPLES / "fsdp.py"), tmp_path / "runs" / "fsdp"

@@ -227,6 +227,7 @@ def test_different_replicas_fail_the_save_alike_on_all_ranks(tmp_path: Path) -> 
     assert "1 value differs by rank, and only one rank's value is saved: 'seed'." in errors[0][1]
 
 
+@pytest.mark.slow
 def test_states_of_ddp_fsdp_and_tensor_parallel_models_raise_no_alarm(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "trained", 2, tmp_path, SAVES="20")
 

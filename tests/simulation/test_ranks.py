@@ -38,7 +38,7 @@ def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_pr
 
 
 @pytest.mark.parametrize("kind", ["lost", "unanswered", "late", "stopped", "killed"])
-@pytest.mark.parametrize("protocol", ["rename", "bucket"])
+@pytest.mark.parametrize("protocol", ["rename", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_each_request_of_a_save_meets_a_fault_once(protocol: str, kind: str) -> None:
     wrong = each_request(kind, protocol)
     assert not wrong, "\n".join(wrong)
