@@ -28,7 +28,7 @@ from .names import (
     token_of,
 )
 from .protocol import remove_if_empty
-from .protocols import protocol_of, protocol_on_disk
+from .protocols import creates_targets, protocol_of, protocol_on_disk
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -215,7 +215,7 @@ class Unfinished:
 
     def _remove_empty_steps(self, emptied: Collection[str]) -> None:
         """Delete empty step folders, which attempts that are made inside them can leave behind."""
-        storage, leaves_empty = self._storage, protocol_of(self._storage).creates_targets
+        storage, leaves_empty = self._storage, creates_targets(self._storage)
         for name in self._signs.names:
             path = os.path.join(self._root, name)
             if self._steps.step(name) is None or not (leaves_empty or name in emptied):

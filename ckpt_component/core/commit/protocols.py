@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..storage.files import local_files
+from ..storage.files import FileStorage, local_files
 from ..storage.storage import Storage
 from .manifest_commit import ManifestCommit, attempts_in
 from .protocol import CommitProtocol
@@ -11,8 +11,19 @@ from .rename_commit import RenameCommit
 
 def protocol_of(storage: Storage) -> CommitProtocol:
     """How attempts are committed in a storage."""
+    files = _renaming(storage)
+    return ManifestCommit(storage) if files is None else RenameCommit(files)
+
+
+def creates_targets(storage: Storage) -> bool:
+    """See `CommitProtocol.creates_targets`, of the protocol of a storage."""
+    return ManifestCommit.creates_targets if _renaming(storage) is None else RenameCommit.creates_targets
+
+
+def _renaming(storage: Storage) -> FileStorage | None:
+    """The storage, if it is a file system that renames folders atomically."""
     files = local_files(storage)
-    return RenameCommit(files) if files is not None and files.atomic_rename else ManifestCommit(storage)
+    return files if files is not None and files.atomic_rename else None
 
 
 def protocol_on_disk(storage: Storage, path: str) -> CommitProtocol:
