@@ -186,15 +186,15 @@ def _measure(
         logs=folder,
         say=_say,
     )
-    wanted = [(target, state) for target in request.targets for state in request.states]
-    count = len(wanted) * (len(request.rows) + 1) * bench.repeats
+    pairs = [(target, state) for target in request.targets for state in request.states]
+    count = len(pairs) * (len(request.rows) + 1) * bench.repeats
     within = "" if bench.budget is None else f", in at most {duration(bench.budget)} (budget)"
     _say(
         f"{count} measurements at most, in a process each{within}; from the second on, lines tell how long a table "
         "still takes"
     )
     budget = TimeBudget(bench.budget)
-    for left, (target, state) in zip(range(len(wanted), 0, -1), wanted, strict=True):
+    for left, (target, state) in zip(range(len(pairs), 0, -1), pairs, strict=True):
         parent, key = _parent(bench, target, here)
         with place(parent, f"{key}=") as base:
             _refuse_full(state, base, key)

@@ -12,21 +12,17 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain, count
 from typing import Any, NamedTuple
 
 from ..core.formats.index import Contents, Entry
 from ..core.state.equality import same_value
 from ..core.state.flatten import FlatState
-from ..core.state.parameter_names import NAMES, NamedOptimizer, Names, named_optimizers
+from ..core.state.parameter_names import NAMES, NamedOptimizer, named_optimizers
 from ..core.state.paths import Path, key_of
-from ..core.state.wrapped_modules import names_in_other_wrapping
-from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
+from ..errors import CheckpointLoadError, first_keys
+from .saved_optimizers import SavedOptimizers, SavedParameter, number_in
 from .source import RenamedSource, Source
-
-#: A parameter or a group in the checkpoint: the path of its optimizer, and its number there.
-_Saved = tuple[Path, int]
 
 #: Options of a group that say which parameters it has.
 _MEMBERS = frozenset({"params", NAMES})
@@ -68,7 +64,7 @@ def match_optimizers(flat: FlatState, source: Source, renamed: Callable[[str], s
         return MatchedOptimizers(_without_names(source, stored, [], flat), flat)
     if _are_as_saved(targets, stored, source, renamed):
         return MatchedOptimizers(_without_names(source, stored, targets, flat), flat)
-    saved = _SavedOptimizers(source, stored, targets, renamed)
+    saved = SavedOptimizers(source, stored, targets, renamed)
     source = _without_names(source, stored, targets, flat)
     # An optimizer whose state was stored without names may have had any of them.
     by_name = [
@@ -107,128 +103,6 @@ def _are_as_saved(
     return True
 
 
-class _SavedOptimizers:
-    """The optimizers of a checkpoint.
-
-    Args:
-        source: the checkpoint
-        stored: keys of the names, by path of the optimizer
-        targets: the optimizers of the target
-        renamed: see `match_optimizers`
-
-    Attributes:
-        source: see above
-        names: names of the parameters of each optimizer, by group
-        keyed_by_name: optimizers whose state is stored by name, with the number of each name
-        group_of: the group of each parameter
-
-    Raises:
-        CheckpointCorruptError: names are not in lists by group
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        stored: Mapping[Path, str],
-        targets: Sequence[NamedOptimizer],
-        renamed: Callable[[str], str],
-    ) -> None:
-        self.source = source
-        self._targets = targets
-        self.names: dict[Path, Names] = {}
-        self.keyed_by_name: dict[Path, dict[Any, int]] = {}
-        self.group_of: dict[_Saved, int] = {}
-        self._by_name: dict[str, list[_Saved]] = defaultdict(list)
-        self._own: dict[str, list[_Saved]] | None = None
-        values = source.read_objects([*stored.values()])
-        for path, key in stored.items():
-            self._add(path, [[name and renamed(name) for name in group] for group in _checked(values[key], key)])
-        for path in {target.path for target in targets} - self.names.keys():
-            groups = _members_by_name(path, source)
-            if any(groups):
-                self.keyed_by_name[path] = {name: number for number, name in enumerate(chain(*groups))}
-                self._add(path, groups)
-        self._with_state: dict[Path, set[int]] = {}
-
-    def _add(self, path: Path, names: Names) -> None:
-        first = len(self.group_of)
-        self.names[path] = names
-        for group, members in enumerate(names):
-            for name in members:
-                place = path, len(self.group_of) - first
-                self.group_of[place] = group
-                if name is not None:
-                    self._by_name[name].append(place)
-
-    def names_of(self, path: Path) -> list[str | None]:
-        """The names of an optimizer's parameters, by number."""
-        return [*chain(*self.names.get(path, ()))]
-
-    def find(self, path: Path, name: str | None, own: str | None) -> _Saved | None:
-        """The parameter with a name: of the optimizer at the path, or else of the only other one that has it.
-
-        Args:
-            path: path of the target's optimizer
-            name: the parameter's name in the target
-            own: the name that the target's optimizer was given with it
-        """
-        # Names that torch gave begin below the module.
-        below = _below_modules(name) if name is not None and path in self.keyed_by_name else ()
-        for wanted in filter(None, (name, own, *below)):
-            places = self._by_name.get(wanted, [])
-            here = [place for place in places if place[0] == path]
-            if len(here or places) == 1:
-                return (here or places)[0]
-        places = self._own_names().get(own, []) if own is not None else []
-        here = [place for place in places if place[0] == path]
-        if len(here) == 1:
-            return here[0]
-        others = [self._other_names.get(each or "") for each in (name, own)]
-        return self.find(path, *others) if any(others) else None
-
-    @cached_property
-    def _other_names(self) -> Mapping[str, str]:
-        """The names of parameters that were saved with another wrapping, by their names in the target."""
-        saved = {*self._by_name, *self._own_names()}
-        names = {name for target in self._targets for name in chain(*target.names, *target.own) if name is not None}
-        return names_in_other_wrapping(names - saved, saved - names)
-
-    def _own_names(self) -> Mapping[str, list[_Saved]]:
-        """The parameters by the names that their optimizers were given with them."""
-        if self._own is None:
-            self._own = defaultdict(list)
-            for path, groups in self.names.items():
-                keys = [key_of((*path, "param_groups", number, NAMES)) for number in range(len(groups))]
-                known = [key for key in keys if key in self.source.contents.objects]
-                values = self.source.read_objects(known)
-                number = 0
-                for key, group in zip(keys, groups, strict=True):
-                    for position in range(len(group)):
-                        if key in values and position < len(values[key]):
-                            self._own[values[key][position]].append((path, number))
-                        number += 1
-        return self._own
-
-    def has_state(self, path: Path) -> bool:
-        """Whether the checkpoint has state of any parameter of an optimizer."""
-        return bool(self.numbers_with_state(path))
-
-    def numbers_with_state(self, path: Path) -> set[int]:
-        """The numbers of an optimizer's parameters that have state in the checkpoint."""
-        if path not in self._with_state:
-            depth, contents = len(path), self.source.contents
-            paths = (entry.path for entries in (contents.tensors, contents.objects) for entry in entries.values())
-            within = (each for each in paths if each[depth : depth + 1] == ("state",) and each[:depth] == path)
-            numbers = {self.number_of(path, each[depth + 1]) for each in within}
-            self._with_state[path] = {number for number in numbers if number is not None}
-        return self._with_state[path]
-
-    def number_of(self, path: Path, part: Any) -> int | None:
-        """The number of the parameter whose state is below a part of a path; None: it is no parameter's."""
-        by_name = self.keyed_by_name.get(path)
-        return _number(part) if by_name is None else by_name.get(part)
-
-
 class _Match:
     """One optimizer of the target, and where the state of its parameters is in the checkpoint.
 
@@ -240,11 +114,11 @@ class _Match:
         is_same: whether all parameters have the numbers and groups that they had
     """
 
-    def __init__(self, target: NamedOptimizer, saved: _SavedOptimizers) -> None:
+    def __init__(self, target: NamedOptimizer, saved: SavedOptimizers) -> None:
         self.target = target
         self._saved = saved
-        self.origins: list[_Saved | None] = []
-        self.groups: list[list[_Saved]] = []
+        self.origins: list[SavedParameter | None] = []
+        self.groups: list[list[SavedParameter]] = []
         path = target.path
         unnamed = {number for number, name in enumerate(saved.names_of(path)) if name is None}
         for names, own in zip(target.names, target.own, strict=True):
@@ -267,7 +141,7 @@ class _Match:
             and sizes == list(map(len, saved.names[path]))
         )
 
-    def notes(self, taken: set[_Saved]) -> Iterator[str]:
+    def notes(self, taken: set[SavedParameter]) -> Iterator[str]:
         """What became of the optimizer, if not all of its state has gone to the parameters that had it.
 
         Args:
@@ -287,7 +161,7 @@ class _Match:
             yield f"'{key}': nothing in the target takes the saved state of {first_keys(gone)}"
 
 
-def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState, source: Source) -> Source:
+def _aligned(matches: Sequence[_Match], saved: SavedOptimizers, flat: FlatState, source: Source) -> Source:
     """The checkpoint under the numbers of the target's optimizers.
 
     Raises:
@@ -296,8 +170,8 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
     moved = [match for match in matches if not match.is_same]
     if not moved:
         return source
-    states: dict[_Saved, Path] = {}
-    groups: dict[_Saved, list[Path]] = defaultdict(list)
+    states: dict[SavedParameter, Path] = {}
+    groups: dict[SavedParameter, list[Path]] = defaultdict(list)
     for match in moved:
         path = match.target.path
         for number, origin in enumerate(match.origins):
@@ -317,7 +191,7 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
         if optimizer is None or len(path) < len(optimizer) + 2:
             return [path]
         part, raw, rest = path[len(optimizer)], path[len(optimizer) + 1], path[len(optimizer) + 2 :]
-        number = saved.number_of(optimizer, raw) if part == "state" else _number(raw)
+        number = saved.number_of(optimizer, raw) if part == "state" else number_in(raw)
         if part == "state" and number is not None:
             new = states.get((optimizer, number))
             if new is None:
@@ -356,7 +230,7 @@ def _aligned(matches: Sequence[_Match], saved: _SavedOptimizers, flat: FlatState
     return RenamedSource(source, contents, old, values)
 
 
-def _refuse_two_answers(target: NamedOptimizer, number: int, origins: Sequence[_Saved], source: Source) -> None:
+def _refuse_two_answers(target: NamedOptimizer, number: int, origins: Sequence[SavedParameter], source: Source) -> None:
     """Refuse a group whose parameters had different options, such as learning rates."""
     options = [_options(origin, source) for origin in origins] if len(origins) > 1 else []
     for other, theirs in zip(origins[1:], options[1:], strict=True):
@@ -371,11 +245,11 @@ def _refuse_two_answers(target: NamedOptimizer, number: int, origins: Sequence[_
                 )
 
 
-def _path_of(group: _Saved) -> Path:
+def _path_of(group: SavedParameter) -> Path:
     return (*group[0], "param_groups", group[1])
 
 
-def _options(group: _Saved, source: Source) -> dict[str, Any]:
+def _options(group: SavedParameter, source: Source) -> dict[str, Any]:
     """The options of a saved group, by name."""
     path = _path_of(group)
     depth, contents = len(path), source.contents
@@ -391,7 +265,7 @@ def _options(group: _Saved, source: Source) -> dict[str, Any]:
 def _is_group(path: Path, group: Path) -> bool:
     """Whether a path is below that of a group; stock DCP makes its number a string."""
     depth = len(group)
-    return len(path) > depth and path[: depth - 1] == group[:-1] and _number(path[depth - 1]) == group[-1]
+    return len(path) > depth and path[: depth - 1] == group[:-1] and number_in(path[depth - 1]) == group[-1]
 
 
 def _of_schedulers(match: _Match, flat: FlatState, source: Source) -> dict[str, Any]:
@@ -466,43 +340,3 @@ def _without_names(
     narrowed = copy.copy(source)
     narrowed.contents = replace(contents, objects=objects)
     return narrowed
-
-
-def _checked(value: Any, key: str) -> Names:
-    """The names from a checkpoint.
-
-    Raises:
-        CheckpointCorruptError: they are in another form
-    """
-    is_valid = isinstance(value, list) and all(isinstance(group, list) for group in value)
-    if not is_valid or not all(name is None or isinstance(name, str) for group in value for name in group):
-        raise CheckpointCorruptError(f"'{key}' is {value!r:.100}; it should have a list of names for each group.")
-    names: Names = value
-    return names
-
-
-def _members_by_name(path: Path, source: Source) -> Names:
-    """The parameters in the groups of an optimizer whose state is stored by name; empty: it is by number."""
-    keys = [key_of((*path, "param_groups", number, "params")) for number in range(_count_groups(path, source))]
-    groups = source.read_objects([key for key in keys if key in source.contents.objects]).values()
-    is_named = all(isinstance(group, list) and all(isinstance(each, str) for each in group) for group in groups)
-    return [[*group] for group in groups] if is_named and len(groups) == len(keys) else []
-
-
-def _count_groups(path: Path, source: Source) -> int:
-    groups, depth = (*path, "param_groups"), len(path) + 1
-    numbers = {_number(entry.path[depth]) for entry in source.contents.objects.values() if entry.path[:depth] == groups}
-    return len(numbers - {None})
-
-
-def _below_modules(name: str) -> list[str]:
-    """A name without its first part, its first two parts, and so on."""
-    parts = name.split(".")
-    return [".".join(parts[depth:]) for depth in range(1, len(parts))]
-
-
-def _number(part: Any) -> int | None:
-    """A part of a path as a number; stock DCP makes every key a string."""
-    if type(part) is int:
-        return part
-    return int(part) if isinstance(part, str) and part.isdecimal() else None

@@ -13,7 +13,7 @@ _COUNTER, _DEFAULTDICT, _CLASS = "counter", "defaultdict", "class"
 def class_kind(mapping: Mapping[Any, Any]) -> str:
     """How the class of a dict is recorded among the containers of a state: `counter`, `defaultdict int`, `class a.B`.
 
-    A defaultdict whose factory is no type of plain data is recorded as any other class.
+    A defaultdict whose factory is not a type of plain data is recorded as any other class.
     """
     if type(mapping) is Counter:
         return _COUNTER
