@@ -50,7 +50,7 @@ class UndecidedSave:
         attempt = request.attempt
         try:
             if is_over(attempt):
-                return
+                return  # the trainer died between the commit and its word of it
             votes = self._votes()
             if votes is None:
                 _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
