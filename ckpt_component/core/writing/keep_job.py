@@ -1,4 +1,4 @@
-"""Run one keep job: compute the checksums of an image, and keep its files in memory by reference. Standard library only.
+"""Run one keep job: checksum an image, and keep its files in memory by reference. Standard library only.
 
 The counterpart of `write_job`, for snapshots that stay in the memory of this process. No byte of the image is copied:
 a file is a range of the arena, followed by the encoded objects that belong to it.
@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ..storage.checksum import Checksum, find_checksum
-from ..storage.memory.keepers import KeptFiles
+from ..storage.memory.kept_files import KeptFiles
 from .range_writer import SumCursor
-from .request import Lane, WriteRequest, WriteResult
+from .request import Lane, ReusedFile, WriteRequest, WriteResult
 from .write_job import sizes_of, sum_objects, write_integrity
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.
@@ -56,9 +56,7 @@ def run_keep_job(
     for number, spec in enumerate(table.files):
         path, tail = os.path.join(folder, spec.name), tails.pop(spec.name, b"")
         if number in shared:
-            held = shared[number].held
-            assert isinstance(held, int)  # of a bucket's files none is proved where snapshots stay in memory
-            files.put_image(path, files.new_source(), held, 0, spec.size)
+            files.put_image(path, files.new_source(), _descriptor(shared[number]), 0, spec.size)
         else:
             files.put_image(path, image.number, image.descriptor, spec.base, spec.size, tail)
     for name, data in tails.items():
@@ -77,6 +75,12 @@ def run_keep_job(
         "shared": 0,
         "copied": [],
     }
+
+
+def _descriptor(shared: ReusedFile) -> int:
+    if isinstance(shared.held, str):  # of a bucket; the stager takes none where snapshots stay in memory
+        raise TypeError(f"{shared.held} is not open, so it cannot be kept in memory")
+    return shared.held
 
 
 def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:

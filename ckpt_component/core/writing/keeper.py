@@ -12,6 +12,7 @@ seconds after its trainer has died, if no run that has restored from it is conne
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -25,8 +26,9 @@ from ..processes.framing import Channel
 from ..processes.remote_error import describe_failure
 from ..processes.running import ProcessName
 from ..storage.memory.host_memory import HostMemory
-from ..storage.memory.keeper_sockets import KeeperServer
-from ..storage.memory.keepers import KeptFiles
+from ..storage.memory.keeper_server import KeeperServer
+from ..storage.memory.kept_files import KeptFiles
+from ..storage.memory.remote_keeper import HostKeepers
 from ..storage.storage import Storage
 from .keep_job import Image, run_keep_job
 from .orphan_commit import UndecidedSave
@@ -56,7 +58,7 @@ class SnapshotKeeper:
 
     def __init__(self, root: str, rank: int, world_size: int, lease: float) -> None:
         self.files = KeptFiles()
-        self.storage = HostMemory(own=self.files)
+        self.storage = HostMemory(HostKeepers(besides=rank), own=self.files)
         self._root = root
         self._lease = lease
         self._until: float | None = None
@@ -84,8 +86,6 @@ class SnapshotKeeper:
 
     def start_lane(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
-        import socket
-
         channel = Channel(socket.socket(fileno=fd), lambda: self._parent == os.getppid())
         lane = threading.Thread(target=KeeperWorker(channel, self).handle_frames, name="ckpt-lane", daemon=True)
         self._lanes.append(lane)
@@ -99,21 +99,14 @@ class SnapshotKeeper:
             OSError: see `run_keep_job`
         """
         if self._server.ended.is_set():
-            raise CheckpointFencedError(
-                f"Another run has taken over, so {request.attempt.target} is not kept in memory."
-            )
+            raise CheckpointFencedError(f"Another run has taken over; {request.attempt.target} is not kept in memory.")
         return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
 
     def retire(self, path: str) -> set[int]:
         """Drop all snapshots but that of a path; returns the arenas that other processes read."""
-        kept = f"{path}/"
-        self.files.delete(
-            [
-                file.path
-                for file in self.files.listed(self._root)
-                if "/" in file.path[len(self._root) + 1 :] and not file.path.startswith(kept)
-            ]
-        )
+        paths, kept = [file.path for file in self.files.listed(self._root)], f"{path}/"
+        # What lies in the root itself marks an attempt as alive.
+        self.files.delete([file for file in paths if os.path.dirname(file) != self._root and not file.startswith(kept)])
         return self.files.held()
 
     def follow(self, attempt: Attempt, until: float) -> None:
