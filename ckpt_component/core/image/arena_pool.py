@@ -36,17 +36,11 @@ class ArenaPool:
         self._changed = threading.Condition()
 
     @property
-    def idle_bytes(self) -> int:
-        """Total size of the arenas that are not leased."""
+    def nbytes(self) -> int:
+        """Total size of all arenas, leased or not."""
         with self._changed:
             early = 0 if self._early is None else self._early.nbytes
-            return early + sum(arena.nbytes for arena in self._free)
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of all arenas."""
-        with self._changed:
-            return self._leased_bytes + self.idle_bytes
+            return self._leased_bytes + early + sum(arena.nbytes for arena in self._free)
 
     @property
     def awaits_first_lease(self) -> bool:
