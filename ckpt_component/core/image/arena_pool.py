@@ -124,11 +124,14 @@ class ArenaPool:
         return arena
 
     def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
-        """End a lease after the save was committed or given up. Can be used as a callback of the copy's future."""
+        """End a lease after the save was committed or given up. Can be used as a callback of the copy's future.
+
+        An arena that is not reusable is freed; another one may be made in its place.
+        """
         with self._changed:
             self._leased -= 1
             self._leased_bytes -= arena.nbytes
-            if self._closed:
+            if self._closed or not arena.reusable:
                 arena.close()
             else:
                 self._free.append(arena)
