@@ -115,7 +115,7 @@ class KeeperServer:
                         channel.close()
                         return
                     self._connections[channel] = thread
-                thread.start()
+                    thread.start()
 
     def _serve(self, channel: Channel, user: int) -> None:
         try:
@@ -193,7 +193,9 @@ class KeeperServer:
         }
 
 
-def _opening(number: int, files: Mapping[str, Piece | bytes]) -> Iterator[tuple[dict[str, Any], list[bytes], list[int]]]:
+def _opening(
+    number: int, files: Mapping[str, Piece | bytes]
+) -> Iterator[tuple[dict[str, Any], list[bytes], list[int]]]:
     """The frames that answer `open`: the first one says what is where, and how many descriptors come."""
     small = {name: content for name, content in files.items() if isinstance(content, bytes)}
     pieces = {name: content for name, content in files.items() if not isinstance(content, bytes)}

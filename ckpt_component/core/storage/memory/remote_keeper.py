@@ -124,7 +124,9 @@ class RemoteKeeper(Keeper):
             _, header, blob, _ = self._answer(ask, data, **arguments)
         return header, blob
 
-    def _answer(self, ask: str, data: bytes = b"", **arguments: Any) -> tuple[Channel, dict[str, Any], memoryview, list[int]]:
+    def _answer(
+        self, ask: str, data: bytes = b"", **arguments: Any
+    ) -> tuple[Channel, dict[str, Any], memoryview, list[int]]:
         """Send a request and receive its answer; where a fork or a late answer has spoiled the connection, over a new one."""
         if not self.connected:
             self._connect()
@@ -158,7 +160,10 @@ class RemoteKeeper(Keeper):
         """Give back what is open, which the end of the connection does, too."""
         with self._lock:
             if channel is self._channel and self.connected:
-                self._answer("release", number=number)
+                try:
+                    self._answer("release", number=number)
+                except OSError as error:  # it has hung up, and what was read is right
+                    logger.info("%s, after its files were read", error)
 
     def _connect(self) -> None:
         self._channel: Channel | None = None
@@ -172,7 +177,7 @@ class RemoteKeeper(Keeper):
             raise PermissionError(errno.EACCES, text)
         channel = Channel(sock, lambda: True)
         self._channel, self._pid, self._process = channel, pid, os.getpid()
-        self._end = weakref.finalize(self, channel.close)
+        self._end = weakref.finalize(self, _close, channel, self._process)
 
     def _hang_up(self) -> None:
         if self._channel is not None:
@@ -187,6 +192,12 @@ class RemoteKeeper(Keeper):
     def _gone(self) -> ConnectionError:
         self._hang_up()
         return ConnectionResetError(errno.ECONNRESET, f"rank {self._rank}'s keeper has ended")
+
+
+def _close(channel: Channel, process: int) -> None:
+    """Close a connection, unless this is a fork of the process that made it and uses it still."""
+    if os.getpid() == process:
+        channel.close()
 
 
 def keepers_of(path: str) -> list[RemoteKeeper]:
