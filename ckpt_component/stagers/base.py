@@ -63,6 +63,8 @@ class StatePlan:
 class Snapshot:
     """A state dict at one moment, laid out for writing. Owned by the save, which calls `release` when it ends.
 
+    Others may `hold` it too, such as who writes the same image to another place.
+
     Attributes:
         layout: where each item is in the image
         encoded: the constant tables, and the encoded objects of this save
@@ -89,6 +91,8 @@ class Snapshot:
     unchanged: UnchangedFiles | None = None
     began_at: float = field(default_factory=time.perf_counter)
     planned_at: float = 0.0
+    _holders: int = field(default=1, init=False, repr=False)
+    _holding: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.copied = self.staged
@@ -101,13 +105,27 @@ class Snapshot:
         else:
             self.staged.set_exception(error)
 
-    def release(self) -> None:
-        """Return the arena to its pool, once the copy into it has ended; a second call does nothing."""
-        arena, self.arena = self.arena, None
-        give_back = self.give_back
-        if arena is not None and give_back is not None:
+    def hold(self) -> None:
+        """Have one more holder, who calls `release` once: the memory stays until all have. Called by one of them."""
+        with self._holding:
+            self._holders += 1
+
+    def release(self, *, reusable: bool = True) -> None:
+        """Let go of the snapshot. The last holder returns the arena, after the copy; another call does nothing.
+
+        Args:
+            reusable: whether nobody else can still read the arena. If one holder says no, it is freed and not reused.
+        """
+        with self._holding:
+            arena, self._holders = self.arena, max(self._holders - 1, 0)
+            if arena is not None and not reusable:
+                arena.reusable = False
+            if arena is None or self._holders:
+                return
+            self.arena = None
+        if self.give_back is not None:
             # A save may be given up while its copy is running; if it is not, the callback runs at once.
-            self.staged.add_done_callback(partial(give_back, arena))
+            self.staged.add_done_callback(partial(self.give_back, arena))
 
 
 class Stager(ABC):

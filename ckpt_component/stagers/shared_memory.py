@@ -114,7 +114,7 @@ class SharedMemoryStager(Stager):
     def _planned(self, plan: FormatPlan) -> None:
         """Warn if there is not enough memory for all arenas, which are allocated when saves follow closely."""
         each = plan.layout.arena_bytes
-        available = psutil.virtual_memory().available + self._pool.idle_bytes
+        available = psutil.virtual_memory().available + self._pool.nbytes
         if self._arenas > 1 and self._arenas * each > available:
             logger.warning(
                 "checkpoint.stager.arenas=%d may take %.2f GB of memory (%.2f GB each), and %.2f GB are available; "
