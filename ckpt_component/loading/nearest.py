@@ -13,7 +13,7 @@ import torch
 from ..core.commit.manifest import read_manifest
 from ..core.state.flatten import StateDict
 from ..core.storage.locate import absolute
-from ..core.storage.memory.keeper_sockets import is_memory, memory_root, tokens_of
+from ..core.storage.memory.keeper_sockets import SCHEME, memory_root, tokens_of
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
 from .collective import Phase
@@ -57,7 +57,7 @@ class NearestReader(Reader):
     ) -> tuple[Any, list[str]]:
         """See `Reader.read`. A copy in memory that is damaged is passed over by all ranks, with one line."""
         wanted = LoadOptions(**options)
-        if wanted.tag is None and not is_memory(path) and (near := self._nearest(path, wanted.alone)) is not None:
+        if wanted.tag is None and not path.startswith(SCHEME) and (near := self._nearest(path, wanted.alone)) is not None:
             try:
                 return super().read(near, state_dict, **{**options, "manifest": None})
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:

@@ -36,6 +36,7 @@ class RemoteKeeper(Keeper):
         rank: whose keeper it is
         user: whose process it must be; None: the user of this process
         seconds: how long it may take to answer
+        now: connect now; False: with the first request, as the keeper may not have begun yet
 
     Raises:
         ConnectionError: there is no such keeper
@@ -44,7 +45,13 @@ class RemoteKeeper(Keeper):
     """
 
     def __init__(
-        self, place: SocketPlace, rank: int, *, user: int | None = None, seconds: float = ANSWER_SECONDS
+        self,
+        place: SocketPlace,
+        rank: int,
+        *,
+        user: int | None = None,
+        seconds: float = ANSWER_SECONDS,
+        now: bool = True,
     ) -> None:
         self._place = place
         self._rank = rank
@@ -52,7 +59,9 @@ class RemoteKeeper(Keeper):
         self._seconds = seconds
         self._lock = threading.Lock()
         self._holds = False
-        self._connect()
+        self._channel: Channel | None = None
+        if now:
+            self._connect()
 
     @property
     def rank(self) -> int:
@@ -166,7 +175,7 @@ class RemoteKeeper(Keeper):
                     logger.info("%s, after its files were read", error)
 
     def _connect(self) -> None:
-        self._channel: Channel | None = None
+        self._channel = None
         sock = self._place.connect(self._rank, self._seconds)
         if sock is None:
             raise self._gone()
