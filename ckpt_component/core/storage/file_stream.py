@@ -42,6 +42,7 @@ class FileStream(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Fill a buffer as far as the file goes; returns how many bytes."""
         count = max(min(len(buffer), self._size - self._position), 0)
-        self._files.fill(self._name, memoryview(buffer)[:count], self._position)
+        if not self._files.fill(self._name, memoryview(buffer)[:count], self._position):
+            raise OSError(errno.EIO, "the file has become shorter", self._name)
         self._position += count
         return count
