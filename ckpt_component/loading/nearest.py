@@ -57,7 +57,11 @@ class NearestReader(Reader):
     ) -> tuple[Any, list[str]]:
         """See `Reader.read`. A copy in memory that is damaged is passed over by all ranks, with one line."""
         wanted = LoadOptions(**options)
-        if wanted.tag is None and not path.startswith(SCHEME) and (near := self._nearest(path, wanted.alone)) is not None:
+        if (
+            wanted.tag is None
+            and not path.startswith(SCHEME)
+            and (near := self._nearest(path, wanted.alone)) is not None
+        ):
             try:
                 return super().read(near, state_dict, **{**options, "manifest": None})
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
