@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 from ..background.exports import BackgroundExports
 from ..background.uploads import BackgroundUploads
+from ..callers.write_callers import PersistentCaller
 from ..checkpointer import Checkpointer
 from ..core.processes.owner_process import OwnerProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
@@ -425,6 +427,8 @@ class CheckpointManager(StoppableLoop):
             return
         if error is not None:
             self._failed = True
+            if not (isinstance(error, SystemExit) and not error.code):
+                self._outlive()
             self._restored = None  # the loop may have failed before its first step
             if isinstance(error, KeyboardInterrupt):
                 warn_of_wait(self._saves)
@@ -439,6 +443,11 @@ class CheckpointManager(StoppableLoop):
                 self._save_last(self._last)
         finally:
             self.close()
+
+    def _outlive(self) -> None:
+        """The run has failed: what it has in memory is for the next one."""
+        if self._run.memory is not None and isinstance(self._pipeline.caller, PersistentCaller):
+            self._pipeline.caller.outlive()
 
     def _save_last(self, last: ReachedStep) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
@@ -466,5 +475,7 @@ class CheckpointManager(StoppableLoop):
 
 def _warn_if_open(manager: weakref.ref[CheckpointManager]) -> None:
     alive = manager()
+    if alive is not None and alive._owner.is_here and hasattr(sys, "last_value"):  # an exception ends the script
+        alive._outlive()
     if alive is not None and alive._owner.is_here and alive._last is not None and alive._policy.at_end:
         warn_of_open(alive._run, None if alive._is_saved(alive._last.number) else alive._last.number)
