@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,9 @@ from ..errors import (
 from ..loading.object_state import new_optimizer_states
 from .lookup import candidates_of
 from .run_folder import RunFolder
-from .run_memory import RunMemory
+
+if TYPE_CHECKING:
+    from .run_memory import RunMemory  # which runs that keep no snapshots do not load
 
 logger = logging.getLogger(__name__)
 
