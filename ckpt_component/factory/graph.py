@@ -57,6 +57,7 @@ from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
 from ..saving.replica_comparison import ReplicaPolicy
+from ..saving.save_lane import SaveLane
 from ..stagers.base import Stager
 from ..writers.base import PlansUnchanged, Writer, as_writer
 from .git_commit import commit_of
@@ -109,9 +110,7 @@ def build_checkpointer(
     storage_of, policy, snapshots = storage_of or _storages(settings), error_policy(settings), _snapshot_parts(settings)
     if snapshots is not None:
         storage_of = snapshots.with_memory(storage_of)
-        text = (
-            "checkpoint/recovery=host: without a manager nothing stays in memory; loads take what others keep"
-        )
+        text = "checkpoint/recovery=host: without a manager nothing stays in memory; loads take what others keep"
         logger.info(text)
     run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
     context = SaveContext(ranks, storage_of, timeouts, run, policy, events, shown)
@@ -324,10 +323,10 @@ def _build_graph(
     )
     replicas = ReplicaPolicy(settings.check_replicas, settings.on_different_replicas)
     context = replace(context, reuse=reuse, replicas=replicas)
-    kept = None
+    lane: Callable[..., SaveLane] = SaveLane
     if snapshots is not None and run is not None:
-        kept = snapshots.connect(caller, writer, context, run)
-    pipeline = SavePipeline(stager, caller, writer, context, kept)
+        lane = snapshots.lane(caller, writer, ranks, run)
+    pipeline = SavePipeline(stager, caller, writer, context, lane)
     reader = (Reader if snapshots is None else snapshots.reader)(
         ranks.rank,
         ranks.world_size,

@@ -6,11 +6,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.schema import Checkpoint
+from ..core.coordination import Coordinator
 from ..core.storage.memory.host_memory import HostMemory
 from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, split_root
 from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
@@ -18,8 +20,8 @@ from ..core.storage.storage import Storage
 from ..loading.nearest import NearestReader
 from ..managing.run_context import RunContext
 from ..managing.run_memory import RunMemory
-from ..saving.context import SaveContext
-from ..saving.kept_snapshots import KeptSnapshots
+from ..saving.kept_snapshots import KeepingLane
+from ..saving.save_lane import SaveLane
 from ..writers.base import Writer
 
 logger = logging.getLogger(__name__)
@@ -63,13 +65,11 @@ class SnapshotParts:
         """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written."""
         return {"kept": 1, "in_flight": 1 if self._settings.every_steps is None else 2}
 
-    def connect(
-        self, caller: WriteCaller, writer: Writer, context: SaveContext, run: RunContext
-    ) -> KeptSnapshots | None:
-        """Have the writer process keep snapshots; None: the run has no memory, or saves nothing."""
-        memory, ranks = run.memory, context.ranks
-        if memory is None or self.earlier is None:
-            return None
+    def lane(self, caller: WriteCaller, writer: Writer, ranks: Coordinator, run: RunContext) -> Callable[..., SaveLane]:
+        """Have the writer process keep snapshots. Returns the `lane` of the pipeline."""
+        memory, earlier = run.memory, self.earlier
+        if memory is None or earlier is None:
+            return SaveLane
         if not isinstance(caller, PersistentCaller):
             raise HydraConfigError(
                 f"checkpoint/recovery=host keeps snapshots in the persistent writer process, and "
@@ -78,7 +78,14 @@ class SnapshotParts:
         if ranks.is_leader:
             self._tell(ranks.world_size)
         lane = caller.keep_snapshots(run.root, memory.root, ranks.rank, ranks.world_size, self._settings.lease)
-        return KeptSnapshots(lane, writer, context, memory.fs, memory.root, on_first=self.earlier.end_others)
+        return partial(
+            KeepingLane,
+            caller=lane,
+            writer=writer,
+            memory=memory.fs,
+            path_of=lambda path: memory.path_of(run.step_of(path)),
+            on_kept=lambda report: earlier.end_others(),
+        )
 
     def _tell(self, world_size: int) -> None:
         room = self.room()

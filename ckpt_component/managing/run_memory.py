@@ -30,6 +30,8 @@ class RunMemory:
         #: The keepers that are to stay until this run has a snapshot of its own, and what they have.
         self._held: list[RemoteKeeper] = []
         self._found: tuple[RunContext, Scan] | None = None
+        #: Whether the others were ended.
+        self._is_first = False
 
     def look(self) -> tuple[RunContext, Scan] | None:
         """What the keepers of the run that owns the folder have; None: nothing. Keepers of other runs are stale.
@@ -82,7 +84,13 @@ class RunMemory:
                 logger.info("dropped step %d from memory (checkpoint.rewind=true)", later)
 
     def end_others(self) -> None:
-        """End the keepers of all other runs of the folder: this one has a snapshot of its own. Failures are logged."""
+        """End the keepers of all other runs of the folder, as this one has a snapshot of its own. Failures are logged.
+
+        A second call does nothing: a run that was suspended may be stale itself when it goes on.
+        """
+        if self._is_first:
+            return
+        self._is_first = True
         self.let_go()
         for token in tokens_of(self._run.root):
             if token != self._run.events.run:
