@@ -11,6 +11,7 @@ seconds after its trainer has died, if no run that has restored from it is conne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -156,7 +157,8 @@ class KeeperWorker(ByteWorker):
             self._keeper.start_lane(fds[0])
         elif kind == "retire":
             held = sorted(self._keeper.retire(header["path"]))
-            self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
+            with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
+                self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
         else:
             return super()._handle(kind, header, blob, fds)
         return True
