@@ -127,7 +127,7 @@ class SnapshotKeeper:
         for lane in self._lanes:
             lane.join()
         self._until = time.monotonic() + self._lease
-        _be_silent()
+        be_silent()
         while self.files.nbytes and not self._server.ended.wait(_POLL_SECONDS):
             now = time.monotonic()
             if self._server.holders:
@@ -194,7 +194,7 @@ def work_and_keep(job: Mapping[str, Any], trainer: Channel) -> None:
         keeper.close()
 
 
-def _be_silent() -> None:
+def be_silent() -> None:
     """Let go of stdout and stderr: who reads the output of the trainer waits until nobody has them open."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
