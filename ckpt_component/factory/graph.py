@@ -316,7 +316,8 @@ def _build_graph(
     shared = caller.in_other_process
     reuse = FileReuse(None)
     if settings.reuse.mode is ReuseMode.auto and isinstance(writer, PlansUnchanged):
-        reuse = FileReuse(UnchangedTensors(settings.reuse.frozen), find, writer.algorithm)
+        unchanged, in_memory = UnchangedTensors(settings.reuse.frozen), snapshots is not None
+        reuse = FileReuse(unchanged, find, writer.algorithm, in_memory=in_memory)
     room = {} if snapshots is None else snapshots.room()
     stager.connect(
         writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse, **room

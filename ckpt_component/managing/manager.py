@@ -307,7 +307,8 @@ class CheckpointManager(StoppableLoop):
             place = memory
         elif self._is_saved(step):
             return False
-        path, may_wait, before = place.path_of(step), self._policy.overlap == "wait", self._clock.last_save
+        path, before = place.path_of(step), self._clock.last_save
+        may_wait = self._policy.overlap == "wait" or (self._policy.overlap == "error" and place is not self._run)
         try:
             newest = self._saved_step if self._kept_step is None else self._kept_step
             refuse_earlier(step, newest, "restored" if self._newest is None else "saved last")
