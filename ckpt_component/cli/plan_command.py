@@ -124,7 +124,8 @@ def _notes(question: Scenario, values: dict[str, float | None]) -> Iterator[str]
     if values["storage rate"] is None:
         yield "Without the storage's rate, a save is taken to be durable just before the next one."
     if question.recovery:
-        yield "A failure that takes a host along goes back to the disk; training is reckoned for such failures."
+        more = "" if question.hosts == 1 else " So does every failure of a run on several hosts."
+        yield f"A failure that takes the host along goes back to the disk; training is reckoned for such ones.{more}"
     if question.rates is not None:
         if question.rates.awaited and question.preset == "async_zero_overhead":
             yield "In the measured run, copies beside the steps cost more than waiting for them, so they were awaited."

@@ -148,6 +148,7 @@ def _recovery(
     """What the snapshot in memory costs, and what it saves in a failure that the host survives."""
     every = scenario.memory_every
     between = best if every is None else every
+    part, one_host = "an interval" if every is None else "--memory-every", scenario.hosts == 1
     return [
         Forecast("memory of a rank", images * rank_bytes, "bytes", f"1 image that stays, {images - 1} in flight"),
         *(
@@ -163,9 +164,9 @@ def _recovery(
         ),
         Forecast(
             "repeated, from memory",
-            None if between is None else between / 2 + copy,
+            between / 2 + copy if one_host and between is not None else None,
             "s",
-            f"if the hosts live: half {'an interval' if every is None else '--memory-every'} + copy",
+            f"if the host lives: half {part} + copy" if one_host else "needs all ranks on one host",
         ),
     ]
 
