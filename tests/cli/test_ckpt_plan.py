@@ -81,7 +81,7 @@ def test_a_snapshot_that_stays_costs_images_and_saves_what_is_repeated(capsys: p
     assert often["memory snapshots"] == pytest.approx(0.1) and "memory snapshots" not in got
     zero = figures(capsys, *words, "--preset", "async_zero_overhead", "--memory-every", "10s")
     assert zero["memory of a rank"] == 3 * 10e9  # its two arenas are those in flight
-    several = ckpt(capsys, *words, "--ranks-per-host", "4")[1]
+    several = " ".join(ckpt(capsys, *words, "--ranks-per-host", "4")[1].split())
     assert "needs all ranks on one host" in several and "So does every failure of a run on several hosts." in several
     without = figures(capsys, *words[:-2])
     assert not {"memory of a rank", "repeated, from memory"} & without.keys()
