@@ -274,22 +274,30 @@ class PersistentCaller(_WriterProcessCaller):
     ) -> None:
         super().__init__(nice, io_priority)
         self._keeps_cached = member("checkpoint.caller.page_cache", page_cache, PageCache) is PageCache.auto
+        self._outlives = False
 
     def prepare(self, timeout: float) -> None:
         """Start the process."""
         self._running(timeout)
 
-    def keep_snapshots(self, root: str, rank: int, world_size: int, lease: float) -> MemoryCaller:
+    def keep_snapshots(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> MemoryCaller:
         """Have the process keep snapshots in memory; before it is started. Arguments as for `SnapshotKeeper`.
 
         Returns:
             What runs requests whose target is in memory; closed by the caller.
         """
-        self._keeper = {"root": root, "rank": rank, "world_size": world_size, "lease": lease}
+        self._keeper = {"folder": folder, "root": root, "rank": rank, "world_size": world_size, "lease": lease}
         return MemoryCaller(self._connect)
 
-    def leave(self) -> None:
-        """Let the process live on as a keeper, because the run has failed."""
+    def outlive(self) -> None:
+        """Have `close` let the process live on, because the run has failed; only a keeper does."""
+        self._outlives = self._keeper is not None
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Stop the process, or let it live on as a keeper; see `outlive`."""
+        if not self._outlives:
+            super().close(timeout)
+            return
         process, self._owned, self._process = self._owned, None, None
         if process is not None:
             process.leave()

@@ -100,6 +100,8 @@ class RunFolder:
         if not self.settled:
             self._begin_with(self.run.step_of(path))
             self.settled = True
+        if not self.run.fs.holds(path):
+            return  # it is in memory, where only this run saves
         try:
             self._protocol.refuse_taken(path)
         except CheckpointExistsError as error:

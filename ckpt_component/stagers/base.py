@@ -147,6 +147,8 @@ class Stager(ABC):
         timeout: float,
         max_stall: float | None = None,
         reuse: FileReuse | None = None,
+        kept: int = 0,
+        in_flight: int = 1,
     ) -> None:
         """Set the other parts of the graph that a stager uses.
 
@@ -157,12 +159,15 @@ class Stager(ABC):
             timeout: seconds that a snapshot may wait for free memory, and for other ranks
             max_stall: seconds that a save may block training; None: no limit
             reuse: decides which files a snapshot shares with an earlier one; None: none
+            kept: how many images stay in memory after their save
+            in_flight: how many others there must be room for, if the stager's own settings say fewer
         """
         self._writer = writer
         self._ranks = ranks
         self._timeout = timeout
         self._max_stall = max_stall
         self._reuse = FileReuse(None) if reuse is None else reuse
+        self._kept, self._in_flight = kept, in_flight
         self._structure: Structure | None = None
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None

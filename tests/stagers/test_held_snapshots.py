@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ckpt_component.core.coordination import LocalCoordinator
 from ckpt_component.stagers import LiveStager, SharedMemoryStager, ZeroOverheadStager
@@ -98,6 +100,35 @@ def test_memory_of_a_running_copy_comes_back_after_it() -> None:
     assert stager.wait_free(time.monotonic() + 60) and snapshot.staged.done()
     assert stager.host_bytes == 0
     stager.close()
+
+
+@pytest.mark.parametrize("stager", [SharedMemoryStager, ZeroOverheadStager])
+@pytest.mark.parametrize(
+    ("arenas", "kept", "in_flight", "images"), [(1, 0, 1, 1), (1, 1, 1, 2), (1, 1, 2, 3), (3, 1, 2, 4)]
+)
+def test_there_is_room_for_images_that_stay_beside_those_in_flight(
+    stager: type[SharedMemoryStager], arenas: int, kept: int, in_flight: int, images: int
+) -> None:
+    there = connected(stager(arenas), kept=kept, in_flight=in_flight)
+    there.prewarm(there.inspect(example_state(0)))
+    made, snapshots = there.host_bytes, list[Snapshot]()
+    while not there.busy:
+        snapshots.append(taken(there, len(snapshots)))
+    assert len(snapshots) == images and there.host_bytes == made
+    for snapshot in snapshots:
+        snapshot.release()
+    there.close()
+
+
+def test_a_warning_of_little_memory_counts_the_images_that_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=40_000_000))
+    stager = connected(SharedMemoryStager(arenas=3), kept=1)
+    stager.take(stager.inspect({"w": torch.zeros(3_000_000)})).release()
+    stager.close()
+    assert "stager.arenas=3 and 1 more for checkpoint/recovery=host may take 0.05 GB" in caplog.text
+    assert "use 2 or checkpoint/recovery=none" in caplog.text
 
 
 def test_a_snapshot_without_memory_is_held_and_released_too() -> None:

@@ -1,4 +1,4 @@
-"""Arenas leased to one save at a time."""
+"""Arenas leased to one image at a time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ROOM_BYTES = 1 << 20
 
 
 class ArenaPool:
-    """Up to `count` arenas, each leased to one save at a time.
+    """Up to `count` arenas, each leased to one image at a time.
 
     Args:
-        count: how many saves may be in flight
+        count: how many images there may be: of saves in flight, and those that stay after their save
         shared: see `Arena`
     """
 

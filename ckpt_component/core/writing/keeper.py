@@ -24,7 +24,6 @@ from ..commit.commit import is_over
 from ..commit.protocol import Attempt
 from ..processes.framing import Channel
 from ..processes.remote_error import describe_failure
-from ..processes.running import ProcessName
 from ..storage.memory.host_memory import HostMemory
 from ..storage.memory.keeper_server import KeeperServer
 from ..storage.memory.kept_files import KeptFiles
@@ -42,6 +41,7 @@ class SnapshotKeeper:
     """What this process keeps, and for how long.
 
     Args:
+        folder: the run's folder of checkpoints, or the URL of one
         root: the run's root in memory
         rank: the rank of the trainer
         world_size: number of ranks
@@ -53,36 +53,35 @@ class SnapshotKeeper:
 
     Raises:
         OSError: the socket cannot be made
-        CheckpointError: its folder is not safe
     """
 
-    def __init__(self, root: str, rank: int, world_size: int, lease: float) -> None:
+    def __init__(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> None:
         self.files = KeptFiles()
         self.storage = HostMemory(HostKeepers(besides=rank), own=self.files)
         self._root = root
         self._lease = lease
+        #: When the lease is over (monotonic), and when the trainer has died (seconds since 1970).
         self._until: float | None = None
+        self._gone: float | None = None
+        self._parent = os.getppid()
         self._lanes: list[threading.Thread] = []
-        self._busy = 0
-        process = ProcessName.current()
-        self._about = {
-            "root": root,
-            "rank": rank,
-            "world_size": world_size,
-            "host": process.host,
-            "pid": process.pid,
-            "since": time.time(),
-        }
+        self._fixed = {"root": folder, "world_size": world_size, "since": time.time()}
         self._server = KeeperServer(self.files, root, rank, self.about)
 
     def start(self) -> None:
         """Answer on the socket from now on."""
         self._server.start()
+        threading.Thread(target=self._end_with_another_run, name="ckpt-fence", daemon=True).start()
+
+    def _end_with_another_run(self) -> None:
+        """A newer run has a snapshot of its own: nothing of this one is to be found any more."""
+        self._server.ended.wait()
+        self.files.delete([file.path for file in self.files.listed("")])
 
     def about(self) -> dict[str, Any]:
         """Who this is, and how long it stays, as JSON values."""
         left = self._lease if self._until is None else max(self._until - time.monotonic(), 0.0)
-        return {**self._about, "bytes": self.files.nbytes, "lease": left, "alive": self._until is None}
+        return {**self._fixed, "lease": left, "alive": self._gone is None, "gone": self._gone}
 
     def start_lane(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
@@ -123,6 +122,7 @@ class SnapshotKeeper:
 
     def outlive(self) -> None:
         """The trainer has died: stay until the lease is over, or another run needs nothing of this one any more."""
+        self._gone = time.time()
         for lane in self._lanes:
             lane.join()
         self._until = time.monotonic() + self._lease

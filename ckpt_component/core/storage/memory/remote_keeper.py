@@ -36,6 +36,7 @@ class RemoteKeeper(Keeper):
         rank: whose keeper it is
         user: whose process it must be; None: the user of this process
         seconds: how long it may take to answer
+        now: connect now; False: with the first request, because the keeper may not have begun yet
 
     Raises:
         ConnectionError: there is no such keeper
@@ -44,7 +45,13 @@ class RemoteKeeper(Keeper):
     """
 
     def __init__(
-        self, place: SocketPlace, rank: int, *, user: int | None = None, seconds: float = ANSWER_SECONDS
+        self,
+        place: SocketPlace,
+        rank: int,
+        *,
+        user: int | None = None,
+        seconds: float = ANSWER_SECONDS,
+        now: bool = True,
     ) -> None:
         self._place = place
         self._rank = rank
@@ -52,7 +59,9 @@ class RemoteKeeper(Keeper):
         self._seconds = seconds
         self._lock = threading.Lock()
         self._holds = False
-        self._connect()
+        self._channel: Channel | None = None
+        if now:
+            self._connect()
 
     @property
     def rank(self) -> int:
@@ -92,13 +101,14 @@ class RemoteKeeper(Keeper):
                     for fd in more:
                         until_closed.callback(os.close, fd)
                     descriptors += more
-            files: dict[str, Piece | bytes] = {
-                name: Piece(descriptors[source], base, size) for name, source, base, size in header["pieces"]
-            }
-            position = 0
+            files, position = dict[str, Piece | bytes](), 0
             for name, size in header["small"]:
                 files[name] = bytes(blob[position : position + size])
                 position += size
+            for name, source, base, size, more in header["pieces"]:
+                tail = bytes(blob[position : position + more])
+                files[name] = Piece(descriptors[source], base, size, tail)
+                position += more
             yield files
 
     def about(self) -> dict[str, Any]:
@@ -127,7 +137,7 @@ class RemoteKeeper(Keeper):
     def _answer(
         self, ask: str, data: bytes = b"", **arguments: Any
     ) -> tuple[Channel, dict[str, Any], memoryview, list[int]]:
-        """Send a request and receive its answer; where a fork or a late answer has spoiled the connection, over a new one."""
+        """Send a request and receive its answer, over a new connection after a fork or a late answer."""
         if not self.connected:
             self._connect()
             if self._holds and ask != "hold":
@@ -166,7 +176,7 @@ class RemoteKeeper(Keeper):
                     logger.info("%s, after its files were read", error)
 
     def _connect(self) -> None:
-        self._channel: Channel | None = None
+        self._channel = None
         sock = self._place.connect(self._rank, self._seconds)
         if sock is None:
             raise self._gone()
