@@ -23,6 +23,7 @@ from ...errors import CheckpointError, CheckpointFencedError
 from ..commit.commit import is_over
 from ..processes.framing import Channel
 from ..processes.remote_error import describe_failure
+from ..processes.serve import serve
 from ..storage.memory.host_memory import HostMemory
 from ..storage.memory.keeper_server import KeeperServer
 from ..storage.memory.kept_files import KeptFiles
@@ -179,8 +180,12 @@ class KeeperWorker(ByteWorker):
             self._keeper.follow(undecided)
 
 
-def work_and_keep(job: Mapping[str, Any], trainer: Channel) -> None:
-    """Work for a trainer, and keep its snapshots; `job` has the arguments of `SnapshotKeeper`."""
+def main() -> None:
+    """Entry point of the process, whose job has the arguments of `SnapshotKeeper`."""
+    serve(_work, on_orphan="finish")
+
+
+def _work(job: Mapping[str, Any], trainer: Channel) -> None:
     os.chdir("/")  # this process may stay longer than the folder that the trainer was started in
     try:
         keeper = SnapshotKeeper(**job)
