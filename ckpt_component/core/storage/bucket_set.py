@@ -134,7 +134,7 @@ class ObjectSet(FileSet):
         return min(_THREADS, len(ordered))
 
     def _begin(self, batches: Sequence[Sequence[RangeRead]]) -> None:
-        pieces: list[list[_Piece]] = []
+        pieces: list[list[_FetchedRange]] = []
         ends: dict[str, int] = {}
         for batch in batches:
             pieces.append([])
@@ -143,7 +143,7 @@ class ObjectSet(FileSet):
                 start, stop = max(start, ends.get(name, 0)), min(stop, self.size(name))
                 ends[name] = max(stop, ends.get(name, 0))
                 for first in range(start, stop, _PIECE_BYTES):
-                    pieces[-1].append(_Piece(name, first, min(first + _PIECE_BYTES, stop)))
+                    pieces[-1].append(_FetchedRange(name, first, min(first + _PIECE_BYTES, stop)))
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="ckpt-fetch")
         self._ahead = _ReadAhead(pieces, self._fetch, self._pool)
@@ -159,7 +159,7 @@ class ObjectSet(FileSet):
         self._ahead, self._pool, self._near = None, None, ("", 0, memoryview(b""))
 
 
-class _Piece(NamedTuple):
+class _FetchedRange(NamedTuple):
     """A range that one request fetches."""
 
     name: str
@@ -180,7 +180,7 @@ class _ReadAhead:
 
     def __init__(
         self,
-        pieces: Sequence[Sequence[_Piece]],
+        pieces: Sequence[Sequence[_FetchedRange]],
         fetch: Callable[[str, int, int], memoryview],
         pool: ThreadPoolExecutor,
     ) -> None:

@@ -1,7 +1,7 @@
-"""`HostMemory`: the memory of a run's keepers on this host as a storage of objects, in which checkpoints are committed,
-found and read as in a bucket.
+"""`HostMemory`: the memory of a run's keepers on this host as a storage of objects.
 
-A file is in one keeper: that of the rank that put it. What is listed is the union of all keepers.
+Checkpoints are committed, found and read in it as in a bucket. A file is in one keeper: that of the rank
+that put it. What is listed is the union of all keepers.
 """
 
 from __future__ import annotations
@@ -160,12 +160,18 @@ class HostMemory(ObjectFolders):
     # Properties of a folder
 
     def try_folder(self, path: str, name: str) -> float:
+        if self._own is None:  # the keepers are on this host, and so is their clock
+            return self.clock.date()
         trial = os.path.join(path, name)
         self.write_new(trial, b"")
         try:
             return self.modified(trial)
         finally:
             self.unlink(trial)
+
+    @property
+    def verifies_first(self) -> bool:
+        return True
 
     def in_memory(self, path: str) -> bool:
         return True

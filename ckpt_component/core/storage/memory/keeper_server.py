@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ....errors import errno_of
@@ -26,6 +27,8 @@ _SEND_SECONDS = 10.0
 _MOST_FDS = 100
 _PAUSE_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
+#: Values, bytes and descriptors of a frame.
+_Answer = tuple[dict[str, Any], list[bytes], list[int]]
 
 
 class KeeperServer:
@@ -106,7 +109,7 @@ class KeeperServer:
                     time.sleep(_PAUSE_SECONDS)  # descriptors may become free
                     continue
                 user, pid = peer_of(sock)
-                channel = Channel(sock, lambda pid=pid: _may_live(pid))
+                channel = Channel(sock, partial(_may_live, pid))
                 thread = threading.Thread(
                     target=self._serve, args=(channel, user), name=f"ckpt-keeper-{pid}", daemon=True
                 )
@@ -134,7 +137,7 @@ class KeeperServer:
     def _answer_all(self, channel: Channel) -> None:
         open_now = dict[int, ExitStack]()
         with contextlib.ExitStack() as until_closed:
-            until_closed.callback(lambda: [each.close() for each in open_now.values()])
+            until_closed.callback(_close_all, open_now)
             for number in itertools.count(1):
                 frame = channel.receive()
                 if frame is None:
@@ -150,8 +153,8 @@ class KeeperServer:
 
     def _answers(
         self, channel: Channel, header: Mapping[str, Any], blob: memoryview, number: int, open_now: dict[int, ExitStack]
-    ) -> Iterator[tuple[dict[str, Any], list[bytes], list[int]]]:
-        """The frames that answer a request: values, bytes, descriptors."""
+    ) -> Iterator[_Answer]:
+        """The frames that answer a request."""
         kept, ask = self._kept, header["ask"]
         if ask == "list":
             yield {"files": kept.listed(header["path"])}, [], []
@@ -193,9 +196,12 @@ class KeeperServer:
         }
 
 
-def _opening(
-    number: int, files: Mapping[str, Piece | bytes]
-) -> Iterator[tuple[dict[str, Any], list[bytes], list[int]]]:
+def _close_all(open_now: Mapping[int, ExitStack]) -> None:
+    for each in open_now.values():
+        each.close()
+
+
+def _opening(number: int, files: Mapping[str, Piece | bytes]) -> Iterator[_Answer]:
     """The frames that answer `open`: the first one says what is where, and how many descriptors come."""
     small = {name: content for name, content in files.items() if isinstance(content, bytes)}
     pieces = {name: content for name, content in files.items() if not isinstance(content, bytes)}
@@ -204,10 +210,12 @@ def _opening(
     header = {
         "number": number,
         "descriptors": len(fds),
-        "pieces": [[name, places[piece.descriptor], piece.base, piece.size] for name, piece in pieces.items()],
+        "pieces": [
+            [name, places[piece.descriptor], piece.base, piece.size, len(piece.tail)] for name, piece in pieces.items()
+        ],
         "small": [[name, len(data)] for name, data in small.items()],
     }
-    yield header, [*small.values()], fds[:_MOST_FDS]
+    yield header, [*small.values(), *(piece.tail for piece in pieces.values())], fds[:_MOST_FDS]
     for start in range(_MOST_FDS, len(fds), _MOST_FDS):
         yield {}, [], fds[start : start + _MOST_FDS]
 

@@ -46,13 +46,13 @@ def memory_root(durable_root: str, token: str) -> str:
 
 
 def split_root(path: str) -> tuple[str, str] | None:
-    """What a memory root, or a path below it, says: the ID of the durable root, and the run's token; None: it is none."""
+    """The ID of the durable root and the run's token, of a memory root or a path below it; None: it is no such path."""
     match = _PATH.fullmatch(path)
     return None if match is None else (_id_of(match[1]), match[2])
 
 
 def tokens_of(durable_root: str) -> list[str]:
-    """The tokens of the runs below a durable root that have keepers on this host, or had; raises as `runtime_folder`."""
+    """The tokens of the runs of a durable root that have keepers on this host, or had. Raises as `runtime_folder`."""
     return _names(os.path.join(runtime_folder(), _id_of(_plain(durable_root))))
 
 

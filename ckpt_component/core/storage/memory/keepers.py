@@ -32,12 +32,14 @@ class Piece(NamedTuple):
     Attributes:
         descriptor: of memory or of a disk file, for reading
         base: where in it the file begins
-        size: the file's size in bytes
+        size: how many of its bytes are the file's
+        tail: the bytes that follow them
     """
 
     descriptor: int
     base: int
     size: int
+    tail: bytes = b""
 
 
 class Keeper(ABC):

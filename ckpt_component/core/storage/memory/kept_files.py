@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,16 +20,17 @@ from ..safe_open import open_to_read
 from .keepers import Keeper, KeptFile, Piece
 
 
-class _Range(NamedTuple):
-    """A range of a source."""
+class _ImageRange(NamedTuple):
+    """A range of a source, and the bytes that follow it in the file."""
 
     source: int
     base: int
     size: int
+    tail: bytes
 
 
 @dataclass
-class _Source:
+class _HeldImage:
     """An open image, or an open file on disk.
 
     Attributes:
@@ -52,8 +54,10 @@ class KeptFiles(Keeper):
     def __init__(self, clock: Clock = CLOCK) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._files: dict[str, tuple[_Range | bytes, float]] = {}
-        self._sources: dict[int, _Source] = {}
+        #: Arenas have numbers from 0 on.
+        self._numbers = itertools.count(-1, -1)
+        self._files: dict[str, tuple[_ImageRange | bytes, float]] = {}
+        self._sources: dict[int, _HeldImage] = {}
 
     def listed(self, prefix: str) -> list[KeptFile]:
         with self._lock:
@@ -82,7 +86,11 @@ class KeptFiles(Keeper):
             self._drop([path])
             self._files[path] = data, self._clock.date()
 
-    def put_image(self, path: str, source: int, descriptor: int, base: int, size: int) -> None:
+    def new_source(self) -> int:
+        """A number for a source that is no arena."""
+        return next(self._numbers)
+
+    def put_image(self, path: str, source: int, descriptor: int, base: int, size: int, tail: bytes = b"") -> None:
         """Keep a file that is a range of memory, or of an open file on disk, which must not change until it is deleted.
 
         Args:
@@ -90,7 +98,8 @@ class KeptFiles(Keeper):
             source: a number for the memory; what has the same number has the same descriptor
             descriptor: of the memory; duplicated with the source's first file, and closed with its last one
             base: where in the memory the file begins
-            size: its size in bytes
+            size: how many bytes of the memory are the file's
+            tail: the bytes that follow them, such as those of objects, whose length changes from save to save
 
         Raises:
             FileExistsError: there is a file
@@ -99,9 +108,9 @@ class KeptFiles(Keeper):
         with self._lock:
             self._refuse_taken(path)
             if source not in self._sources:
-                self._sources[source] = _Source(os.dup(descriptor))
+                self._sources[source] = _HeldImage(os.dup(descriptor))
             self._sources[source].files += 1
-            self._files[path] = _Range(source, base, size), self._clock.date()
+            self._files[path] = _ImageRange(source, base, size, tail), self._clock.date()
 
     def delete(self, paths: Sequence[str]) -> None:
         with self._lock:
@@ -124,7 +133,7 @@ class KeptFiles(Keeper):
                 yield {
                     name: content
                     if isinstance(content, bytes)
-                    else Piece(descriptors[content.source], content.base, content.size)
+                    else Piece(descriptors[content.source], content.base, content.size, content.tail)
                     for name, content in found.items()
                 }
 
@@ -172,15 +181,15 @@ class KeptFiles(Keeper):
             yield descriptors
 
 
-def _size(content: _Range | bytes) -> int:
-    return len(content) if isinstance(content, bytes) else content.size
+def _size(content: _ImageRange | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.size + len(content.tail)
 
 
-def _read(descriptor: int, place: _Range, path: str) -> bytes:
+def _read(descriptor: int, place: _ImageRange, path: str) -> bytes:
     data = bytearray()
     while len(data) < place.size:
         part = os.pread(descriptor, place.size - len(data), place.base + len(data))
         if not part:
             raise OSError(errno.EIO, f"its memory ends after {len(data)} of {place.size} bytes", path)
         data += part
-    return bytes(data)
+    return bytes(data) + place.tail

@@ -36,7 +36,7 @@ class RemoteKeeper(Keeper):
         rank: whose keeper it is
         user: whose process it must be; None: the user of this process
         seconds: how long it may take to answer
-        now: connect now; False: with the first request, as the keeper may not have begun yet
+        now: connect now; False: with the first request, because the keeper may not have begun yet
 
     Raises:
         ConnectionError: there is no such keeper
@@ -101,13 +101,14 @@ class RemoteKeeper(Keeper):
                     for fd in more:
                         until_closed.callback(os.close, fd)
                     descriptors += more
-            files: dict[str, Piece | bytes] = {
-                name: Piece(descriptors[source], base, size) for name, source, base, size in header["pieces"]
-            }
-            position = 0
+            files, position = dict[str, Piece | bytes](), 0
             for name, size in header["small"]:
                 files[name] = bytes(blob[position : position + size])
                 position += size
+            for name, source, base, size, more in header["pieces"]:
+                tail = bytes(blob[position : position + more])
+                files[name] = Piece(descriptors[source], base, size, tail)
+                position += more
             yield files
 
     def about(self) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class RemoteKeeper(Keeper):
     def _answer(
         self, ask: str, data: bytes = b"", **arguments: Any
     ) -> tuple[Channel, dict[str, Any], memoryview, list[int]]:
-        """Send a request and receive its answer; where a fork or a late answer has spoiled the connection, over a new one."""
+        """Send a request and receive its answer, over a new connection after a fork or a late answer."""
         if not self.connected:
             self._connect()
             if self._holds and ask != "hold":
