@@ -458,7 +458,9 @@ class CheckpointManager(StoppableLoop):
             logger.info(LAST_SAVE, self.stopped_by.name, last.number, newest)
         self._saves.wait(self._timeouts.whole_save)
         failed = self._saves.deliver_failed()
-        if any(report.step == last.number and report.outcome == "failed" for report in self.reports):
+        if any(
+            report.step == last.number and report.outcome == "failed" and not report.memory for report in self.reports
+        ):
             logger.warning("trying once more to save step %d, because it is the last one", last.number)
         refusal = self._refusal
         try:

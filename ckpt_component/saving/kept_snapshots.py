@@ -128,7 +128,8 @@ class KeepingLane(SaveLane):
             committed = self._kept.run(staged, staged.attempt, 1)
         except Exception as error:
             text = "%s did not become whole, so the snapshot before stays in memory; the save itself goes on: %s"
-            logger.warning(text, request.path, error)
+            defect = None if isinstance(error, CheckpointError) else error
+            logger.warning(text, request.path, error, exc_info=defect)
             return
         finally:
             if staged.snapshot is not None:
@@ -158,7 +159,7 @@ class KeepingLane(SaveLane):
     def close(self, *, wait: bool) -> None:
         """End both threads, and let go of the snapshot that was kept: its keeper has it, or ends too."""
         super().close(wait=wait)
-        self._beside.close(wait=self._is_beside_idle)
+        self._beside.close(wait=wait and self._is_beside_idle)
         self._caller.close(self._timeouts.close)
         self._kept.release()
 
