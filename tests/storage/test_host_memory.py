@@ -232,6 +232,20 @@ def test_an_image_that_was_truncated_is_too_short_and_no_signal() -> None:
             storage_at(ROOT).read(f"{ROOT}/iter_1/file", 10000)
 
 
+def test_a_file_may_end_with_bytes_that_are_not_in_the_image() -> None:
+    kept, content = KeptFiles(), b"0123456789"
+    fd = image(b"--012345--")
+    kept.put_image(f"{ROOT}/iter_1/file", kept.new_source(), fd, 2, 6, b"6789")
+    os.close(fd)
+    with serving(kept), storage_at(ROOT).open_files(f"{ROOT}/iter_1") as files:
+        assert storage_at(ROOT).read(f"{ROOT}/iter_1/file", 10) == content
+        assert storage_at(ROOT).size(f"{ROOT}/iter_1/file") == files.size("file") == 10
+        for start in range(11):
+            for end in range(start, 11):
+                buffer = memoryview(bytearray(end - start))
+                assert files.fill("file", buffer, start) and bytes(buffer) == content[start:end]
+
+
 def test_three_hundred_files_with_descriptors_of_their_own() -> None:
     kept = KeptFiles()
     for number in range(300):

@@ -210,10 +210,12 @@ def _opening(number: int, files: Mapping[str, Piece | bytes]) -> Iterator[_Answe
     header = {
         "number": number,
         "descriptors": len(fds),
-        "pieces": [[name, places[piece.descriptor], piece.base, piece.size] for name, piece in pieces.items()],
+        "pieces": [
+            [name, places[piece.descriptor], piece.base, piece.size, len(piece.tail)] for name, piece in pieces.items()
+        ],
         "small": [[name, len(data)] for name, data in small.items()],
     }
-    yield header, [*small.values()], fds[:_MOST_FDS]
+    yield header, [*(piece.tail for piece in pieces.values()), *small.values()], fds[:_MOST_FDS]
     for start in range(_MOST_FDS, len(fds), _MOST_FDS):
         yield {}, [], fds[start : start + _MOST_FDS]
 

@@ -33,11 +33,13 @@ class Piece(NamedTuple):
         descriptor: of memory or of a disk file, for reading
         base: where in it the file begins
         size: the file's size in bytes
+        tail: the file's last bytes, which are not there
     """
 
     descriptor: int
     base: int
     size: int
+    tail: bytes = b""
 
 
 class Keeper(ABC):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,11 +21,12 @@ from .keepers import Keeper, KeptFile, Piece
 
 
 class _ImageRange(NamedTuple):
-    """A range of a source."""
+    """A range of a source, and the bytes that follow it; the size is that of both."""
 
     source: int
     base: int
     size: int
+    tail: bytes
 
 
 @dataclass
@@ -54,6 +56,7 @@ class KeptFiles(Keeper):
         self._lock = threading.Lock()
         self._files: dict[str, tuple[_ImageRange | bytes, float]] = {}
         self._sources: dict[int, _HeldImage] = {}
+        self._other_sources = itertools.count(-1, -1)
 
     def listed(self, prefix: str) -> list[KeptFile]:
         with self._lock:
@@ -82,7 +85,11 @@ class KeptFiles(Keeper):
             self._drop([path])
             self._files[path] = data, self._clock.date()
 
-    def put_image(self, path: str, source: int, descriptor: int, base: int, size: int) -> None:
+    def new_source(self) -> int:
+        """A number for a source that is no arena of the trainer."""
+        return next(self._other_sources)
+
+    def put_image(self, path: str, source: int, descriptor: int, base: int, size: int, tail: bytes = b"") -> None:
         """Keep a file that is a range of memory, or of an open file on disk, which must not change until it is deleted.
 
         Args:
@@ -90,7 +97,8 @@ class KeptFiles(Keeper):
             source: a number for the memory; what has the same number has the same descriptor
             descriptor: of the memory; duplicated with the source's first file, and closed with its last one
             base: where in the memory the file begins
-            size: its size in bytes
+            size: how many bytes of it are there
+            tail: those that follow them in the file
 
         Raises:
             FileExistsError: there is a file
@@ -101,7 +109,7 @@ class KeptFiles(Keeper):
             if source not in self._sources:
                 self._sources[source] = _HeldImage(os.dup(descriptor))
             self._sources[source].files += 1
-            self._files[path] = _ImageRange(source, base, size), self._clock.date()
+            self._files[path] = _ImageRange(source, base, size + len(tail), tail), self._clock.date()
 
     def delete(self, paths: Sequence[str]) -> None:
         with self._lock:
@@ -122,9 +130,7 @@ class KeptFiles(Keeper):
             until_closed.callback(self._leave, sources)
             with self._opened(sources) as descriptors:
                 yield {
-                    name: content
-                    if isinstance(content, bytes)
-                    else Piece(descriptors[content.source], content.base, content.size)
+                    name: content if isinstance(content, bytes) else Piece(descriptors[content.source], *content[1:])
                     for name, content in found.items()
                 }
 
@@ -177,10 +183,10 @@ def _size(content: _ImageRange | bytes) -> int:
 
 
 def _read(descriptor: int, place: _ImageRange, path: str) -> bytes:
-    data = bytearray()
-    while len(data) < place.size:
-        part = os.pread(descriptor, place.size - len(data), place.base + len(data))
+    data, size = bytearray(), place.size - len(place.tail)
+    while len(data) < size:
+        part = os.pread(descriptor, size - len(data), place.base + len(data))
         if not part:
-            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {place.size} bytes", path)
+            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {size} bytes", path)
         data += part
-    return bytes(data)
+    return bytes(data) + place.tail

@@ -56,6 +56,12 @@ class MemoryFiles(FileSet):
         if isinstance(file, bytes):
             buffer[:] = memoryview(file)[offset : offset + buffer.nbytes]
             return True
+        tail_at = file.size - len(file.tail)
+        in_tail = min(max(offset + buffer.nbytes - tail_at, 0), buffer.nbytes)
+        if in_tail:
+            begin = offset + buffer.nbytes - in_tail - tail_at
+            buffer[buffer.nbytes - in_tail :] = memoryview(file.tail)[begin : begin + in_tail]
+            buffer = buffer[: buffer.nbytes - in_tail]
         position = file.base + offset
         try:
             while buffer.nbytes:

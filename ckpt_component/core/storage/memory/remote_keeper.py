@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import threading
@@ -92,13 +93,11 @@ class RemoteKeeper(Keeper):
                     for fd in more:
                         until_closed.callback(os.close, fd)
                     descriptors += more
-            files: dict[str, Piece | bytes] = {
-                name: Piece(descriptors[source], base, size) for name, source, base, size in header["pieces"]
-            }
-            position = 0
+            files, rest = dict[str, Piece | bytes](), io.BytesIO(blob)
+            for name, source, base, size, tail in header["pieces"]:
+                files[name] = Piece(descriptors[source], base, size, rest.read(tail))
             for name, size in header["small"]:
-                files[name] = bytes(blob[position : position + size])
-                position += size
+                files[name] = rest.read(size)
             yield files
 
     def about(self) -> dict[str, Any]:
