@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,8 +15,6 @@ from ..core.storage.storage import Storage
 from ..events import EventRecorder, SaveReport
 from .replica_comparison import ReplicaPolicy
 from .retry import ErrorPolicy
-
-logger = logging.getLogger(__name__)
 
 
 class Ownership(Protocol):
@@ -132,11 +129,3 @@ class SaveContext:
     progress: Progress = no_progress
     replicas: ReplicaPolicy = field(default_factory=ReplicaPolicy)
     reuse: FileReuse = field(default_factory=lambda: FileReuse(None))
-
-
-def notify(hook: Callable[[SaveReport], None], report: SaveReport) -> None:
-    """Call a hook for a committed checkpoint; an exception is only logged."""
-    try:
-        hook(report)
-    except Exception:
-        logger.exception("%s is committed, but a hook after the commit failed", report.path)

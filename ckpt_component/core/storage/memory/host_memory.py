@@ -167,6 +167,10 @@ class HostMemory(ObjectFolders):
         finally:
             self.unlink(trial)
 
+    @property
+    def verifies_first(self) -> bool:
+        return True
+
     def in_memory(self, path: str) -> bool:
         return True
 

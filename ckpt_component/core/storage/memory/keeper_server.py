@@ -215,7 +215,7 @@ def _opening(number: int, files: Mapping[str, Piece | bytes]) -> Iterator[_Answe
         ],
         "small": [[name, len(data)] for name, data in small.items()],
     }
-    yield header, [*(piece.tail for piece in pieces.values()), *small.values()], fds[:_MOST_FDS]
+    yield header, [*small.values(), *(piece.tail for piece in pieces.values())], fds[:_MOST_FDS]
     for start in range(_MOST_FDS, len(fds), _MOST_FDS):
         yield {}, [], fds[start : start + _MOST_FDS]
 

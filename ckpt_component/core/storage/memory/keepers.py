@@ -32,8 +32,8 @@ class Piece(NamedTuple):
     Attributes:
         descriptor: of memory or of a disk file, for reading
         base: where in it the file begins
-        size: the file's size in bytes
-        tail: the file's last bytes, which are not there
+        size: how many of its bytes are the file's
+        tail: the bytes that follow them
     """
 
     descriptor: int

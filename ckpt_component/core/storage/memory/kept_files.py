@@ -21,7 +21,7 @@ from .keepers import Keeper, KeptFile, Piece
 
 
 class _ImageRange(NamedTuple):
-    """A range of a source, and the bytes that follow it; the size is that of both."""
+    """A range of a source, and the bytes that follow it in the file."""
 
     source: int
     base: int
@@ -54,9 +54,10 @@ class KeptFiles(Keeper):
     def __init__(self, clock: Clock = CLOCK) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        #: Arenas have numbers from 0 on.
+        self._numbers = itertools.count(-1, -1)
         self._files: dict[str, tuple[_ImageRange | bytes, float]] = {}
         self._sources: dict[int, _HeldImage] = {}
-        self._other_sources = itertools.count(-1, -1)
 
     def listed(self, prefix: str) -> list[KeptFile]:
         with self._lock:
@@ -86,8 +87,8 @@ class KeptFiles(Keeper):
             self._files[path] = data, self._clock.date()
 
     def new_source(self) -> int:
-        """A number for a source that is no arena of the trainer."""
-        return next(self._other_sources)
+        """A number for a source that is no arena."""
+        return next(self._numbers)
 
     def put_image(self, path: str, source: int, descriptor: int, base: int, size: int, tail: bytes = b"") -> None:
         """Keep a file that is a range of memory, or of an open file on disk, which must not change until it is deleted.
@@ -97,8 +98,8 @@ class KeptFiles(Keeper):
             source: a number for the memory; what has the same number has the same descriptor
             descriptor: of the memory; duplicated with the source's first file, and closed with its last one
             base: where in the memory the file begins
-            size: how many bytes of it are there
-            tail: those that follow them in the file
+            size: how many bytes of the memory are the file's
+            tail: the bytes that follow them, such as those of objects, whose length changes from save to save
 
         Raises:
             FileExistsError: there is a file
@@ -109,7 +110,7 @@ class KeptFiles(Keeper):
             if source not in self._sources:
                 self._sources[source] = _HeldImage(os.dup(descriptor))
             self._sources[source].files += 1
-            self._files[path] = _ImageRange(source, base, size + len(tail), tail), self._clock.date()
+            self._files[path] = _ImageRange(source, base, size, tail), self._clock.date()
 
     def delete(self, paths: Sequence[str]) -> None:
         with self._lock:
@@ -130,7 +131,9 @@ class KeptFiles(Keeper):
             until_closed.callback(self._leave, sources)
             with self._opened(sources) as descriptors:
                 yield {
-                    name: content if isinstance(content, bytes) else Piece(descriptors[content.source], *content[1:])
+                    name: content
+                    if isinstance(content, bytes)
+                    else Piece(descriptors[content.source], content.base, content.size, content.tail)
                     for name, content in found.items()
                 }
 
@@ -179,14 +182,14 @@ class KeptFiles(Keeper):
 
 
 def _size(content: _ImageRange | bytes) -> int:
-    return len(content) if isinstance(content, bytes) else content.size
+    return len(content) if isinstance(content, bytes) else content.size + len(content.tail)
 
 
 def _read(descriptor: int, place: _ImageRange, path: str) -> bytes:
-    data, size = bytearray(), place.size - len(place.tail)
-    while len(data) < size:
-        part = os.pread(descriptor, size - len(data), place.base + len(data))
+    data = bytearray()
+    while len(data) < place.size:
+        part = os.pread(descriptor, place.size - len(data), place.base + len(data))
         if not part:
-            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {size} bytes", path)
+            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {place.size} bytes", path)
         data += part
     return bytes(data) + place.tail

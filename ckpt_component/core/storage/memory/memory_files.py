@@ -44,7 +44,7 @@ class MemoryFiles(FileSet):
 
     def size(self, name: str) -> int:
         file = self._file(name)
-        return len(file) if isinstance(file, bytes) else file.size
+        return len(file) if isinstance(file, bytes) else file.size + len(file.tail)
 
     def stream(self, name: str) -> IO[bytes]:
         return io.BufferedReader(FileStream(self, name, self.size(name)), _STREAM_BYTES)
@@ -56,12 +56,11 @@ class MemoryFiles(FileSet):
         if isinstance(file, bytes):
             buffer[:] = memoryview(file)[offset : offset + buffer.nbytes]
             return True
-        tail_at = file.size - len(file.tail)
-        in_tail = min(max(offset + buffer.nbytes - tail_at, 0), buffer.nbytes)
-        if in_tail:
-            begin = offset + buffer.nbytes - in_tail - tail_at
-            buffer[buffer.nbytes - in_tail :] = memoryview(file.tail)[begin : begin + in_tail]
-            buffer = buffer[: buffer.nbytes - in_tail]
+        if offset + buffer.nbytes > file.size:
+            of_memory = max(file.size - offset, 0)
+            start = max(offset - file.size, 0)
+            buffer[of_memory:] = memoryview(file.tail)[start : start + buffer.nbytes - of_memory]
+            buffer = buffer[:of_memory]
         position = file.base + offset
         try:
             while buffer.nbytes:

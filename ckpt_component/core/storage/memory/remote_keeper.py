@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import threading
@@ -37,6 +36,7 @@ class RemoteKeeper(Keeper):
         rank: whose keeper it is
         user: whose process it must be; None: the user of this process
         seconds: how long it may take to answer
+        now: connect now; False: with the first request, because the keeper may not have begun yet
 
     Raises:
         ConnectionError: there is no such keeper
@@ -45,7 +45,13 @@ class RemoteKeeper(Keeper):
     """
 
     def __init__(
-        self, place: SocketPlace, rank: int, *, user: int | None = None, seconds: float = ANSWER_SECONDS
+        self,
+        place: SocketPlace,
+        rank: int,
+        *,
+        user: int | None = None,
+        seconds: float = ANSWER_SECONDS,
+        now: bool = True,
     ) -> None:
         self._place = place
         self._rank = rank
@@ -53,7 +59,9 @@ class RemoteKeeper(Keeper):
         self._seconds = seconds
         self._lock = threading.Lock()
         self._holds = False
-        self._connect()
+        self._channel: Channel | None = None
+        if now:
+            self._connect()
 
     @property
     def rank(self) -> int:
@@ -93,11 +101,14 @@ class RemoteKeeper(Keeper):
                     for fd in more:
                         until_closed.callback(os.close, fd)
                     descriptors += more
-            files, rest = dict[str, Piece | bytes](), io.BytesIO(blob)
-            for name, source, base, size, tail in header["pieces"]:
-                files[name] = Piece(descriptors[source], base, size, rest.read(tail))
+            files, position = dict[str, Piece | bytes](), 0
             for name, size in header["small"]:
-                files[name] = rest.read(size)
+                files[name] = bytes(blob[position : position + size])
+                position += size
+            for name, source, base, size, more in header["pieces"]:
+                tail = bytes(blob[position : position + more])
+                files[name] = Piece(descriptors[source], base, size, tail)
+                position += more
             yield files
 
     def about(self) -> dict[str, Any]:
@@ -165,7 +176,7 @@ class RemoteKeeper(Keeper):
                     logger.info("%s, after its files were read", error)
 
     def _connect(self) -> None:
-        self._channel: Channel | None = None
+        self._channel = None
         sock = self._place.connect(self._rank, self._seconds)
         if sock is None:
             raise self._gone()
