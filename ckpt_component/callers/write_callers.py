@@ -290,7 +290,7 @@ class PersistentCaller(_WriterProcessCaller):
         return MemoryCaller(self._connect)
 
     def outlive(self) -> None:
-        """Have `close` let the process live on, because the run has failed; only a process that keeps snapshots does."""
+        """Have `close` let the process live on, because the run has failed; only a keeper does."""
         self._outlives = self._keeper is not None
 
     def close(self, timeout: float = 60.0) -> None:

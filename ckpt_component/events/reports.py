@@ -87,7 +87,8 @@ class LoadReport:
         proven: keys of the objects that gave back all that they were given, bit for bit; empty: nothing was compared
         differing: keys of the values that objects did not give back as they were given
         time: when the load began, seconds since 1970
-        spans: by phase (`open`, `verify` if it is from memory, `match`, `read`), when it began and ended, in seconds since `time`
+        spans: by phase (`open`, `match`, `read`; from memory also `verify`), when it began and ended, in seconds since
+            `time`
         seconds: how long the load took
     """
 

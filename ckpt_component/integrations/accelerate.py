@@ -39,7 +39,7 @@ from ..errors import (
     CheckpointUnreadableError,
 )
 from ..factory.graph import build_checkpointer
-from ..managing.restore import wait_for_writers
+from ..core.commit.cleanup import wait_for_writers
 from ..writers.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of

@@ -31,7 +31,7 @@ from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..events import CheckpointListener, SaveReport
 from ..factory.graph import build_manager
 from ..managing.manager import CheckpointManager
-from ..managing.restore import wait_for_writers
+from ..core.commit.cleanup import wait_for_writers
 from ..writers.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of

@@ -38,8 +38,8 @@ def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Stor
     root, name = os.path.split(absolute(path))
     try:
         tokens = tokens_of(root)
-        manifest = read_manifest(storage, path) if tokens else None
-        for token in tokens if manifest is not None else ():
+        manifest = (read_manifest(storage, path) if tokens else None) or {}
+        for token in tokens if manifest else ():
             near = os.path.join(memory_root(root, token), name)
             kept = read_manifest(storage_of(near), near)
             if kept is not None and _is_same(str(manifest.get("attempt")), str(kept.get("attempt"))):
@@ -50,7 +50,7 @@ def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Stor
 
 
 class NearestReader(Reader):
-    """A `Reader` that takes what is in memory of a checkpoint, if every rank finds it there. Arguments as for `Reader`."""
+    """A `Reader` that takes a checkpoint from memory if every rank finds it there. Arguments as for `Reader`."""
 
     def read(
         self, path: str, state_dict: StateDict | torch.nn.Module | None = None, **options: Any

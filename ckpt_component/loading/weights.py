@@ -25,8 +25,8 @@ from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .collective import CollectiveLoad, Phase
-from .object_state import load_state
 from .nearest import NearestReader
+from .object_state import load_state
 from .reader import shares_host
 from .source import Source
 

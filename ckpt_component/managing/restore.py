@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checkpointer import Checkpointer
-from ..core.commit.cleanup import Unfinished, quarantine
-from ..core.commit.names import StepNames
+from ..core.commit.cleanup import Unfinished, quarantine, wait_for_writers
 from ..core.commit.scan import Scan, both, repair_pointer
 from ..core.state.flatten import not_a_state
 from ..core.storage.space import amount
-from ..core.storage.storage import Storage
 from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -29,7 +27,6 @@ from ..errors import (
 )
 from ..loading.object_state import new_optimizer_states
 from .lookup import candidates_of
-from .run_context import RunContext
 from .run_folder import RunFolder
 from .run_memory import RunMemory
 
@@ -258,7 +255,7 @@ class Restorer:
             CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed
         """
         run = self._run
-        in_memory = self._look_in_memory()
+        in_memory = None if self._memory is None else self._memory.look()
         # What the writer of a dead run is still finishing is no newer than the snapshot that it was made of.
         waits = in_memory is None or not in_memory[1].committed
         local, remote = run.scan(self._clean_up(waits=waits)), run.scan_remote()
@@ -271,7 +268,7 @@ class Restorer:
         durable, occupied = [list(has.committed) for _, has in places], sorted(scan.occupied)
         if in_memory is not None:
             places.insert(0, in_memory)
-            scan = both(_committed_in(in_memory[1]), scan)
+            scan = both(in_memory[1], scan)
         manifests.update({at.path_of(step): has.manifests[step] for at, has in places for step in has.committed})
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
@@ -295,20 +292,6 @@ class Restorer:
         self._folder.purge.found(local)
         return Found(candidates, durable, suspects if self._policy.searches else [], occupied, kept)
 
-    def _look_in_memory(self) -> tuple[RunContext, Scan] | None:
-        """On the leading rank: what this host's keepers have of the run that owns the folder; None: nothing."""
-        if self._memory is None:
-            return None
-        try:
-            kept = self._memory.of_owner()
-            if kept is None:
-                return None
-            wait_for_writers(kept.fs, kept.root, kept.names, kept.timeouts.close)
-            return kept, kept.scan()
-        except (CheckpointError, OSError) as error:
-            logger.warning("snapshots in memory cannot be used, so %s decides: %s", self._run.roots, error)
-            return None
-
     def _refuse_unknown(self, local: Scan, remote: str) -> None:
         """The permanent folder cannot be listed: refuse to begin if the local one has nothing to begin with.
 
@@ -326,9 +309,11 @@ class Restorer:
     def _tidy(self, restored: int | None, suspects: Sequence[tuple[int, str]], found: Found) -> None:
         """On the leading rank: retire the steps that follow, quarantine damaged ones, and repair the pointer."""
         moved = self._folder.retire_following(restored, found.occupied)
+        if self._policy.rewind and self._memory is not None:
+            self._memory.drop_after(restored)
         for step, path in suspects:
-            if _is_in(path, found.in_memory):
-                self._drop(path)
+            if _is_in(path, found.in_memory) and self._memory is not None:
+                self._memory.drop(path)
                 continue
             if step in moved:
                 continue
@@ -353,14 +338,6 @@ class Restorer:
         for at, steps in zip(filter(None, (self._run, self._run.remote)), found.committed, strict=True):
             repair_pointer(at.fs, at.root, at.names, [step for step in steps if step not in moved])
         self._folder.warn_of_following(restored, set(found.occupied).difference(moved))
-
-    def _drop(self, path: str) -> None:
-        """Delete a damaged snapshot from memory."""
-        if self._memory is not None:
-            try:
-                self._memory.drop(path)
-            except OSError as error:
-                logger.warning("%s is damaged and could not be dropped: %s", path, error)
 
     def _is_whole(self, path: str) -> bool:
         """Whether a checkpoint that was found damaged verifies, or cannot be read now, which says nothing about it."""
@@ -393,34 +370,3 @@ class Restorer:
 
 def _is_in(path: str | None, root: str) -> bool:
     return bool(root) and path is not None and path.startswith(f"{root}/")
-
-
-def _committed_in(scan: Scan) -> Scan:
-    """What is committed alone: what else is in memory goes with its keepers, and nobody need hear of it."""
-    return Scan(scan.committed, metrics=scan.metrics, manifests=scan.manifests)
-
-
-def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> Unfinished:
-    """Wait for checkpoints that the writer processes of dead runs are finishing in a folder.
-
-    Args:
-        fs: the storage
-        root: the folder
-        names: how steps are named there
-        limit: seconds to wait at most
-
-    Returns:
-        What is unfinished there now.
-    """
-    deadline = time.monotonic() + limit
-    logged = False
-    while living := (unfinished := Unfinished(fs, root, names)).living():
-        if not logged:
-            text = "waiting up to %g s for a checkpoint that another process is finishing: %s"
-            logger.info(text, limit, living)
-            logged = True
-        if time.monotonic() > deadline:
-            logger.warning("%s is still being written by another process; continuing without it", living)
-            break
-        time.sleep(0.05)
-    return unfinished

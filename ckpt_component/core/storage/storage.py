@@ -88,7 +88,7 @@ class Storage(ABC):
 
     @property
     def verifies_first(self) -> bool:
-        """Whether a load verifies all bytes before it fills a tensor, which in memory costs no second read of a disk."""
+        """Whether a load verifies all bytes before it fills a tensor, because reading them twice costs no disk."""
         return False
 
     @property

@@ -59,8 +59,8 @@ def run_keep_job(
             files.put_image(path, files.new_source(), _descriptor(shared[number]), 0, spec.size)
         else:
             files.put_image(path, image.number, image.descriptor, spec.base, spec.size, tail)
-    for name, data in tails.items():
-        files.put(os.path.join(folder, name), data)
+    for name, content in tails.items():
+        files.put(os.path.join(folder, name), content)
     summed_at = time.perf_counter()
     listed = write_integrity(request, sizes, sums)
     return {
