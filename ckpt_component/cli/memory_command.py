@@ -91,8 +91,11 @@ def _lines(
         if number:
             yield ""
         yield output.style(run.root or "a run whose keepers do not answer", "bold")
-        present = f"{len(run.about) + len(run.silent)} of {counted(run.world_size or 0, 'rank')}"
-        yield f"  {present} on {host}, run {run.token}"
+        present = len(run.about) + len(run.silent)
+        ranks = (
+            counted(present, "rank") if run.world_size is None else f"{present} of {counted(run.world_size, 'rank')}"
+        )
+        yield f"  {ranks} on {host}, run {run.token}"
         cells = [(str(row["rank"]), _steps_text(row), _size_text(row), _trainer_text(row)) for row in rows[run.token]]
         yield from output.table(
             Table([("rank", "step", "size", "trainer"), *cells], left=(3,)),

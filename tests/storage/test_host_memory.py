@@ -272,6 +272,28 @@ def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path) -> None:
         tokens_of("/runs/one")
 
 
+def test_the_folder_of_the_sockets_is_the_same_wherever_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", "runtime")
+    with pytest.raises(OSError, match="CKPT_RUNTIME_DIR is not an absolute path"):
+        keepers_of(ROOT)
+
+
+def test_who_comes_later_replaces_a_socket_and_who_was_replaced_leaves_it() -> None:
+    one, two = KeptFiles(), KeptFiles()
+    two.put(f"{ROOT}/file", b"of the second")
+    with serving(two):
+        pass
+    with contextlib.ExitStack() as first:
+        first.enter_context(serving(one))
+        storage = storage_at(ROOT)
+        assert storage.names(ROOT) == []
+        with serving(two):
+            assert storage.names(ROOT) == ["file"]
+            first.close()
+            assert storage_at(ROOT).names(ROOT) == ["file"]
+        assert tokens_of("/runs/one") == []
+
+
 def test_the_process_of_another_user_is_refused_on_both_sides() -> None:
     place = SocketPlace(*split_root(ROOT) or ("", ""))
     with serving(KeptFiles()), pytest.raises(PermissionError, match=f"a process of user {os.getuid()}, not"):
