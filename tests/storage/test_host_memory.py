@@ -30,6 +30,7 @@ from ckpt_component.core.storage.memory.remote_keeper import HostKeepers, Remote
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointCorruptError
 from ckpt_component.testing.conformance import StorageContract
+from ckpt_component.testing.conformance.leftovers import memfds
 
 TOKEN = "1f2e3d4c-0a0b0c0d"
 ROOT = memory_root("/runs/one", TOKEN)
@@ -244,6 +245,101 @@ def test_a_file_may_end_with_bytes_that_are_not_in_the_image() -> None:
             for end in range(start, 11):
                 buffer = memoryview(bytearray(end - start))
                 assert files.fill("file", buffer, start) and bytes(buffer) == content[start:end]
+
+
+def test_memory_is_held_as_long_as_a_file_or_a_reader_needs_it() -> None:
+    kept, before = KeptFiles(), memfds(os.getpid())
+    fd = image(b"onetwo")
+    kept.put_image(f"{ROOT}/iter_1/one", 1, fd, 0, 3)
+    kept.put_image(f"{ROOT}/iter_1/two", 1, fd, 3, 3)
+    with pytest.raises(FileExistsError):
+        kept.put_image(f"{ROOT}/iter_1/two", 1, fd, 0, 3)
+    os.close(fd)
+    for _ in range(3):
+        with kept.opened(f"{ROOT}/iter_1"):
+            pass
+    kept.delete([f"{ROOT}/iter_1/one", f"{ROOT}/iter_1/missing"])
+    assert kept.get(f"{ROOT}/iter_1/two", 3) == b"two" and kept.nbytes == 3
+    assert len(memfds(os.getpid()) - before) == 1
+    with kept.opened(f"{ROOT}/iter_1"), kept.opened(f"{ROOT}/iter_1"):
+        kept.delete([f"{ROOT}/iter_1/two"])
+        assert len(memfds(os.getpid()) - before) == 1
+    assert memfds(os.getpid()) == before and kept.held() == set()
+    with kept.opened(f"{ROOT}/iter_1") as files:
+        assert not files
+
+
+def test_the_readers_of_a_folder_let_go_of_its_files() -> None:
+    kept = KeptFiles()
+    fd = image(b"bytes")
+    kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
+    os.close(fd)
+    for _ in range(3):
+        with HostMemory(lambda _: [kept]).open_files(f"{ROOT}/iter_1") as files:
+            assert kept.held() == set()  # nothing was asked for yet
+            assert files.size("file") == 5 and kept.held() == {1}
+        assert kept.held() == set()
+    kept.delete([f"{ROOT}/iter_1/file"])
+
+
+def test_small_files_are_put_when_they_are_whole() -> None:
+    storage = HostMemory(lambda _: [], own=KeptFiles())
+    path = f"{ROOT}/file"
+    fd = storage.create(path)
+    storage.write(fd, [memoryview(b"de"), memoryview(b"f")], 3)
+    assert not storage.exists(path)
+    storage.write(fd, [memoryview(b"ab")], 0)
+    storage.sync(fd)
+    assert storage.read(path, 10) == b"ab\0def"
+    storage.write(fd, [memoryview(b"c")], 2)
+    storage.sync(fd)
+    storage.close(fd)
+    assert storage.read(path, 10) == b"abcdef"
+    with pytest.raises(FileExistsError):
+        storage.create(path)
+    given_up = storage.create(f"{ROOT}/given-up")
+    storage.write(given_up, [memoryview(b"half")], 0)
+    storage.close(given_up)
+    storage.close(storage.create(f"{ROOT}/empty"))
+    assert storage.names(ROOT) == ["empty", "file"] and storage.size(f"{ROOT}/empty") == 0
+
+
+def test_what_a_storage_of_memory_is() -> None:
+    storage = HostMemory(lambda _: [], own=KeptFiles())
+    assert storage.in_memory(ROOT) and storage.holds(ROOT) and not storage.holds("/runs/one")
+    assert not storage.durable and not storage.atomic_rename and storage.free_bytes(ROOT) is None
+    storage.make_folder(f"{ROOT}/iter_1")
+    with pytest.raises(FileExistsError):
+        storage.make_folder(f"{ROOT}/iter_1")
+    assert storage.names(f"{ROOT}/iter_1") == [] and storage.is_folder(f"{ROOT}/iter_1")
+    assert storage.changed(f"{ROOT}/iter_1") == storage.modified(f"{ROOT}/iter_1")
+    storage.remove_folder(f"{ROOT}/iter_1")
+    assert not storage.exists(f"{ROOT}/iter_1")
+    with pytest.raises(FileNotFoundError):
+        storage.remove_tree(f"{ROOT}/iter_1")
+    storage.write_new(f"{ROOT}/mark", b"")
+    made = storage.modified(f"{ROOT}/mark")
+    while storage.modified(f"{ROOT}/mark") == made:
+        storage.touch(f"{ROOT}/mark")
+
+
+def test_who_lives_is_read_past_who_is_dead_and_the_own_keeper_must_live() -> None:
+    live = KeptFiles()
+    live.put(f"{ROOT}/iter_1/other", b"other")
+    with keeper_process() as process:
+        (dead,) = keepers_of(ROOT)
+        process.kill()
+        process.wait()
+    storage = HostMemory(lambda _: [dead, live])
+    with storage.open_files(f"{ROOT}/iter_1") as files:
+        assert files.size("other") == 5
+    assert storage.read(f"{ROOT}/iter_1/other", 10) == b"other" and storage.names(f"{ROOT}/iter_1") == ["other"]
+    owner = HostMemory(lambda _: [live], own=dead)
+    for ask in (owner.names, owner.is_folder):
+        with pytest.raises(ConnectionError, match="rank 0's keeper has ended"):
+            ask(ROOT)
+    with pytest.raises(ConnectionError):
+        owner.read(f"{ROOT}/iter_1/file", 10)
 
 
 def test_three_hundred_files_with_descriptors_of_their_own() -> None:
