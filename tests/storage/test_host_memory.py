@@ -28,7 +28,7 @@ from ckpt_component.core.storage.memory.keepers import Piece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper, keepers_here, keepers_of
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.errors import CheckpointCorruptError
+from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
 from ckpt_component.testing.conformance import StorageContract
 from ckpt_component.testing.conformance.leftovers import memfds
 
@@ -415,16 +415,19 @@ def test_a_dead_keeper_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
 
 
 def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
-    storage = HostMemory(HostKeepers(seconds=0.3))
+    impatient, patient = HostMemory(HostKeepers(seconds=0.3)), storage_at(ROOT)
     with keeper_process(rank=2) as process:
-        assert storage.names(ROOT) == ["iter_1"]
+        assert patient.names(ROOT) == ["iter_1"]
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(TimeoutError, match=f"rank 2's keeper .process {process.pid}. has not answered for 0.3 s"):
-            storage.names(ROOT)
+            impatient.names(ROOT)
         with pytest.raises(TimeoutError):
-            storage.exists(ROOT)
+            impatient.exists(ROOT)
+        with impatient.open_files(f"{ROOT}/iter_1") as files, pytest.raises(CheckpointUnreadableError, match="0.3 s"):
+            files.size("file")
         process.send_signal(signal.SIGCONT)
-        assert storage.names(ROOT) == ["iter_1"]
+        assert patient.names(ROOT) == ["iter_1"]
 
 
 def test_long_paths_have_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
