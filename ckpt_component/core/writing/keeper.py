@@ -11,6 +11,7 @@ seconds after its trainer has died, if no run that has restored from it is conne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -130,7 +131,7 @@ class SnapshotKeeper:
         for lane in self._lanes:
             lane.join()
         self._until = time.monotonic() + self._lease
-        _be_silent()
+        be_silent()
         while self.files.nbytes and not self._server.ended.wait(_POLL_SECONDS):
             now = time.monotonic()
             if self._server.holders:
@@ -160,7 +161,8 @@ class KeeperWorker(ByteWorker):
             self._keeper.start_lane(fds[0])
         elif kind == "retire":
             held = sorted(self._keeper.retire(header["path"]))
-            self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
+            with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
+                self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
         else:
             return super()._handle(kind, header, blob, fds)
         return True
@@ -200,7 +202,7 @@ def _work(job: Mapping[str, Any], trainer: Channel) -> None:
         keeper.close()
 
 
-def _be_silent() -> None:
+def be_silent() -> None:
     """Let go of stdout and stderr: who reads the output of the trainer waits until nobody has them open."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

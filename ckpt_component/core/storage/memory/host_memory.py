@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ..object_folders import FOLDER_MARK, ObjectFolders
@@ -110,7 +111,7 @@ class HostMemory(ObjectFolders):
     def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
         from .memory_files import MemoryFiles  # processes that only write do not load it
 
-        return MemoryFiles(folder, self._keepers(folder))
+        return MemoryFiles(folder, partial(self._keepers, folder))
 
     # Small files
 
