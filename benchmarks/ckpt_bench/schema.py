@@ -64,7 +64,8 @@ class Bench:
 
     action: Action = Action.run
     """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
-    `growth`: measure what grows with the number of items and of ranks; `recovery`: kill jobs, and measure their restart."""
+    `growth`: measure what grows with the number of items and of ranks; `recovery`: kill jobs, and measure how they
+    come back."""
     state: Any = field(default_factory=lambda: ["large"])
     """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
     target: Any = field(default_factory=lambda: ["disk"])
@@ -101,8 +102,8 @@ class Bench:
     items: Any = field(default_factory=lambda: [1_000, 3_000, 10_000, 30_000, 100_000])
     """For `growth`: numbers of tensors of one rank; `[]` leaves them out."""
     ranks: Any = None
-    """Numbers of ranks. For `growth`, from 1 to 1,000 by default: rank 0 is a process, threads of others are the rest, and
-    `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes."""
+    """Numbers of ranks. For `growth`, from 1 to 1,000 by default: rank 0 is a process, threads of others are the rest,
+    and `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes."""
     results: str | None = None
     """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
 

@@ -73,9 +73,13 @@ class JobProcess:
             time.sleep(_LOOK_SECONDS)
 
     def kill(self) -> float:
-        """Kill all trainers and who started them by SIGKILL, and wait until they are gone. Returns when they were killed.
+        """Kill all trainers and who started them, and wait until they are gone; what they have started goes on.
 
-        What the trainers have started goes on.
+        Returns:
+            When they were killed.
+
+        Raises:
+            RuntimeError: one of them is still there after some seconds
         """
         trainers = [int(of_rank["began"][1]) for of_rank in read_marks(self._marks).values()]
         self._look()

@@ -40,15 +40,15 @@ def render_restarts(restarts: Restarts) -> str:
     """The table of one number of ranks: a line for every row; then what snapshots cost, and what failed."""
     lines = [["", *FIGURES]]
     for row in restarts.rows:
-        cells = [_cell(figure(restarts, row, name), 1 if name == "repeated" else 2) for name in FIGURES]
+        cells = [_cell(figure(restarts, row, name), "g" if name == "repeated" else ".2f") for name in FIGURES]
         if phases_of(restarts, row):
             lines.append([row, *cells])
     title = f"\nrestarts of {restarts.ranks} rank{'s' * (restarts.ranks > 1)}, killed by SIGKILL; medians, in seconds"
     return "\n".join([title, *Table(lines).text(), *_costs(restarts), *failures(restarts)])
 
 
-def _cell(middle: Middle | None, digits: int) -> str:
-    return "-" if middle is None else f"{middle.median:.{digits}f}"
+def _cell(middle: Middle | None, form: str) -> str:
+    return "-" if middle is None else format(middle.median, form)
 
 
 def _costs(restarts: Restarts) -> list[str]:

@@ -30,9 +30,9 @@ def measure_snapshots(state: str, pairs: int, step_seconds: float, folder: str) 
         folder: of the run
 
     Yields:
-        After each pair but the first two: `lost`, seconds of training time that a snapshot costs, `stall`, seconds that its
-        call takes, both medians over the stretches; `noise`, by how much a step of a stretch without snapshots differs
-        from the mean of those next to it, the median; and `step`, seconds of a step without snapshots.
+        After each pair: `lost`, seconds of training time that a snapshot costs; `stall`, seconds that its call takes;
+        `noise`, by how much a step of a stretch without snapshots differs from the mean of those next to it; and
+        `step`, seconds of a step without snapshots. All are medians.
     """
     overrides = [*RESTART_ROWS[MEMORY].overrides, "checkpoint.save.every_steps=1000000", "checkpoint.save.at_end=false"]
     model = TrainedModel(state, step_seconds)
@@ -77,5 +77,6 @@ def _stretch(model: TrainedModel, save: Callable[[], None] | None) -> float:
 
 def _noise(quiet: list[float]) -> float:
     """How far a stretch without snapshots is from the mean of its neighbours, as those with snapshots are compared."""
-    apart = [abs(here - fmean((before, after))) for before, here, after in zip(quiet, quiet[1:], quiet[2:])]
+    beside = zip(quiet, quiet[1:], quiet[2:], strict=False)
+    apart = [abs(here - fmean((before, after))) for before, here, after in beside]
     return median(apart) if apart else math.nan
