@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_component.config.keys import Key, keys
-from ckpt_component.config.schema import PARTS
+from ckpt_component.config.schema import GROUPS, PARTS
 
 HEAD = """# Configuration
 
@@ -20,7 +20,8 @@ HEAD = """# Configuration
 """
 
 NOTES = """
-All parts combine, except that `stager=none`, where the writer reads the live tensors, needs `caller=inline`.
+All parts combine, except that `stager=none`, where the writer reads the live tensors, needs `caller=inline`, and
+`recovery=host`, where the writer process keeps the snapshot, needs `caller=persistent`.
 
 Sizes and times take units: `8MB` (10^6 bytes), `2GiB` (2^30), `90s`, `30m`, `2h`. `~` and `$VAR` in folders are expanded; for Hydra,
 quote `~`: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder; in a Hydra multirun,
@@ -68,7 +69,7 @@ def page() -> str:
     """The whole page."""
     lines = [HEAD.rstrip()]
     lines += [
-        f"| `checkpoint/{kind}` | {', '.join(f'`{name}`' for name in options)} |" for kind, options in PARTS.items()
+        f"| `checkpoint/{group}` | {', '.join(f'`{name}`' for name in options)} |" for group, options in GROUPS.items()
     ]
     lines += [
         NOTES,

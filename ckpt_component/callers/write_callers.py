@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import psutil
@@ -21,7 +22,7 @@ from ..core.options import NICE, IoPriority, PageCache
 from ..core.processes.priority import lower_priority
 from ..core.spelling import member
 from ..core.storage.checksum import home_of
-from ..core.writing.process import ByteProcess
+from ..core.writing.process import ByteProcess, WriterConnection
 from ..core.writing.request import WriteRequest
 from ..core.writing.write_job import run_write_job
 from ..errors import CheckpointSaveError, CheckpointTimeoutError, CheckpointTypeError, RemoteTraceback, WorkerDiedError
@@ -81,17 +82,14 @@ class InlineCaller(WriteCaller):
             raise CheckpointSaveError(f"Writing {request.attempt.target} failed: {error}.", error.errno) from error
 
 
-class _WriterProcessCaller(WriteCaller):
-    """Base of both background callers: the process, and what was sent to it already."""
+class _ConnectedCaller(WriteCaller):
+    """Base of the background callers: a connection to the process, and what was sent on it already."""
 
     in_other_process: ClassVar[bool] = True
     _keeps_cached = False
 
-    def __init__(self, nice: int = 10, io_priority: IoPriority = IoPriority.low) -> None:
-        NICE.check("checkpoint.caller.nice", nice)
-        self._nice = nice
-        self._io_priority = member("checkpoint.caller.io_priority", io_priority, IoPriority)
-        self._process: ByteProcess | None = None
+    def __init__(self) -> None:
+        self._process: WriterConnection | None = None
         self._numbers = itertools.count()
         self._arenas: dict[int, Arena] = {}
         #: The last table sent to the process: its number, and its sidecars.
@@ -155,30 +153,22 @@ class _WriterProcessCaller(WriteCaller):
             logger.warning("%s", error)
             self._kill(process)
 
-    def close(self, timeout: float = 60.0) -> None:
-        """Stop the process, which is idle or holds a save that was given up."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.close(timeout)
+    @abstractmethod
+    def _connect(self, timeout: float) -> WriterConnection:
+        """A connection to a running process, a new one where there is none, or it has ended."""
 
-    def _running(self, timeout: float) -> ByteProcess:
-        process = self._process
-        if process is not None and process.alive:
-            return process
-        if process is not None:
-            logger.warning("the checkpoint writer process (pid %d) had ended; starting a new one", process.pid)
-            process.close(timeout)
-        self._arenas, self._sent_table = {}, None
-        self._process = process = ByteProcess(timeout)
-        # By the trainer, because the process has no psutil.
-        lower_priority(process.pid, self._nice, self._io_priority)
+    def _running(self, timeout: float) -> WriterConnection:
+        process = self._connect(timeout)
+        if process is not self._process:
+            self._arenas, self._sent_table = {}, None
+            self._process = process
         return process
 
-    def _kill(self, process: ByteProcess) -> None:
+    def _kill(self, process: WriterConnection) -> None:
         process.kill()
         self._process = None
 
-    def _send(self, process: ByteProcess, request: WriteRequest, number: int, deadline: float) -> None:
+    def _send(self, process: WriterConnection, request: WriteRequest, number: int, deadline: float) -> None:
         """Send the arena's descriptor and the table, unless the process has them, and the request itself."""
         arena, sidecars = request.source, request.sidecars or {}
         if not isinstance(arena, Arena):
@@ -216,6 +206,39 @@ class _WriterProcessCaller(WriteCaller):
         )
 
 
+class _WriterProcessCaller(_ConnectedCaller):
+    """Base of the callers that own a process."""
+
+    def __init__(self, nice: int = 10, io_priority: IoPriority = IoPriority.low) -> None:
+        NICE.check("checkpoint.caller.nice", nice)
+        super().__init__()
+        self._nice = nice
+        self._io_priority = member("checkpoint.caller.io_priority", io_priority, IoPriority)
+        #: The arguments of `SnapshotKeeper`, if the process keeps snapshots in memory.
+        self._keeper: Mapping[str, Any] | None = None
+        self._owned: ByteProcess | None = None
+        self._starting = threading.Lock()
+
+    def _connect(self, timeout: float) -> ByteProcess:
+        with self._starting:  # a lane may need it too
+            process = self._owned
+            if process is not None and process.alive:
+                return process
+            if process is not None:
+                logger.warning("the checkpoint writer process (pid %d) had ended; starting a new one", process.pid)
+                process.close(timeout)
+            self._owned = process = ByteProcess(timeout, self._keeper)
+            # By the trainer, because the process has no psutil.
+            lower_priority(process.pid, self._nice, self._io_priority)
+            return process
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Stop the process, which is idle or holds a save that was given up."""
+        process, self._owned, self._process = self._owned, None, None
+        if process is not None:
+            process.close(timeout)
+
+
 class TemporalCaller(_WriterProcessCaller):
     """A process per save: nothing runs between saves.
 
@@ -251,10 +274,80 @@ class PersistentCaller(_WriterProcessCaller):
     ) -> None:
         super().__init__(nice, io_priority)
         self._keeps_cached = member("checkpoint.caller.page_cache", page_cache, PageCache) is PageCache.auto
+        self._outlives = False
 
     def prepare(self, timeout: float) -> None:
         """Start the process."""
         self._running(timeout)
+
+    def keep_snapshots(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> MemoryCaller:
+        """Have the process keep snapshots in memory; before it is started. Arguments as for `SnapshotKeeper`.
+
+        Returns:
+            What runs requests whose target is in memory; closed by the caller.
+        """
+        self._keeper = {"folder": folder, "root": root, "rank": rank, "world_size": world_size, "lease": lease}
+        return MemoryCaller(self._connect)
+
+    def outlive(self) -> None:
+        """Have `close` let the process live on, because the run has failed; only a keeper does."""
+        self._outlives = self._keeper is not None
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Stop the process, or let it live on as a keeper; see `outlive`."""
+        if not self._outlives:
+            super().close(timeout)
+            return
+        process, self._owned, self._process = self._owned, None, None
+        if process is not None:
+            process.leave()
+
+
+class MemoryCaller(_ConnectedCaller):
+    """Runs requests whose target is in memory, on a connection of its own to a process that keeps snapshots.
+
+    Args:
+        connect: returns the process, which is started again if it has ended; called with a timeout
+    """
+
+    def __init__(self, connect: Callable[[float], ByteProcess]) -> None:
+        super().__init__()
+        self._connect_process = connect
+        self._of: ByteProcess | None = None
+
+    def _connect(self, timeout: float) -> WriterConnection:
+        process, lane = self._connect_process(timeout), self._process
+        if lane is None or process is not self._of:
+            self.close()
+            lane, self._of = process.open_lane(timeout), process
+        return lane
+
+    def retire(self, path: str, timeout: float) -> set[int]:
+        """Drop what this rank's keeper has of all snapshots but one.
+
+        Args:
+            path: of the snapshot that stays
+            timeout: seconds that it may take
+
+        Returns:
+            The numbers of the arenas that another process still reads, which must not be filled again.
+
+        Raises:
+            WorkerDiedError: the keeper has died, and all snapshots with it
+            CheckpointTimeoutError: it did not answer
+        """
+        lane, number = self._process, next(self._numbers)
+        if lane is None:
+            return set()
+        deadline = time.monotonic() + timeout
+        lane.send({"kind": "retire", "id": number, "path": path}, deadline)
+        return set(lane.receive(deadline, "timeouts.close")["held"])
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Close the connection; the process belongs to another caller."""
+        lane, self._process = self._process, None
+        if lane is not None:
+            lane.hang_up()
 
 
 def _open_files(pid: int, folder: str) -> str:

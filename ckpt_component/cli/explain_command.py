@@ -23,7 +23,7 @@ from ..config.hydra.origins import DEFAULT, Origins, origins_of
 from ..config.hydra.resolve import resolve_config
 from ..config.keys import keys, typed_value
 from ..config.rules import PartFacts, refuse_unfit
-from ..config.schema import PARTS, Checkpoint
+from ..config.schema import PARTS, SETTINGS, Checkpoint
 from ..core.storage.locate import absolute
 from ..errors import CheckpointConfigError
 from .explain_graph import facts_of, processes, waits
@@ -59,6 +59,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "enabled": settings.enabled,
         "dir": absolute(settings.dir),
         "parts": {kind: _part(kind, settings, facts, origins) for kind in PARTS},
+        "groups": {name: _group(name, settings, origins) for name in SETTINGS},
         "set": _set(settings, origins),
         "processes": list(processes(settings, facts)),
         "waits": list(waits(settings, facts)),
@@ -89,14 +90,34 @@ def _part(kind: str, settings: Checkpoint, facts: PartFacts, origins: Origins) -
     }
 
 
+def _group(name: str, settings: Checkpoint, origins: Origins) -> dict[str, Any]:
+    """The option of a group of keys, which its key `mode` names, and the other keys."""
+    names = [key.name for key in keys() if key.name.startswith(f"{name}.")]
+    entries = {
+        key.removeprefix(f"{name}."): {
+            "value": _plain(attrgetter(key)(settings)),
+            "origin": origins.of(f"checkpoint.{key}"),
+        }
+        for key in names
+    }
+    mode = entries.pop("mode")
+    by_option = mode["origin"] in (DEFAULT, f"{name} {mode['value']}")  # not set by itself
+    origin = origins.choices.get(f"checkpoint/{name}", DEFAULT) if by_option else mode["origin"]
+    return {"option": mode["value"], "origin": origin, "keys": entries}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    return value if isinstance(value, (int, float, str, list, type(None))) else str(value)
+
+
 def _set(settings: Checkpoint, origins: Origins) -> dict[str, Any]:
-    """Keys of `checkpoint` itself that a file or an override sets."""
+    """Keys of `checkpoint` itself that a file or an override sets, but for those of a group."""
     found = {}
-    for name in (key.name for key in keys() if not key.option):
+    for name in (key.name for key in keys() if not key.option and key.name.partition(".")[0] not in SETTINGS):
         value, origin = attrgetter(name)(settings), origins.of(f"checkpoint.{name}")
         if origin != DEFAULT:
-            plain = value if isinstance(value, (int, float, str, list, type(None))) else str(value)
-            found[f"checkpoint.{name}"] = {"value": plain, "origin": origin}
+            found[f"checkpoint.{name}"] = {"value": _plain(value), "origin": origin}
     return found
 
 
@@ -106,9 +127,9 @@ def _lines(data: Mapping[str, Any], output: Output) -> Iterator[str]:
         yield "checkpoint.enabled=false: the manager saves and restores nothing, and builds none of these parts."
         return
     rows = [("part", "value", "from")]
-    for kind, part in data["parts"].items():
-        rows.append((kind, part["option"], part["origin"]))
-        rows += [(f"  {key}", *_typed(entry)) for key, entry in part["keys"].items()]
+    for name, chosen in (data["parts"] | data["groups"]).items():
+        rows.append((name, chosen["option"], chosen["origin"]))
+        rows += [(f"  {key}", *_typed(entry)) for key, entry in chosen["keys"].items()]
     yield from output.table(Table(rows, left=(0, 1, 2)))
     if data["set"]:
         yield ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..config.hydra.parts import part_class
 from ..config.rules import PartFacts, deadlines
 from ..config.schema import Checkpoint, part_option
+from ..core.options import RecoveryMode
 
 
 def facts_of(settings: Checkpoint) -> PartFacts:
@@ -34,6 +35,8 @@ def processes(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
         life = "as long as the run" if parts.caller == "persistent" else "started for each save"
         priority = f"nice {caller['nice']}, I/O priority {caller['io_priority']}"
         yield f"writer process, {life}, {priority}: {writes}"
+        if settings.recovery.mode is RecoveryMode.host:
+            yield f"if the run fails, its writer process keeps the newest snapshot for {settings.recovery.lease:g} s"
     elif parts.in_other_process:
         yield f"what {parts.caller} starts: {writes}"
     else:
@@ -58,6 +61,7 @@ def waits(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
     every = [f"every {save.every_steps} steps"] if save.every_steps else []
     every += [f"every {save.every_seconds:g} s"] if save.every_seconds else []
     every += ["at the end"] if save.at_end else []
+    every += [f"every {memory} steps to memory alone"] if (memory := settings.recovery.every_steps) else []
     yield f"saves {' and '.join(every)}; other steps wait for nothing" if every else "nothing is saved by itself"
     if not parts.in_other_process:
         copy = "the copy, " if parts.takes_snapshot else ""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .schema import PARTS
+
 
 @dataclass(frozen=True)
 class ConfigFile:
@@ -55,7 +57,8 @@ def parts_of(preset: str) -> dict[str, str]:
     parts: dict[str, str] = {}
     for entry in content["defaults"]:
         if isinstance(entry, dict):
-            parts |= {key.removeprefix("override "): str(option) for key, option in entry.items()}
+            picked = {key.removeprefix("override "): str(option) for key, option in entry.items()}
+            parts |= {group: option for group, option in picked.items() if group in PARTS}
         elif entry != "_self_" and not entry.startswith("/"):
             parts |= parts_of(entry)
     return parts

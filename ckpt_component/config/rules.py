@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.options import Commit, IoMode, OnDifferentReplicas, ReplicaCheck, ReuseMode
+from ..core.options import Commit, IoMode, OnDifferentReplicas, RecoveryMode, ReplicaCheck, ReuseMode
 from ..core.spelling import invalid_choice
 from ..core.storage.locate import is_url
 from ..errors import CheckpointConfigError
-from .schema import Checkpoint, Retry, part_option
+from .schema import Checkpoint, Recovery, Retry, part_option
 
 RESUME_WORDS = ("auto", "must", "never", "best")
 
@@ -42,7 +42,7 @@ class PartFacts:
 
 @dataclass(frozen=True)
 class Rule:
-    """A refused combination, and what to type instead. `{stager}` and others are replaced by the parts' names."""
+    """A refused combination, and what to type instead. Text may have the parts' names, and keys: `{settings.dir}`."""
 
     refuses: Callable[[Checkpoint, PartFacts], bool]
     text: str
@@ -62,14 +62,14 @@ RULES = (
     ),
     Rule(
         lambda settings, parts: settings.max_stall_s is not None and not parts.in_other_process,
-        "checkpoint.max_stall_s={max_stall_s} bounds how long a save in the background holds up training, and with "
-        "checkpoint/caller={caller} training waits for the whole write. Use checkpoint=async_persistent, or "
+        "checkpoint.max_stall_s={settings.max_stall_s} bounds how long a save in the background holds up training, "
+        "and with checkpoint/caller={caller} training waits for the whole write. Use checkpoint=async_persistent, or "
         "checkpoint.max_stall_s=null.",
     ),
     Rule(
         lambda settings, parts: parts.in_other_process and settings.dir.startswith("memory://"),
-        "checkpoint.dir={dir} is in the memory of this process, and checkpoint/caller={caller} writes in another one. "
-        "Use checkpoint/caller=inline, or another folder.",
+        "checkpoint.dir={settings.dir} is in the memory of this process, and checkpoint/caller={caller} writes in "
+        "another one. Use checkpoint/caller=inline, or another folder.",
     ),
     Rule(
         lambda settings, parts: parts.single_file and resolved_commit(settings) is Commit.manifest,
@@ -107,7 +107,32 @@ RULES = (
         "checkpoint.reuse.frozen and checkpoint.reuse.base say which files to share, and this writer puts all tensors "
         "into one file. Use checkpoint/writer=dcp, or leave them out.",
     ),
+    Rule(
+        lambda settings, parts: _keeps_memory(settings) and parts.caller != "persistent",
+        "checkpoint/recovery=host keeps the newest snapshot in a writer process that outlives training, and "
+        "checkpoint/caller={caller} has none. Use checkpoint=async_persistent, or checkpoint/recovery=none.",
+    ),
+    Rule(
+        lambda settings, parts: _keeps_memory(settings) and parts.single_file,
+        "checkpoint/recovery=host keeps snapshots as checkpoints of several files, and checkpoint/writer={writer} "
+        "writes one file alone. Use checkpoint/writer=dcp, or checkpoint/recovery=none.",
+    ),
+    Rule(
+        lambda settings, parts: not _keeps_memory(settings) and settings.recovery.every_steps is not None,
+        "checkpoint.recovery.every_steps={settings.recovery.every_steps} is how often a snapshot goes to memory, and "
+        "checkpoint/recovery=none keeps none there. Use checkpoint/recovery=host, or "
+        "checkpoint.recovery.every_steps=null.",
+    ),
+    Rule(
+        lambda settings, parts: not _keeps_memory(settings) and settings.recovery.lease != Recovery.lease,
+        "checkpoint.recovery.lease={settings.recovery.lease:g} is how long a snapshot stays in memory, and "
+        "checkpoint/recovery=none keeps none there. Use checkpoint/recovery=host, or leave it out.",
+    ),
 )
+
+
+def _keeps_memory(settings: Checkpoint) -> bool:
+    return settings.recovery.mode is RecoveryMode.host
 
 
 def _fails_on_replicas(settings: Checkpoint) -> bool:
@@ -140,7 +165,7 @@ def refuse_unfit(settings: Checkpoint, parts: PartFacts) -> None:
         raise HydraConfigError(text)
     for rule in RULES:
         if rule.refuses(settings, parts):
-            raise HydraConfigError(rule.text.format(**vars(parts), max_stall_s=settings.max_stall_s, dir=settings.dir))
+            raise HydraConfigError(rule.text.format(**vars(parts), settings=settings))
 
 
 def other_platform() -> str:

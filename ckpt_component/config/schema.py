@@ -31,6 +31,7 @@ from ..core.options import (
     PageCache,
     Prove,
     Range,
+    RecoveryMode,
     ReplicaCheck,
     ReuseMode,
     Verify,
@@ -144,6 +145,18 @@ class Upload:
 
 
 @dataclass
+class Recovery:
+    """What the next run finds in memory after this one has died; see [memory](memory.md)."""
+
+    mode: RecoveryMode = RecoveryMode.none
+    """`host`: the newest snapshot stays in this host's memory, and the next run resumes from it; or `none`."""
+    every_steps: int | None = at_least(1, None)
+    """Also take a snapshot every n-th step for memory alone; null: only what `save` writes stays in memory."""
+    lease: float = above(0, 600.0, SECONDS)
+    """How long the snapshot stays after its run has died, while no newer run uses it."""
+
+
+@dataclass
 class Retry:
     """How `on_error: retry` repeats a failed save: all ranks together write all files of the same snapshot again."""
 
@@ -253,6 +266,8 @@ class Checkpoint:
     """How checkpoints get from `checkpoint.local.dir` to `checkpoint.dir`."""
     export: Export = field(default_factory=Export)
     """Write committed checkpoints also as files for other programs."""
+    recovery: Recovery = field(default_factory=Recovery)
+    """What the next run finds in memory after this one has died."""
     resume: int | str = "auto"
     """`auto`: from the newest good checkpoint, if any; `must`: fail without one; `never`; `best`; a step; or a path."""
     load: Load = field(default_factory=Load)
@@ -419,6 +434,15 @@ PARTS: Mapping[str, Mapping[str, type[Part]]] = {
     },
     "caller": {"inline": InlineCaller, "temporal": TemporalCaller, "persistent": PersistentCaller},
     "writer": {"dcp": DcpWriter, "torch_save": TorchSaveWriter, "safetensors": SafetensorsWriter},
+}
+
+#: Groups `checkpoint/<name>` that build nothing -> the schema of their keys, of which `mode` is the option.
+SETTINGS: Mapping[str, type] = {"recovery": Recovery}
+
+#: Every group `checkpoint/<name>` -> its options.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    **{kind: tuple(options) for kind, options in PARTS.items()},
+    "recovery": tuple(RecoveryMode.__members__),
 }
 
 

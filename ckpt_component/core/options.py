@@ -108,6 +108,13 @@ class OnDifferentReplicas(Word):
     error = "error"
 
 
+class RecoveryMode(Word):
+    """Where the newest snapshot stays for the next run."""
+
+    none = "none"  # nowhere: the next run reads what is durable
+    host = "host"  # in this host's memory
+
+
 class MetricMode(Word):
     """Which value of a metric is the best."""
 

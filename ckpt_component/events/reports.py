@@ -82,11 +82,13 @@ class LoadReport:
         step: the step that was restored; of a load path by path, the step in the checkpoint's name, or None
         error: the error text of a failed load
         bytes: size of the checkpoint's files, whether this rank read all of them or not
+        source: `memory` if the bytes came from the memory of this host's keepers, else `storage`
         verified: whether what was read was compared with the checkpoint's checksums
         proven: keys of the objects that gave back all that they were given, bit for bit; empty: nothing was compared
         differing: keys of the values that objects did not give back as they were given
         time: when the load began, seconds since 1970
-        spans: by phase (`open`, `match`, `read`), when it began and ended, in seconds since `time`
+        spans: by phase (`open`, `match`, `read`; from memory also `verify`), when it began and ended, in seconds since
+            `time`
         seconds: how long the load took
     """
 
@@ -95,6 +97,7 @@ class LoadReport:
     step: int | None = None
     error: str | None = None
     bytes: int = 0
+    source: str = "storage"
     verified: bool = False
     proven: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
@@ -106,7 +109,7 @@ class LoadReport:
         """The record for the event file."""
         return {
             "event": "load",
-            **_values(self, "time step path outcome error bytes verified proven differing spans seconds"),
+            **_values(self, "time step path outcome error bytes source verified proven differing spans seconds"),
         }
 
 

@@ -23,7 +23,7 @@ except ImportError as error:
         "pip install 'transformers>=5' 'accelerate>=1.1'"
     ) from error
 
-from ..core.commit.cleanup import discard
+from ..core.commit.cleanup import discard, wait_for_writers
 from ..core.commit.names import HUGGINGFACE
 from ..core.options import Naming
 from ..core.storage.locate import file_storage
@@ -31,7 +31,6 @@ from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..events import CheckpointListener, SaveReport
 from ..factory.graph import build_manager
 from ..managing.manager import CheckpointManager
-from ..managing.restore import wait_for_writers
 from ..writers.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of

@@ -133,6 +133,9 @@ class Reader:
             if wanted.visible is not None:
                 wait_visible(partial(self._storage_of(path).exists, path), path, wanted.visible)
             source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
+            if source.verifies_first:
+                marks.append(("verify", clock()))
+                source.verify(*((self._rank, self._world_size) if phase is not nullcontext else (0, 1)))
         marks.append(("read" if state_dict is None else "match", clock()))
         target: Target | None = None
         missing: list[str] = []
@@ -209,7 +212,7 @@ class Reader:
             logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
             return self.open(pointed, mapped=mapped, verify=verify)
         source = open_source(index, Access(verify, self._shared, mapped), self._rank, self._world_size)
-        self.last_read["bytes"] = index.nbytes
+        self.last_read.update(bytes=index.nbytes, source="memory" if storage.verifies_first else "storage")
         if index.manifest is not None:
             self.last_read["verified"] = verify
         elif storage.is_folder(path):

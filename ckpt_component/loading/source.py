@@ -89,10 +89,19 @@ class Source(ABC):
     Attributes:
         where: what messages call it, its path
         contents: what it has
+        verifies_first: whether `verify` is to be called before anything is read
     """
 
     where: str
     contents: Contents
+    verifies_first = False
+
+    def verify(self, rank: int, world_size: int) -> None:
+        """Verify all bytes, or this rank's share of them; what is then read is not verified again.
+
+        Raises:
+            CheckpointCorruptError: the stored bytes are damaged
+        """
 
     @abstractmethod
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:

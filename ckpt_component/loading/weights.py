@@ -25,8 +25,9 @@ from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .collective import CollectiveLoad, Phase
+from .nearest import NearestReader
 from .object_state import load_state
-from .reader import Reader, shares_host
+from .reader import shares_host
 from .source import Source
 
 logger = logging.getLogger("ckpt_component.readers")
@@ -108,7 +109,7 @@ def load_weights(
             found, step = ranks.run_on_leader("load_weights/choice", lambda: [found, step], deadline)
         # Ranks that load alone share a terminal too.
         progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
-        reader = Reader(
+        reader = NearestReader(
             ranks.rank,
             ranks.world_size,
             shared=shares_host(ranks.world_size),

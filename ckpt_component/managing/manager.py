@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 from ..background.exports import BackgroundExports
 from ..background.uploads import BackgroundUploads
+from ..callers.write_callers import PersistentCaller
 from ..checkpointer import Checkpointer
 from ..core.processes.owner_process import OwnerProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
@@ -75,6 +77,8 @@ class CheckpointManager(StoppableLoop):
         #: The last step whose save could not begin, and the error that the caller got.
         self._refusal: tuple[int, str] | None = None
         self._saved_step: int | None = None
+        #: The last step of which a snapshot was begun, in memory or in the folder.
+        self._kept_step: int | None = None
         #: The step of the run's own folder that it began with, until its first step.
         self._began_at: int | None = None
         self._failed = False
@@ -186,7 +190,7 @@ class CheckpointManager(StoppableLoop):
         if step is not None:
             self._clock.restart()
             self._restored = step
-        self._begin(step, self._restorer.is_here)
+        self._begin(step, self._restorer.is_here, self._restorer.is_durable)
         if step is not None and self._policy.enabled and self._last is None:
             self._prewarm_loaded(state)
         return step
@@ -199,9 +203,10 @@ class CheckpointManager(StoppableLoop):
                 logger.info("waiting for the save of step %s of this run", running[-1])
             self._saves.wait(self._timeouts.whole_save)
 
-    def _begin(self, step: int | None, is_here: bool) -> None:
-        """The run begins after a step of its own folder, if `is_here`, or of another; None: from scratch."""
-        self._saved_step = self._began_at = step if is_here else None
+    def _begin(self, step: int | None, is_here: bool, is_durable: bool) -> None:
+        """The run begins after a step of its own, if `is_here`, or of another folder; None: from scratch."""
+        self._began_at = step if is_here else None
+        self._saved_step, self._kept_step = step if is_durable else None, self._began_at
         self._newest = None
         if step is not None:
             self._ranks.resumed(step)
@@ -226,7 +231,8 @@ class CheckpointManager(StoppableLoop):
         step = checked_step(step)
         self._ranks.check_world()
         self._wait_for_own_saves()
-        self._begin(step, self._restorer.begin(step))
+        is_here = self._restorer.begin(step)
+        self._begin(step, is_here, is_here)
 
     def add_listener(self, listener: CheckpointListener) -> None:
         """Call a listener for the saves and restores from now on; see `CheckpointListener`.
@@ -293,14 +299,20 @@ class CheckpointManager(StoppableLoop):
         self._ranks.at_step(step)
         self._run.events.step_ended(step)
         self._delete_old(step)
+        place = self._run
         if only_if_due and not self._is_due(step, reached.state):
+            memory = place.memory
+            if memory is None or not self._policy.should_keep(step) or step == self._kept_step:
+                return False
+            place = memory
+        elif self._is_saved(step):
             return False
-        if self._is_saved(step):
-            return False
-        path, may_wait, before = self._run.path_of(step), self._policy.overlap == "wait", self._clock.last_save
+        path, may_wait, before = place.path_of(step), self._policy.overlap == "wait", self._clock.last_save
         try:
-            refuse_earlier(step, self._saved_step, "restored" if self._newest is None else "saved last")
-            self._clock.last_save = time.monotonic()
+            newest = self._saved_step if self._kept_step is None else self._kept_step
+            refuse_earlier(step, newest, "restored" if self._newest is None else "saved last")
+            if place is self._run:
+                self._clock.last_save = time.monotonic()
             _, save = self._pipeline.save(reached.state, path, may_wait=may_wait, step=step, metrics=reached.metrics)
         except CheckpointBusyError as error:
             self._clock.last_save = before
@@ -313,7 +325,9 @@ class CheckpointManager(StoppableLoop):
         except CheckpointError as error:
             self._refusal = step, str(error)
             raise
-        self._saved_step, self._newest = step, save
+        self._kept_step = step
+        if place is self._run:
+            self._saved_step, self._newest = step, save
         return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
 
     def _is_due(self, step: int, state: Mapping[Any, Any]) -> bool:
@@ -413,6 +427,8 @@ class CheckpointManager(StoppableLoop):
             return
         if error is not None:
             self._failed = True
+            if not (isinstance(error, SystemExit) and not error.code):
+                self._outlive()
             self._restored = None  # the loop may have failed before its first step
             if isinstance(error, KeyboardInterrupt):
                 warn_of_wait(self._saves)
@@ -427,6 +443,11 @@ class CheckpointManager(StoppableLoop):
                 self._save_last(self._last)
         finally:
             self.close()
+
+    def _outlive(self) -> None:
+        """The run has failed: what it has in memory is for the next one."""
+        if self._run.memory is not None and isinstance(self._pipeline.caller, PersistentCaller):
+            self._pipeline.caller.outlive()
 
     def _save_last(self, last: ReachedStep) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
@@ -454,5 +475,7 @@ class CheckpointManager(StoppableLoop):
 
 def _warn_if_open(manager: weakref.ref[CheckpointManager]) -> None:
     alive = manager()
+    if alive is not None and alive._owner.is_here and hasattr(sys, "last_value"):  # an exception ends the script
+        alive._outlive()
     if alive is not None and alive._owner.is_here and alive._last is not None and alive._policy.at_end:
         warn_of_open(alive._run, None if alive._is_saved(alive._last.number) else alive._last.number)

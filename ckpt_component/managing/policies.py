@@ -24,12 +24,14 @@ class SavePolicy:
         every_seconds: save if the last save was that long ago; None: not used
         at_end: save the last step if the `with` block ends without an exception
         overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`
+        kept_every_steps: also keep a snapshot in memory if the step is a multiple; None: only those that are saved
     """
 
     every_steps: int | None = 100
     every_seconds: float | None = None
     at_end: bool = True
     overlap: str = "wait"
+    kept_every_steps: int | None = None
 
     @property
     def enabled(self) -> bool:
@@ -39,7 +41,11 @@ class SavePolicy:
     @property
     def repeats(self) -> bool:
         """Whether the policy saves during the run, not only at its end."""
-        return self.every_steps is not None or self.every_seconds is not None
+        return (self.every_steps, self.every_seconds, self.kept_every_steps) != (None, None, None)
+
+    def should_keep(self, step: int) -> bool:
+        """Whether to keep a snapshot of this step in memory, if it is not saved."""
+        return self.kept_every_steps is not None and step % self.kept_every_steps == 0
 
     def should_save(self, step: int, seconds_since_last: float) -> bool:
         """Whether to save at this step."""

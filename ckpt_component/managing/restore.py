@@ -8,27 +8,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..checkpointer import Checkpointer
-from ..core.commit.cleanup import Unfinished, quarantine
-from ..core.commit.names import StepNames
+from ..core.commit.cleanup import Unfinished, quarantine, wait_for_writers
 from ..core.commit.scan import Scan, both, repair_pointer
 from ..core.state.flatten import not_a_state
 from ..core.storage.space import amount
-from ..core.storage.storage import Storage
 from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointLoadError,
+    CheckpointNotFoundError,
     CheckpointUnreadableError,
     MissingKeysError,
 )
 from ..loading.object_state import new_optimizer_states
 from .lookup import candidates_of
 from .run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from .run_memory import RunMemory  # which runs that keep no snapshots do not load
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +43,14 @@ class Found(NamedTuple):
         committed: the committed steps of each folder of the run
         suspects: damaged steps, to quarantine, with their paths
         occupied: all steps that a save would collide with
+        in_memory: the root of the snapshots in memory; empty: there are none
     """
 
     candidates: Sequence[tuple[int, str]]
     committed: Sequence[Sequence[int]]
     suspects: Sequence[tuple[int, str]]
     occupied: Sequence[int]
+    in_memory: str = ""
 
 
 class Restorer:
@@ -56,20 +60,25 @@ class Restorer:
         checkpointer: loads the checkpoint
         folder: the run's folder, which refuses or retires the steps that follow
         saves: whether the save policy makes any saves
+        memory: the snapshots in memory; None: none are kept
 
     Attributes:
         path: the checkpoint that was loaded, or the one that was tried last; None: there was none
-        is_here: whether the one that was loaded last is in a folder of this run
+        is_here: whether the one that was loaded last is in a folder of this run, or in its memory
+        is_durable: whether the step that was loaded last is in a folder of this run
     """
 
-    def __init__(self, checkpointer: Checkpointer, folder: RunFolder, saves: bool) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer, folder: RunFolder, saves: bool, memory: RunMemory | None = None
+    ) -> None:
         self._checkpointer = checkpointer
         self._folder = folder
         self._run = folder.run
         self._policy = folder.resume
         self._saves = saves
+        self._memory = memory
         self.path: str | None = None
-        self.is_here = False
+        self.is_here = self.is_durable = False
 
     def load(
         self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, options: Mapping[str, Any] | None = None
@@ -110,7 +119,7 @@ class Restorer:
             **options,
         )
         try:
-            step, damaged = self._load_first(found.candidates, manifests, tag, load)
+            step, damaged = self._load_first(found, manifests, tag, load)
         except CheckpointLoadError as error:
             if isinstance(error, MissingKeysError) and error.advice and not self._policy.is_exact:
                 text = f"{error} Here it also needs checkpoint.resume={found.candidates[0][0]}."
@@ -131,7 +140,13 @@ class Restorer:
         if ranks.is_leader and step is None:
             why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.roots}"
             logger.info("%s: starting from scratch", why)
-        self.is_here = step is not None and self._is_here(step)
+        self.is_durable = step is not None and self._is_here(step)
+        self.is_here = self.is_durable
+        if found.in_memory:
+            self.is_here = self.is_durable or _is_in(self.path, found.in_memory)
+            self.is_durable = self.is_durable or any(step in steps for steps in found.committed)
+            if self._memory is not None and not _is_in(self.path, found.in_memory):
+                self._memory.let_go()
         # Steps of a run that began elsewhere may start below those that the folder holds.
         self._folder.settled = self._saves and (step is None or self.is_here)
         if self.path is not None:
@@ -198,21 +213,23 @@ class Restorer:
 
     def _load_first(
         self,
-        candidates: Sequence[tuple[int, str]],
+        found: Found,
         manifests: Mapping[str, Mapping[str, Any]],
         tag: str,
         load: Callable[..., Any],
     ) -> tuple[int | None, list[tuple[int, str]]]:
         """Load the first undamaged candidate; returns its step, and the damaged ones before it."""
-        self.path, damaged = None, []
+        self.path, damaged, candidates = None, [], found.candidates
         for number, (step, path) in enumerate(candidates):
-            started, self.path = time.perf_counter(), path
+            started, self.path, in_memory = time.perf_counter(), path, _is_in(path, found.in_memory)
+            options: dict[str, Any] = {"visible": None} if in_memory else {}  # what is not there has ended
             try:
-                load(path, tag=f"{tag}/{number}", manifest=manifests.get(path))
-            except CheckpointCorruptError as error:
-                if number + 1 == len(candidates):
+                load(path, tag=f"{tag}/{number}", manifest=manifests.get(path), **options)
+            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+                if number + 1 == len(candidates) or not (in_memory or isinstance(error, CheckpointCorruptError)):
                     raise
-                logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1][0], error)
+                what = f"step {step} in memory" if in_memory else f"step {step}"
+                logger.error("%s cannot be used, trying step %d: %s", what, candidates[number + 1][0], error)
                 # An unreadable checkpoint may be intact: the disk or the mount may be at fault.
                 if not isinstance(error, CheckpointUnreadableError):
                     damaged.append((step, path))
@@ -226,7 +243,7 @@ class Restorer:
                     verified = "not verified (checkpoint.verify=off)"
                 seconds = time.perf_counter() - started
                 text = "restored step %d from %s: %s in %.2f s, %s"
-                logger.info(text, step, path, amount(loaded.bytes), seconds, verified)
+                logger.info(text, step, "memory" if in_memory else path, amount(loaded.bytes), seconds, verified)
             return step, damaged
         return None, damaged
 
@@ -240,13 +257,20 @@ class Restorer:
             CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed
         """
         run = self._run
-        local, remote = run.scan(self._clean_up()), run.scan_remote()
+        in_memory = None if self._memory is None else self._memory.look()
+        # What the writer of a dead run is still finishing is no newer than the snapshot that it was made of.
+        waits = in_memory is None or not in_memory[1].committed
+        local, remote = run.scan(self._clean_up(waits=waits)), run.scan_remote()
         places = [(run, local)]
         if run.remote is not None:
             if remote is None:
                 self._refuse_unknown(local, run.remote.root)
             places.append((run.remote, remote or Scan()))
         scan = local if remote is None else both(local, remote)
+        durable, occupied = [list(has.committed) for _, has in places], sorted(scan.occupied)
+        if in_memory is not None:
+            places.insert(0, in_memory)
+            scan = both(in_memory[1], scan)
         manifests.update({at.path_of(step): has.manifests[step] for at, has in places for step in has.committed})
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
@@ -262,11 +286,13 @@ class Restorer:
             steps = [step for step, _ in candidates]
             candidates = [(step, at.path_of(step)) for step in steps for at, has in places if step in has.committed]
         if self._saves:
-            self._folder.refuse_following(candidates[0][0] if candidates else None, scan.occupied)
-        suspects = [(step, at.path_of(step)) for at, has in places for step in {**has.damaged, **has.torn}]
-        committed = [list(has.committed) for _, has in places]
+            self._folder.refuse_following(candidates[0][0] if candidates else None, occupied)
+        kept = "" if in_memory is None else in_memory[0].root
+        suspects = [
+            (step, at.path_of(step)) for at, has in places if at.root != kept for step in {**has.damaged, **has.torn}
+        ]
         self._folder.purge.found(local)
-        return Found(candidates, committed, suspects if self._policy.searches else [], sorted(scan.occupied))
+        return Found(candidates, durable, suspects if self._policy.searches else [], occupied, kept)
 
     def _refuse_unknown(self, local: Scan, remote: str) -> None:
         """The permanent folder cannot be listed: refuse to begin if the local one has nothing to begin with.
@@ -285,7 +311,12 @@ class Restorer:
     def _tidy(self, restored: int | None, suspects: Sequence[tuple[int, str]], found: Found) -> None:
         """On the leading rank: retire the steps that follow, quarantine damaged ones, and repair the pointer."""
         moved = self._folder.retire_following(restored, found.occupied)
+        if self._policy.rewind and self._memory is not None:
+            self._memory.drop_after(restored)
         for step, path in suspects:
+            if _is_in(path, found.in_memory) and self._memory is not None:
+                self._memory.drop(path)
+                continue
             if step in moved:
                 continue
             if self._is_whole(path):
@@ -320,40 +351,24 @@ class Restorer:
         except (CheckpointError, OSError):
             return False
 
-    def _clean_up(self) -> Mapping[str, Mapping[str, Any]]:
+    def _clean_up(self, *, waits: bool = True) -> Mapping[str, Mapping[str, Any]]:
         """Wait, bounded, for the writer of a dead run to finish its checkpoint; then delete what dead runs left.
+
+        Args:
+            waits: False: do not wait
 
         Returns:
             The manifests that were read for it, by the name of the folder.
         """
         run = self._run
-        unfinished = wait_for_writers(run.fs, run.root, run.names, run.timeouts.close)
+        if waits:
+            unfinished = wait_for_writers(run.fs, run.root, run.names, run.timeouts.close)
+        else:
+            unfinished = Unfinished(run.fs, run.root, run.names)
         for name in unfinished.sweep():
             logger.info("deleted %s, which a dead run left", name)
         return unfinished.manifests
 
 
-def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> Unfinished:
-    """Wait for checkpoints that the writer processes of dead runs are finishing in a folder.
-
-    Args:
-        fs: the storage
-        root: the folder
-        names: how steps are named there
-        limit: seconds to wait at most
-
-    Returns:
-        What is unfinished there now.
-    """
-    deadline = time.monotonic() + limit
-    logged = False
-    while living := (unfinished := Unfinished(fs, root, names)).living():
-        if not logged:
-            text = "waiting up to %g s for a checkpoint that another process is finishing: %s"
-            logger.info(text, limit, living)
-            logged = True
-        if time.monotonic() > deadline:
-            logger.warning("%s is still being written by another process; continuing without it", living)
-            break
-        time.sleep(0.05)
-    return unfinished
+def _is_in(path: str | None, root: str) -> bool:
+    return bool(root) and path is not None and path.startswith(f"{root}/")

@@ -42,6 +42,8 @@ class RunContext:
         warned: warnings that were logged already, and are not repeated
         elsewhere: returns the storage of a path outside of `root`, a checkpoint of another run or its folder
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None
+        memory: the same run in the memory of this host's keepers, where each snapshot becomes whole first; None: none
+            stays there
         preset: name of the preset that the run was configured with, for texts; None: unknown
     """
 
@@ -55,6 +57,7 @@ class RunContext:
     warned: set[str] = field(default_factory=set)
     elsewhere: Callable[[str], Storage] = field(default_factory=lambda: Storages().of)
     remote: RunContext | None = None
+    memory: RunContext | None = None
     preset: str | None = None
 
     def path_of(self, step: int) -> str:

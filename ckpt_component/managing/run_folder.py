@@ -24,7 +24,7 @@ from ..errors import (
     CheckpointSaveError,
 )
 from ..events import SaveReport
-from ..saving.context import notify
+from ..saving.save_lane import notify
 from .policies import ResumePolicy
 from .purge import Purge
 from .run_context import RESTORE_ONLY, RunContext, steps_text
@@ -100,6 +100,8 @@ class RunFolder:
         if not self.settled:
             self._begin_with(self.run.step_of(path))
             self.settled = True
+        if not self.run.fs.holds(path):
+            return  # it is in memory, where only this run saves
         try:
             self._protocol.refuse_taken(path)
         except CheckpointExistsError as error:

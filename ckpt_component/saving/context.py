@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,8 +15,6 @@ from ..core.storage.storage import Storage
 from ..events import EventRecorder, SaveReport
 from .replica_comparison import ReplicaPolicy
 from .retry import ErrorPolicy
-
-logger = logging.getLogger(__name__)
 
 
 class Ownership(Protocol):
@@ -33,15 +30,15 @@ class Ownership(Protocol):
 
 
 class RunHooks(Protocol):
-    """Hooks of a run for each of its saves, called on rank 0 only.
+    """Hooks of a run for each of its saves, called on rank 0 only."""
 
-    Attributes:
-        files: small files that rank 0 adds to every checkpoint, by name
-        manifest_fields: plain values for every manifest
-    """
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Small files that rank 0 adds to every checkpoint, by name."""
 
-    files: Mapping[str, bytes]
-    manifest_fields: Mapping[str, Any]
+    @property
+    def manifest_fields(self) -> Mapping[str, Any]:
+        """Plain values for every manifest."""
 
     @property
     def ownership(self) -> Ownership:
@@ -121,6 +118,7 @@ class SaveContext:
         progress: follows the bytes of saves that are waited for
         replicas: what is compared between the ranks
         reuse: decides which files are shared with the last checkpoint; the stager has the same
+        lane: begins the names of the ranks' questions about attempts, as two lanes may ask about one save at a time
     """
 
     ranks: Coordinator
@@ -132,11 +130,4 @@ class SaveContext:
     progress: Progress = no_progress
     replicas: ReplicaPolicy = field(default_factory=ReplicaPolicy)
     reuse: FileReuse = field(default_factory=lambda: FileReuse(None))
-
-
-def notify(hook: Callable[[SaveReport], None], report: SaveReport) -> None:
-    """Call a hook for a committed checkpoint; an exception is only logged."""
-    try:
-        hook(report)
-    except Exception:
-        logger.exception("%s is committed, but a hook after the commit failed", report.path)
+    lane: str = ""

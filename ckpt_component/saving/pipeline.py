@@ -1,22 +1,15 @@
-"""Accepts saves on the training thread, and completes them in order on the save thread.
-
-So the training thread never waits for storage, and the commit never needs the training thread. `save` makes the ranks
-agree and takes the snapshot; `_finish` writes and commits it, in one or more attempts.
-"""
+"""Accepts saves on the training thread: makes the ranks agree, and takes the snapshot; a `SaveLane` does the rest."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_futures
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ..callers.write_callers import WriteCaller
@@ -28,12 +21,12 @@ from ..stagers.base import Stager
 from ..writers.base import Writer
 from .admission import SaveAdmission
 from .attempts import SaveAttempts
-from .context import SaveContext, notify
+from .context import SaveContext
 from .in_flight import InFlightSaves, SaveHandle
 from .planning import SavePlanner
 from .prewarmer import Prewarmer
-from .records import Admitted, SaveRequest, Staged, report_of
-from .retry import ConsecutiveFailures, FailedAttempts, RetryLoop, is_stall
+from .records import Admitted, SaveRequest, Staged
+from .save_lane import SaveLane
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +39,7 @@ class SavePipeline:
         caller: who runs the write requests; owned too
         writer: the format
         context: what is the same for all saves
+        lane: makes what completes the saves, given the arguments of `SaveLane`
 
     Attributes:
         stager: see above
@@ -59,7 +53,14 @@ class SavePipeline:
         prewarmer: prepares the first save
     """
 
-    def __init__(self, stager: Stager, caller: WriteCaller, writer: Writer, context: SaveContext) -> None:
+    def __init__(
+        self,
+        stager: Stager,
+        caller: WriteCaller,
+        writer: Writer,
+        context: SaveContext,
+        lane: Callable[..., SaveLane] = SaveLane,
+    ) -> None:
         caller.prepare(context.timeouts.worker_start)
         self.stager = stager
         self.caller = caller
@@ -75,13 +76,14 @@ class SavePipeline:
         self._single_file = writer.single_file
         self._planner = SavePlanner(stager, writer, context)
         self._admission = SaveAdmission(self._planner, stager, self.saves, context)
-        self._attempts = SaveAttempts(caller, writer, context)
-        self._retries = RetryLoop(context.ranks, context.policy, context.timeouts.stage)
-        self._failures = ConsecutiveFailures(context.policy.give_up_after)
-        #: For the save thread. A task's arguments would keep a snapshot alive until the task has ended.
-        self._staged: deque[tuple[SaveHandle, Staged]] = deque()
-        self._last_task: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
+        self._lane = lane(
+            SaveAttempts(caller, writer, context),
+            context,
+            in_background=caller.in_other_process,
+            add_report=self.add_report,
+        )
+        #: Whether `last_report` has failures too: nothing else that an inline save returns tells of one.
+        self._shows_failures = context.policy.warn and not caller.in_other_process
         self._owner = OwnerProcess("checkpointer")
         self._closing = threading.Lock()
         # If a script does not call close(), the interpreter first lets the save thread finish, then runs this.
@@ -138,23 +140,15 @@ class SavePipeline:
         except KeyboardInterrupt:
             logger.warning("interrupted before the snapshot of %s was complete, so it is not saved", path)
             raise
-        written = partial(self._attempts.written_by, admitted.token)
-        if staged.snapshot is None:
-            copied, save = _failed(staged.error), SaveHandle(request, admitted.number)
-        else:
-            copied, file_bytes = staged.snapshot.copied, staged.snapshot.encoded.file_bytes
-            save = SaveHandle(request, admitted.number, file_bytes=file_bytes, written=written)
-        self._staged.append((save, staged))
+        copied = _failed(staged.error) if staged.snapshot is None else staged.snapshot.copied
         try:
             with self._closing:  # what is listed by then, `close` waits for
                 self._owner.check()
-                self._last_task = self._thread.submit(self._finish)
+                save = self._lane.submit(staged)
                 self.saves.append(save)
-        except (CheckpointError, RuntimeError) as error:
-            self._staged.pop()
+        except (CheckpointError, RuntimeError):
             if staged.snapshot is not None:
                 staged.snapshot.release()
-            refuse_at_exit(error)
             raise
         del admitted, staged  # which refer to the state
         if not self.caller.in_other_process:
@@ -185,81 +179,20 @@ class SavePipeline:
 
     def _refuse(self, request: SaveRequest, error: CheckpointError) -> tuple[Future[None], SaveHandle]:
         """End a save that failed before anything was copied: raise, or return failed futures."""
-        given_up = self._failures.add(error)
-        if not self.policy.warn:
-            raise given_up or error
-        if given_up is not None and self.ranks.world_size == 1:
-            raise given_up
-        save = SaveHandle(request, self.ranks.meetings["save"], begun=False)
-        stall_s = time.perf_counter() - request.started
-        self._fail(save, error, given_up, report_of(request, "failed", stall_s=stall_s))
-        self.saves.append(save)  # with several ranks an error is raised at the next save, on all of them
+        save = self._lane.refuse(request, error)
+        self.saves.append(save)
         return _failed(error), save
-
-    def _finish(self) -> None:
-        """On the save thread: end the next save, whatever happens."""
-        save, staged = self._staged.popleft()
-        try:
-            self._write_and_commit(save, staged)
-        except BaseException as error:  # a defect, or a part that ends the thread: nobody is to wait for ever
-            if save.done():
-                raise
-            save.end(report_of(staged.admitted.request, "failed", staged, stall_s=staged.stall_s), error)
-
-    def _write_and_commit(self, save: SaveHandle, staged: Staged) -> None:
-        """Write and commit a save, in one or more attempts."""
-        request, in_background = staged.admitted.request, self.caller.in_other_process
-        try:
-            made = self._retries.run(staged.attempt, partial(self._attempts.run, staged))
-        finally:
-            if staged.snapshot is not None:
-                staged.snapshot.release()
-        if isinstance(made, FailedAttempts):
-            stall_s = staged.stall_s if in_background else time.perf_counter() - request.started
-            report = report_of(request, "failed", staged, attempts=made.number, stall_s=stall_s)
-            self._fail(save, made.error, self._failures.add(made.error), report)
-            return
-        if self._failures.count:
-            self._failures.reset()
-        report = report_of(request, "committed", staged, made.written, made)
-        if self.ranks.is_leader:
-            notify(self._context.run.after_commit, report)
-        if not in_background:
-            report = replace(report, stall_s=time.perf_counter() - request.started)
-        self.last_report = report = self.events.with_loss(report)
-        self.add_report(report)
-        save.end(report)
-        del staged  # which refers to the state
-        if self.ranks.is_leader:
-            notify(self._context.run.after_save, report)
-
-    def _fail(self, save: SaveHandle, error: BaseException, given_up: BaseException | None, report: SaveReport) -> None:
-        """End a failed save with its error, or with `given_up` after too many failures."""
-        raised = given_up or error
-        tolerated = self.policy.warn and given_up is None
-        if tolerated:
-            logger.warning("%s was not saved, and training continues (checkpoint.on_error=warn): %s", save.path, error)
-        else:
-            logger.info("%s was not saved: %s", save.path, raised)  # whoever waits or saves next gets the error
-        outcome = "skipped" if self.policy.warn and is_stall(error) else "failed"
-        report = replace(report, outcome=outcome, error=str(raised), lost_s=report.stall_s)
-        self.add_report(report)
-        if tolerated and not self.caller.in_other_process:
-            self.last_report = report
-        save.end(report, raised, delivered=tolerated)
 
     def add_report(self, report: SaveReport) -> None:
         """Keep and record the report of a save that has ended, or that was skipped before it was begun."""
         self.reports.append(report)
+        if report.outcome == "committed" or self._shows_failures:
+            self.last_report = report
         self.events.saved(report)
 
     def run_after_saves(self, task: Callable[[], None]) -> None:
         """Run a task on the save thread, after the saves so far; later saves and `close` wait for it."""
-        try:
-            self._last_task = self._thread.submit(task)
-        except RuntimeError as error:
-            refuse_at_exit(error)
-            raise
+        self._lane.run_after_saves(task)
 
     def guard(self, optimizer: Any) -> None:
         """See `Stager.guard`."""
@@ -295,7 +228,7 @@ class SavePipeline:
             if self._owner.closed:
                 return
             self._owner.closed = True
-        self._retries.stop_pausing()
+        self._lane.stop_pausing()
         is_idle = False
         try:
             try:
@@ -316,7 +249,7 @@ class SavePipeline:
         """Free everything; with `is_idle` False, while the save thread is still busy."""
         atexit.unregister(self._at_exit)
         self.events.close(self._timeouts.close)
-        self._thread.shutdown(wait=is_idle)
+        self._lane.close(wait=is_idle)
         self.caller.close(self._timeouts.close)
         self._context.reuse.close()
         self.ranks.close()
@@ -325,10 +258,7 @@ class SavePipeline:
         """Wait until the save thread has nothing to do. Returns whether that is so."""
         limit = self._timeouts.close
         self.saves.wait(self._timeouts.whole_save + limit)
-        if self.ranks.is_leader:
-            with contextlib.suppress(RuntimeError):  # the interpreter exits: the thread takes no more, nor is it needed
-                self._last_task = self._thread.submit(self._context.run.close)
-        if self._last_task is not None and wait_futures([self._last_task], limit).not_done:
+        if not self._lane.drain(limit):
             text = "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process"
             logger.warning(text, limit)
             return False

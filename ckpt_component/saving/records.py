@@ -29,6 +29,8 @@ class SaveRequest:
         may_wait: whether the save may wait for the memory of an earlier one
         started: when the call began
         time: the same, seconds since 1970
+        is_told: whether listeners and the log are told of its phases; not of those of a save that goes to two places,
+            and is told of for the other
     """
 
     path: str
@@ -38,6 +40,7 @@ class SaveRequest:
     may_wait: bool = True
     started: float = field(default_factory=time.perf_counter)
     time: float = field(default_factory=time.time)
+    is_told: bool = True
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class StatePlan:
 class Snapshot:
     """A state dict at one moment, laid out for writing. Owned by the save, which calls `release` when it ends.
 
+    Others may `hold` it too, such as who writes the same image to another place.
+
     Attributes:
         layout: where each item is in the image
         encoded: the constant tables, and the encoded objects of this save
@@ -89,6 +91,8 @@ class Snapshot:
     unchanged: UnchangedFiles | None = None
     began_at: float = field(default_factory=time.perf_counter)
     planned_at: float = 0.0
+    _holders: int = field(default=1, init=False, repr=False)
+    _holding: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.copied = self.staged
@@ -101,13 +105,27 @@ class Snapshot:
         else:
             self.staged.set_exception(error)
 
-    def release(self) -> None:
-        """Return the arena to its pool, once the copy into it has ended; a second call does nothing."""
-        arena, self.arena = self.arena, None
-        give_back = self.give_back
-        if arena is not None and give_back is not None:
+    def hold(self) -> None:
+        """Have one more holder, who calls `release` once: the memory stays until all have. Called by one of them."""
+        with self._holding:
+            self._holders += 1
+
+    def release(self, *, reusable: bool = True) -> None:
+        """Let go of the snapshot. The last holder returns the arena, after the copy; another call does nothing.
+
+        Args:
+            reusable: whether nobody else can still read the arena. If one holder says no, it is freed and not reused.
+        """
+        with self._holding:
+            arena, self._holders = self.arena, max(self._holders - 1, 0)
+            if arena is not None and not reusable:
+                arena.reusable = False
+            if arena is None or self._holders:
+                return
+            self.arena = None
+        if self.give_back is not None:
             # A save may be given up while its copy is running; if it is not, the callback runs at once.
-            self.staged.add_done_callback(partial(give_back, arena))
+            self.staged.add_done_callback(partial(self.give_back, arena))
 
 
 class Stager(ABC):
@@ -129,6 +147,8 @@ class Stager(ABC):
         timeout: float,
         max_stall: float | None = None,
         reuse: FileReuse | None = None,
+        kept: int = 0,
+        in_flight: int = 1,
     ) -> None:
         """Set the other parts of the graph that a stager uses.
 
@@ -139,12 +159,15 @@ class Stager(ABC):
             timeout: seconds that a snapshot may wait for free memory, and for other ranks
             max_stall: seconds that a save may block training; None: no limit
             reuse: decides which files a snapshot shares with an earlier one; None: none
+            kept: how many images stay in memory after their save
+            in_flight: how many others there must be room for, if the stager's own settings say fewer
         """
         self._writer = writer
         self._ranks = ranks
         self._timeout = timeout
         self._max_stall = max_stall
         self._reuse = FileReuse(None) if reuse is None else reuse
+        self._kept, self._in_flight = kept, in_flight
         self._structure: Structure | None = None
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None

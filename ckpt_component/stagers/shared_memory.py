@@ -80,7 +80,8 @@ class SharedMemoryStager(Stager):
         self._arenas = arenas
 
     def _connected(self, *, shared: bool) -> None:
-        self._pool = ArenaPool(self._arenas, shared=shared)
+        self._images = self._kept + max(self._arenas, self._in_flight)
+        self._pool = ArenaPool(self._images, shared=shared)
 
     def wait_free(self, deadline: float) -> bool:
         """Wait for an arena; see `Stager.wait_free`."""
@@ -113,17 +114,19 @@ class SharedMemoryStager(Stager):
 
     def _planned(self, plan: FormatPlan) -> None:
         """Warn if there is not enough memory for all arenas, which are allocated when saves follow closely."""
-        each = plan.layout.arena_bytes
-        available = psutil.virtual_memory().available + self._pool.idle_bytes
-        if self._arenas > 1 and self._arenas * each > available:
+        each, more = plan.layout.arena_bytes, self._images - self._arenas
+        available = psutil.virtual_memory().available + self._pool.nbytes
+        if self._images > 1 and self._images * each > available:
             logger.warning(
-                "checkpoint.stager.arenas=%d may take %.2f GB of memory (%.2f GB each), and %.2f GB are available; "
-                "use %d, or saves that follow each other closely will fail",
+                "checkpoint.stager.arenas=%d%s may take %.2f GB of memory (%.2f GB each), and %.2f GB are available; "
+                "use %d%s, or saves that follow each other closely will fail",
                 self._arenas,
-                self._arenas * each / 1e9,
+                f" and {more} more for checkpoint/recovery=host" if more else "",
+                self._images * each / 1e9,
                 each / 1e9,
                 available / 1e9,
-                max(int(available // each), 1),
+                max(int(available // each) - more, 1),
+                " or checkpoint/recovery=none" if more else "",
             )
 
     def _fill(self, fill: ArenaFill, settle: Settle) -> Future[None] | None:
@@ -147,7 +150,7 @@ class SharedMemoryStager(Stager):
         layout = format_plan.layout
         arenas: list[Arena] = []
         try:
-            for _ in range(self._arenas):
+            for _ in range(self._images):
                 arenas.append(self._pool.lease(layout.arena_bytes, self._timeout))
             with torch.inference_mode(False), torch.no_grad():
                 for arena in arenas:

@@ -50,6 +50,24 @@ def test_every_choice_says_where_it_was_made(capsys: pytest.CaptureFixture[str])
     assert got["set"] == {"checkpoint.keep.last": {"value": None, "origin": "override checkpoint.keep.last=null"}}
 
 
+def test_a_group_of_keys_says_where_it_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = {
+        "every_steps": {"value": None, "origin": "default"},
+        "lease": {"value": 600.0, "origin": "default"},
+    }
+    for words, option, origin in (
+        ((), "none", "preset async_persistent"),
+        (("checkpoint/recovery=host",), "host", "override"),
+        (("checkpoint.recovery.mode=host",), "host", "override checkpoint.recovery.mode=host"),
+        (("+recipe=safest",), "host", "recipe safest"),
+    ):
+        got = explain(capsys, *words)
+        assert got["groups"] == {"recovery": {"option": option, "origin": origin, "keys": usual}}
+        assert any("keeps the newest snapshot for 600 s" in line for line in got["processes"]) == (option == "host")
+    got = explain(capsys, "checkpoint/recovery=host", "checkpoint.recovery.every_steps=5")
+    assert "every 5 steps to memory alone" in got["waits"][0]
+
+
 def test_recipes_and_files_of_the_user_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     got = explain(capsys, "sync", "+recipe=fastest")
     assert (got["preset"], got["origin"]) == ("async_zero_overhead", "recipe fastest")
@@ -89,6 +107,8 @@ def test_facts_of_parts_are_those_of_their_classes() -> None:
     [
         ["sync", "checkpoint/caller=persistent"],
         ["async_persistent", "checkpoint.writer.io=direct", "checkpoint.commit=manifest"],
+        ["sync", "checkpoint/recovery=host"],
+        ["async_persistent", "checkpoint.recovery.every_steps=5"],
         ["asinc"],
         ["async_persistent", "checkpoint.stager._target_=no.such.Class"],
     ],

@@ -113,6 +113,22 @@ def test_a_value_may_be_quoted() -> None:
             "checkpoint.savee.every_steps=3",
             "There is no key checkpoint.savee.every_steps. Did you mean checkpoint.save.every_steps=3?",
         ),
+        (
+            "async_persistent",
+            "checkpoint.recovery=host",
+            "checkpoint.recovery='host' sets a string; to choose a component use a slash: checkpoint/recovery=host",
+        ),
+        (
+            "async_persistent",
+            "checkpoint/recovery=hots",
+            "There is no checkpoint/recovery=hots. Did you mean checkpoint/recovery=host? checkpoint/recovery can be: "
+            "host, none.",
+        ),
+        (
+            "async_persistent",
+            "checkpoint.recovery.every=5",
+            "There is no key checkpoint.recovery.every. Did you mean checkpoint.recovery.every_steps=5?",
+        ),
         ("sync", "checkpoint.keep=3", "checkpoint.keep cannot itself be 3. Did you mean checkpoint.keep.last=3?"),
         (
             "sync",

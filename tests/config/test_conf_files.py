@@ -9,7 +9,7 @@ import yaml
 
 import ckpt_component
 from ckpt_component.config import compose_checkpoint, config_dir, recipe_dir, resolve_config
-from ckpt_component.config.schema import PARTS, part_option
+from ckpt_component.config.schema import GROUPS, PARTS, SETTINGS, part_option
 
 CHECKPOINT = config_dir() / "checkpoint"
 PRESETS = sorted(path.stem for path in CHECKPOINT.glob("*.yaml"))
@@ -44,6 +44,19 @@ def test_every_part_composes_in_every_preset(preset: str) -> None:
 
 def test_every_part_has_a_file_and_every_file_a_schema() -> None:
     assert [(kind, option) for kind in PARTS for option in sorted(PARTS[kind])] == OPTIONS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_group_of_keys_composes_in_every_preset(preset: str) -> None:
+    for group in SETTINGS:
+        for option in GROUPS[group]:
+            config = resolve_config(preset, [f"checkpoint/{group}={option}"])
+            assert str(getattr(config, group).mode) == option
+
+
+def test_every_option_of_a_group_of_keys_has_a_file() -> None:
+    for group in SETTINGS:
+        assert sorted(GROUPS[group]) == sorted(path.stem for path in (CHECKPOINT / group).glob("*.yaml"))
 
 
 def test_every_file_opens_by_saying_what_it_is_for() -> None:

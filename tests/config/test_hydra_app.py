@@ -35,6 +35,7 @@ def main(config):
         checkpoint.stager = build_part("stager", checkpoint.stager, Base)
         checkpoint.stager = vars(checkpoint.stager)
     print("job", checkpoint.dir, checkpoint.stager, checkpoint.writer["workers"], inside.writer.workers)
+    print("recovery", checkpoint.recovery.mode, checkpoint.recovery.every_steps)
     print("torch" in sys.modules)
 
 
@@ -132,6 +133,14 @@ def test_a_sweep_goes_over_parts_and_values(app: Path) -> None:
     assert len(set(jobs)) == 9
 
 
+def test_a_sweep_goes_over_a_group_of_keys(app: Path) -> None:
+    done = run(app, "-m", "checkpoint/recovery=none,host", "checkpoint.recovery.every_steps=5")
+    assert [line for line in done.stdout.splitlines() if line.startswith("recovery")] == [
+        "recovery none 5",
+        "recovery host 5",
+    ]
+
+
 def test_glob_finds_our_parts_and_the_users(app: Path) -> None:
     done = run(app, "-m", "checkpoint/stager=glob(*,exclude=lost)")
     assert done.stdout.count("job checkpoints") == 5
@@ -141,6 +150,7 @@ def test_help_lists_our_groups_without_the_schemas(app: Path) -> None:
     text = run(app, "--help").stdout
     assert f"checkpoint: {', '.join(PRESETS)}" in text
     assert "checkpoint/stager: lost, mine, none, pinned, shared_memory, zero_overhead" in text
+    assert "checkpoint/recovery: host, none" in text
     assert "checkpoint/writer: dcp, safetensors, torch_save" in text
 
 
@@ -245,6 +255,10 @@ def test_what_hydra_accepts_is_refused_in_words_when_the_job_reads_its_config(
             "checkpoint.dir=/a=b",
             "checkpoint.dir=/a=b cannot be read (mismatched input '=' expecting <EOF>). A value with special characters "
             "needs quotes, in the shell two pairs of them: 'checkpoint.dir=\"/a=b\"'.",
+        ),
+        (
+            "checkpoint.recovery=host",
+            "checkpoint.recovery='host' sets a string; to choose a component use a slash: checkpoint/recovery=host",
         ),
         ("ler=0.1", "There is no key ler. Did you mean lr=0.1?"),
         ("workers=3", "There is no key workers. Did you mean checkpoint.writer.workers=3?"),

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from ckpt_component import CheckpointConfigError, build_manager, compose_checkpoint
 from ckpt_component.config import resolve_config
-from ckpt_component.config.schema import Checkpoint
-from ckpt_component.core.options import Durability, Naming, Overlap
+from ckpt_component.config.schema import Checkpoint, Recovery
+from ckpt_component.core.options import Durability, Naming, Overlap, RecoveryMode
 
 PARTS: dict[str, Any] = {
     "stager": {"_target_": "ckpt_component.stagers.SharedMemoryStager"},
@@ -65,6 +65,18 @@ def test_overrides_go_on_top_of_a_config(make: Any) -> None:
     assert config.save.at_end is False
     assert config.save.every_steps == given["save"]["every_steps"]
     assert given == before
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: "async_persistent", compose_checkpoint, lambda: PARTS], ids=["name", "node", "dict"]
+)
+def test_a_group_of_keys_is_picked_and_its_keys_are_set(make: Any) -> None:
+    config = resolve_config(
+        make(), ["checkpoint/recovery=host", "checkpoint.recovery.every_steps=5", "checkpoint.recovery.lease=5m"]
+    )
+    assert config.recovery == Recovery(RecoveryMode.host, 5, 300.0)
+    assert resolve_config(config, ["checkpoint/recovery=none"]).recovery == Recovery()
+    assert resolve_config(make()).recovery == Recovery()
 
 
 def test_a_dict_may_hold_enums_paths_and_interpolations() -> None:
@@ -124,6 +136,20 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
             {"writer": {**PARTS["writer"], "wrokers": 3}},
             "There is no key checkpoint.writer.wrokers. Did you mean checkpoint.writer.workers?",
         ),
+        (
+            {"recovery": {"evry_steps": 5}},
+            "There is no key checkpoint.recovery.evry_steps. Did you mean checkpoint.recovery.every_steps?",
+        ),
+        (
+            {"recovery": {"mode": "hots"}},
+            "checkpoint.recovery.mode must be none or host, got hots. Did you mean checkpoint.recovery.mode=host?",
+        ),
+        (
+            {"recovery": "host"},
+            "checkpoint.recovery='host' sets a string; to choose a component use a slash: checkpoint/recovery=host",
+        ),
+        ({"recovery": {"every_steps": 0}}, "checkpoint.recovery.every_steps must be at least 1, got 0."),
+        ({"recovery": {"lease": 0}}, "checkpoint.recovery.lease must be a finite number above 0, got 0.0."),
         # parts
         (
             {"stager": "pinned"},

@@ -27,6 +27,9 @@ PATH_METHODS = {"write_text", "write_bytes", "touch", "rmdir", "symlink_to", "ha
 EXCEPTIONS = {
     "core/storage/files.py": "it is FileStorage",
     "core/storage/bucket.py": "it is ObjectStorage",
+    "core/storage/object_folders.py": "it is what storages of objects have in common",
+    "core/storage/memory/host_memory.py": "it is HostMemory",
+    "core/storage/memory/keeper_sockets.py": "sockets, and their folders",
     "core/storage/faults/operation_log.py": "the log in which the tests count operations; unset in production",
     "core/memory/huge_pages.py": "memory (memfd), no file",
     "compat/host_image.py": "memory (memfd), no file",

@@ -32,7 +32,7 @@ from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.events import SaveReport
 from ckpt_component.saving.context import NoRun
 from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle
-from ckpt_component.saving.pipeline import SavePipeline
+from ckpt_component.saving.save_lane import SaveLane
 from ckpt_component.stagers.background_copy import BackgroundCopy
 from ckpt_component.testing import faults
 
@@ -117,7 +117,7 @@ def test_close_raises_what_nobody_has_seen(tmp_path: Path) -> None:
 def test_a_save_that_no_thread_takes_is_not_waited_for_and_leaves_its_memory(
     said: str, error: type[Exception], text: str, thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, module = ThreadPoolExecutor.submit, (SavePipeline if "save" in thread else BackgroundCopy).__module__
+    submit, module = ThreadPoolExecutor.submit, (SaveLane if "save" in thread else BackgroundCopy).__module__
 
     def refuse(self: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if function.__module__ == module:

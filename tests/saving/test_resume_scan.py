@@ -33,7 +33,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.core.commit.cleanup import discard
+from ckpt_component.core.commit.cleanup import discard, wait_for_writers
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.names import MEGATRON, QUARANTINE_PREFIX
@@ -46,7 +46,7 @@ from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.events import CheckpointListener, LoadReport
 from ckpt_component.managing.policies import ResumePolicy
-from ckpt_component.managing.restore import Restorer, wait_for_writers
+from ckpt_component.managing.restore import Restorer
 from ckpt_component.managing.run_context import RunContext, steps_text
 from ckpt_component.managing.run_folder import RunFolder
 

@@ -106,9 +106,9 @@ BUGS = [
     ),
     Bug(
         "the_old_one_is_deleted_before_the_commit",
-        "saving/pipeline.py",
+        "saving/save_lane.py",
         "        try:\n            made = self._retries.run(",
-        "        if self.ranks.is_leader and request.step:\n"
+        "        if self._ranks.is_leader and request.step:\n"
         "            from ..core.commit.cleanup import discard\n"
         "            import os\n"
         "            for name in request.storage.names(os.path.dirname(request.path)):\n"
@@ -147,7 +147,7 @@ BUGS = [
     ),
     Bug(
         "a_save_that_ends_after_its_commit_is_waited_for_without_end",  # ours
-        "saving/pipeline.py",
+        "saving/save_lane.py",
         '            save.end(report_of(staged.admitted.request, "failed", staged, stall_s=staged.stall_s), error)\n',
         "            raise\n",
         "retention",

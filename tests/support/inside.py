@@ -21,7 +21,7 @@ def make_due(manager: CheckpointManager) -> None:
 
 def tidied(manager: CheckpointManager) -> CheckpointManager:
     """Wait for what follows the save that is over: the deletion of old checkpoints."""
-    task = checkpointer_of(manager).saver._last_task  # type: ignore[union-attr]
+    task = checkpointer_of(manager).saver._lane._last_task  # type: ignore[union-attr]
     if task is not None:
         task.result(60)
     restorer = manager._restorer

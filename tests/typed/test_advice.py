@@ -20,7 +20,7 @@ PACKAGE = Path(ckpt_component.__file__).parent
 OVERRIDE = re.compile(r"\+?checkpoint(?:/\w+|(?:\.[a-z_]+)+)=[^\s,;)?'`|]*")
 KEY = re.compile(r"(?<![\w.])(?:checkpoint|timeouts)(?:\.[a-z_]+)+(?![\w/=(*])")
 #: What a text leaves open: `{}` of an f-string or of `format`, `%s` of a log line, and `<new folder>`.
-OPEN = re.compile(r"\{\w*\}|%[a-z]|<new\b.*|\$\{[^}]*\}")
+OPEN = re.compile(r"\{[\w.:]*\}|%[a-z]|<new\b.*|\$\{[^}]*\}")
 
 
 def texts(path: Path) -> Iterator[str]:
@@ -45,7 +45,12 @@ OVERRIDES = sorted({found.rstrip(".:") for text in TEXTS for found in OVERRIDE.f
 KEYS = sorted({found for text in TEXTS for found in KEY.findall(text) if not found.endswith(".pt")})  # a file
 CONFIG = {"checkpoint": OmegaConf.to_container(compose_checkpoint("async_zero_overhead", []))}
 #: For a value or an option that a text leaves open.
-OPTIONS = {"checkpoint/stager": "pinned", "checkpoint/caller": "inline", "checkpoint/writer": "dcp"}
+OPTIONS = {
+    "checkpoint/stager": "pinned",
+    "checkpoint/caller": "inline",
+    "checkpoint/writer": "dcp",
+    "checkpoint/recovery": "host",
+}
 
 
 def default_of(key: str) -> Any:

@@ -8,17 +8,14 @@ from typing import Any, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...core.spelling import closest
 from ...core.storage.bucket_store import SCHEMES
 from ..schema import PARTS, Checkpoint, Upload, part_schema
-from .explain import not_itself, unknown_key_of
+from .explain import USUAL, not_itself, picked_with_a_dot, unknown_key_of
 from .hydra_errors import HydraConfigError, built_text
 from .read import missing_text
 
 #: Hydra's own keys, which a part may have. Values reach the constructor as plain data in any case.
 HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
-#: Suggested if no option resembles what was typed: the parts of the recommended preset.
-USUAL = {"stager": "shared_memory", "caller": "persistent", "writer": "dcp"}
 
 
 def refuse_whole_app(tree: Mapping[str, Any]) -> None:
@@ -79,10 +76,7 @@ def refuse_text_parts(tree: Any) -> None:
         part = tree.get(kind, {})
         pick = f"checkpoint/{kind}={USUAL[kind]}"
         if isinstance(part, str) and part != "???":
-            match = part if part in PARTS[kind] else closest(part, PARTS[kind])
-            pick = f"to choose a component use a slash: checkpoint/{kind}={match or USUAL[kind]}"
-            options = "" if match else f". checkpoint/{kind} can be: {', '.join(PARTS[kind])}, or your own"
-            raise HydraConfigError(f"checkpoint.{kind}={part!r} sets a string; {pick}{options}")
+            raise HydraConfigError(picked_with_a_dot(kind, part))
         if not isinstance(part, (Mapping, str)):
             raise HydraConfigError(f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}")
         if part and "_target_" not in part:

@@ -51,15 +51,15 @@ def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str
     return config
 
 
-def compose_part(kind: str, option: str) -> dict[str, Any]:
-    """The config of one part, `checkpoint/<kind>=<option>`, as plain dicts with enums as strings.
+def compose_option(group: str, option: str) -> dict[str, Any]:
+    """What `checkpoint/<group>=<option>` sets, as plain dicts with enums as strings.
 
     Raises:
-        CheckpointConfigError: there is no such part; the text lists the options
+        CheckpointConfigError: there is no such option; the text lists those that are
     """
     with hydra_session():
-        part = _compose([f"+checkpoint/{kind}={option}"]).checkpoint[kind]
-    return plain_dict(part, resolve=True)
+        settings = _compose([f"+checkpoint/{group}={option}"]).checkpoint[group]
+    return plain_dict(settings, resolve=True)
 
 
 def plain_dict(node: Any, resolve: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...core.spelling import closest
+from ..schema import GROUPS, SETTINGS
 from .hydra_errors import CheckpointConfigError
 from .overrides import parse_override, torn_apart
 
@@ -39,6 +40,8 @@ _PLUGINS = {
 
 #: Keys that have keys below them -> that of them which a value set on them is meant for.
 _TAKES_VALUE = {"checkpoint.keep": "last", "checkpoint.keep.best": "metric"}
+#: Suggested if no option resembles what was typed: the parts of the recommended preset, and what `none` is not.
+USUAL = {"stager": "shared_memory", "caller": "persistent", "writer": "dcp", "recovery": "host"}
 #: Keys of earlier releases -> why they were removed.
 REMOVED = {"checkpoint.stager.device_buffer_bytes": "because the device buffer never ran on a GPU"}
 
@@ -149,10 +152,22 @@ def not_itself(key: str, value: object, names: Sequence[str]) -> str:
         value: the value as typed
         names: those keys
     """
+    group = key.removeprefix("checkpoint.")
+    if group in SETTINGS and isinstance(value, str) and value not in ("", "null"):
+        return picked_with_a_dot(group, value)
     usual = _TAKES_VALUE.get(key)
     if usual is not None and value not in (None, "", "null"):
         return f"{key} cannot itself be {value}. Did you mean {key}.{usual}={value}?"
     return f"{key} cannot itself be {value or 'empty'}. {keys_text(key, names)}"
+
+
+def picked_with_a_dot(group: str, option: str) -> str:
+    """The text for `checkpoint.stager=pinned`, which sets a string, with the slash that picks the option."""
+    text = f"checkpoint.{group}={option!r} sets a string; to choose a component use a slash: checkpoint/{group}="
+    match = option if option in GROUPS[group] else closest(option, GROUPS[group])
+    if match:
+        return text + match
+    return f"{text}{USUAL[group]}. checkpoint/{group} can be: {', '.join(GROUPS[group])}, or your own"
 
 
 def keys_text(parent: str, names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from ..schema import PARTS
+from ..schema import GROUPS
 from .compose import hydra_session
 from .store import SCHEMAS
 
@@ -28,7 +28,7 @@ class Origins:
 
     Attributes:
         preset: the preset
-        choices: group, `checkpoint` or `checkpoint/<kind>` -> where the choice was made
+        choices: group, `checkpoint` or `checkpoint/<name>` -> where the choice was made
         values: dotted key -> where the value was set; keys with their default are missing
     """
 
@@ -64,7 +64,7 @@ def origins_of(preset: str, overrides: Sequence[str]) -> Origins:
             for key in _leaves(content, str(entry.package or "")):
                 found.values[key] = _name(path)
         for group, made in defaults.overrides.override_metadata.items():
-            if group == "checkpoint" or group.removeprefix("checkpoint/") in PARTS:
+            if group == "checkpoint" or group.removeprefix("checkpoint/") in GROUPS:
                 found.choices[group] = _OVERRIDE if made.external_override else _name(made.containing_config_path)
         for override in defaults.config_overrides:
             found.values[override.key_or_group] = f"{_OVERRIDE} {override.input_line}"
@@ -74,7 +74,7 @@ def origins_of(preset: str, overrides: Sequence[str]) -> Origins:
 def _name(path: str | None) -> str:
     """`preset sync` for checkpoint/sync, `recipe safest`, `part dcp`."""
     group, _, name = (path or "").rpartition("/")
-    kinds = {"checkpoint": "preset", "recipe": "recipe", **{f"checkpoint/{kind}": kind for kind in PARTS}}
+    kinds = {"checkpoint": "preset", "recipe": "recipe", **{f"checkpoint/{name}": name for name in GROUPS}}
     return f"{kinds[group]} {name}" if group in kinds else _OVERRIDE if path == "_dummy_empty_config_" else str(path)
 
 

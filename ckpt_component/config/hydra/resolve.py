@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...core.storage.locate import expanded
 from ..rules import checked_resume
-from ..schema import PARTS, Checkpoint, part_schema
+from ..schema import GROUPS, PARTS, Checkpoint, part_schema
 from .checks import (
     HYDRA_KEYS,
     refuse_bad_dir,
@@ -28,13 +28,13 @@ from .checks import (
     refuse_unknown_part_keys,
     refuse_whole_app,
 )
-from .compose import checked_overrides, compose_checkpoint, compose_part, plain_dict
+from .compose import checked_overrides, compose_checkpoint, compose_option, plain_dict
 from .explain import dotted_keys, unknown_group, unknown_key
 from .hydra_errors import HydraConfigError, for_hydra
 from .overrides import parse_override
 from .read import omegaconf_text, read
 
-_GROUPS = {f"checkpoint/{kind}": list(options) for kind, options in PARTS.items()}
+_GROUPS = {f"checkpoint/{name}": options for name, options in GROUPS.items()}
 
 
 def resolve_config(
@@ -119,14 +119,14 @@ def _plain(config: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str], *, resolve: bool = True) -> dict[str, Any]:
-    """Swap parts first, then set values, as Hydra does."""
+    """Swap the options of groups first, then set values, as Hydra does."""
     if not overrides:
         return tree
     parsed = [_readable(text, tree) for text in overrides]
     for override in parsed:
         if "/" in override.key_or_group:
-            kind = override.key_or_group.partition("/")[2]
-            tree = {**tree, kind: compose_part(kind, str(override.value()))}
+            group = override.key_or_group.partition("/")[2]
+            tree = {**tree, group: compose_option(group, str(override.value()))}
     changed = OmegaConf.create(tree)
     try:
         for override in parsed:

@@ -12,7 +12,7 @@ from ..config_files import (
     config_dir as config_dir,  # the installed search-path plugin imports it from here
     recipe_dir,
 )
-from ..schema import PARTS, Checkpoint
+from ..schema import PARTS, SETTINGS, Checkpoint
 from .composable import composable
 
 logger = logging.getLogger("ckpt_component")
@@ -32,6 +32,8 @@ def register() -> None:
     for kind, options in PARTS.items():
         for option, schema in options.items():
             store.store(group=f"{SCHEMAS}/{kind}", name=option, node=composable(schema), provider=PROVIDER)
+    for name, settings in SETTINGS.items():
+        store.store(group=SCHEMAS, name=name, node=composable(settings), provider=PROVIDER)
     # In the config store, files need no `# @package` line, and the group can differ from the folder's name.
     store_files(recipe_dir(), "recipe", "_global_")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -226,6 +227,32 @@ class Unfinished:
                     remove_if_empty(storage, path)
             except OSError as error:
                 logger.warning("%s was left by a dead run and could not be deleted (%s)", path, error)
+
+
+def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> Unfinished:
+    """Wait for checkpoints that the writer processes of dead runs are finishing in a folder.
+
+    Args:
+        fs: the storage
+        root: the folder
+        names: how steps are named there
+        limit: seconds to wait at most
+
+    Returns:
+        What is unfinished there now.
+    """
+    deadline = time.monotonic() + limit
+    logged = False
+    while living := (unfinished := Unfinished(fs, root, names)).living():
+        if not logged:
+            text = "waiting up to %g s for a checkpoint that another process is finishing: %s"
+            logger.info(text, limit, living)
+            logged = True
+        if time.monotonic() > deadline:
+            logger.warning("%s is still being written by another process; continuing without it", living)
+            break
+        time.sleep(0.05)
+    return unfinished
 
 
 def _is_attempt(name: str) -> bool:

@@ -95,6 +95,8 @@ class FencingToken:
         self._fenced: set[str] = set()
         self.token = token or os.urandom(8).hex()
         self.root_exists = False
+        #: Two saves may begin at once, one of them in memory.
+        self._acquiring = storage.clock.lock()
 
     def acquire(self) -> None:
         """Take over the root at the first call; later calls check that this run still owns it. Called on rank 0 only.
@@ -107,17 +109,18 @@ class FencingToken:
             CheckpointSaveError: the root vanished under the run
             OSError: the owner file could not be written
         """
-        owner = read_owner(self._storage, self._root)
-        if self._claim is None:
-            self._take(owner)
-        elif owner is not None and owner.released and owner.generation < self._claim.generation:
-            self._write(self._claim)  # the release of a predecessor and the claim of this run crossed
-        else:
-            self._check(owner)
-            if owner is None:  # the file is damaged
-                self._write(self._claim)
-        if self._fenced:
-            self._clean_up()
+        with self._acquiring:
+            owner = read_owner(self._storage, self._root)
+            if self._claim is None:
+                self._take(owner)
+            elif owner is not None and owner.released and owner.generation < self._claim.generation:
+                self._write(self._claim)  # the release of a predecessor and the claim of this run crossed
+            else:
+                self._check(owner)
+                if owner is None:  # the file is damaged
+                    self._write(self._claim)
+            if self._fenced:
+                self._clean_up()
 
     def release(self) -> None:
         """The run has ended. If it owns the root, note that there; nothing is raised."""

@@ -80,6 +80,7 @@ class Arena:
     Attributes:
         memory: the block as bytes; empty once the arena is closed
         slab: the block as a tensor
+        reusable: False: another process may still read an image in it, so it is to be freed and not filled again
 
     Raises:
         CheckpointError: there is not enough memory
@@ -91,6 +92,7 @@ class Arena:
         self.number = next(_numbers)
         self.nbytes = align(max(nbytes, 1))
         self.closed = False
+        self.reusable = True
         self.fd: int | None = None
         self._pages: SharedPages | None = None
         self._locked = False

@@ -1,4 +1,4 @@
-"""Arenas leased to one save at a time."""
+"""Arenas leased to one image at a time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ROOM_BYTES = 1 << 20
 
 
 class ArenaPool:
-    """Up to `count` arenas, each leased to one save at a time.
+    """Up to `count` arenas, each leased to one image at a time.
 
     Args:
-        count: how many saves may be in flight
+        count: how many images there may be: of saves in flight, and those that stay after their save
         shared: see `Arena`
     """
 
@@ -36,17 +36,11 @@ class ArenaPool:
         self._changed = threading.Condition()
 
     @property
-    def idle_bytes(self) -> int:
-        """Total size of the arenas that are not leased."""
+    def nbytes(self) -> int:
+        """Total size of all arenas, leased or not."""
         with self._changed:
             early = 0 if self._early is None else self._early.nbytes
-            return early + sum(arena.nbytes for arena in self._free)
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of all arenas."""
-        with self._changed:
-            return self._leased_bytes + self.idle_bytes
+            return self._leased_bytes + early + sum(arena.nbytes for arena in self._free)
 
     @property
     def awaits_first_lease(self) -> bool:
@@ -130,11 +124,14 @@ class ArenaPool:
         return arena
 
     def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
-        """End a lease after the save was committed or given up. Can be used as a callback of the copy's future."""
+        """End a lease after the save was committed or given up. Can be used as a callback of the copy's future.
+
+        An arena that is not reusable is freed; another one may be made in its place.
+        """
         with self._changed:
             self._leased -= 1
             self._leased_bytes -= arena.nbytes
-            if self._closed:
+            if self._closed or not arena.reusable:
                 arena.close()
             else:
                 self._free.append(arena)

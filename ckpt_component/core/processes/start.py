@@ -112,6 +112,11 @@ class Child(Channel):
         self.close()
         return self._process.returncode
 
+    def leave(self) -> None:
+        """Hang up, and let the process live on by itself: it has a session of its own, and knows when to end."""
+        self.close()
+        self._process.returncode = 0  # nobody waits for it: else `subprocess` would warn when this object is freed
+
     def kill(self) -> int | None:
         """Kill the process, from any thread. Returns as `wait`; None: in uninterruptible I/O, left to the kernel."""
         self._process.kill()

@@ -18,15 +18,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .bucket_store import bucket_of, open_store, package, patiently, typed_errors
-from .storage import Held, Storage, StoredFile
+from .object_folders import FOLDER_MARK, ObjectFolders
+from .storage import Held, StoredFile
 
 if TYPE_CHECKING:
     from .bucket_set import ObjectSet
 
 logger = logging.getLogger("ckpt_component.storage")
 
-#: Makes an empty folder exist.
-_FOLDER = ".ckpt-folder"
 #: The largest object that S3 copies with one request.
 _MOST_COPIED = 5 << 30
 #: Least bytes of a part, and how many parts of a file are sent at a time.
@@ -37,7 +36,6 @@ _MOST_PARTS = 9_000
 _CONFLICT_SECONDS, _CONFLICT_PAUSE = 30.0, 0.1
 #: How often a conditional put is repeated whose connection was cut; obstore repeats only what may be done twice.
 _CUT_TRIALS = 4
-_APPENDED_BYTES = 1 << 30
 #: How long a listing that fails is repeated, after obstore's own repetitions.
 _LIST_SECONDS = 2.0
 #: How often to remove a folder from which another process removes objects, too.
@@ -63,7 +61,7 @@ class _OpenObject:
     whole: bool = False
 
 
-class ObjectStorage(Storage):
+class ObjectStorage(ObjectFolders):
     """The objects of one bucket.
 
     Args:
@@ -111,21 +109,6 @@ class ObjectStorage(Storage):
 
     # Folders
 
-    def make_folders(self, path: str) -> None:
-        if not self.is_folder(path):
-            with contextlib.suppress(FileExistsError):  # another rank or run created it concurrently
-                self.make_folder(path)
-
-    def make_folder(self, path: str) -> None:
-        if self.is_folder(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        self.write_new(os.path.join(path, _FOLDER), b"")
-
-    def remove_folder(self, path: str) -> None:
-        if self.names(path):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        self.unlink(os.path.join(path, _FOLDER))
-
     def remove_tree(self, path: str) -> None:
         keys = [entry["path"] for entry in self._below(path)]
         if not keys:
@@ -145,16 +128,10 @@ class ObjectStorage(Storage):
     def names(self, path: str) -> list[str]:
         listed = patiently(partial(self._listed, path), path, _LIST_SECONDS, clock=self.clock)
         keys = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
-        return sorted({os.path.basename(key) for key in keys} - {_FOLDER})
-
-    def exists(self, path: str) -> bool:
-        return self.size(path) is not None or self.is_folder(path)
+        return sorted({os.path.basename(key) for key in keys} - {FOLDER_MARK})
 
     def is_folder(self, path: str) -> bool:
         return path == self.root or self._first_below(path) is not None
-
-    def is_real_folder(self, path: str) -> bool:
-        return self.is_folder(path)
 
     # Large files
 
@@ -283,13 +260,6 @@ class ObjectStorage(Storage):
             self.clock.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    def append(self, path: str, data: bytes) -> None:
-        try:
-            before = self.read(path, _APPENDED_BYTES)
-        except FileNotFoundError:
-            before = b""
-        self._put(path, before + data)
-
     def unlink(self, path: str) -> None:
         self._head(path)  # S3 does not say that there is none
         with contextlib.suppress(FileNotFoundError), typed_errors(path):  # the others say it of a repeated request too
@@ -313,7 +283,9 @@ class ObjectStorage(Storage):
         if not listed:
             yield from super().files_below(path)
         sizes = {f"{self.root}/{entry['path']}": int(entry["size"]) for entry in listed}
-        yield from (StoredFile(file, size, 1, file) for file, size in sizes.items() if not file.endswith(f"/{_FOLDER}"))
+        yield from (
+            StoredFile(file, size, 1, file) for file, size in sizes.items() if not file.endswith(f"/{FOLDER_MARK}")
+        )
 
     def modified(self, path: str) -> float:
         with contextlib.suppress(FileNotFoundError):
@@ -322,12 +294,6 @@ class ObjectStorage(Storage):
         if not times:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return float(max(times))
-
-    def changed(self, path: str) -> float:
-        return self.modified(path)
-
-    def touch(self, path: str) -> None:
-        self._put(path, self.read(path, _APPENDED_BYTES))
 
     # Properties of a folder
 

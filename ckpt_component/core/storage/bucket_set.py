@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
 from threading import get_ident
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from ..clock import Clock
 from .bucket_store import patiently
 from .file_set import FileSet, RangeRead, extents_of
+from .file_stream import FileStream
 from .safe_open import read_failure
 
 #: Most bytes of a request.
@@ -84,7 +85,7 @@ class ObjectSet(FileSet):
         return self._sizes[name]
 
     def stream(self, name: str) -> IO[bytes]:
-        return io.BufferedReader(_ObjectStream(self, name, self.size(name)), _STREAM_BYTES)
+        return io.BufferedReader(FileStream(self, name, self.size(name)), _STREAM_BYTES)
 
     def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
         end = offset + buffer.nbytes
@@ -133,7 +134,7 @@ class ObjectSet(FileSet):
         return min(_THREADS, len(ordered))
 
     def _begin(self, batches: Sequence[Sequence[RangeRead]]) -> None:
-        pieces: list[list[_Piece]] = []
+        pieces: list[list[_FetchedRange]] = []
         ends: dict[str, int] = {}
         for batch in batches:
             pieces.append([])
@@ -142,7 +143,7 @@ class ObjectSet(FileSet):
                 start, stop = max(start, ends.get(name, 0)), min(stop, self.size(name))
                 ends[name] = max(stop, ends.get(name, 0))
                 for first in range(start, stop, _PIECE_BYTES):
-                    pieces[-1].append(_Piece(name, first, min(first + _PIECE_BYTES, stop)))
+                    pieces[-1].append(_FetchedRange(name, first, min(first + _PIECE_BYTES, stop)))
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="ckpt-fetch")
         self._ahead = _ReadAhead(pieces, self._fetch, self._pool)
@@ -158,7 +159,7 @@ class ObjectSet(FileSet):
         self._ahead, self._pool, self._near = None, None, ("", 0, memoryview(b""))
 
 
-class _Piece(NamedTuple):
+class _FetchedRange(NamedTuple):
     """A range that one request fetches."""
 
     name: str
@@ -179,7 +180,7 @@ class _ReadAhead:
 
     def __init__(
         self,
-        pieces: Sequence[Sequence[_Piece]],
+        pieces: Sequence[Sequence[_FetchedRange]],
         fetch: Callable[[str, int, int], memoryview],
         pool: ThreadPoolExecutor,
     ) -> None:
@@ -241,31 +242,3 @@ class _ReadAhead:
     def _drop(self, number: int) -> None:
         self._passed[number] = True
         self._fetched.pop(number, None)
-
-
-class _ObjectStream(io.RawIOBase):
-    """Reads an object from any position."""
-
-    def __init__(self, files: ObjectSet, name: str, size: int) -> None:
-        self._files = files
-        self._name = name
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if self._position < 0:
-            raise OSError(errno.EINVAL, "a position before the beginning")
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = max(min(len(buffer), self._size - self._position), 0)
-        self._files.fill(self._name, memoryview(buffer)[:count], self._position)
-        self._position += count
-        return count

@@ -1,4 +1,4 @@
-"""Which storage a path is in: files, or the objects of a bucket."""
+"""Which storage a path is in: files, the objects of a bucket, or the memory of keepers on this host."""
 
 from __future__ import annotations
 
@@ -98,6 +98,10 @@ def storage_at(
         CheckpointConfigError: the scheme is not supported, the package for it is not installed, or an option is wrong
         FailpointError: the environment variables are set but invalid
     """
+    if os.fspath(path).startswith("host://"):
+        from .memory.host_memory import HostMemory
+
+        return HostMemory()
     if is_url(path):
         from .bucket import ObjectStorage  # 5 ms that runs without buckets need not wait
 

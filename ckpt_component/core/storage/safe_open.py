@@ -132,6 +132,11 @@ def open_past_cache(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 
 
+def open_to_read(fd: int) -> int:
+    """Open an open file or memfd once more, for reading alone; returns a descriptor, owned by the caller."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 class NotRegularError(OSError):
     """A path of a checkpoint's file is not a regular file."""
 

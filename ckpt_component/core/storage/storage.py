@@ -87,6 +87,11 @@ class Storage(ABC):
         return False
 
     @property
+    def verifies_first(self) -> bool:
+        """Whether a load verifies all bytes before it fills a tensor, because reading them twice costs no disk."""
+        return False
+
+    @property
     def home(self) -> str | None:
         """The folder from which a process without site-packages imports what this needs; None: nothing."""
         return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from ..processes.exit_text import describe_exit
-from ..processes.framing import Blobs
+from ..processes.framing import Blobs, Channel
+from ..processes.remote_error import as_local_error
 from ..processes.start import Child
 
 #: Settings of malloc: memory that a save has freed is returned to the system, whichever thread used it.
@@ -17,30 +19,17 @@ _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_
 _EXIT_SECONDS = 5.0
 
 
-class ByteProcess:
-    """One running writer process.
+class WriterConnection:
+    """A connection to a running writer process.
 
     Args:
-        start_timeout: seconds within which the process must report that it is ready
-
-    Raises:
-        CheckpointTimeoutError: the process did not report in time
-        WorkerDiedError: the process exited before it reported
+        child: the process
+        channel: the connection
     """
 
-    def __init__(self, start_timeout: float) -> None:
-        try:
-            # -I -S: no site-packages and no PYTHON* settings, so that nothing slow or foreign is imported.
-            self._child = Child("ckpt_component.core.writing.worker", {}, flags=("-I", "-S"), environment=_MALLOC)
-        except OSError as error:
-            raise CheckpointSaveError(f"The writer process could not be started: {error}.", error.errno) from error
-        try:
-            first = self.receive(time.monotonic() + start_timeout, "timeouts.worker_start")
-            if first["kind"] != "ready":
-                raise CheckpointSaveError(f"The writer process first sent a frame {first['kind']!r}, not 'ready'.")
-        except BaseException:
-            self.kill()
-            raise
+    def __init__(self, child: Child, channel: Channel) -> None:
+        self._child = child
+        self._channel = channel
 
     @property
     def pid(self) -> int:
@@ -52,10 +41,18 @@ class ByteProcess:
         """Whether the process is running."""
         return self._child.alive
 
+    def expect_ready(self, timeout: float) -> None:
+        """Wait until the process has reported that it is ready."""
+        first = self.receive(time.monotonic() + timeout, "timeouts.worker_start")
+        if first["kind"] == "failed":
+            raise as_local_error(first, "The writer process could not begin")  # type: ignore[arg-type]
+        if first["kind"] != "ready":
+            raise CheckpointSaveError(f"The writer process first sent a frame {first['kind']!r}, not 'ready'.")
+
     def send(self, header: Mapping[str, Any], deadline: float, blobs: Blobs = (), fds: Sequence[int] = ()) -> None:
         """Send one frame before `deadline` (monotonic seconds)."""
         try:
-            self._child.send(header, deadline, blobs, fds)
+            self._channel.send(header, deadline, blobs, fds)
         except TimeoutError as error:
             raise CheckpointTimeoutError(
                 f"The writer process (pid {self.pid}) did not take a request in time; see timeouts.write."
@@ -66,7 +63,7 @@ class ByteProcess:
     def receive(self, deadline: float, key: str) -> dict[str, Any]:
         """Wait for the next answer. `key` is the setting that the deadline comes from, for the error text."""
         try:
-            frame = self._child.receive(deadline)
+            frame = self._channel.receive(deadline)
         except TimeoutError as error:
             raise CheckpointTimeoutError(
                 f"The writer process (pid {self.pid}) did not answer in time; it hangs, or {key} is too short."
@@ -75,11 +72,9 @@ class ByteProcess:
             raise self._died()
         return frame[0]
 
-    def close(self, timeout: float) -> None:
-        """Ask the process to exit, and kill it after `timeout` seconds. Safe to call twice."""
-        with contextlib.suppress(OSError):  # it may have ended already
-            self._child.send({"kind": "close"}, time.monotonic() + timeout)
-        self._child.end(timeout)
+    def hang_up(self) -> None:
+        """Close the connection; the process lives on. Safe to call twice."""
+        self._channel.close()
 
     def kill(self) -> None:
         """Kill the process."""
@@ -89,3 +84,59 @@ class ByteProcess:
         code = self._child.wait(_EXIT_SECONDS)
         ended = "closed its connection but still runs" if code is None else describe_exit(code)
         return WorkerDiedError(f"The writer process (pid {self.pid}) {ended}.")
+
+
+class ByteProcess(WriterConnection):
+    """One running writer process.
+
+    Args:
+        start_timeout: seconds within which the process must report that it is ready
+        keeper: the arguments of `SnapshotKeeper`, if it keeps snapshots in memory
+
+    Raises:
+        CheckpointTimeoutError: the process did not report in time
+        WorkerDiedError: the process exited before it reported
+    """
+
+    def __init__(self, start_timeout: float, keeper: Mapping[str, Any] | None = None) -> None:
+        try:
+            # -I -S: no site-packages and no PYTHON* settings, so that nothing slow or foreign is imported.
+            child = Child(
+                "ckpt_component.core.writing.worker",
+                {"keeper": keeper},
+                flags=("-I", "-S"),
+                environment=_MALLOC,
+                own_session=keeper is not None,
+            )
+        except OSError as error:
+            raise CheckpointSaveError(f"The writer process could not be started: {error}.", error.errno) from error
+        super().__init__(child, child)
+        try:
+            self.expect_ready(start_timeout)
+        except BaseException:
+            self.kill()
+            raise
+
+    def open_lane(self, timeout: float) -> WriterConnection:
+        """Open one more connection, on which the process works at the same time; only if it is a keeper."""
+        ours, theirs = socket.socketpair()
+        try:
+            self.send({"kind": "lane"}, time.monotonic() + timeout, fds=[theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        lane = WriterConnection(self._child, Channel(ours, lambda: self._child.alive))
+        lane.expect_ready(timeout)
+        return lane
+
+    def close(self, timeout: float) -> None:
+        """Ask the process to exit, and kill it after `timeout` seconds. Safe to call twice."""
+        with contextlib.suppress(OSError):  # it may have ended already
+            self._child.send({"kind": "close"}, time.monotonic() + timeout)
+        self._child.end(timeout)
+
+    def leave(self) -> None:
+        """Let the process live on as a keeper."""
+        self._child.leave()

@@ -3,7 +3,7 @@
 The frames of the trainer (see `framing`): `arena` passes a memfd; `table` passes the layout of a structure; `write`
 requests one save and is answered by `done` or `failed`; `decided` means that the trainer committed or gave up the last
 save; `close` asks the process to exit. When the trainer has died, rank 0's process first finishes a save that was
-written but not decided (`orphan_commit`).
+written but not decided (`orphan_commit`). A process that keeps snapshots in memory understands more (`keeper`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,39 @@ from ..processes.serve import serve
 from ..storage.storage import Storage
 from .cached_files import CachedFiles
 from .orphan_commit import UndecidedSave
-from .request import WriteRequest, WriteTable, storage_in
+from .request import WriteRequest, WriteResult, WriteTable, storage_in
 from .write_job import run_write_job
 
 
-class _Memory:
-    """A mapped arena of the trainer: the image as one block that begins and ends at page boundaries."""
+class MappedArena:
+    """A mapped arena of the trainer: the image as one block that begins and ends at page boundaries.
+
+    Args:
+        number: of the arena
+        fd: its descriptor, which belongs to this object
+        nbytes: its size
+    """
 
     lasting = True
 
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self.nbytes = memory.nbytes
+    def __init__(self, number: int, fd: int, nbytes: int) -> None:
+        self.number = number
+        self.fd = fd
+        self.nbytes = nbytes
+        try:
+            self._memory = map_shared(fd, nbytes, writable=False)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
         """Return one slice, whether or not `whole` is set."""
         return [self._memory[start:end]]
+
+    def close(self) -> None:
+        """Let go of the memory, which is freed when nobody else has it."""
+        self._memory = memoryview(b"")
+        os.close(self.fd)
 
 
 class ByteWorker:
@@ -47,7 +64,7 @@ class ByteWorker:
 
     def __init__(self, trainer: Channel) -> None:
         self._trainer = trainer
-        self._arenas: dict[int, _Memory] = {}
+        self._arenas: dict[int, MappedArena] = {}
         #: By number: a table, the compressed sidecars of a commit from here, and where the checksum's package is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], str | None]] = {}
         self._undecided: UndecidedSave | None = None
@@ -56,36 +73,45 @@ class ByteWorker:
         #: The last storage that needed a package, and what it was made from.
         self._storage: tuple[list[Any], Storage] | None = None
 
-    def handle_frames(self) -> None:
-        """Handle frames until the trainer asks for the end or dies."""
+    def handle_frames(self) -> bool:
+        """Handle frames until the trainer asks for the end, or has died; returns whether it has asked."""
         self._trainer.send({"kind": "ready", "pid": os.getpid()})
         try:
-            self._handle_frames()
+            while True:
+                frame = self._next_frame()
+                if frame is None:
+                    if self._undecided is not None:
+                        self._outlive(self._undecided)
+                    return False
+                header, blob, fds = frame
+                if header["kind"] == "close":
+                    return True
+                if not self._handle(header["kind"], header, blob, fds):
+                    self._refuse(header["kind"])
+                    return True
         finally:
             self._forget()
+            while self._arenas:
+                self._arenas.popitem()[1].close()
 
-    def _handle_frames(self) -> None:
-        while True:
-            frame = self._next_frame()
-            if frame is None:
-                if self._undecided is not None and self._undecided.request.rank == 0:
-                    self._undecided.finish()
-                return
-            header, blob, fds = frame
-            kind = header["kind"]
-            if kind == "arena":
-                self._map_arena(header, fds[0])
-            elif kind == "table":
-                self._take_table(header, blob)
-            elif kind == "write":
-                self._write(header, blob, fds)
-            elif kind == "decided":
-                self._settle()
-            elif kind == "close":
-                return
-            else:
-                self._refuse(kind)
-                return
+    def _handle(self, kind: str, header: Mapping[str, Any], blob: memoryview, fds: Sequence[int]) -> bool:
+        """Handle one frame; False: its kind is unknown."""
+        if kind == "arena":
+            self._map_arena(header, fds[0])
+        elif kind == "table":
+            self._take_table(header, blob)
+        elif kind == "write":
+            self._write(header, blob, fds)
+        elif kind == "decided":
+            self._settle()
+        else:
+            return False
+        return True
+
+    def _outlive(self, undecided: UndecidedSave) -> None:
+        """The trainer has died, and left a save that this rank has written."""
+        if undecided.request.rank == 0:
+            undecided.finish()
 
     def _refuse(self, kind: object) -> None:
         """Report a frame of an unknown kind, and handle no others: they too may have another meaning."""
@@ -107,11 +133,9 @@ class ByteWorker:
 
     def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
         for number in header["retired"]:
-            self._arenas.pop(number, None)
-        try:
-            self._arenas[header["id"]] = _Memory(map_shared(fd, header["size"], writable=False))
-        finally:
-            os.close(fd)
+            if number in self._arenas:
+                self._arenas.pop(number).close()
+        self._arenas[header["id"]] = MappedArena(header["id"], fd, header["size"])
 
     def _take_table(self, header: Mapping[str, Any], blob: memoryview) -> None:
         self._tables = {}  # free the last table before the new one takes memory
@@ -130,11 +154,10 @@ class ByteWorker:
         self._keeps_cached = job.get("keeps_cached", False)
         try:
             table, sidecars, checksum_home = self._tables[job["table"]]
-            fs = self._storage_in(job["request"])
-            request = WriteRequest.from_parts(job["request"], fs, table, blob, self._arenas[job["arena"]], held)
+            fs, arena = self._storage_in(job["request"]), self._arenas[job["arena"]]
+            request = WriteRequest.from_parts(job["request"], fs, table, blob, arena, held)
             lock = AttemptLock(request.fs, request.attempt)
-            keeps_cached = self._keeps_cached and CachedFiles.fit(request)
-            result = run_write_job(request, checksum_home, beside_training=True, keeps_cached=keeps_cached)
+            result = self._run(request, arena, checksum_home)
         except Exception as error:
             if lock is not None:
                 lock.close()
@@ -151,6 +174,11 @@ class ByteWorker:
             # The trainer has died; the next read finds the end of file and handles it.
             if answer["kind"] == "failed":
                 print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
+
+    def _run(self, request: WriteRequest, arena: MappedArena, checksum_home: str | None) -> WriteResult:
+        """Do what a request asks for; `arena` is its source."""
+        keeps_cached = self._keeps_cached and CachedFiles.fit(request)
+        return run_write_job(request, checksum_home, beside_training=True, keeps_cached=keeps_cached)
 
     def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
         """The storage of a request; that of a bucket is kept, with its connections and credentials."""
@@ -184,4 +212,14 @@ def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
 
 def main() -> None:
     """Entry point of the process."""
-    serve(lambda _job, trainer: ByteWorker(trainer).handle_frames(), on_orphan="finish")
+    serve(_work, on_orphan="finish")
+
+
+def _work(job: Mapping[str, Any], trainer: Channel) -> None:
+    keeper = job.get("keeper")
+    if keeper is None:
+        ByteWorker(trainer).handle_frames()
+    else:
+        from .keeper import work_and_keep  # a process that keeps nothing does not load it
+
+        work_and_keep(keeper, trainer)

@@ -12,16 +12,16 @@ import json
 import os
 import time
 import zlib  # the manifest has a crc32 of each integrity file, whatever checksum the items have
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..commit.names import integrity_name
-from ..storage.checksum import find_checksum
+from ..storage.checksum import Checksum, find_checksum
 from ..storage.storage import Storage
 from .io_mode import choose_io
 from .range_writer import LaneWriter
-from .request import WriteRequest, WriteResult
+from .request import ObjectBlob, WriteRequest, WriteResult
 
 
 def run_write_job(
@@ -50,9 +50,7 @@ def run_write_job(
     io = choose_io(request, in_memory=in_memory, beside_training=beside_training)
     descriptors: dict[str, int] = {}
     direct: dict[str, int] = {}
-    sizes = {spec.name: spec.size for spec in table.files}
-    for blob in blobs:
-        sizes[blob.file] = max(sizes.get(blob.file, 0), blob.offset + blob.data.nbytes)
+    sizes = sizes_of(request)
     shared = {table.files[each.file].name for each in request.shared}
     written = [spec.name for spec in table.files if spec.name not in shared]
     sums = [checksum.of(memoryview(b""))] * table.item_count  # for items without bytes
@@ -70,27 +68,13 @@ def run_write_job(
         for blob in blobs:
             data = blob.filled(sums)
             fs.write(descriptors[blob.file], [data], blob.offset)
-            for offset, length in blob.items:
-                at = offset - blob.offset
-                sums.append(checksum.of(data[at : at + length]))
+            sums += sum_objects(blob, data, checksum)
         synced_from = time.perf_counter()
         with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
         for descriptor in () if keeps_cached else descriptors.values():
             fs.drop_cached(descriptor)
-    places = [(blob.file, offset, length) for blob in blobs for offset, length in blob.items]
-    files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
-    integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
-        request.rank,
-        json.dumps(files, separators=(",", ":")).encode(),
-        table.description,
-        json.dumps(places, separators=(",", ":")).encode(),
-        table.checksum.encode(),
-        json.dumps(sums, separators=(",", ":")).encode(),
-    )
-    fs.write_new(os.path.join(folder, integrity_name(request.rank)), integrity)
-    fs.sync_folder(folder)
-    files.append({"name": integrity_name(request.rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
+    files = write_integrity(request, sizes, sums)
     shared_bytes = sum(sizes[name] for name in shared - {table.files[file].name for file in copied})
     total = sum(entry["size"] for entry in files) - shared_bytes
     seconds = time.perf_counter() - started
@@ -106,6 +90,46 @@ def run_write_job(
         "shared": shared_bytes,
         "copied": copied,
     }
+
+
+def sizes_of(request: WriteRequest) -> dict[str, int]:
+    """The sizes of a rank's files, by name; without the integrity file."""
+    sizes = {spec.name: spec.size for spec in request.table.files}
+    for blob in request.object_blobs:
+        sizes[blob.file] = max(sizes.get(blob.file, 0), blob.offset + blob.data.nbytes)
+    return sizes
+
+
+def sum_objects(blob: ObjectBlob, data: memoryview, checksum: Checksum) -> list[int]:
+    """The checksums of the objects in a blob, whose bytes are `data`."""
+    return [checksum.of(data[offset - blob.offset :][:length]) for offset, length in blob.items]
+
+
+def write_integrity(request: WriteRequest, sizes: Mapping[str, int], sums: Sequence[int]) -> list[dict[str, Any]]:
+    """Write the integrity file, a rank's vote, when all its other files are there.
+
+    Args:
+        request: what was written
+        sizes: from `sizes_of`
+        sums: checksums of all items, those of objects last
+
+    Returns:
+        All files, as the manifest lists them.
+    """
+    blobs, name = request.object_blobs, integrity_name(request.rank)
+    places = [(blob.file, offset, length) for blob in blobs for offset, length in blob.items]
+    files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
+    integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
+        request.rank,
+        json.dumps(files, separators=(",", ":")).encode(),
+        request.table.description,
+        json.dumps(places, separators=(",", ":")).encode(),
+        request.table.checksum.encode(),
+        json.dumps(sums, separators=(",", ":")).encode(),
+    )
+    request.fs.write_new(os.path.join(request.attempt.staging, name), integrity)
+    request.fs.sync_folder(request.attempt.staging)
+    return [*files, {"name": name, "size": len(integrity), "crc32": zlib.crc32(integrity)}]
 
 
 def _share(request: WriteRequest, sums: list[int]) -> list[int]:

@@ -1,0 +1,266 @@
+"""Where keepers are found: a socket for each, in a folder of its run, below a folder that only this user can open.
+
+The memory of a run has the path `host://DURABLE_ROOT@TOKEN`; its sockets are `RUNTIME/ID_OF_ROOT/TOKEN/RANK`. A socket
+appears by a rename when it already listens, so what refuses connections is dead, and who finds it removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import posixpath
+import re
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+logger = logging.getLogger("ckpt_component.storage")
+
+SCHEME = "host://"
+_PATH = re.compile(rf"{SCHEME}(.*)@([\w.-]+)(?:/.*)?", re.S)
+_VARIABLE = "CKPT_RUNTIME_DIR"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREDENTIALS = struct.Struct("3i")
+#: Connections that wait for a keeper that is busy.
+_BACKLOG = 128
+_PAUSE_SECONDS, _LOCK_SECONDS = 0.02, 10.0
+#: How often to make a folder that others remove because it is empty.
+_TRIALS = 10
+
+
+def memory_root(durable_root: str, token: str) -> str:
+    """The path of the memory of a run.
+
+    Args:
+        durable_root: absolute path, or URL, of its checkpoints
+        token: of the run
+    """
+    return f"{SCHEME}{_plain(durable_root)}@{token}"
+
+
+def split_root(path: str) -> tuple[str, str] | None:
+    """The ID of the durable root and the run's token, of a memory root or a path below it; None: it is no such path."""
+    match = _PATH.fullmatch(path)
+    return None if match is None else (_id_of(match[1]), match[2])
+
+
+def tokens_of(durable_root: str) -> list[str]:
+    """The tokens of the runs of a durable root that have keepers on this host, or had. Raises as `runtime_folder`."""
+    return _names(os.path.join(runtime_folder(), _id_of(_plain(durable_root))))
+
+
+def roots_here() -> list[tuple[str, str]]:
+    """The durable roots, by ID, and tokens of all runs of this user that have keepers here, or had."""
+    runtime = runtime_folder()
+    return [(root, token) for root in _names(runtime) for token in _names(os.path.join(runtime, root))]
+
+
+def runtime_folder(user: int | None = None) -> str:
+    """The folder of all sockets, which need not exist yet.
+
+    Args:
+        user: whose it must be; None: the user of this process
+
+    Raises:
+        PermissionError: it is another user's, or open to others
+    """
+    user = os.getuid() if user is None else user
+    path = os.environ.get(_VARIABLE) or f"/tmp/ckpt-{user}"
+    with contextlib.suppress(FileNotFoundError):
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode):
+            raise _refused(path, "it is not a folder")
+        if status.st_uid != user:
+            raise _refused(path, f"it belongs to user {status.st_uid}, not to user {user}")
+        if status.st_mode & 0o077:
+            raise _refused(path, f"others may open it (its mode is {stat.S_IMODE(status.st_mode):o}, not 700)")
+    return path
+
+
+@dataclass(frozen=True)
+class SocketPlace:
+    """Where the sockets of one run are.
+
+    Attributes:
+        root: ID of its durable root
+        token: the run's token
+    """
+
+    root: str
+    token: str
+
+    @property
+    def folder(self) -> str:
+        """The folder; raises as `runtime_folder`."""
+        return os.path.join(runtime_folder(), self.root, self.token)
+
+    def ranks(self) -> dict[int, int]:
+        """The ranks that have a socket, each with a number that tells the socket from a later one."""
+        folder, found = self.folder, dict[int, int]()
+        for name in _names(folder):
+            with contextlib.suppress(FileNotFoundError):
+                if name.isdecimal():
+                    found[int(name)] = os.stat(os.path.join(folder, name)).st_ino
+        return found
+
+    def connect(self, rank: int, seconds: float) -> socket.socket | None:
+        """Connect to a keeper; None: there is none any more.
+
+        Args:
+            rank: its rank
+            seconds: how long it may take
+
+        Raises:
+            TimeoutError: so many connections wait that the keeper must have been stopped
+            OSError: the socket cannot be used
+        """
+        try:
+            folder = os.open(self.folder, _FOLDER)
+        except FileNotFoundError:
+            return None
+        try:
+            return _connected(folder, rank, seconds)
+        except FileNotFoundError:
+            return None
+        except ConnectionRefusedError:
+            _remove_dead(folder, rank)
+            return None
+        finally:
+            os.close(folder)
+
+    def listen(self, rank: int) -> socket.socket:
+        """Listen on a rank's socket, which replaces that of a predecessor.
+
+        Raises:
+            PermissionError: as `runtime_folder`
+            OSError: the socket cannot be made
+        """
+        for trials_left in reversed(range(_TRIALS)):
+            try:
+                os.makedirs(runtime_folder(), mode=0o700, exist_ok=True)
+                os.makedirs(self.folder, mode=0o700, exist_ok=True)
+                folder = os.open(self.folder, _FOLDER)
+                break
+            except FileNotFoundError:  # the last keeper of another run has just removed the empty folder
+                if not trials_left:
+                    raise
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        draft = f".new-{os.getpid()}-{rank}"
+        try:
+            with _locked(folder):
+                with contextlib.suppress(FileNotFoundError):  # of a dead process with this number
+                    os.unlink(draft, dir_fd=folder)
+                listener.bind(_address(folder, draft))
+                listener.listen(_BACKLOG)
+                os.rename(draft, str(rank), src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            listener.close()
+            raise
+        finally:
+            os.close(folder)
+        return listener
+
+    def remove(self, rank: int, number: int) -> None:
+        """Remove a rank's socket with a number from `ranks`, and the folders that are then empty."""
+        with contextlib.suppress(FileNotFoundError):
+            folder = os.open(self.folder, _FOLDER)
+            try:
+                with _locked(folder):
+                    if os.stat(str(rank), dir_fd=folder).st_ino == number:
+                        os.unlink(str(rank), dir_fd=folder)
+            finally:
+                os.close(folder)
+        self._remove_empty()
+
+    def _remove_empty(self) -> None:
+        try:
+            for path in (self.folder, os.path.dirname(self.folder)):
+                os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                logger.warning("the empty folder %s could not be removed: %s", error.filename, error)
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """User and process at the other end of a connection; process 0: it is in another container."""
+    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return user, pid
+
+
+def _connected(folder: int, rank: int, seconds: float) -> socket.socket:
+    until = time.monotonic() + seconds
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(seconds)
+        while True:
+            try:
+                sock.connect(_address(folder, str(rank)))
+                return sock
+            except BlockingIOError as error:  # as many connections wait as may
+                if time.monotonic() > until:
+                    raise TimeoutError(errno.ETIMEDOUT, f"rank {rank}'s keeper takes no connection") from error
+            time.sleep(_PAUSE_SECONDS)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _remove_dead(folder: int, rank: int) -> None:
+    """Remove a socket that nobody listens on, unless it was replaced meanwhile."""
+    with contextlib.suppress(FileNotFoundError), _locked(folder):
+        try:
+            _connected(folder, rank, 1.0).close()
+        except ConnectionRefusedError:
+            os.unlink(str(rank), dir_fd=folder)
+            logger.info("removed the socket of rank %d's keeper, which is dead", rank)
+
+
+@contextlib.contextmanager
+def _locked(folder: int) -> Iterator[None]:
+    """Let nobody else put a socket into a folder. Held for some system calls, unless its process is stopped."""
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                raise TimeoutError(errno.ETIMEDOUT, "another process locks the folder of the sockets") from error
+        time.sleep(_PAUSE_SECONDS)
+    try:
+        yield
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)
+
+
+def _address(folder: int, name: str) -> str:
+    """The address of a socket, which may have 107 bytes, for a path of any length."""
+    return f"/proc/self/fd/{folder}/{name}"
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
+def _plain(durable_root: str) -> str:
+    """A durable root as a part of a path, for which `//` is `/`."""
+    return posixpath.normpath(f"/{durable_root}").strip("/")
+
+
+def _id_of(plain: str) -> str:
+    return hashlib.sha256(os.fsencode(plain)).hexdigest()[:16]
+
+
+def _refused(path: str, why: str) -> PermissionError:
+    text = f"{why}, so it is not used for the sockets of snapshots in memory; set {_VARIABLE} to a folder of your own"
+    return PermissionError(errno.EACCES, text, path)

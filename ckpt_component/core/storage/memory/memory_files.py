@@ -1,0 +1,111 @@
+"""`MemoryFiles`: the files of a folder of `HostMemory`, read from the memory that their keepers hold.
+
+The descriptors come with the first file that is asked for; from then on the bytes are there, even if a keeper ends.
+They are read with `preadv`, which a memory that another process has truncated makes short, where a mapping would raise
+SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import IO
+
+from ..file_set import FileSet, RangeRead
+from ..file_stream import FileStream
+from ..safe_open import read_failure
+from .keepers import Keeper, Piece
+
+logger = logging.getLogger("ckpt_component.storage")
+
+_LEAST_THREADS, _MOST_THREADS = 2, 4
+_STREAM_BYTES = 256 << 10
+
+
+class MemoryFiles(FileSet):
+    """The files of a folder.
+
+    Args:
+        folder: folder of the checkpoint
+        keepers: those that may have some of them; of two that have the same one, the first counts
+    """
+
+    def __init__(self, folder: str, keepers: Sequence[Keeper]) -> None:
+        super().__init__(folder)
+        self._keepers = keepers
+        self._lock = threading.Lock()
+        self._files: dict[str, Piece | bytes] | None = None
+        self._until_closed = ExitStack()
+
+    def size(self, name: str) -> int:
+        file = self._file(name)
+        return len(file) if isinstance(file, bytes) else file.size + len(file.tail)
+
+    def stream(self, name: str) -> IO[bytes]:
+        return io.BufferedReader(FileStream(self, name, self.size(name)), _STREAM_BYTES)
+
+    def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
+        file = self._file(name)
+        if offset + buffer.nbytes > self.size(name):
+            return False
+        if isinstance(file, bytes):
+            buffer[:] = memoryview(file)[offset : offset + buffer.nbytes]
+            return True
+        if offset + buffer.nbytes > file.size:
+            of_memory = max(file.size - offset, 0)
+            start = max(offset - file.size, 0)
+            buffer[of_memory:] = memoryview(file.tail)[start : start + buffer.nbytes - of_memory]
+            buffer = buffer[:of_memory]
+        position = file.base + offset
+        try:
+            while buffer.nbytes:
+                count = os.preadv(file.descriptor, [buffer], position)
+                if count == 0:
+                    return False
+                position += count
+                buffer = buffer[count:]
+        except OSError as error:
+            raise read_failure(os.path.join(self._folder, name), error) from error
+        return True
+
+    def _file(self, name: str) -> Piece | bytes:
+        path = self._path(name)
+        try:
+            with self._lock:
+                if self._files is None:
+                    self._files = self._open()
+            if name not in self._files:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        except OSError as error:
+            raise read_failure(path, error) from error
+        return self._files[name]
+
+    def _open(self) -> dict[str, Piece | bytes]:
+        files = dict[str, Piece | bytes]()
+        with ExitStack() as until_closed:
+            for keeper in self._keepers:
+                try:
+                    found = until_closed.enter_context(keeper.opened(self._folder))
+                except ConnectionError as error:  # its files are gone with it
+                    logger.info("passed over what a keeper had: %s", error)
+                    continue
+                files = {**found, **files}
+            self._until_closed = until_closed.pop_all()
+        return files
+
+    def _forget(self, name: str, offset: int, length: int) -> None:
+        pass  # nothing is between the memory and its reader
+
+    def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
+        return min(max(os.cpu_count() or 1, _LEAST_THREADS), _MOST_THREADS, len(ordered))
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        with self._lock:
+            self._files = None
+            self._until_closed.close()

@@ -1,0 +1,200 @@
+"""The keeper: a writer process that keeps the newest whole snapshot of its rank, also when its trainer has died.
+
+It has two connections to its trainer, each with a `ByteWorker` of its own: one for files, one for memory, so that a
+snapshot becomes whole in memory while an older one is being written. The frame `lane` opens the second. What is kept is
+reached through a socket, by the trainers of this run and of the next one (`core/storage/memory`). `retire` drops all
+snapshots but one, and is answered by the arenas that other processes still read.
+
+A keeper ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
+seconds after its trainer has died, if no run that has restored from it is connected.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import CheckpointError, CheckpointFencedError
+from ..commit.commit import is_over
+from ..commit.protocol import Attempt
+from ..processes.framing import Channel
+from ..processes.remote_error import describe_failure
+from ..storage.memory.host_memory import HostMemory
+from ..storage.memory.keeper_server import KeeperServer
+from ..storage.memory.kept_files import KeptFiles
+from ..storage.memory.remote_keeper import HostKeepers
+from ..storage.storage import Storage
+from .keep_job import Image, run_keep_job
+from .orphan_commit import UndecidedSave
+from .request import WriteRequest, WriteResult
+from .worker import ByteWorker, MappedArena
+
+_POLL_SECONDS = 0.1
+
+
+class SnapshotKeeper:
+    """What this process keeps, and for how long.
+
+    Args:
+        folder: the run's folder of checkpoints, or the URL of one
+        root: the run's root in memory
+        rank: the rank of the trainer
+        world_size: number of ranks
+        lease: seconds that it stays after its trainer has died
+
+    Attributes:
+        files: what is kept
+        storage: the memory of all keepers of the run on this host
+
+    Raises:
+        OSError: the socket cannot be made
+    """
+
+    def __init__(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> None:
+        self.files = KeptFiles()
+        self.storage = HostMemory(HostKeepers(besides=rank), own=self.files)
+        self._root = root
+        self._lease = lease
+        #: When the lease is over (monotonic), and when the trainer has died (seconds since 1970).
+        self._until: float | None = None
+        self._gone: float | None = None
+        self._parent = os.getppid()
+        self._lanes: list[threading.Thread] = []
+        self._fixed = {"root": folder, "world_size": world_size, "since": time.time()}
+        self._server = KeeperServer(self.files, root, rank, self.about)
+
+    def start(self) -> None:
+        """Answer on the socket from now on."""
+        self._server.start()
+        threading.Thread(target=self._end_with_another_run, name="ckpt-fence", daemon=True).start()
+
+    def _end_with_another_run(self) -> None:
+        """A newer run has a snapshot of its own: nothing of this one is to be found any more."""
+        self._server.ended.wait()
+        self.files.delete([file.path for file in self.files.listed("")])
+
+    def about(self) -> dict[str, Any]:
+        """Who this is, and how long it stays, as JSON values."""
+        left = self._lease if self._until is None else max(self._until - time.monotonic(), 0.0)
+        return {**self._fixed, "lease": left, "alive": self._gone is None, "gone": self._gone}
+
+    def start_lane(self, fd: int) -> None:
+        """Work for the trainer on one more connection, in a thread."""
+        channel = Channel(socket.socket(fileno=fd), lambda: self._parent == os.getppid())
+        lane = threading.Thread(target=KeeperWorker(channel, self).handle_frames, name="ckpt-lane", daemon=True)
+        self._lanes.append(lane)
+        lane.start()
+
+    def keep(self, request: WriteRequest, arena: MappedArena, checksum_home: str | None) -> WriteResult:
+        """Do a keep job.
+
+        Raises:
+            CheckpointFencedError: a newer run has a snapshot of its own
+            OSError: see `run_keep_job`
+        """
+        if self._server.ended.is_set():
+            raise CheckpointFencedError(f"Another run has taken over; {request.attempt.target} is not kept in memory.")
+        return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
+
+    def retire(self, path: str) -> set[int]:
+        """Drop all snapshots but that of a path; returns the arenas that other processes read."""
+        paths, kept = [file.path for file in self.files.listed(self._root)], f"{path}/"
+        # What lies in the root itself marks an attempt as alive.
+        self.files.delete([file for file in paths if os.path.dirname(file) != self._root and not file.startswith(kept)])
+        return self.files.held()
+
+    def follow(self, attempt: Attempt, until: float) -> None:
+        """The trainer has died: wait until it is decided whether an attempt is the newest snapshot."""
+        try:
+            while not is_over(attempt):
+                if time.monotonic() > until:
+                    return  # both are kept; whoever restores decides
+                time.sleep(_POLL_SECONDS)
+            if attempt.protocol.is_committed(attempt):
+                self.retire(attempt.target)
+        except (CheckpointError, OSError) as error:
+            print(f"ckpt keeper: it is unknown whether {attempt.target} is whole: {error}", file=sys.stderr)
+
+    def outlive(self) -> None:
+        """The trainer has died: stay until the lease is over, or another run needs nothing of this one any more."""
+        self._gone = time.time()
+        for lane in self._lanes:
+            lane.join()
+        self._until = time.monotonic() + self._lease
+        _be_silent()
+        while self.files.nbytes and not self._server.ended.wait(_POLL_SECONDS):
+            now = time.monotonic()
+            if self._server.holders:
+                self._until = now + self._lease
+            elif now > self._until:
+                return
+
+    def close(self) -> None:
+        """Remove the socket."""
+        self._server.close()
+
+
+class KeeperWorker(ByteWorker):
+    """A `ByteWorker` that also keeps snapshots in memory.
+
+    Args:
+        trainer: the connection
+        keeper: of this process
+    """
+
+    def __init__(self, trainer: Channel, keeper: SnapshotKeeper) -> None:
+        super().__init__(trainer)
+        self._keeper = keeper
+
+    def _handle(self, kind: str, header: Mapping[str, Any], blob: memoryview, fds: Sequence[int]) -> bool:
+        if kind == "lane":
+            self._keeper.start_lane(fds[0])
+        elif kind == "retire":
+            held = sorted(self._keeper.retire(header["path"]))
+            self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
+        else:
+            return super()._handle(kind, header, blob, fds)
+        return True
+
+    def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
+        storage = self._keeper.storage
+        return storage if storage.holds(plain["attempt"]["target"]) else super()._storage_in(plain)
+
+    def _run(self, request: WriteRequest, arena: MappedArena, checksum_home: str | None) -> WriteResult:
+        if request.fs is self._keeper.storage:
+            return self._keeper.keep(request, arena, checksum_home)
+        return super()._run(request, arena, checksum_home)
+
+    def _outlive(self, undecided: UndecidedSave) -> None:
+        super()._outlive(undecided)
+        if undecided.request.fs is self._keeper.storage:
+            self._keeper.follow(undecided.request.attempt, undecided.until)
+
+
+def work_and_keep(job: Mapping[str, Any], trainer: Channel) -> None:
+    """Work for a trainer, and keep its snapshots; `job` has the arguments of `SnapshotKeeper`."""
+    os.chdir("/")  # this process may stay longer than the folder that the trainer was started in
+    try:
+        keeper = SnapshotKeeper(**job)
+    except (CheckpointError, OSError) as error:
+        trainer.send({"kind": "failed", "id": None, **describe_failure(error)})
+        return
+    try:
+        keeper.start()
+        if not KeeperWorker(trainer, keeper).handle_frames():
+            keeper.outlive()
+    finally:
+        keeper.close()
+
+
+def _be_silent() -> None:
+    """Let go of stdout and stderr: who reads the output of the trainer waits until nobody has them open."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)

@@ -1,0 +1,88 @@
+"""Load a committed checkpoint from the memory of this host's keepers while they have it, else from its storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..core.commit.manifest import read_manifest
+from ..core.state.flatten import StateDict
+from ..core.storage.locate import absolute
+from ..core.storage.memory.keeper_sockets import SCHEME, memory_root, tokens_of
+from ..core.storage.storage import Storage
+from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
+from .collective import Phase
+from .load_options import LoadOptions
+from .reader import Reader
+
+logger = logging.getLogger("ckpt_component.readers")
+
+
+def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Storage]) -> str:
+    """Where in memory a checkpoint is, whose commit in its storage is the same attempt.
+
+    Args:
+        path: its path in its storage
+        storage: that storage
+        storage_of: returns the storage of a path in memory
+
+    Raises:
+        CheckpointNotFoundError: no keeper of this host has it, or it is not committed
+        CheckpointUnreadableError: a keeper does not answer
+    """
+    root, name = os.path.split(absolute(path))
+    try:
+        tokens = tokens_of(root)
+        manifest = (read_manifest(storage, path) if tokens else None) or {}
+        for token in tokens if manifest else ():
+            near = os.path.join(memory_root(root, token), name)
+            kept = read_manifest(storage_of(near), near)
+            if kept is not None and _is_same(str(manifest.get("attempt")), str(kept.get("attempt"))):
+                return near
+    except OSError as error:
+        raise CheckpointUnreadableError(f"The copy of {path} in memory cannot be found: {error}.") from error
+    raise CheckpointNotFoundError(f"{path} is not in the memory of this host.")
+
+
+class NearestReader(Reader):
+    """A `Reader` that takes a checkpoint from memory if every rank finds it there. Arguments as for `Reader`."""
+
+    def read(
+        self, path: str, state_dict: StateDict | torch.nn.Module | None = None, **options: Any
+    ) -> tuple[Any, list[str]]:
+        """See `Reader.read`. A copy in memory that is damaged is passed over by all ranks, with one line."""
+        wanted = LoadOptions(**options)
+        if (
+            wanted.tag is None
+            and not path.startswith(SCHEME)
+            and (near := self._nearest(path, wanted.alone)) is not None
+        ):
+            try:
+                return super().read(near, state_dict, **{**options, "manifest": None})
+            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+                logger.error("%s is loaded from its storage, not from memory: %s", path, error)
+        return super().read(path, state_dict, **options)
+
+    def _nearest(self, path: str, alone: bool) -> str | None:
+        phase: Phase = nullcontext
+        if self._collective is not None and not alone:
+            phase = self._collective(path, None).phase
+        try:
+            with phase("nearest"):
+                near = copy_in_memory(path, self._storage_of(path), self._storage_of)
+        except CheckpointNotFoundError:
+            return None
+        except CheckpointCorruptError as error:
+            logger.warning("%s is loaded from its storage: %s", path, error)
+            return None
+        return near
+
+
+def _is_same(attempt: str, first: str) -> bool:
+    """Whether an attempt is the first of its save, or a later one, which has a number after the token of the first."""
+    return attempt == first or attempt.startswith(f"{first}-")

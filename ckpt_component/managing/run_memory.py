@@ -1,0 +1,112 @@
+"""What keepers of this host have of a run's folder: the snapshots of the run that owns it, and those of stale runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..core.commit.cleanup import wait_for_writers
+from ..core.commit.fencing import read_owner
+from ..core.commit.scan import Scan
+from ..core.storage.memory.keeper_sockets import memory_root, tokens_of
+from ..core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
+from ..errors import CheckpointError
+from .run_context import RunContext
+
+logger = logging.getLogger(__name__)
+
+
+class RunMemory:
+    """The snapshots in memory that a run may begin with. Used on the leading rank alone.
+
+    Args:
+        run: the run
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        #: The keepers that are to stay until this run has a snapshot of its own, and what they have.
+        self._held: list[RemoteKeeper] = []
+        self._found: tuple[RunContext, Scan] | None = None
+        #: Whether the others were ended.
+        self._is_first = False
+
+    def look(self) -> tuple[RunContext, Scan] | None:
+        """What the keepers of the run that owns the folder have; None: nothing. Keepers of other runs are stale.
+
+        From now on they stay longer than their lease, until `let_go`, or the end of this process. First waits for a
+        snapshot that they are still completing. What else is in memory than whole snapshots goes with its keepers, and
+        nobody need hear of it.
+        """
+        self.let_go()
+        try:
+            self._found = self._look()
+        except (CheckpointError, OSError) as error:
+            logger.warning("snapshots in memory cannot be used, so %s decides: %s", self._run.roots, error)
+        return self._found
+
+    def _look(self) -> tuple[RunContext, Scan] | None:
+        run, owner = self._run, read_owner(self._run.fs, self._run.root)
+        if owner is None or owner.token not in tokens_of(run.root):
+            return None
+        root = memory_root(run.root, owner.token)
+        self._held = keepers_of(root)
+        for keeper in self._held:
+            with contextlib.suppress(ConnectionError):  # it has ended since it was found
+                keeper.hold()
+        kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, memory=None)
+        wait_for_writers(kept.fs, root, kept.names, run.timeouts.close)
+        scan = kept.scan()
+        return kept, Scan(scan.committed, metrics=scan.metrics, manifests=scan.manifests)
+
+    def let_go(self) -> None:
+        """Let the keepers end when their lease is over."""
+        self._found = None
+        while self._held:
+            self._held.pop().close()
+
+    def drop(self, path: str) -> None:
+        """Delete a snapshot from all keepers that have a part of it. A failure is logged."""
+        try:
+            for keeper in _closing(keepers_of(path)):
+                keeper.delete([file.path for file in keeper.listed(path)])
+        except OSError as error:
+            logger.warning("%s could not be dropped from memory: %s", path, error)
+
+    def drop_after(self, step: int | None) -> None:
+        """Delete the snapshots of steps that follow this one; None: all."""
+        kept, scan = self._found or (self._run, Scan())
+        for later in scan.committed:
+            if step is None or later > step:
+                self.drop(kept.path_of(later))
+                logger.info("dropped step %d from memory (checkpoint.rewind=true)", later)
+
+    def end_others(self) -> None:
+        """End the keepers of all other runs of the folder, as this one has a snapshot of its own. Failures are logged.
+
+        A second call does nothing: a run that was suspended may be stale itself when it goes on.
+        """
+        if self._is_first:
+            return
+        self._is_first = True
+        self.let_go()
+        for token in tokens_of(self._run.root):
+            if token != self._run.events.run:
+                try:
+                    for keeper in _closing(keepers_of(memory_root(self._run.root, token))):
+                        keeper.end()
+                except OSError as error:
+                    logger.warning("a keeper of run %s, which is over, ends with its lease: %s", token, error)
+
+
+def _closing(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:
+    """Each keeper that is still there; closes all of them."""
+    try:
+        for keeper in keepers:
+            with contextlib.suppress(ConnectionError):
+                yield keeper
+    finally:
+        for keeper in keepers:
+            keeper.close()

@@ -1,0 +1,301 @@
+"""What keepers keep is a storage: of one keeper and of several, by their sockets, as whoever may connect sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.memory.host_memory import HostMemory
+from ckpt_component.core.storage.memory.keeper_server import KeeperServer
+from ckpt_component.core.storage.memory.keeper_sockets import (
+    SocketPlace,
+    memory_root,
+    runtime_folder,
+    split_root,
+    tokens_of,
+)
+from ckpt_component.core.storage.memory.keepers import Piece
+from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper, keepers_here, keepers_of
+from ckpt_component.core.storage.storage import Storage
+from ckpt_component.errors import CheckpointCorruptError
+from ckpt_component.testing.conformance import StorageContract
+
+TOKEN = "1f2e3d4c-0a0b0c0d"
+ROOT = memory_root("/runs/one", TOKEN)
+#: A keeper in a process of its own: it keeps a small file, and ends when its stdin does.
+PROCESS = """
+import sys
+from ckpt_component.core.storage.memory.keeper_server import KeeperServer
+from ckpt_component.core.storage.memory.kept_files import KeptFiles
+kept = KeptFiles()
+kept.put(sys.argv[1] + "/iter_1/file", b"bytes")
+server = KeeperServer(kept, sys.argv[1], int(sys.argv[2]), dict)
+server.start()
+print("ready", flush=True)
+sys.stdin.read()
+server.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "runtime"
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(folder))
+    return folder
+
+
+@contextlib.contextmanager
+def serving(kept: KeptFiles, rank: int = 0, root: str = ROOT, user: int | None = None) -> Iterator[KeeperServer]:
+    about = {"root": "/runs/one", "world_size": 2, "alive": True}
+    server = KeeperServer(kept, root, rank, lambda: about, user=user)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def keeper_process(rank: int = 0) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROCESS, ROOT, str(rank)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def image(data: bytes) -> int:
+    fd = os.memfd_create("image")
+    os.write(fd, data)
+    return fd
+
+
+def within(seconds: float, is_so: object) -> bool:
+    until = time.monotonic() + seconds
+    while not is_so():  # type: ignore[operator]
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class TestKeeperOfThisProcess(StorageContract):
+    def storage(self, tmp_path: Path) -> tuple[Storage, str]:
+        return HostMemory(lambda _: [], own=KeptFiles()), f"{ROOT}/folder"
+
+
+class TestKeeperBySocket(StorageContract):
+    @pytest.fixture(autouse=True)
+    def served(self) -> Iterator[None]:
+        with serving(KeptFiles()):
+            yield
+
+    def storage(self, tmp_path: Path) -> tuple[Storage, str]:
+        (own,) = keepers_of(ROOT)
+        return HostMemory(own=own), f"{ROOT}/folder"
+
+
+def test_a_path_names_its_run_whatever_is_below_it() -> None:
+    assert split_root("/runs/one") is None
+    assert split_root(f"{ROOT}/iter_1/__0_0.distcp") == split_root(ROOT)
+    assert split_root(memory_root("/data@20/run", TOKEN)) != split_root(ROOT)
+    assert split_root(memory_root("/data@20/run", TOKEN))[1] == TOKEN  # type: ignore[index]
+    assert memory_root("/runs/one/", TOKEN) == ROOT
+    of_bucket = memory_root("s3://bucket/one", TOKEN)
+    assert split_root(f"{of_bucket}/iter_1") == split_root(memory_root("s3://bucket/one/", TOKEN))
+
+
+def test_without_a_keeper_there_is_nothing() -> None:
+    storage = storage_at(ROOT)
+    assert isinstance(storage, HostMemory)
+    assert not storage.exists(ROOT) and storage.names(ROOT) == [] and tokens_of("/runs/one") == []
+    with storage.open_files(f"{ROOT}/iter_1") as files, pytest.raises(CheckpointCorruptError, match="No such file"):
+        files.size("file")
+
+
+def test_keepers_of_two_ranks_are_one_storage() -> None:
+    one, two = KeptFiles(), KeptFiles()
+    fd = image(b"--pieces")
+    two.put_image(f"{ROOT}/iter_1/t/__1_0", 7, fd, 2, 6)
+    os.close(fd)
+    with serving(one, 0), serving(two, 1):
+        leader = HostMemory(HostKeepers(besides=0), own=one)
+        leader.write_new(f"{ROOT}/iter_1/t/__0_0", b"small")
+        leader.put_new(f"{ROOT}/iter_1/manifest.json", b"{}", "")
+        seen = storage_at(ROOT)
+        assert seen.names(ROOT) == ["iter_1"] and seen.names(f"{ROOT}/iter_1") == ["manifest.json", "t"]
+        names = ["__0_0", "__1_0", "__2_0"]
+        assert seen.sizes(f"{ROOT}/iter_1/t", names) == {"__0_0": 5, "__1_0": 6, "__2_0": None}
+        with seen.open_files(f"{ROOT}/iter_1/t") as files:
+            buffer = memoryview(bytearray(5))
+            assert files.fill("__0_0", buffer, 0) and bytes(buffer) == b"small"
+            assert files.fill("__1_0", buffer, 1) and bytes(buffer) == b"ieces"
+            assert not files.fill("__1_0", buffer, 2)
+            assert files.stream("__1_0").read() == b"pieces"
+        with pytest.raises(FileExistsError):  # another keeper has it
+            leader.put_new(f"{ROOT}/iter_1/t/__1_0", b"x", "")
+        leader.write_over(f"{ROOT}/iter_1/t/__1_0", b"where it was")
+        assert two.get(f"{ROOT}/iter_1/t/__1_0", 100) == b"where it was"
+        leader.remove_tree(f"{ROOT}/iter_1")
+        assert two.listed("") == [] and not seen.exists(f"{ROOT}/iter_1")
+
+
+def test_who_has_no_keeper_changes_nothing() -> None:
+    with serving(KeptFiles()) as server:
+        storage = storage_at(ROOT)
+        with pytest.raises(OSError, match="by the process that keeps it"):
+            storage.write_new(f"{ROOT}/x", b"")
+        with pytest.raises(OSError, match="by the process that keeps it"):
+            storage.make_folders(f"{ROOT}/x")
+        assert server.holders == 0
+
+
+def test_keepers_say_what_they_are_and_hear_who_needs_them() -> None:
+    kept = KeptFiles()
+    kept.put(f"{ROOT}/file", b"abc")
+    with serving(kept, 3) as server:
+        (keeper,) = keepers_here()
+        about = keeper.about()
+        assert {**about, "host": socket.gethostname(), "pid": os.getpid()} == about
+        expected = {"root": "/runs/one", "token": TOKEN, "rank": 3, "bytes": 3, "alive": True, "world_size": 2}
+        assert {**about, **expected} == about
+        keeper.hold()
+        assert server.holders == 1
+        keeper.close()
+        assert within(10, lambda: server.holders == 0)
+        assert not server.ended.is_set()
+        keeper.end()  # over a new connection
+        assert server.ended.is_set() and server.holders == 1  # which holds it again
+
+
+def test_a_file_is_as_it_was_while_it_is_open_whoever_deletes_it() -> None:
+    kept = KeptFiles()
+    fd = image(b"first")
+    kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
+    os.close(fd)
+    with serving(kept):
+        (keeper,) = keepers_of(ROOT)
+        with keeper.opened(f"{ROOT}/iter_1") as files:
+            keeper.delete([f"{ROOT}/iter_1/file"])
+            assert kept.listed("") == [] and kept.held() == {1}
+            piece = files["file"]
+            assert isinstance(piece, Piece) and os.pread(piece.descriptor, 5, piece.base) == b"first"
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.pwrite(piece.descriptor, b"x", 0)
+        assert within(10, lambda: kept.held() == set())
+
+
+def test_what_a_dead_reader_had_open_is_free_again() -> None:
+    kept = KeptFiles()
+    fd = image(b"first")
+    kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
+    os.close(fd)
+    reader = (
+        "import sys, time; from ckpt_component.core.storage.memory.remote_keeper import keepers_of\n"
+        "with keepers_of(sys.argv[1])[0].opened(sys.argv[1] + '/iter_1') as files: print(*files, flush=True); time.sleep(60)"
+    )
+    with serving(kept):
+        with subprocess.Popen([sys.executable, "-c", reader, ROOT], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "file\n" and kept.held() == {1}
+            process.kill()
+        assert within(10, lambda: kept.held() == set())
+
+
+def test_an_image_that_was_truncated_is_too_short_and_no_signal() -> None:
+    kept = KeptFiles()
+    fd = image(bytes(8192))
+    kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 8192)
+    os.ftruncate(fd, 4096)
+    os.close(fd)
+    with serving(kept), storage_at(ROOT).open_files(f"{ROOT}/iter_1") as files:
+        buffer = memoryview(bytearray(8192))
+        assert not files.fill("file", buffer, 0)
+        assert files.fill("file", buffer[:4096], 0)
+        with pytest.raises(OSError, match="shorter"), files.stream("file") as stream:
+            stream.read()
+        with pytest.raises(OSError, match="ends after 4096 of 8192"):
+            storage_at(ROOT).read(f"{ROOT}/iter_1/file", 10000)
+
+
+def test_three_hundred_files_with_descriptors_of_their_own() -> None:
+    kept = KeptFiles()
+    for number in range(300):
+        fd = image(b"%d" % number)
+        kept.put_image(f"{ROOT}/iter_1/{number}", number, fd, 0, len(str(number)))
+        os.close(fd)
+    with serving(kept), storage_at(ROOT).open_files(f"{ROOT}/iter_1") as files:
+        assert [files.stream(str(number)).read() for number in range(300)] == [b"%d" % n for n in range(300)]
+    kept.delete([file.path for file in kept.listed("")])
+
+
+def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path) -> None:
+    runtime.mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="others may open it .*755.* set CKPT_RUNTIME_DIR"):
+        keepers_of(ROOT)
+    with pytest.raises(PermissionError, match="others may open it"), serving(KeptFiles()):
+        pass
+    runtime.chmod(0o700)
+    with pytest.raises(PermissionError, match=f"belongs to user {os.getuid()}, not to user {os.getuid() + 1}"):
+        runtime_folder(os.getuid() + 1)
+    runtime.rmdir()
+    runtime.symlink_to("/tmp")
+    with pytest.raises(PermissionError, match="not a folder"):
+        tokens_of("/runs/one")
+
+
+def test_the_process_of_another_user_is_refused_on_both_sides() -> None:
+    place = SocketPlace(*split_root(ROOT) or ("", ""))
+    with serving(KeptFiles()), pytest.raises(PermissionError, match=f"a process of user {os.getuid()}, not"):
+        RemoteKeeper(place, 0, user=os.getuid() + 1)
+    with serving(KeptFiles(), user=os.getuid() + 1), pytest.raises(PermissionError, match="this keeper belongs to"):
+        keepers_of(ROOT)[0].listed("")
+
+
+def test_a_dead_keeper_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
+    storage = storage_at(ROOT)
+    with keeper_process() as process:
+        assert storage.names(ROOT) == ["iter_1"]
+        process.kill()
+        process.wait()
+        sockets = [path for path in runtime.rglob("*") if path.is_socket()]
+        assert len(sockets) == 1
+        assert storage.names(ROOT) == [] and not storage.exists(ROOT)
+        assert storage.names(ROOT) == [] and not sockets[0].exists()
+        with keeper_process() as again:  # at the same place
+            assert storage.read(f"{ROOT}/iter_1/file", 10) == b"bytes"
+            again.communicate(timeout=30)
+        assert not [*runtime.iterdir()]
+
+
+def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
+    storage = HostMemory(HostKeepers(seconds=0.3))
+    with keeper_process(rank=2) as process:
+        assert storage.names(ROOT) == ["iter_1"]
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match=f"rank 2's keeper .process {process.pid}. has not answered for 0.3 s"):
+            storage.names(ROOT)
+        with pytest.raises(TimeoutError):
+            storage.exists(ROOT)
+        process.send_signal(signal.SIGCONT)
+        assert storage.names(ROOT) == ["iter_1"]
+
+
+def test_long_paths_have_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / ("long" * 30) / ("path" * 30)))
+    with serving(KeptFiles()):
+        assert [keeper.rank for keeper in keepers_of(ROOT)] == [0]
