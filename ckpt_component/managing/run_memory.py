@@ -51,7 +51,7 @@ class RunMemory:
         return self._found
 
     def is_stale(self, scan: Scan) -> bool:
-        """Whether a run after the one whose snapshots were found has saved checkpoints, so that they are no longer valid.
+        """Whether a later run than that of the snapshots has saved checkpoints, so that they are of no use any more.
 
         Args:
             scan: of the folder, and of the permanent one behind it
