@@ -42,6 +42,7 @@ COMMANDS = {
     "cp": ("cp_command", "copy a checkpoint, verified, whole or not at all"),
     "mv": ("mv_command", "move a checkpoint"),
     "rm": ("rm_command", "delete checkpoints, but never the last good one by accident"),
+    "memory": ("memory_command", "list, show or drop the snapshots that runs have in the memory of this host"),
     "gc": ("gc_command", "delete what dead runs left, and old checkpoints"),
     "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
     "import": ("import_command", "make a committed checkpoint from one of another program"),

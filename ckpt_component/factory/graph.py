@@ -213,7 +213,7 @@ def build_manager(
                 folder.check_writable()
             saves_to = run.fs
             shown = _progress(ranks)
-            place_of = partial(_place_of, saves_to, run.memory)
+            place_of = (lambda _: saves_to) if run.memory is None else partial(_place_of, saves_to, run.memory)
             context = SaveContext(ranks, place_of, timeouts, folder, policy, events, shown)
             base = _base(settings, storage_of)
             find = BaseFiles(partial(_bases, roots[0], base, job), saves_to, names).find
@@ -316,7 +316,8 @@ def _build_graph(
     shared = caller.in_other_process
     reuse = FileReuse(None)
     if settings.reuse.mode is ReuseMode.auto and isinstance(writer, PlansUnchanged):
-        reuse = FileReuse(UnchangedTensors(settings.reuse.frozen), find, writer.algorithm)
+        unchanged, in_memory = UnchangedTensors(settings.reuse.frozen), snapshots is not None
+        reuse = FileReuse(unchanged, find, writer.algorithm, in_memory=in_memory)
     room = {} if snapshots is None else snapshots.room()
     stager.connect(
         writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse, **room
@@ -352,9 +353,9 @@ def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:
     return SnapshotParts(settings)
 
 
-def _place_of(storage: Storage, memory: RunContext | None, path: str) -> Storage:
+def _place_of(storage: Storage, memory: RunContext, path: str) -> Storage:
     """The storage that a save goes to: the memory of the keepers, or that of the run's folder."""
-    return memory.fs if memory is not None and memory.fs.holds(path) else storage
+    return memory.fs if memory.fs.holds(path) else storage
 
 
 def _progress(ranks: Coordinator) -> Progress:

@@ -146,6 +146,8 @@ class _Limit(CheckpointListener):
 
     def on_committed(self, report: SaveReport) -> None:
         """Delete what the new checkpoint makes superfluous."""
+        if report.memory:
+            return
         args, best = self._args, self._best.pop(report.step or 0, None)
         if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
             return

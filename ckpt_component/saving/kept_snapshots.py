@@ -25,9 +25,13 @@ from .attempts import SaveAttempts
 from .context import Ownership, RunHooks, SaveContext
 from .in_flight import SaveHandle
 from .records import Committed, SaveRequest, Staged, report_of
+from .retry import ErrorPolicy
 from .save_lane import SaveLane, notify
 
 logger = logging.getLogger(__name__)
+
+#: How long keepers whose trainers have died wait for a rank of which there is no sign, in seconds.
+_PATIENCE = 2.0
 
 
 class KeepingLane(SaveLane):
@@ -65,7 +69,9 @@ class KeepingLane(SaveLane):
         beside = replace(
             context,
             run=MemoryHooks(context.run, on_kept),
-            policy=replace(context.policy, min_free_bytes=None),
+            # The next snapshot comes soon, and what is saved to storage does not depend on this one.
+            policy=ErrorPolicy(warn=True, min_free_bytes=None, reason="the older snapshot stays in memory"),
+            timeouts=replace(context.timeouts, heartbeat=min(context.timeouts.heartbeat, _PATIENCE)),
             reuse=ProvedReuse(),
             lane="memory/",
         )
@@ -78,17 +84,22 @@ class KeepingLane(SaveLane):
         self._on_kept = beside.run.after_commit
         #: For the other lane, as `SaveLane` has them: of saves to storage.
         self._doubles: deque[Staged] = deque()
+        #: Where the newest snapshot of this run is, or will be, in memory.
+        self._newest = ""
         self._is_beside_idle = True
 
     def submit(self, staged: Staged) -> SaveHandle:
         """Complete a save after those so far; one to storage in memory too. See the base class."""
         request = staged.admitted.request
         if request.storage is self._storage:
+            self._newest = request.path
             return self._beside.submit(self._at(request, staged))
-        path = self._path_of(request.path)
-        # Replicas are compared once, when the save to storage begins.
-        double = replace(request, path=path, storage=self._storage, is_told=False)
-        self._keep_too(self._at(double, replace(staged, comparison=None)))
+        path, before = self._path_of(request.path), self._newest
+        self._newest = path
+        if path != before:  # else the step is in memory, and now goes to storage too
+            # Replicas are compared once, when the save to storage begins.
+            double = replace(request, path=path, storage=self._storage, is_told=False)
+            self._keep_too(self._at(double, replace(staged, comparison=None)))
         return super().submit(staged)
 
     def _at(self, request: SaveRequest, staged: Staged) -> Staged:
@@ -117,7 +128,8 @@ class KeepingLane(SaveLane):
             committed = self._kept.run(staged, staged.attempt, 1)
         except Exception as error:
             text = "%s did not become whole, so the snapshot before stays in memory; the save itself goes on: %s"
-            logger.warning(text, request.path, error)
+            defect = None if isinstance(error, CheckpointError) else error
+            logger.warning(text, request.path, error, exc_info=defect)
             return
         finally:
             if staged.snapshot is not None:
@@ -147,7 +159,7 @@ class KeepingLane(SaveLane):
     def close(self, *, wait: bool) -> None:
         """End both threads, and let go of the snapshot that was kept: its keeper has it, or ends too."""
         super().close(wait=wait)
-        self._beside.close(wait=self._is_beside_idle)
+        self._beside.close(wait=wait and self._is_beside_idle)
         self._caller.close(self._timeouts.close)
         self._kept.release()
 

@@ -186,7 +186,7 @@ class SavePipeline:
     def add_report(self, report: SaveReport) -> None:
         """Keep and record the report of a save that has ended, or that was skipped before it was begun."""
         self.reports.append(report)
-        if report.outcome == "committed" or self._shows_failures:
+        if (report.outcome == "committed" and not report.memory) or self._shows_failures:
             self.last_report = report
         self.events.saved(report)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.commit.protocol import Attempt
+from ..core.storage.locate import MEMORY
 from ..core.storage.storage import Storage
 from ..events import SaveReport
 from ..stagers.base import Snapshot, StatePlan
@@ -172,5 +173,6 @@ def report_of(
         committed_s=spans.get("commit", zero)[1],
         spans=spans,
         lost_s=values.get("stall_s", 0.0),
+        memory=request.path.startswith(MEMORY),
         **values,
     )

@@ -28,8 +28,9 @@ from ckpt_component.core.storage.memory.keepers import Piece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper, keepers_here, keepers_of
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.errors import CheckpointCorruptError
+from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
 from ckpt_component.testing.conformance import StorageContract
+from ckpt_component.testing.conformance.leftovers import memfds
 
 TOKEN = "1f2e3d4c-0a0b0c0d"
 ROOT = memory_root("/runs/one", TOKEN)
@@ -232,6 +233,115 @@ def test_an_image_that_was_truncated_is_too_short_and_no_signal() -> None:
             storage_at(ROOT).read(f"{ROOT}/iter_1/file", 10000)
 
 
+def test_a_file_may_end_with_bytes_that_are_not_in_the_image() -> None:
+    kept, content = KeptFiles(), b"0123456789"
+    fd = image(b"--012345--")
+    kept.put_image(f"{ROOT}/iter_1/file", kept.new_source(), fd, 2, 6, b"6789")
+    os.close(fd)
+    with serving(kept), storage_at(ROOT).open_files(f"{ROOT}/iter_1") as files:
+        assert storage_at(ROOT).read(f"{ROOT}/iter_1/file", 10) == content
+        assert storage_at(ROOT).size(f"{ROOT}/iter_1/file") == files.size("file") == 10
+        for start in range(11):
+            for end in range(start, 11):
+                buffer = memoryview(bytearray(end - start))
+                assert files.fill("file", buffer, start) and bytes(buffer) == content[start:end]
+
+
+def test_memory_is_held_as_long_as_a_file_or_a_reader_needs_it() -> None:
+    kept, before = KeptFiles(), memfds(os.getpid())
+    fd = image(b"onetwo")
+    kept.put_image(f"{ROOT}/iter_1/one", 1, fd, 0, 3)
+    kept.put_image(f"{ROOT}/iter_1/two", 1, fd, 3, 3)
+    with pytest.raises(FileExistsError):
+        kept.put_image(f"{ROOT}/iter_1/two", 1, fd, 0, 3)
+    os.close(fd)
+    for _ in range(3):
+        with kept.opened(f"{ROOT}/iter_1"):
+            pass
+    kept.delete([f"{ROOT}/iter_1/one", f"{ROOT}/iter_1/missing"])
+    assert kept.get(f"{ROOT}/iter_1/two", 3) == b"two" and kept.nbytes == 3
+    assert len(memfds(os.getpid()) - before) == 1
+    with kept.opened(f"{ROOT}/iter_1"), kept.opened(f"{ROOT}/iter_1"):
+        kept.delete([f"{ROOT}/iter_1/two"])
+        assert len(memfds(os.getpid()) - before) == 1
+    assert memfds(os.getpid()) == before and kept.held() == set()
+    with kept.opened(f"{ROOT}/iter_1") as files:
+        assert not files
+
+
+def test_the_readers_of_a_folder_let_go_of_its_files() -> None:
+    kept = KeptFiles()
+    fd = image(b"bytes")
+    kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
+    os.close(fd)
+    for _ in range(3):
+        with HostMemory(lambda _: [kept]).open_files(f"{ROOT}/iter_1") as files:
+            assert kept.held() == set()  # nothing was asked for yet
+            assert files.size("file") == 5 and kept.held() == {1}
+        assert kept.held() == set()
+    kept.delete([f"{ROOT}/iter_1/file"])
+
+
+def test_small_files_are_put_when_they_are_whole() -> None:
+    storage = HostMemory(lambda _: [], own=KeptFiles())
+    path = f"{ROOT}/file"
+    fd = storage.create(path)
+    storage.write(fd, [memoryview(b"de"), memoryview(b"f")], 3)
+    assert not storage.exists(path)
+    storage.write(fd, [memoryview(b"ab")], 0)
+    storage.sync(fd)
+    assert storage.read(path, 10) == b"ab\0def"
+    storage.write(fd, [memoryview(b"c")], 2)
+    storage.sync(fd)
+    storage.close(fd)
+    assert storage.read(path, 10) == b"abcdef"
+    with pytest.raises(FileExistsError):
+        storage.create(path)
+    given_up = storage.create(f"{ROOT}/given-up")
+    storage.write(given_up, [memoryview(b"half")], 0)
+    storage.close(given_up)
+    storage.close(storage.create(f"{ROOT}/empty"))
+    assert storage.names(ROOT) == ["empty", "file"] and storage.size(f"{ROOT}/empty") == 0
+
+
+def test_what_a_storage_of_memory_is() -> None:
+    storage = HostMemory(lambda _: [], own=KeptFiles())
+    assert storage.in_memory(ROOT) and storage.holds(ROOT) and not storage.holds("/runs/one")
+    assert not storage.durable and not storage.atomic_rename and storage.free_bytes(ROOT) is None
+    storage.make_folder(f"{ROOT}/iter_1")
+    with pytest.raises(FileExistsError):
+        storage.make_folder(f"{ROOT}/iter_1")
+    assert storage.names(f"{ROOT}/iter_1") == [] and storage.is_folder(f"{ROOT}/iter_1")
+    assert storage.changed(f"{ROOT}/iter_1") == storage.modified(f"{ROOT}/iter_1")
+    storage.remove_folder(f"{ROOT}/iter_1")
+    assert not storage.exists(f"{ROOT}/iter_1")
+    with pytest.raises(FileNotFoundError):
+        storage.remove_tree(f"{ROOT}/iter_1")
+    storage.write_new(f"{ROOT}/mark", b"")
+    made = storage.modified(f"{ROOT}/mark")
+    while storage.modified(f"{ROOT}/mark") == made:
+        storage.touch(f"{ROOT}/mark")
+
+
+def test_who_lives_is_read_past_who_is_dead_and_the_own_keeper_must_live() -> None:
+    live = KeptFiles()
+    live.put(f"{ROOT}/iter_1/other", b"other")
+    with keeper_process() as process:
+        (dead,) = keepers_of(ROOT)
+        process.kill()
+        process.wait()
+    storage = HostMemory(lambda _: [dead, live])
+    with storage.open_files(f"{ROOT}/iter_1") as files:
+        assert files.size("other") == 5
+    assert storage.read(f"{ROOT}/iter_1/other", 10) == b"other" and storage.names(f"{ROOT}/iter_1") == ["other"]
+    owner = HostMemory(lambda _: [live], own=dead)
+    for ask in (owner.names, owner.is_folder):
+        with pytest.raises(ConnectionError, match="rank 0's keeper has ended"):
+            ask(ROOT)
+    with pytest.raises(ConnectionError):
+        owner.read(f"{ROOT}/iter_1/file", 10)
+
+
 def test_three_hundred_files_with_descriptors_of_their_own() -> None:
     kept = KeptFiles()
     for number in range(300):
@@ -256,6 +366,28 @@ def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path) -> None:
     runtime.symlink_to("/tmp")
     with pytest.raises(PermissionError, match="not a folder"):
         tokens_of("/runs/one")
+
+
+def test_the_folder_of_the_sockets_is_the_same_wherever_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", "runtime")
+    with pytest.raises(OSError, match="CKPT_RUNTIME_DIR is not an absolute path"):
+        keepers_of(ROOT)
+
+
+def test_who_comes_later_replaces_a_socket_and_who_was_replaced_leaves_it() -> None:
+    one, two = KeptFiles(), KeptFiles()
+    two.put(f"{ROOT}/file", b"of the second")
+    with serving(two):
+        pass
+    with contextlib.ExitStack() as first:
+        first.enter_context(serving(one))
+        storage = storage_at(ROOT)
+        assert storage.names(ROOT) == []
+        with serving(two):
+            assert storage.names(ROOT) == ["file"]
+            first.close()
+            assert storage_at(ROOT).names(ROOT) == ["file"]
+        assert tokens_of("/runs/one") == []
 
 
 def test_the_process_of_another_user_is_refused_on_both_sides() -> None:
@@ -283,16 +415,19 @@ def test_a_dead_keeper_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
 
 
 def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
-    storage = HostMemory(HostKeepers(seconds=0.3))
+    impatient, patient = HostMemory(HostKeepers(seconds=0.3)), storage_at(ROOT)
     with keeper_process(rank=2) as process:
-        assert storage.names(ROOT) == ["iter_1"]
+        assert patient.names(ROOT) == ["iter_1"]
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(TimeoutError, match=f"rank 2's keeper .process {process.pid}. has not answered for 0.3 s"):
-            storage.names(ROOT)
+            impatient.names(ROOT)
         with pytest.raises(TimeoutError):
-            storage.exists(ROOT)
+            impatient.exists(ROOT)
+        with impatient.open_files(f"{ROOT}/iter_1") as files, pytest.raises(CheckpointUnreadableError, match="0.3 s"):
+            files.size("file")
         process.send_signal(signal.SIGCONT)
-        assert storage.names(ROOT) == ["iter_1"]
+        assert patient.names(ROOT) == ["iter_1"]
 
 
 def test_long_paths_have_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

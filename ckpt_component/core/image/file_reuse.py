@@ -34,6 +34,7 @@ class FileReuse:
         unchanged: which tensors are expected to keep their values; None: no files are shared
         find: looks in other checkpoints for files that the last one does not have
         checksum: algorithm of the items' checksums
+        in_memory: whether snapshots go to memory too, where what is not copied is shared by its open file
     """
 
     def __init__(
@@ -41,8 +42,11 @@ class FileReuse:
         unchanged: UnchangedTensors | None,
         find: Find = lambda wanted, storage, elsewhere: {},
         checksum: str = "",
+        *,
+        in_memory: bool = False,
     ) -> None:
         self._unchanged = unchanged
+        self._in_memory = in_memory
         self._find = find
         self._checksum = checksum
         self._lock = threading.Lock()
@@ -78,6 +82,8 @@ class FileReuse:
             return None
         with self._lock:
             kept, marks = self._kept_in(storage), self._marks
+            if self._in_memory:
+                kept = {key: file for key, file in self._kept.items() if not isinstance(file.held, str)}
         return UnchangedFiles(layout, flat, kept, marks, in_place=find_hash()[1])
 
     def settle(self, files: UnchangedFiles, read: Read, storage: Storage) -> list[SharedFile]:

@@ -52,6 +52,8 @@ class HostMemory(ObjectFolders):
         own: keeps what is put here, whether or not `find` finds it, too; None: this storage is read only (EROFS)
     """
 
+    verifies_first = True
+
     def __init__(self, find: Callable[[str], Sequence[Keeper]] | None = None, own: Keeper | None = None) -> None:
         super().__init__(durable=False, atomic_rename=False, warns=False)
         self._find = HostKeepers() if find is None else find
@@ -169,10 +171,6 @@ class HostMemory(ObjectFolders):
             return self.modified(trial)
         finally:
             self.unlink(trial)
-
-    @property
-    def verifies_first(self) -> bool:
-        return True
 
     def in_memory(self, path: str) -> bool:
         return True

@@ -77,8 +77,7 @@ class KeeperServer:
             PermissionError: the folder of the sockets is another user's, or open to others
             OSError: the socket cannot be made
         """
-        self._listener = self._place.listen(self._rank)
-        self._number = self._place.ranks()[self._rank]
+        self._listener, self._number = self._place.listen(self._rank)
         threading.Thread(target=self._accept, args=(self._listener,), name="ckpt-keeper", daemon=True).start()
 
     def close(self) -> None:

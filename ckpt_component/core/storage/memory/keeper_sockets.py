@@ -70,9 +70,12 @@ def runtime_folder(user: int | None = None) -> str:
 
     Raises:
         PermissionError: it is another user's, or open to others
+        OSError: it is not an absolute path
     """
     user = os.getuid() if user is None else user
     path = os.environ.get(_VARIABLE) or f"/tmp/ckpt-{user}"
+    if not os.path.isabs(path):
+        raise OSError(errno.EINVAL, f"{_VARIABLE} is not an absolute path; set it to one, or unset it", path)
     with contextlib.suppress(FileNotFoundError):
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode):
@@ -135,8 +138,11 @@ class SocketPlace:
         finally:
             os.close(folder)
 
-    def listen(self, rank: int) -> socket.socket:
+    def listen(self, rank: int) -> tuple[socket.socket, int]:
         """Listen on a rank's socket, which replaces that of a predecessor.
+
+        Returns:
+            What listens, and the socket's number, as `ranks` has it.
 
         Raises:
             PermissionError: as `runtime_folder`
@@ -160,15 +166,16 @@ class SocketPlace:
                 listener.bind(_address(folder, draft))
                 listener.listen(_BACKLOG)
                 os.rename(draft, str(rank), src_dir_fd=folder, dst_dir_fd=folder)
+                number = os.stat(str(rank), dir_fd=folder).st_ino
         except BaseException:
             listener.close()
             raise
         finally:
             os.close(folder)
-        return listener
+        return listener, number
 
     def remove(self, rank: int, number: int) -> None:
-        """Remove a rank's socket with a number from `ranks`, and the folders that are then empty."""
+        """Remove a rank's socket, if it still has this number, and the folders that are then empty."""
         with contextlib.suppress(FileNotFoundError):
             folder = os.open(self.folder, _FOLDER)
             try:

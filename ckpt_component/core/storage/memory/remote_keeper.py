@@ -149,8 +149,8 @@ class RemoteKeeper(Keeper):
             channel.send({"ask": ask, **arguments}, time.monotonic() + self._seconds, [data] if data else [])
         except TimeoutError:
             raise self._silent() from None
-        except OSError as error:
-            raise self._gone() from error
+        except OSError as error:  # it has hung up, and may have said why
+            logger.debug("rank %d's keeper did not take a request: %s", self._rank, error)
         return channel, *self._received(channel)
 
     def _received(self, channel: Channel) -> Frame:

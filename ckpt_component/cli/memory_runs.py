@@ -1,0 +1,134 @@
+"""The runs of which keepers on this host have snapshots in memory: for `ckpt memory`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ..core.commit.fencing import read_owner
+from ..core.formats.checkpoints import Root, created_of
+from ..core.spelling import closest
+from ..core.storage.locate import storage_at
+from ..core.storage.memory.host_memory import HostMemory
+from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here, split_root
+from ..core.storage.memory.keepers import Keeper
+from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
+from ..errors import CheckpointNotFoundError
+
+logger = logging.getLogger(__name__)
+
+
+class RunInMemory:
+    """The keepers of one run.
+
+    Args:
+        root: folder of the run's checkpoints, or its URL; None: what the keepers say
+        token: the run's token
+        keepers: its keepers
+        is_owner: whether the folder is this run's, so that the next start believes its snapshots; None: not known
+
+    Attributes:
+        root: folder of the run's checkpoints, or its URL; None: no keeper answers
+        token, is_owner: as given
+        about: what each keeper says about itself, by rank
+        silent: ranks whose keeper does not answer
+    """
+
+    def __init__(
+        self, root: str | None, token: str, keepers: Sequence[RemoteKeeper], is_owner: bool | None = None
+    ) -> None:
+        self.token = token
+        self.is_owner = is_owner
+        self.about: dict[int, dict[str, Any]] = {}
+        self.silent: list[int] = []
+        self._answering: dict[int, Keeper] = {}
+        for keeper in keepers:
+            try:
+                self.about[keeper.rank] = keeper.about()
+                self._answering[keeper.rank] = keeper
+            except ConnectionError as error:
+                logger.info("left out: %s", error)
+            except TimeoutError as error:
+                logger.warning("%s", error)
+                self.silent.append(keeper.rank)
+        self.root = next((str(about["root"]) for about in self.about.values()), root)
+
+    @property
+    def since(self) -> float:
+        """When it began, seconds since 1970; 0: no keeper answers."""
+        return max((float(about["since"]) for about in self.about.values()), default=0.0)
+
+    @property
+    def world_size(self) -> int | None:
+        """Its number of ranks; None: no keeper answers."""
+        return next((int(about["world_size"]) for about in self.about.values()), None)
+
+    @cached_property
+    def snapshots(self) -> Root:
+        """Its snapshots, as checkpoints below its memory root."""
+        return Root(HostMemory(lambda _: [*self._answering.values()]), memory_root(self.root or "", self.token))
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of its whole snapshots."""
+        return self.snapshots.committed
+
+    def steps_of(self, rank: int) -> list[int]:
+        """The steps of whole snapshots of which a rank's keeper has a part."""
+        return [step for step in self.steps if self._answering[rank].listed(self.snapshots.paths[step])]
+
+    def size_of(self, step: int) -> tuple[float, int]:
+        """When the snapshot of a step became whole, seconds since 1970, and its bytes."""
+        manifest = next(scan.manifests[step] for scan in self.snapshots.scans.values() if step in scan.manifests)
+        return created_of(manifest) or 0.0, sum(entry["size"] for entry in manifest["files"])
+
+    def drop(self, step: int) -> int:
+        """Delete the snapshot of a step from all keepers; returns how many bytes it had."""
+        path, nbytes = self.snapshots.paths[step], 0
+        for keeper in self._answering.values():
+            files = keeper.listed(path)
+            keeper.delete([file.path for file in files])
+            nbytes += sum(file.size for file in files)
+        del self.snapshots
+        return nbytes
+
+
+def runs_in_memory(root: str | None = None, options: Mapping[str, str] | None = None) -> list[RunInMemory]:
+    """The runs with keepers on this host, of a folder of checkpoints or of all; the one that owns the folder first.
+
+    Args:
+        root: absolute path of the folder, or its URL; None: all folders
+        options: `-o` of the command line, for a URL
+
+    Raises:
+        PermissionError: the folder of the sockets, or a process behind one, is another user's
+    """
+    only = None if root is None else split_root(memory_root(root, "any"))
+    found = [
+        (token, keepers)
+        for identity, token in roots_here()
+        if only is None or identity == only[0]
+        if (keepers := HostKeepers().at(SocketPlace(identity, token)))
+    ]
+    owner = read_owner(storage_at(root, options=options), root) if root is not None and found else None
+    runs = [
+        RunInMemory(root, token, keepers, None if owner is None else token == owner.token) for token, keepers in found
+    ]
+    return sorted(runs, key=lambda run: (run.root or "", not run.is_owner, -run.since))
+
+
+def runs_of(argument: str, root: str, options: Mapping[str, str] | None = None) -> list[RunInMemory]:
+    """As `runs_in_memory`, of a folder that an argument names.
+
+    Raises:
+        CheckpointNotFoundError: no keeper has a snapshot of it; the text says of which one has
+    """
+    found = runs_in_memory(root, options)
+    if not found:
+        roots = {run.root for run in runs_in_memory() if run.root is not None}
+        near = closest(root, roots)
+        hint = f"did you mean {near}?" if near else "ckpt memory ls lists what there is."
+        raise CheckpointNotFoundError(f"This host has no snapshot of {argument} in memory; {hint}")
+    return found
