@@ -36,6 +36,9 @@ from .growth.courses import measure_courses
 from .peer_environment import PeerEnvironment
 from .place import place
 from .promises import judge
+from .recovery.kill_turns import measure_turns
+from .recovery.restart_page import restarts_shown
+from .recovery.restarts import read_restarts, write_restarts
 from .row_figures import read_figures, rows_for_sweep, write_figures
 from .row_page import rows_shown
 from .row_table import render
@@ -108,6 +111,8 @@ def run_job(config: DictConfig) -> None:
             require_cuda()
         if request.bench.action is Action.growth:
             _grow(request, peers, here, folder)
+        elif request.bench.action is Action.recovery:
+            _kill(request, peers, here, folder)
         else:
             _measure_rows(request, peers, here, folder, job)
     except KeyboardInterrupt:
@@ -209,8 +214,7 @@ def _measure(
 
 def _grow(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
     bench = request.bench
-    if bench.device is not Device.cpu:
-        raise HydraConfigError(f"device={bench.device.value}: costs in Python grow alike there; use device=cpu.")
+    _refuse_cuda(bench, "costs in Python grow alike there")
     if bench.results is not None:
         courses, about = read_growth(str(here / bench.results))
         write_growth(courses, folder, about)
@@ -223,6 +227,30 @@ def _grow(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Pat
         raise BenchmarkFailed(f"{counted(shown.failed, 'cost')} grew faster than linearly; see FAIL above.")
     if shown.draw is None:
         raise BenchmarkFailed("Nothing was measured; the reasons are above.")
+
+
+def _kill(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
+    bench = request.bench
+    _refuse_cuda(bench, "trainers of this benchmark have their state in host memory")
+    if len(request.states) > 1 or len(request.targets) > 1:
+        raise HydraConfigError("ckpt-bench recovery takes one state= and one target=; use -m for several.")
+    if bench.results is not None:
+        measured, about = read_restarts(str(here / bench.results))
+        write_restarts(measured, folder, about)
+    else:
+        about = _about(request, peers)
+        measured = measure_turns(request, _parent(bench, request.targets[0], here), about, folder, _say)
+    shown = restarts_shown(measured)
+    shown.show(about, folder, _say)
+    if shown.failed:
+        raise BenchmarkFailed(f"{counted(shown.failed, 'promise')} failed; see FAIL above.")
+    if shown.draw is None:
+        raise BenchmarkFailed("Nothing was measured; the reasons are above.")
+
+
+def _refuse_cuda(bench: Bench, reason: str) -> None:
+    if bench.device is not Device.cpu:
+        raise HydraConfigError(f"device={bench.device.value}: {reason}; use device=cpu.")
 
 
 def _parent(bench: Bench, target: str, here: Path) -> tuple[Path, str]:

@@ -28,10 +28,16 @@ from ckpt_component.core.spelling import invalid_choice
 from ckpt_component.core.storage.locate import expanded
 
 from .measure.row_kinds import FAMILIES, ROWS, rows_of
+from .recovery.restart_rows import RESTART_ROWS
 
 #: Name -> size in gigabytes (1e9), rounded up.
 STATES: Mapping[str, float] = {"large": 1.5, "many_small": 0.7, "moe": 1.5, "bf16_mixed": 1.77, "tiny": 0.03}
 TARGETS = ("disk", "tmpfs")
+#: States whose weights `recovery` trains: weights and moments have the size of the state, or it is for tests.
+_TRAINED = ("large", "tiny")
+#: Numbers of ranks, if none are given.
+_RANKS = (1, 2, 10, 30, 100, 300, 1_000)
+_RANKS_KILLED = (1, 2)
 _FOLDERS = ("dir", "tmpfs_dir", "peers_dir", "results")
 
 
@@ -42,6 +48,7 @@ class Action(Enum):
     check = "check"
     peers = "peers"
     growth = "growth"
+    recovery = "recovery"
 
 
 class Device(Enum):
@@ -57,13 +64,15 @@ class Bench:
 
     action: Action = Action.run
     """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
-    `growth`: measure what grows with the number of items and of ranks."""
+    `growth`: measure what grows with the number of items and of ranks; `recovery`: kill jobs, and measure how they
+    come back."""
     state: Any = field(default_factory=lambda: ["large"])
     """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
     target: Any = field(default_factory=lambda: ["disk"])
     """Where to, a name or a list: disk (a folder made in `dir`) or tmpfs (one in /dev/shm); both are removed after."""
     rows: Any = field(default_factory=lambda: ["all"])
-    """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`."""
+    """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`; for `recovery`: memory, disk,
+    dcp_load, empty, or `all`."""
     device: Device = Device.cpu
     """Where the states and the loop are: `cpu`, or `cuda`, one CUDA device; rows of ours and of torch alone."""
     budget: float | None = above(0, 570.0, SECONDS)
@@ -92,8 +101,9 @@ class Bench:
     """Where the peers' environment is, and where `action=peers` makes it."""
     items: Any = field(default_factory=lambda: [1_000, 3_000, 10_000, 30_000, 100_000])
     """For `growth`: numbers of tensors of one rank; `[]` leaves them out."""
-    ranks: Any = field(default_factory=lambda: [1, 2, 10, 30, 100, 300, 1_000])
-    """For `growth`: numbers of ranks; rank 0 is a process, threads of others are the rest; `[]` leaves them out."""
+    ranks: Any = None
+    """Numbers of ranks. For `growth`, from 1 to 1,000 by default: rank 0 is a process, threads of others are the rest,
+    and `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes."""
     results: str | None = None
     """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
 
@@ -129,15 +139,26 @@ def read(config: DictConfig) -> BenchRequest:
     with for_hydra():
         folders = {key: expanded(values[key], key) for key in _FOLDERS if isinstance(values[key], str)}
     bench = read_values(Bench, {**values, **folders}, "")
-    names = _names("rows", bench.rows, [*ROWS, *FAMILIES, "all"])
-    chosen = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
+    kills = bench.action is Action.recovery
+    ranks = [*(_RANKS_KILLED if kills else _RANKS)] if bench.ranks is None else bench.ranks
     return BenchRequest(
         bench=bench,
-        states=_names("state", bench.state, list(STATES)),
+        states=_names("state", bench.state, _TRAINED if kills else list(STATES)),
         targets=_names("target", bench.target, TARGETS),
-        rows=[row for row in ROWS if row in chosen],
-        sizes={axis: _sizes(axis, getattr(bench, axis)) for axis in ("items", "ranks")},
+        rows=_restart_rows(bench.rows) if kills else _saving_rows(bench.rows),
+        sizes={"items": _sizes("items", bench.items), "ranks": _sizes("ranks", ranks)},
     )
+
+
+def _saving_rows(value: Any) -> list[str]:
+    names = _names("rows", value, [*ROWS, *FAMILIES, "all"])
+    chosen = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
+    return [row for row in ROWS if row in chosen]
+
+
+def _restart_rows(value: Any) -> list[str]:
+    names = _names("rows", value, [*RESTART_ROWS, "all"])
+    return [row for row in RESTART_ROWS if row in names or "all" in names]
 
 
 def _sizes(key: str, value: Any) -> list[int]:

@@ -158,10 +158,10 @@ class _ConnectedCaller(WriteCaller):
         """A connection to a running process, a new one where there is none, or it has ended."""
 
     def _running(self, timeout: float) -> WriterConnection:
-        process = self._connect(timeout)
-        if process is not self._process:
+        process = self._process
+        if process is None or not process.alive:
             self._arenas, self._sent_table = {}, None
-            self._process = process
+            self._process = process = self._connect(timeout)
         return process
 
     def _kill(self, process: WriterConnection) -> None:

@@ -1,7 +1,8 @@
 """`ckpt doctor [ROOT]`: check this machine, and a folder for checkpoints, with the operations that a save uses.
 
-Check this machine and what is installed, and with ROOT the folder: sync, rename, locks, free space, direct I/O; of a
-URL: access, conditional puts, rates. Leaves nothing behind. Exit code 1: saves would fail.
+Check this machine, what it takes to keep snapshots in its memory, and what is installed; with ROOT the folder: sync,
+rename, locks, free space, direct I/O; of a URL: access, conditional puts, rates. Leaves nothing behind. Exit code 1:
+saves would fail.
 
 example:
   ckpt doctor checkpoints
@@ -22,6 +23,7 @@ from .health.bucket_checks import check_bucket
 from .health.finding import FAILS, NOTE, OK, Finding
 from .health.folder_checks import check_folder
 from .health.machine_checks import check_machine
+from .health.memory_checks import check_memory
 from .health.package_checks import check_packages
 from .output import Output, width
 
@@ -39,7 +41,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     Raises:
         CheckpointConfigError: ROOT is empty, or a URL whose scheme has no package here
     """
-    findings = [*check_machine(), *check_packages()]
+    findings = [*check_machine(), *check_memory(), *check_packages()]
     if parsed.root is not None:
         if is_url(parsed.root):
             findings += check_bucket(absolute(parsed.root), parsed.options)

@@ -150,11 +150,11 @@ def _add_events(root: Root, runs: dict[str, LoggedRun]) -> None:
             run.known, run.resumed_from = True, _named(root, path)
         elif kind in _ENDED and event.get("outcome") != _ENDED[kind]:
             of_step = "" if step is None else f" of step {step}"
-            what = f"{kind}{of_step} {event.get('outcome')}"
+            what = f"{'snapshot in memory' if event.get('memory') else kind}{of_step} {event.get('outcome')}"
             run.failures.append(LoggedFailure(time, step, what, str(event.get("error") or "")))
         elif kind == "upload":
             run.uploaded.append(step)
-        elif kind == "save" and (token, step) not in present:
+        elif kind == "save" and not event.get("memory") and (token, step) not in present:
             name = os.path.basename(path)
             damaged = os.path.join(root.path, name) in there  # its manifest cannot be read
             run.saved.append(Saved(name, None, step, time, DAMAGED if damaged else DELETED))

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..config.config_files import presets
+from ..config.config_files import parts_of, presets
 from ..config.quantities import BYTES, SECONDS, quantity
+from ..config.schema import GROUPS
 from ..core.spelling import invalid_choice
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, default=1, help="number of ranks (1)")
     add("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on each host (8)")
     add("--preset", default="async_persistent", help="see ckpt presets (async_persistent)")
+    add("--recovery", default="none", metavar="none|host", help="host: also keep the newest snapshot in memory (none)")
+    add("--memory-every", metavar="TIME", help="time between snapshots for memory alone, as recovery.every_steps gives")
     add("--storage-gbps", type=float, metavar="GB/S", help="what the storage takes from all ranks, in GB/s")
     add("--mtbf", metavar="TIME", help="mean time between failures of the run, such as 8h")
     add("--restart-s", type=float, default=RESTART_S, metavar="S", help="from failure to training (300)")
@@ -68,6 +71,10 @@ def _question(parsed: argparse.Namespace) -> Scenario:
     for name in ("ranks", "ranks_per_host", "storage_gbps", "restart_s"):
         if getattr(parsed, name) is not None:
             _refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
+    modes = [*GROUPS["recovery"]]
+    if parsed.recovery not in modes:
+        raise CheckpointConfigError(invalid_choice("--recovery", parsed.recovery, modes))
+    _refuse_unfit_recovery(parsed)
     folders = [folder.expanduser() for folder in parsed.measured or ()]
     return Scenario(
         state=_with_unit(parsed.state, BYTES, "--state", "1.2TB"),
@@ -75,10 +82,29 @@ def _question(parsed: argparse.Namespace) -> Scenario:
         ranks_per_host=parsed.ranks_per_host,
         preset=parsed.preset,
         storage=None if parsed.storage_gbps is None else parsed.storage_gbps * 1e9,
-        mtbf=None if parsed.mtbf is None else _with_unit(parsed.mtbf, SECONDS, "--mtbf", "8h"),
+        mtbf=_time(parsed.mtbf, "--mtbf", "8h"),
         restart_s=parsed.restart_s,
+        recovery=parsed.recovery == "host",
+        memory_every=_time(parsed.memory_every, "--memory-every", "30s"),
         rates=measured_rates(folders, parsed.preset) if folders else None,
     )
+
+
+def _refuse_unfit_recovery(parsed: argparse.Namespace) -> None:
+    caller = parts_of(parsed.preset)["caller"]
+    if parsed.recovery == "host" and caller != "persistent":
+        raise CheckpointConfigError(
+            f"--recovery=host needs the writer process of checkpoint/caller=persistent, and {parsed.preset} has "
+            f"{caller}; type --preset=async_persistent, or --recovery=none."
+        )
+    if parsed.recovery == "none" and parsed.memory_every is not None:
+        raise CheckpointConfigError(
+            f"--memory-every={parsed.memory_every} needs a snapshot that stays in memory; type --recovery=host with it."
+        )
+
+
+def _time(text: str | None, name: str, example: str) -> float | None:
+    return None if text is None else _with_unit(text, SECONDS, name, example)
 
 
 def _with_unit(text: str, unit: str, name: str, example: str) -> float:
@@ -97,6 +123,9 @@ def _refuse_below_zero(name: str, value: float) -> None:
 def _notes(question: Scenario, values: dict[str, float | None]) -> Iterator[str]:
     if values["storage rate"] is None:
         yield "Without the storage's rate, a save is taken to be durable just before the next one."
+    if question.recovery:
+        more = "" if question.hosts == 1 else " So does every failure of a run on several hosts."
+        yield f"A failure that takes the host along goes back to the disk; training is reckoned for such ones.{more}"
     if question.rates is not None:
         if question.rates.awaited and question.preset == "async_zero_overhead":
             yield "In the measured run, copies beside the steps cost more than waiting for them, so they were awaited."

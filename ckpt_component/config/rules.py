@@ -108,7 +108,8 @@ RULES = (
         "into one file. Use checkpoint/writer=dcp, or leave them out.",
     ),
     Rule(
-        lambda settings, parts: _keeps_memory(settings) and parts.caller != "persistent",
+        # A user's class may derive from PersistentCaller; the factory asks it.
+        lambda settings, parts: _keeps_memory(settings) and (parts.caller == "temporal" or not parts.in_other_process),
         "checkpoint/recovery=host keeps the newest snapshot in a writer process that outlives training, and "
         "checkpoint/caller={caller} has none. Use checkpoint=async_persistent, or checkpoint/recovery=none.",
     ),

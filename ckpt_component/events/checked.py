@@ -64,6 +64,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
@@ -91,8 +95,9 @@ def _are_spans(value: Any) -> bool:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "time": is_time,
     "ends": _are_times,
+    "memory": _is_flag,
     "spans": _are_spans,
-    **dict.fromkeys(("event", "run", "path", "target", "outcome", "error", "preset", "host"), _is_text),
+    **dict.fromkeys(("event", "run", "path", "target", "outcome", "error", "preset", "host", "source"), _is_text),
     **dict.fromkeys(("rank", "world_size", "pid", "step", "first", "files", "items", "attempts"), _is_count),
     "lag_steps": _is_count,
     **dict.fromkeys(("bytes", "reused", "host_memory_bytes", "stall_s", "lost_s", "gbps", "seconds"), _is_number),

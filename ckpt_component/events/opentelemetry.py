@@ -29,12 +29,12 @@ class OpenTelemetryListener(CheckpointListener):
 
     def on_committed(self, report: SaveReport) -> None:
         """Make the spans of the save."""
-        names = ("bytes", "reused", "stall_s", "lost_s", "attempts")
+        names = ("bytes", "reused", "stall_s", "lost_s", "attempts", "memory")
         self._make("checkpoint.save", report, {name: getattr(report, name) for name in names})
 
     def on_failed(self, report: SaveReport) -> None:
         """Make the spans of what there was of the save."""
-        self._make("checkpoint.save", report, {"attempts": report.attempts})
+        self._make("checkpoint.save", report, {"attempts": report.attempts, "memory": report.memory})
 
     def on_restored(self, report: LoadReport) -> None:
         """Make the spans of the load."""

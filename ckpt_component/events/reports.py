@@ -35,6 +35,8 @@ class SaveReport:
             ended; of several attempts, the last one's. A phase that did not take place is missing.
         lost_s: the stall, plus an estimate of how much longer than others the steps took that ran beside the save
         host_memory_bytes: host memory that this rank holds for snapshots
+        memory: whether the save was to the memory of this host alone (`checkpoint.recovery.every_steps`), and nothing
+            was written
     """
 
     path: str
@@ -55,6 +57,7 @@ class SaveReport:
     spans: Mapping[str, Span] = field(default_factory=dict)
     lost_s: float = 0.0
     host_memory_bytes: int = 0
+    memory: bool = False
 
     @property
     def seconds(self) -> float:
@@ -68,8 +71,8 @@ class SaveReport:
 
     def event(self) -> dict[str, Any]:
         """The record for the event file."""
-        names = "time step path outcome error bytes reused files items attempts spans stall_s lost_s host_memory_bytes"
-        return {"event": "save", **_values(self, names), "gbps": round(self.write_gbps, 3)}
+        names = "time step path memory outcome error bytes reused files items attempts spans stall_s lost_s"
+        return {"event": "save", **_values(self, f"{names} host_memory_bytes"), "gbps": round(self.write_gbps, 3)}
 
 
 @dataclass(frozen=True)

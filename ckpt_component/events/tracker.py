@@ -47,10 +47,11 @@ class Tracker(CheckpointListener):
 
     def on_committed(self, report: SaveReport) -> None:
         """Log what the save took."""
-        figures = {
-            "stall_s": report.stall_s,
-            "lost_s": report.lost_s,
-            "staged_s": report.staged_s,
+        figures = {"stall_s": report.stall_s, "lost_s": report.lost_s, "staged_s": report.staged_s}
+        if report.memory:
+            self._log({**figures, "whole_s": report.committed_s}, report)
+            return
+        figures |= {
             "durable_s": report.committed_s,
             "gbps": report.write_gbps,
             "bytes": report.bytes,
@@ -70,6 +71,7 @@ class Tracker(CheckpointListener):
     def _log(self, figures: dict[str, float], report: SaveReport | LoadReport) -> None:
         self._saves += isinstance(report, SaveReport)
         step = self._saves if report.step is None else report.step
-        named = {f"checkpoint/{name}": float(value) for name, value in figures.items()}
+        group = "checkpoint/memory_" if isinstance(report, SaveReport) and report.memory else "checkpoint/"
+        named = {f"{group}{name}": float(value) for name, value in figures.items()}
         end = report.committed_s if isinstance(report, SaveReport) else report.seconds
         self.log(named, step, report.time + end, report.path)

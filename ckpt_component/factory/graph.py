@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,7 +38,7 @@ from ..core.coordination import Coordinator, LocalCoordinator
 from ..core.image.file_reuse import FileReuse, Find
 from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
-from ..core.options import Commit, Durability, OnLag, ReuseMode
+from ..core.options import Commit, Durability, OnLag, RecoveryMode, ReuseMode
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.unchanged_tensors import UnchangedTensors
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
@@ -57,11 +57,15 @@ from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
 from ..saving.replica_comparison import ReplicaPolicy
+from ..saving.save_lane import SaveLane
 from ..stagers.base import Stager
 from ..writers.base import PlansUnchanged, Writer, as_writer
 from .git_commit import commit_of
 from .recorded_config import recorded_config
 from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
+
+if TYPE_CHECKING:
+    from .recovery import SnapshotParts
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +107,16 @@ def build_checkpointer(
         ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    storage_of, policy = storage_of or _storages(settings), error_policy(settings)
+    storage_of, policy, snapshots = storage_of or _storages(settings), error_policy(settings), _snapshot_parts(settings)
+    if snapshots is not None:
+        storage_of = snapshots.with_memory(storage_of)
+        text = "checkpoint/recovery=host: without a manager nothing stays in memory; loads take what others keep"
+        logger.info(text)
     run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
     context = SaveContext(ranks, storage_of, timeouts, run, policy, events, shown)
     base = _base(settings, storage_of)
     bases = BaseFiles(lambda: base, storage_of(base[0]), NAMINGS[settings.naming.value]).find if base else _nowhere
-    return _build_graph(settings, parts, storage_of, context, bases)
+    return _build_graph(settings, parts, storage_of, context, bases, snapshots)
 
 
 @for_hydra()
@@ -146,12 +154,16 @@ def build_manager(
     roots = [*filter(None, [settings.local.dir]), settings.dir]
     resume = ResumePolicy(settings.resume, settings.rewind, load_options(settings))
     every = settings.save
-    save = SavePolicy(every.every_steps, every.every_seconds, every.at_end, settings.overlap.value)
+    kept = settings.recovery.every_steps
+    save = SavePolicy(every.every_steps, every.every_seconds, every.at_end, settings.overlap.value, kept)
     export = export_policy(settings)
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
     own_storage, storage_of = storage_of is not None, storage_of or _storages(settings)
+    snapshots = _snapshot_parts(settings)
+    if snapshots is not None:
+        storage_of = snapshots.with_memory(storage_of)
     storages = [storage_of(absolute(roots[-1]))]
     if settings.local.dir is not None:
         storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings))
@@ -190,6 +202,8 @@ def build_manager(
                 if save.enabled and ranks.is_leader:
                     uploads = _uploads(settings, run, keep)
                 keep = RetentionPolicy(settings.local.keep_last)
+            if snapshots is not None:
+                run = snapshots.begin(run)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
             background = [each for each in (exports, uploads) if each is not None]
             in_use, on_commit = [each.in_use for each in background], [each.on_commit for each in background]
@@ -199,11 +213,13 @@ def build_manager(
                 folder.check_writable()
             saves_to = run.fs
             shown = _progress(ranks)
-            context = SaveContext(ranks, lambda _: saves_to, timeouts, folder, policy, events, shown)
+            place_of = (lambda _: saves_to) if run.memory is None else partial(_place_of, saves_to, run.memory)
+            context = SaveContext(ranks, place_of, timeouts, folder, policy, events, shown)
             base = _base(settings, storage_of)
-            bases = partial(_bases, roots[0], base, job)
-            checkpointer = _build_graph(settings, parts, storage_of, context, BaseFiles(bases, saves_to, names).find)
-            restorer = Restorer(checkpointer, folder, save.enabled)
+            find = BaseFiles(partial(_bases, roots[0], base, job), saves_to, names).find
+            kept_run = run if save.enabled else None
+            checkpointer = _build_graph(settings, parts, storage_of, context, find, snapshots, kept_run)
+            restorer = Restorer(checkpointer, folder, save.enabled, None if snapshots is None else snapshots.earlier)
         except BaseException:
             ranks.close()
             raise
@@ -287,6 +303,8 @@ def _build_graph(
     storage_of: Callable[[str], Storage],
     context: SaveContext,
     find: Find,
+    snapshots: SnapshotParts | None = None,
+    run: RunContext | None = None,
 ) -> Checkpointer:
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
     if writer.single_file and ranks.world_size > 1:
@@ -298,14 +316,19 @@ def _build_graph(
     shared = caller.in_other_process
     reuse = FileReuse(None)
     if settings.reuse.mode is ReuseMode.auto and isinstance(writer, PlansUnchanged):
-        reuse = FileReuse(UnchangedTensors(settings.reuse.frozen), find, writer.algorithm)
+        unchanged, in_memory = UnchangedTensors(settings.reuse.frozen), snapshots is not None
+        reuse = FileReuse(unchanged, find, writer.algorithm, in_memory=in_memory)
+    room = {} if snapshots is None else snapshots.room()
     stager.connect(
-        writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse
+        writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse, **room
     )
     replicas = ReplicaPolicy(settings.check_replicas, settings.on_different_replicas)
     context = replace(context, reuse=reuse, replicas=replicas)
-    pipeline = SavePipeline(stager, caller, writer, context)
-    reader = Reader(
+    lane: Callable[..., SaveLane] = SaveLane
+    if snapshots is not None and run is not None:
+        lane = snapshots.lane(caller, writer, ranks, run)
+    pipeline = SavePipeline(stager, caller, writer, context, lane)
+    reader = (Reader if snapshots is None else snapshots.reader)(
         ranks.rank,
         ranks.world_size,
         settings.verify,
@@ -319,6 +342,20 @@ def _build_graph(
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)
+
+
+def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:
+    """What keeps snapshots in memory; None: nothing does."""
+    if not settings.enabled or settings.recovery.mode is RecoveryMode.none:
+        return None
+    from .recovery import SnapshotParts  # which runs without recovery need not wait for
+
+    return SnapshotParts(settings)
+
+
+def _place_of(storage: Storage, memory: RunContext, path: str) -> Storage:
+    """The storage that a save goes to: the memory of the keepers, or that of the run's folder."""
+    return memory.fs if memory.fs.holds(path) else storage
 
 
 def _progress(ranks: Coordinator) -> Progress:

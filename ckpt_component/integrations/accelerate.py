@@ -27,7 +27,7 @@ except ImportError as error:
 from ..checkpointer import Checkpointer
 from ..config.rules import deadlines
 from ..config.schema import Checkpoint
-from ..core.commit.cleanup import Unfinished, discard, quarantine
+from ..core.commit.cleanup import Unfinished, discard, quarantine, wait_for_writers
 from ..core.commit.names import HUGGINGFACE
 from ..core.options import Verify
 from ..core.storage.locate import file_storage
@@ -39,7 +39,6 @@ from ..errors import (
     CheckpointUnreadableError,
 )
 from ..factory.graph import build_checkpointer
-from ..core.commit.cleanup import wait_for_writers
 from ..writers.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of

@@ -23,7 +23,7 @@ except ImportError as error:
         "pip install 'transformers>=5' 'accelerate>=1.1'"
     ) from error
 
-from ..core.commit.cleanup import discard
+from ..core.commit.cleanup import discard, wait_for_writers
 from ..core.commit.names import HUGGINGFACE
 from ..core.options import Naming
 from ..core.storage.locate import file_storage
@@ -31,7 +31,6 @@ from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..events import CheckpointListener, SaveReport
 from ..factory.graph import build_manager
 from ..managing.manager import CheckpointManager
-from ..core.commit.cleanup import wait_for_writers
 from ..writers.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of
@@ -147,6 +146,8 @@ class _Limit(CheckpointListener):
 
     def on_committed(self, report: SaveReport) -> None:
         """Delete what the new checkpoint makes superfluous."""
+        if report.memory:
+            return
         args, best = self._args, self._best.pop(report.step or 0, None)
         if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
             return

@@ -307,7 +307,8 @@ class CheckpointManager(StoppableLoop):
             place = memory
         elif self._is_saved(step):
             return False
-        path, may_wait, before = place.path_of(step), self._policy.overlap == "wait", self._clock.last_save
+        path, before = place.path_of(step), self._clock.last_save
+        may_wait = self._policy.overlap == "wait" or (self._policy.overlap == "error" and place is not self._run)
         try:
             newest = self._saved_step if self._kept_step is None else self._kept_step
             refuse_earlier(step, newest, "restored" if self._newest is None else "saved last")
@@ -457,7 +458,9 @@ class CheckpointManager(StoppableLoop):
             logger.info(LAST_SAVE, self.stopped_by.name, last.number, newest)
         self._saves.wait(self._timeouts.whole_save)
         failed = self._saves.deliver_failed()
-        if any(report.step == last.number and report.outcome == "failed" for report in self.reports):
+        if any(
+            report.step == last.number and report.outcome == "failed" and not report.memory for report in self.reports
+        ):
             logger.warning("trying once more to save step %d, because it is the last one", last.number)
         refusal = self._refusal
         try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,9 @@ from ..errors import (
 from ..loading.object_state import new_optimizer_states
 from .lookup import candidates_of
 from .run_folder import RunFolder
-from .run_memory import RunMemory
+
+if TYPE_CHECKING:
+    from .run_memory import RunMemory  # which runs that keep no snapshots do not load
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +221,8 @@ class Restorer:
         """Load the first undamaged candidate; returns its step, and the damaged ones before it."""
         self.path, damaged, candidates = None, [], found.candidates
         for number, (step, path) in enumerate(candidates):
-            started, self.path, in_memory = time.perf_counter(), path, _is_in(path, found.in_memory)
+            started, self.path = time.perf_counter(), path
+            in_memory = bool(found.in_memory) and _is_in(path, found.in_memory)
             options: dict[str, Any] = {"visible": None} if in_memory else {}  # what is not there has ended
             try:
                 load(path, tag=f"{tag}/{number}", manifest=manifests.get(path), **options)
@@ -266,6 +269,8 @@ class Restorer:
             places.append((run.remote, remote or Scan()))
         scan = local if remote is None else both(local, remote)
         durable, occupied = [list(has.committed) for _, has in places], sorted(scan.occupied)
+        if in_memory is not None and self._memory is not None and self._memory.is_stale(scan):
+            in_memory = None
         if in_memory is not None:
             places.insert(0, in_memory)
             scan = both(in_memory[1], scan)
@@ -312,7 +317,7 @@ class Restorer:
         if self._policy.rewind and self._memory is not None:
             self._memory.drop_after(restored)
         for step, path in suspects:
-            if _is_in(path, found.in_memory) and self._memory is not None:
+            if self._memory is not None and found.in_memory and _is_in(path, found.in_memory):
                 self._memory.drop(path)
                 continue
             if step in moved:
@@ -369,4 +374,4 @@ class Restorer:
 
 
 def _is_in(path: str | None, root: str) -> bool:
-    return bool(root) and path is not None and path.startswith(f"{root}/")
+    return path is not None and path.startswith(f"{root}/")

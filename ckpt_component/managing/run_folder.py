@@ -100,8 +100,8 @@ class RunFolder:
         if not self.settled:
             self._begin_with(self.run.step_of(path))
             self.settled = True
-        if not self.run.fs.holds(path):
-            return  # it is in memory, where only this run saves
+        if self.run.memory is not None and path.startswith(f"{self.run.memory.root}/"):
+            return  # only this run saves there
         try:
             self._protocol.refuse_taken(path)
         except CheckpointExistsError as error:

@@ -30,6 +30,10 @@ class RunMemory:
         #: The keepers that are to stay until this run has a snapshot of its own, and what they have.
         self._held: list[RemoteKeeper] = []
         self._found: tuple[RunContext, Scan] | None = None
+        #: The runs that owned the folder after the one whose snapshots were found.
+        self._later = set[str]()
+        #: Whether the others were ended.
+        self._is_first = False
 
     def look(self) -> tuple[RunContext, Scan] | None:
         """What the keepers of the run that owns the folder have; None: nothing. Keepers of other runs are stale.
@@ -43,15 +47,33 @@ class RunMemory:
             self._found = self._look()
         except (CheckpointError, OSError) as error:
             logger.warning("snapshots in memory cannot be used, so %s decides: %s", self._run.roots, error)
+            self.let_go()
         return self._found
+
+    def is_stale(self, scan: Scan) -> bool:
+        """Whether a later run than that of the snapshots has saved checkpoints, so that they are of no use any more.
+
+        Args:
+            scan: of the folder, and of the permanent one behind it
+        """
+        return any(manifest.get("run") in self._later for manifest in scan.manifests.values())
 
     def _look(self) -> tuple[RunContext, Scan] | None:
         run, owner = self._run, read_owner(self._run.fs, self._run.root)
-        if owner is None or owner.token not in tokens_of(run.root):
-            return None
-        root = memory_root(run.root, owner.token)
-        self._held = keepers_of(root)
-        for keeper in self._held:
+        here = () if owner is None else tokens_of(run.root)
+        # A run that took the folder and died before its first snapshot was whole has left that of the run before it.
+        self._later.clear()
+        for token in () if owner is None else (owner.token, *owner.earlier):
+            if token in here and (found := self._of(token))[1].committed:
+                return found
+            self._later.add(token)
+        return None
+
+    def _of(self, token: str) -> tuple[RunContext, Scan]:
+        """What the keepers of a run have, which stay from now on."""
+        run, root = self._run, memory_root(self._run.root, token)
+        for keeper in keepers_of(root):
+            self._held.append(keeper)
             with contextlib.suppress(ConnectionError):  # it has ended since it was found
                 keeper.hold()
         kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, memory=None)
@@ -68,8 +90,9 @@ class RunMemory:
     def drop(self, path: str) -> None:
         """Delete a snapshot from all keepers that have a part of it. A failure is logged."""
         try:
-            for keeper in _closing(keepers_of(path)):
-                keeper.delete([file.path for file in keeper.listed(path)])
+            for keeper in _each(keepers_of(path)):
+                with contextlib.suppress(ConnectionError):  # it has ended
+                    keeper.delete([file.path for file in keeper.listed(path)])
         except OSError as error:
             logger.warning("%s could not be dropped from memory: %s", path, error)
 
@@ -82,23 +105,28 @@ class RunMemory:
                 logger.info("dropped step %d from memory (checkpoint.rewind=true)", later)
 
     def end_others(self) -> None:
-        """End the keepers of all other runs of the folder: this one has a snapshot of its own. Failures are logged."""
+        """End the keepers of all other runs of the folder, as this one has a snapshot of its own. Failures are logged.
+
+        A second call does nothing: a run that was suspended may be stale itself when it goes on.
+        """
+        if self._is_first:
+            return
+        self._is_first = True
         self.let_go()
         for token in tokens_of(self._run.root):
             if token != self._run.events.run:
                 try:
-                    for keeper in _closing(keepers_of(memory_root(self._run.root, token))):
-                        keeper.end()
+                    for keeper in _each(keepers_of(memory_root(self._run.root, token))):
+                        with contextlib.suppress(ConnectionError):  # it has ended
+                            keeper.end()
                 except OSError as error:
                     logger.warning("a keeper of run %s, which is over, ends with its lease: %s", token, error)
 
 
-def _closing(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:
-    """Each keeper that is still there; closes all of them."""
+def _each(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:
+    """Each keeper; closes all of them."""
     try:
-        for keeper in keepers:
-            with contextlib.suppress(ConnectionError):
-                yield keeper
+        yield from keepers
     finally:
         for keeper in keepers:
             keeper.close()

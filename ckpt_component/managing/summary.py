@@ -37,7 +37,7 @@ def contents_text(run: RunContext, reports: Sequence[SaveReport]) -> str:
     except (CheckpointError, OSError) as error:
         return f"{where} cannot be listed ({error})"
     if not local:
-        saved = [report for report in reports if report.outcome == "committed"]
+        saved = [report for report in reports if report.outcome == "committed" and not report.memory]
         times = {report.step or 0: report.time + report.committed_s for report in saved}
     if not times:
         return f"no checkpoint in {where}" if local else f"nothing saved to {where} yet"
@@ -79,17 +79,26 @@ def saves_text(run: RunContext, reports: Sequence[SaveReport]) -> str | None:
     committed = [report for report in reports if report.outcome == "committed"]
     if not committed:
         return None
-    others = len(reports) - len(committed)
+    durable = [report for report in reports if not report.memory]
+    done = [report for report in committed if not report.memory]
     by = "" if run.ranks.world_size == 1 else f" by rank {run.ranks.rank}"
     lost, waits = sum(report.lost_s for report in reports), sum(report.stall_s for report in reports)
-    reused = sum(report.reused for report in committed)
+    reused = sum(report.reused for report in done)
     also = f" written and {amount(reused)} reused" if reused else ""
     more = f"; ckpt report {shlex.quote(shown_path(run.root))} shows more" if run.events.is_recorded else ""
+    saved = f"saved {_counted(len(done))}{_missing(len(durable) - len(done))}: "
+    saved += f"{amount(sum(report.bytes for report in done))}{also}{by}, "
+    snapshots = len(committed) - len(done)
+    missing = _missing(len(reports) - len(durable) - snapshots)
+    kept = f"kept {snapshots} {'snapshot' if snapshots == 1 else 'snapshots'} in memory{missing}, " if snapshots else ""
     return (
-        f"saved {_counted(len(committed))}{f' ({others} failed or skipped)' if others else ''}: "
-        f"{amount(sum(report.bytes for report in committed))}{also}{by}, {lost:.2f} s of training time lost "
+        f"{saved if durable else ''}{kept}{lost:.2f} s of training time lost "
         f"(waits {waits:.2f} s, slower steps {max(lost - waits, 0):.2f} s){more}"
     )
+
+
+def _missing(saves: int) -> str:
+    return f" ({saves} failed or skipped)" if saves else ""
 
 
 def shown_path(root: str) -> str:

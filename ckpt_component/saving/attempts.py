@@ -20,6 +20,7 @@ from ..core.commit import commit
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.protocol import Attempt
 from ..core.commit.visibility import wait_visible
+from ..core.image.unchanged_files import SharedFile
 from ..core.options import OnDifferentReplicas
 from ..core.processes.owner_process import refuse_at_exit
 from ..core.progress import no_progress
@@ -64,6 +65,7 @@ class SaveAttempts:
         self._timeouts = context.timeouts
         self._clock = context.ranks.clock
         self._run = context.run
+        self._lane = context.lane
         self._indexes = RankIndexes(writer, context.run.files)
         #: By device: the faster I/O mode, where a request has made a trial.
         self._fastest_io: dict[int, str] = {}
@@ -88,7 +90,7 @@ class SaveAttempts:
         Raises:
             CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks
         """
-        request, ranks, tag, own = staged.admitted.request, self._ranks, attempt.token, list[Written]()
+        request, ranks, tag, own = staged.admitted.request, self._ranks, self._lane + attempt.token, list[Written]()
         deadline = self._clock.now() + self._timeouts.stage + self._timeouts.write
         snapshot = staged.snapshot
 
@@ -117,8 +119,8 @@ class SaveAttempts:
             folder = attempt.protocol.files_of(attempt)
             self._context.reuse.committed(snapshot.unchanged, request.storage, folder, own[0].result)
         committed = Committed(own[0], files, voted)
-        name = os.path.basename(request.path)
-        logger.info("%s committed after %.2f s", name, committed.ended - request.started)
+        name, level = os.path.basename(request.path), logging.INFO if request.is_told else logging.DEBUG
+        logger.log(level, "%s committed after %.2f s", name, committed.ended - request.started)
         return committed
 
     def _begin(self, staged: Staged, attempt: Attempt, locks: contextlib.ExitStack, deadline: float) -> None:
@@ -133,11 +135,12 @@ class SaveAttempts:
             if staged.comparison is not None:
                 message["digests"] = staged.comparison.message()
         make_folder = partial(self._make_folder, staged.admitted.request, attempt, locks)
-        different = self._ranks.decide(f"{attempt.token}/begin", message, make_folder, deadline)
+        different = self._ranks.decide(f"{self._lane}{attempt.token}/begin", message, make_folder, deadline)
         differences = [ReplicaDifference(*each) for each in different]
         texts = [] if staged.comparison is None else staged.comparison.report(differences)
         if differences and self._context.replicas.on_different is OnDifferentReplicas.error:
-            self._ranks.decide(f"{attempt.token}/replicas", texts, partial(raise_different, attempt.target), deadline)
+            tag = f"{self._lane}{attempt.token}/replicas"
+            self._ranks.decide(tag, texts, partial(raise_different, attempt.target), deadline)
 
     def _make_folder(
         self, request: SaveRequest, attempt: Attempt, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]
@@ -177,7 +180,8 @@ class SaveAttempts:
         if snapshot is None:
             raise CheckpointSaveError(f"{attempt.target} was begun without a snapshot of this rank.")
         encoded, storage, events = snapshot.encoded, request.storage, self._context.events
-        name = os.path.basename(request.path)
+        name, tells = os.path.basename(request.path), events.has_listeners and request.is_told
+        level = logging.INFO if request.is_told else logging.DEBUG
         if not self._leads:
             visible = partial(storage.is_folder, attempt.staging)
             wait_visible(visible, attempt.staging, self._timeouts.visible, self._clock)
@@ -190,12 +194,13 @@ class SaveAttempts:
             waited = snapshot.began_at - snapshot.planned_at if snapshot.planned_at else 0.0
             seconds = snapshot.staged_at - request.started - waited
             after = f", after waiting {waited:.2f} s for memory" if waited >= _SHOWN_WAIT else ""
-            logger.info("%s staged: %s in %.3f s%s", name, amount(snapshot.layout.payload_bytes), seconds, after)
-            if events.has_listeners:
+            size = amount(snapshot.layout.payload_bytes)
+            logger.log(level, "%s staged: %s in %.3f s%s", name, size, seconds, after)
+            if tells:
                 events.progressed(report_of(request, "staged", staged))
-        unchanged = snapshot.unchanged
+        unchanged, shared = snapshot.unchanged, list[SharedFile]()
         if unchanged is not None:
-            self._context.reuse.settle(unchanged, snapshot.source.buffers, storage)
+            shared = self._context.reuse.settle(unchanged, snapshot.source.buffers, storage)
         device = -1
         if options.io == "auto":
             device = storage.device(os.path.dirname(attempt.target))
@@ -212,7 +217,7 @@ class SaveAttempts:
             self._manifest_fields(staged),
             self._timeouts,
             self._indexes.sidecars,
-            () if unchanged is None else [ReusedFile(*each) for each in unchanged.shared()],
+            [ReusedFile(*each) for each in shared],
             () if unchanged is None else list(unchanged.items),
         )
         if self._shows_progress:
@@ -221,14 +226,15 @@ class SaveAttempts:
             result = self._caller.run(job, self._clock.now() + self._timeouts.write)
         snapshot.copied.result(self._timeouts.stage)  # raises if a tensor changed during the copy
         written = Written(result, number)
-        if events.has_listeners:
+        if tells:
             events.progressed(report_of(request, "written", staged, written))
         if options.io == "auto" and result["io"] != "auto":
             self._fastest_io[device] = result["io"]
             logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", result["io"])
         size, speed = amount(result["bytes"]), rate(result["bytes"] / max(result["seconds"], 1e-9))
         reused = f", and {amount(result['shared'])} are shared" if result["shared"] else ""
-        logger.info("%s written: %s in %.2f s (%s)%s", name, size, result["seconds"], speed, reused)
+        text = "%s written: %s in %.2f s (%s)%s"
+        logger.log(level, text, name, size, result["seconds"], speed, reused)
         if result["copied"] and not self._has_warned_of_copies:
             self._has_warned_of_copies = True
             text = "%s: %s did not change but were copied: a hard link was refused, or no checkpoint has them any more"

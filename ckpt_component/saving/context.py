@@ -30,15 +30,15 @@ class Ownership(Protocol):
 
 
 class RunHooks(Protocol):
-    """Hooks of a run for each of its saves, called on rank 0 only.
+    """Hooks of a run for each of its saves, called on rank 0 only."""
 
-    Attributes:
-        files: small files that rank 0 adds to every checkpoint, by name
-        manifest_fields: plain values for every manifest
-    """
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Small files that rank 0 adds to every checkpoint, by name."""
 
-    files: Mapping[str, bytes]
-    manifest_fields: Mapping[str, Any]
+    @property
+    def manifest_fields(self) -> Mapping[str, Any]:
+        """Plain values for every manifest."""
 
     @property
     def ownership(self) -> Ownership:
@@ -118,6 +118,7 @@ class SaveContext:
         progress: follows the bytes of saves that are waited for
         replicas: what is compared between the ranks
         reuse: decides which files are shared with the last checkpoint; the stager has the same
+        lane: begins the names of the ranks' questions about attempts, as two lanes may ask about one save at a time
     """
 
     ranks: Coordinator
@@ -129,3 +130,4 @@ class SaveContext:
     progress: Progress = no_progress
     replicas: ReplicaPolicy = field(default_factory=ReplicaPolicy)
     reuse: FileReuse = field(default_factory=lambda: FileReuse(None))
+    lane: str = ""

@@ -39,6 +39,7 @@ class SavePipeline:
         caller: who runs the write requests; owned too
         writer: the format
         context: what is the same for all saves
+        lane: makes what completes the saves, given the arguments of `SaveLane`
 
     Attributes:
         stager: see above
@@ -52,7 +53,14 @@ class SavePipeline:
         prewarmer: prepares the first save
     """
 
-    def __init__(self, stager: Stager, caller: WriteCaller, writer: Writer, context: SaveContext) -> None:
+    def __init__(
+        self,
+        stager: Stager,
+        caller: WriteCaller,
+        writer: Writer,
+        context: SaveContext,
+        lane: Callable[..., SaveLane] = SaveLane,
+    ) -> None:
         caller.prepare(context.timeouts.worker_start)
         self.stager = stager
         self.caller = caller
@@ -68,7 +76,7 @@ class SavePipeline:
         self._single_file = writer.single_file
         self._planner = SavePlanner(stager, writer, context)
         self._admission = SaveAdmission(self._planner, stager, self.saves, context)
-        self._lane = SaveLane(
+        self._lane = lane(
             SaveAttempts(caller, writer, context),
             context,
             in_background=caller.in_other_process,
@@ -178,7 +186,7 @@ class SavePipeline:
     def add_report(self, report: SaveReport) -> None:
         """Keep and record the report of a save that has ended, or that was skipped before it was begun."""
         self.reports.append(report)
-        if report.outcome == "committed" or self._shows_failures:
+        if (report.outcome == "committed" and not report.memory) or self._shows_failures:
             self.last_report = report
         self.events.saved(report)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.commit.protocol import Attempt
+from ..core.storage.locate import MEMORY
 from ..core.storage.storage import Storage
 from ..events import SaveReport
 from ..stagers.base import Snapshot, StatePlan
@@ -29,6 +30,8 @@ class SaveRequest:
         may_wait: whether the save may wait for the memory of an earlier one
         started: when the call began
         time: the same, seconds since 1970
+        is_told: whether listeners and the log are told of its phases; not of those of a save that goes to two places,
+            and is told of for the other
     """
 
     path: str
@@ -38,6 +41,7 @@ class SaveRequest:
     may_wait: bool = True
     started: float = field(default_factory=time.perf_counter)
     time: float = field(default_factory=time.time)
+    is_told: bool = True
 
 
 @dataclass(frozen=True)
@@ -169,5 +173,6 @@ def report_of(
         committed_s=spans.get("commit", zero)[1],
         spans=spans,
         lost_s=values.get("stall_s", 0.0),
+        memory=request.path.startswith(MEMORY),
         **values,
     )

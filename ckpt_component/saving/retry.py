@@ -45,6 +45,7 @@ class ErrorPolicy:
         max_backoff_seconds: the longest pause
         give_up_after: after this many failed saves in a row the error is raised in any case; None: no limit
         min_free_bytes: free space that a save must leave; None: free space is not checked beforehand
+        reason: why training continues after a failure, for the log
     """
 
     warn: bool = False
@@ -53,6 +54,7 @@ class ErrorPolicy:
     max_backoff_seconds: float = 60.0
     give_up_after: int | None = None
     min_free_bytes: int | None = 0
+    reason: str = "checkpoint.on_error=warn"
 
     def pause(self, number: int) -> float:
         """Seconds between attempt `number`, counted from 1, and the next one."""

@@ -148,7 +148,7 @@ class SaveLane:
         raised = given_up or error
         tolerated = self._policy.warn and given_up is None
         if tolerated:
-            logger.warning("%s was not saved, and training continues (checkpoint.on_error=warn): %s", save.path, error)
+            logger.warning("%s was not saved, and training continues (%s): %s", save.path, self._policy.reason, error)
         else:
             logger.info("%s was not saved: %s", save.path, raised)  # whoever waits or saves next gets the error
         outcome = "skipped" if self._policy.warn and is_stall(error) else "failed"

@@ -94,12 +94,33 @@ def test_failures_and_runs_without_checkpoints(root: Path, ckpt: Callable[..., A
                 "path": "x",
                 "spans": {},
             },
+            *(
+                {
+                    "event": "save",
+                    "time": start["time"] + 1,
+                    "run": start["run"],
+                    "rank": 0,
+                    "step": step,
+                    "outcome": outcome,
+                    "error": error,
+                    "path": f"host://runs/a@1f-0a/iter_{step}",
+                    "memory": True,
+                    "spans": {},
+                }
+                for step, outcome, error in ((260, "committed", None), (270, "failed", "no memory"))
+            ),
         ):
             stream.write(json.dumps(event) + "\n")
     first, second = ckpt("log", root, "--json").json["runs"]
-    assert [(failure["step"], failure["error"]) for failure in first["failures"]] == [(250, "No space left")]
+    assert [(failure["step"], failure["error"]) for failure in first["failures"]] == [
+        (250, "No space left"),
+        (270, "no memory"),
+    ]
+    assert not {260, 270} & {saved["step"] for saved in first["saved"]}, "what was in memory is no deleted checkpoint"
     assert (second["ranks"], len(second["failures"]), second["saved"]) == (4, 1, [])
-    assert "save of step 250 failed: No space left" in ckpt("log", root).out
+    text = ckpt("log", root).out
+    assert "save of step 250 failed: No space left" in text
+    assert "snapshot in memory of step 270 failed: no memory" in text
 
 
 def test_checkpoints_of_earlier_releases(root: Path, ckpt: Callable[..., Any]) -> None:

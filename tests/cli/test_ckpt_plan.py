@@ -69,6 +69,27 @@ def test_figures_follow_from_the_state_and_the_ranks(capsys: pytest.CaptureFixtu
     assert waits["stall"] == waits["durable"] == waits["lost per save"] == pytest.approx(5)
 
 
+def test_a_snapshot_that_stays_costs_images_and_saves_what_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--state", "80GB", "--ranks", "8", "--storage-gbps", "20", "--mtbf", "8h", "--recovery", "host")
+    got, often = figures(capsys, *words), figures(capsys, *words, "--memory-every", "10s")
+    assert got["memory of a rank"] == 2 * 10e9 and often["memory of a rank"] == 3 * 10e9
+    assert got["host memory"] == pytest.approx(8 * (2 * 10e9 + 15e6))
+    assert often["host memory"] == pytest.approx(8 * (3 * 10e9 + 15e6))
+    half = (got["best interval"] or 0) / 2
+    assert got["repeated, from disk"] == often["repeated, from disk"] == pytest.approx(half + got["durable"])
+    assert got["repeated, from memory"] == pytest.approx(half + 1) and often["repeated, from memory"] == 6
+    assert often["memory snapshots"] == pytest.approx(0.1) and "memory snapshots" not in got
+    zero = figures(capsys, *words, "--preset", "async_zero_overhead", "--memory-every", "10s")
+    assert zero["memory of a rank"] == 3 * 10e9  # its two arenas are those in flight
+    several = " ".join(ckpt(capsys, *words, "--ranks-per-host", "4")[1].split())
+    assert "needs all ranks on one host" in several and "So does every failure of a run on several hosts." in several
+    without = figures(capsys, *words[:-2])
+    assert not {"memory of a rank", "repeated, from memory"} & without.keys()
+    assert {name: got[name] for name in without if name != "host memory"} == {
+        name: value for name, value in without.items() if name != "host memory"
+    }
+
+
 def test_slow_storage_bounds_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "0.5", "--mtbf", "10h")
     assert code == 0 and "durable: saves do not overlap" in out and "checkpoint.save.every_seconds=2" in out
@@ -213,6 +234,14 @@ def test_a_run_with_another_preset_is_refused(capsys: pytest.CaptureFixture[str]
         ("--state 1TB --preset async_persistant", "Did you mean --preset=async_persistent?"),
         ("--state 1TB --mtbf 8", "error: --mtbf=8 has no unit; type one, as in --mtbf=8h."),
         ("--state 1TB --preset off", "error: --preset must be "),
+        ("--state 1TB --recovery hots", "Did you mean --recovery=host?"),
+        (
+            "--state 1TB --recovery host --preset sync",
+            "sync has inline; type --preset=async_persistent, or --recovery=",
+        ),
+        ("--state 1TB --recovery host --preset async_temporal", "async_temporal has temporal; type --preset="),
+        ("--state 1TB --memory-every 30s", "type --recovery=host with it."),
+        ("--state 1TB --recovery host --memory-every 30", "error: --memory-every=30 has no unit; type one, as in"),
         ("--state 1TB --measured nowhere", "error: There is no folder nowhere"),
     ],
 )
@@ -222,4 +251,4 @@ def test_mistakes_end_in_words(capsys: pytest.CaptureFixture[str], arguments: st
 
 
 def test_every_figure_says_where_it_is_from() -> None:
-    assert all(figure.why for figure in plan(Scenario(1e12, 64, 8)))
+    assert all(figure.why for figure in plan(Scenario(1e12, 64, 8, recovery=True, memory_every=5.0)))

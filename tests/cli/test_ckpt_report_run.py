@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_events import STALL, STEP, write_run
+from run_events import BEGAN, STALL, STEP, write_run
 
 from ckpt_component.cli.app import main
 from ckpt_component.cli.reports.run_records import PHASES
@@ -67,6 +67,33 @@ def test_what_was_written_and_what_was_reused(
     assert header[:4] == ["step", "outcome", "written", "reused"]
     write_run(tmp_path / "older")  # an earlier release did not record it
     assert ckpt(str(tmp_path / "older")) == 0 and "reused" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_picture")
+def test_snapshots_in_memory_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There may be one for each step: they are no line each, and no checkpoint."""
+    write_run(tmp_path, saves=2)
+    same = {"event": "save", "run": f"run {BEGAN:.0f}", "rank": 0, "memory": True, "stall_s": STALL, "lost_s": STALL}
+    spans = {"stage": [0.0, STALL], "commit": [STALL, 0.03]}
+    for step in (5, 6, 7):
+        failed = {"outcome": "failed", "error": "no memory"} if step == 7 else {"outcome": "committed"}
+        save = {"time": BEGAN + 1.1, "step": step, "path": f"host://runs/a@1f-0a/iter_{step}", "spans": spans}
+        EventFile(str(tmp_path), 0).append([{**same, **save, **failed}])
+    load = {"event": "load", "step": 4, "path": "host://x", "source": "memory", "bytes": 10**9, "spans": {}}
+    EventFile(str(tmp_path), 0).append([{**load, "run": same["run"], "rank": 0, "time": BEGAN, "seconds": 0.5}])
+    assert ckpt(str(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "in memory alone: 2 snapshots, 1 failed or skipped; stall 10 ms, whole after 30 ms (medians)" in lines
+    assert "not kept in memory: no memory" in lines
+    assert any(line.startswith("saves: 2 committed, 2.00 GB") for line in lines)
+    assert any(line.startswith("loaded step 4 from memory: ") for line in lines)
+    assert [line.split()[0] for line in lines if " committed " in line and line[0] != "s"] == ["20", "40"]
+    assert ckpt(str(tmp_path), "--json") == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [save["step"] for save in run["saves"]] == [20, 40] and run["stall_s"] == pytest.approx(5 * STALL)
+    assert (run["in_memory"]["whole"], run["in_memory"]["failed"]) == (2, 1)
+    # The steps whose snapshot stayed in memory alone made training wait too.
+    assert run["lost_s"] == pytest.approx(2 * 2 * STALL + 3 * STALL)
 
 
 @pytest.mark.usefixtures("without_picture")

@@ -15,6 +15,8 @@ import pytest
 from ckpt_component import build_manager
 from ckpt_component.config.hydra.parts import LISTENERS
 from ckpt_component.errors import CheckpointConfigError
+from ckpt_component.events import SaveReport
+from ckpt_component.events.tracker import Tracker
 
 QUICK = ("checkpoint.writer.io=buffered", "checkpoint.durability=process_crash", "checkpoint.save.at_end=false")
 FIGURES = ("stall_s", "lost_s", "staged_s", "durable_s", "gbps", "bytes", "reused", "attempts")
@@ -177,3 +179,25 @@ def test_opentelemetry(tmp_path: Path) -> None:
     assert all(saves[0].start_time <= span.start_time <= span.end_time <= saves[0].end_time for span in phases)
     (load,) = [span for span in spans if span.name == "checkpoint.load"]
     assert load.attributes["checkpoint.verified"] and load.attributes["checkpoint.step"] == 2
+
+
+def test_trackers_have_names_of_their_own_for_snapshots_in_memory() -> None:
+    """Otherwise the figures of a save that writes nothing would be taken for those of the disk."""
+
+    class Noted(Tracker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[list[str]] = []
+
+        def log(self, figures: dict[str, float], step: int, time: float, path: str) -> None:
+            self.names.append([*figures])
+
+    noted = Noted()
+    noted.on_committed(SaveReport("host://runs/a@1f-0a/iter_1", step=1, memory=True))
+    noted.on_failed(SaveReport("host://runs/a@1f-0a/iter_1", "failed", step=1, memory=True))
+    noted.on_committed(SaveReport("runs/a/iter_2", step=2))
+    assert noted.names == [
+        [f"checkpoint/memory_{name}" for name in ("stall_s", "lost_s", "staged_s", "whole_s")],
+        ["checkpoint/memory_failed"],
+        [f"checkpoint/{name}" for name in FIGURES],
+    ]

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.core.clock import Clock
 from ckpt_component.core.commit.cleanup import discard, wait_for_writers
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.liveness import AttemptLock
@@ -525,11 +525,11 @@ def test_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_writer_at_work_is_waited_for_until_it_ends_or_the_time_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempt = new_attempt(FileStorage(), str(tmp_path / "iter_0000001"), new_token())
     begin(attempt)
-    held = AttemptLock(FileStorage(), attempt)
+    held, files = AttemptLock(FileStorage(), attempt), FileStorage()
     now, looks, ends = 100.0, 0, 1000.0
 
     def look() -> float:
@@ -543,16 +543,15 @@ def test_a_writer_at_work_is_waited_for_until_it_ends_or_the_time_is_over(
         if now > ends:
             held.close()
 
+    files.clock = Clock()
+    files.clock.now, files.clock.sleep = look, sleep
     caplog.set_level(logging.INFO, "ckpt_component")
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", look)
-        patch.setattr(time, "sleep", sleep)
-        assert wait_for_writers(FileStorage(), str(tmp_path), MEGATRON, 5.0).living() and 105 < now < 106
-        assert caplog.text.count("waiting up to 5 s for") == caplog.text.count("continuing without it") == 1
-        caplog.clear()
-        now, looks, ends = 100.0, 0, 103.0
-        assert not wait_for_writers(FileStorage(), str(tmp_path), MEGATRON, 5.0).living() and 103 < now < 104
-        assert caplog.text.count("waiting up to 5 s for") == 1 and "continuing without it" not in caplog.text
+    assert wait_for_writers(files, str(tmp_path), MEGATRON, 5.0).living() and 105 < now < 106
+    assert caplog.text.count("waiting up to 5 s for") == caplog.text.count("continuing without it") == 1
+    caplog.clear()
+    now, looks, ends = 100.0, 0, 103.0
+    assert not wait_for_writers(files, str(tmp_path), MEGATRON, 5.0).living() and 103 < now < 104
+    assert caplog.text.count("waiting up to 5 s for") == 1 and "continuing without it" not in caplog.text
 
 
 # --- several ranks --------------------------------------------------------------------------------------------------

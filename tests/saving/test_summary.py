@@ -19,7 +19,7 @@ from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import SaveReport
 from ckpt_component.managing.run_context import RunContext
-from ckpt_component.managing.summary import contents_text
+from ckpt_component.managing.summary import contents_text, saves_text
 
 STATE: dict[str, Any] = {"weight": torch.ones(100)}
 
@@ -138,6 +138,32 @@ def test_there_is_no_line_where_nothing_was_saved_and_no_report_without_events(
         manager.save(1, STATE)
     (line,) = closing_lines(caplog)
     assert line.startswith("saved 1 checkpoint: ") and " of training time lost (waits " in line and line.endswith(" s)")
+
+
+@pytest.mark.parametrize(
+    ("durable", "failed", "memory", "text"),
+    [
+        (2, 0, 0, "saved 2 checkpoints: 20 bytes, 2.00 s"),
+        (2, 1, 3, "saved 2 checkpoints (1 failed or skipped): 20 bytes, kept 3 snapshots in memory, 6.00 s"),
+        (0, 0, 1, "kept 1 snapshot in memory, 1.00 s"),
+        (0, 2, 1, "saved 0 checkpoints (2 failed or skipped): 0 bytes, kept 1 snapshot in memory, 3.00 s"),
+    ],
+)
+def test_the_line_counts_snapshots_in_memory_apart(durable: int, failed: int, memory: int, text: str) -> None:
+    run = RunContext(FileStorage(), "/runs/one", MEGATRON, LocalCoordinator(), ResolvedTimeouts())
+    kept = SaveReport("host://runs/one@1f-0a/iter_3", memory=True, bytes=10, stall_s=1.0, lost_s=1.0)
+    saved = SaveReport("/runs/one/iter_4", bytes=10, stall_s=1.0, lost_s=1.0)
+    missing = SaveReport("/runs/one/iter_4", "failed", stall_s=1.0, lost_s=1.0)
+    line = saves_text(run, [kept] * memory + [saved] * durable + [missing] * failed)
+    assert line is not None and line.startswith(f"{text} of training time lost")
+    lost = SaveReport(kept.path, "failed", memory=True)
+    assert "kept 1 snapshot in memory (1 failed or skipped), " in str(saves_text(run, [kept, lost]))
+    assert saves_text(run, [lost, missing]) is None
+
+
+def test_of_a_bucket_snapshots_in_memory_are_no_checkpoints() -> None:
+    kept = SaveReport("host://bucket/run@1f-0a/iter_0000003", step=3, memory=True, time=time.time())
+    assert said_of_a_bucket(kept) == "nothing saved to s3://bucket/run yet"
 
 
 @pytest.mark.slow

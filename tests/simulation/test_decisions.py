@@ -203,3 +203,21 @@ def test_a_rank_that_writes_slowly_does_not_hang(seed: int) -> None:
         return ranks.all_succeed("vote", work, lambda: int(ranks.clock.now()), after(ranks, 120.0))
 
     assert outcomes(seed, 2, ask) == {0: [None, None], 1: []}
+
+
+@seeds
+def test_a_rank_that_writes_slowly_does_not_hang_because_another_write_has_ended(seed: int) -> None:
+    """The image of a newer save may become whole in memory while an older one is written."""
+
+    def ask(ranks: StoreCoordinator) -> Any:
+        def another() -> None:
+            ranks.clock.sleep(5.0)
+            ranks.all_succeed("another vote", lambda: 1, lambda: 0, after(ranks, 120.0))
+
+        thread = ranks.clock.start("another", another)
+        work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
+        voted = ranks.all_succeed("vote", work, lambda: int(ranks.clock.now()), after(ranks, 120.0))
+        thread.join(120.0)
+        return voted
+
+    assert outcomes(seed, 2, ask) == {0: [None, None], 1: []}

@@ -35,6 +35,8 @@ class Scenario:
         storage: bytes per second that the storage takes from all ranks together; None: as measured, or unknown
         mtbf: mean time between failures of the whole run, seconds; None: at a published rate per host
         restart_s: from a failure until training continues
+        recovery: whether the newest snapshot stays in the hosts' memory: checkpoint/recovery=host
+        memory_every: seconds between snapshots that go to memory alone; None: only those of saves stay there
         rates: what an earlier run with the preset measured; None: assumptions
     """
 
@@ -45,6 +47,8 @@ class Scenario:
     storage: float | None = None
     mtbf: float | None = None
     restart_s: float = RESTART_S
+    recovery: bool = False
+    memory_every: float | None = None
     rates: Rates | None = None
 
     @property
@@ -68,12 +72,15 @@ def plan(scenario: Scenario) -> list[Forecast]:
     rank_bytes, rates = scenario.state / scenario.ranks, scenario.rates
     parts = parts_of(scenario.preset)
     arenas = getattr(PARTS["stager"][parts["stager"]](), "arenas", 0)
+    images = arenas
+    if scenario.recovery:  # one stays, and the others are in flight
+        images = 1 + max(arenas, 1 if scenario.memory_every is None else 2)
     writer = PARTS["writer"][parts["writer"]]()
     beside = WRITER_BYTES if parts["caller"] != "inline" else 0.0
     if not arenas:  # the writer gathers live tensors into two blocks per worker
         beside += 2 * writer.workers * writer.block_bytes  # type: ignore[attr-defined]
     ranks_here = min(scenario.ranks_per_host, scenario.ranks)
-    snapshots = f"{arenas} x state of a rank + " if arenas else ""
+    snapshots = f"{images} x state of a rank + " if images else ""
 
     copy = rank_bytes * (rates.copy if rates else 1 / _COPY) if arenas else 0.0
     call, fixed = (rates.call, rates.fixed) if rates else (0.0, 0.0)
@@ -98,7 +105,7 @@ def plan(scenario: Scenario) -> list[Forecast]:
     lost = None if stall is None else stall + slowdown * copy
 
     mtbf = scenario.mtbf or mtbf_of(scenario.hosts)
-    best = training = None
+    best = training = risk = None
     if lost is not None:
         best = max(best_interval(max(lost, _LEAST_LOSS), mtbf), durable or 0.0)
         risk = 0.0 if awaits_write else best if durable is None else durable
@@ -108,7 +115,7 @@ def plan(scenario: Scenario) -> list[Forecast]:
         Forecast("state of a rank", rank_bytes, "bytes", "state / ranks"),
         Forecast(
             "host memory",
-            ranks_here * (arenas * rank_bytes + beside),
+            ranks_here * (images * rank_bytes + beside),
             "bytes",
             f"{ranks_here} x ({snapshots}{amount(round(beside))})",
         ),
@@ -125,6 +132,42 @@ def plan(scenario: Scenario) -> list[Forecast]:
         Forecast("best interval", best, "s", bound),
         Forecast("storage rate needed", None if best is None else written / best, "bytes/s", f"{of_state} / interval"),
         Forecast("training", training, "of the time", "Daly 2006"),
+        *(_recovery(scenario, images, rank_bytes, copy, lost, best, risk) if scenario.recovery else []),
+    ]
+
+
+def _recovery(
+    scenario: Scenario,
+    images: int,
+    rank_bytes: float,
+    copy: float,
+    lost: float | None,
+    best: float | None,
+    risk: float | None,
+) -> list[Forecast]:
+    """What the snapshot in memory costs, and what it saves in a failure that the host survives."""
+    every = scenario.memory_every
+    between = best if every is None else every
+    part, one_host = "an interval" if every is None else "--memory-every", scenario.hosts == 1
+    return [
+        Forecast("memory of a rank", images * rank_bytes, "bytes", f"1 image that stays, {images - 1} in flight"),
+        *(
+            [Forecast("memory snapshots", lost / every, "of the time", "lost per save / --memory-every")]
+            if every is not None and lost is not None
+            else []
+        ),
+        Forecast(
+            "repeated, from disk",
+            None if best is None or risk is None else best / 2 + risk,
+            "s",
+            "by a failure: half an interval + durable",
+        ),
+        Forecast(
+            "repeated, from memory",
+            between / 2 + copy if one_host and between is not None else None,
+            "s",
+            f"if the host lives: half {part} + copy" if one_host else "needs all ranks on one host",
+        ),
     ]
 
 

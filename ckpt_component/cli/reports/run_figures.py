@@ -13,12 +13,13 @@ from .run_records import PHASES, RecordedSave, Run
 def figures_of(run: Run) -> dict[str, Any]:
     """The figures of a run, as plain data: times in seconds, points in time since 1970; None for what is not known."""
     saves, ends = [_of_all_ranks(save) for save in run.saves()], run.leader.ends
+    snapshots = [_of_all_ranks(save) for save in run.saves(memory=True)]
     outcomes = Counter(save["outcome"] for save in saves)
     committed = [save for save in saves if save["outcome"] == "committed"]
     training_s = lost_s = kept = None
     if len(ends) > 1:
         first, last = ends[0][1], ends[-1][1]
-        within = [save for save in saves if first <= save["time"] <= last or save["step"] == ends[-1][0]]
+        within = [save for save in (*saves, *snapshots) if first <= save["time"] <= last or save["step"] == ends[-1][0]]
         # The last step's save made training wait too.
         training_s = max([last, *(save["time"] + save["stall_s"] for save in within)]) - first
         lost_s = sum(save["lost_s"] for save in within)
@@ -38,7 +39,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "training_s": training_s,
         "step_s": median(steps) if steps else None,
         "lost_s": lost_s,
-        "stall_s": sum(save["stall_s"] for save in saves),
+        "stall_s": sum(save["stall_s"] for save in (*saves, *snapshots)),
         "kept": kept,
         "committed": outcomes["committed"],
         "failed": outcomes["failed"],
@@ -48,8 +49,21 @@ def figures_of(run: Run) -> dict[str, Any]:
         "reused": sum(save["reused"] for save in committed),
         "gbps": nbytes / 1e9 / write_s if write_s else None,
         "saves": saves,
+        "in_memory": _in_memory(snapshots) if snapshots else None,
         "loads": [load.event() for load in run.leader.loads],
         "uploads": run.leader.uploads,
+    }
+
+
+def _in_memory(snapshots: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the saves to memory alone, of which there may be one for each step."""
+    whole = [save for save in snapshots if save["outcome"] == "committed"]
+    return {
+        "whole": len(whole),
+        "failed": len(snapshots) - len(whole),
+        "stall_s": median(save["stall_s"] for save in snapshots),
+        "whole_s": median(save["durable_s"] for save in whole) if whole else None,
+        "errors": sorted({save["error"] for save in snapshots if save["error"] is not None}),
     }
 
 

@@ -92,12 +92,12 @@ class Run:
         """The names of the hosts."""
         return sorted({log.host for log in self.ranks.values() if log.host})
 
-    def saves(self) -> list[list[RecordedSave]]:
-        """The saves in order, each as those of all ranks."""
+    def saves(self, *, memory: bool = False) -> list[list[RecordedSave]]:
+        """The saves in order, each as those of all ranks; `memory`: those to memory alone, else the others."""
         groups: dict[tuple[str, int], list[RecordedSave]] = defaultdict(list)
         for log in self.ranks.values():
             seen: Counter[str] = Counter()
-            for save in log.saves:
+            for save in (each for each in log.saves if each.memory is memory):
                 groups[save.path, seen[save.path]].append(save)  # a step may be saved again after a failure
                 seen[save.path] += 1
         return sorted(groups.values(), key=lambda saves: saves[0].time)
@@ -165,7 +165,9 @@ def chosen_run(runs: Sequence[Run], number: int | None = None) -> int:
         CheckpointConfigError: there is no run of this number
     """
     if number is None:
-        return max((index for index, run in enumerate(runs) if run.saves()), default=len(runs) - 1)
+        return max(
+            (index for index, run in enumerate(runs) if run.saves() or run.saves(memory=True)), default=len(runs) - 1
+        )
     if not 1 <= number <= len(runs):
         raise CheckpointConfigError(
             f"--run={number}: the folder has the events of {len(runs)} run(s), 1 to {len(runs)}."

@@ -89,13 +89,27 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     written = f", {amount(run['bytes'])} at {rate(run['gbps'] * 1e9)}" if run["gbps"] else ""
     reused = f", {amount(run['reused'])} reused" if run["reused"] else ""
     yield f"saves: {', '.join(counts)}{written}{reused}"
+    yield from _snapshots(run["in_memory"])
     yield from _uploads(run["uploads"])
     for load in run["loads"]:
         if load["error"] is not None:
             yield f"load of {load['path']} failed: {load['error']}"
         else:
             verified = "verified" if load["verified"] else "not verified"
-            yield f"loaded step {load['step']}: {amount(load['bytes'])} in {duration(load['seconds'])}, {verified}"
+            size, source = amount(load["bytes"]), " from memory" if load["source"] == "memory" else ""
+            yield f"loaded step {load['step']}{source}: {size} in {duration(load['seconds'])}, {verified}"
+
+
+def _snapshots(found: Mapping[str, Any] | None) -> Iterator[str]:
+    """Of the saves to memory alone."""
+    if found is None:
+        return
+    failed = f", {found['failed']} failed or skipped" if found["failed"] else ""
+    after = "" if found["whole_s"] is None else f", whole after {duration(found['whole_s'])}"
+    stall = f"stall {duration(found['stall_s'])}{after} (medians)"
+    yield f"in memory alone: {counted(found['whole'], 'snapshot')}{failed}; {stall}"
+    for error in found["errors"][:_SHOWN]:
+        yield f"not kept in memory: {error}"
 
 
 def _uploads(uploads: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -42,10 +42,10 @@ def figures_of(reports: Sequence[SaveReport], fence_s: float = 0.0) -> dict[str,
     """The figures of a run's saves; None for figures without a save.
 
     Args:
-        reports: reports of one run, in order; only committed saves count
+        reports: reports of one run, in order; only committed saves count, and none to memory alone
         fence_s: how long optimizer steps waited for snapshots, summed over all saves
     """
-    saves = [report for report in reports if report.outcome == "committed"]
+    saves = [report for report in reports if report.outcome == "committed" and not report.memory]
     stalls = [report.stall_s + fence_s / len(saves) for report in saves]
     durable = median(report.committed_s for report in saves) if saves else None
     return {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -241,17 +240,17 @@ def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> 
     Returns:
         What is unfinished there now.
     """
-    deadline = time.monotonic() + limit
+    deadline = fs.clock.now() + limit
     logged = False
     while living := (unfinished := Unfinished(fs, root, names)).living():
         if not logged:
             text = "waiting up to %g s for a checkpoint that another process is finishing: %s"
             logger.info(text, limit, living)
             logged = True
-        if time.monotonic() > deadline:
+        if fs.clock.now() > deadline:
             logger.warning("%s is still being written by another process; continuing without it", living)
             break
-        time.sleep(0.05)
+        fs.clock.sleep(0.05)
     return unfinished
 
 

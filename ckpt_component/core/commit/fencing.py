@@ -24,6 +24,8 @@ from .names import MEGATRON, OWNER, StepNames
 logger = logging.getLogger("ckpt_component.storage")
 
 _MAX_BYTES = 64 << 10
+#: So many starts in a row may die before their first snapshot is whole.
+_MOST_EARLIER = 16
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Owner:
         space: as in `ProcessName`
         started: as in `ProcessName`
         released: whether the run has ended, though its process may be alive
+        earlier: tokens of the runs before it, the last one first: until this one has a snapshot of its own in memory,
+            the newest may be theirs
     """
 
     generation: int
@@ -49,6 +53,7 @@ class Owner:
     space: str = ""
     started: int = 0
     released: bool = False
+    earlier: tuple[str, ...] = ()
 
     @property
     def process(self) -> ProcessName:
@@ -95,6 +100,8 @@ class FencingToken:
         self._fenced: set[str] = set()
         self.token = token or os.urandom(8).hex()
         self.root_exists = False
+        #: Two saves may begin at once, one of them in memory.
+        self._acquiring = storage.clock.lock()
 
     def acquire(self) -> None:
         """Take over the root at the first call; later calls check that this run still owns it. Called on rank 0 only.
@@ -107,17 +114,18 @@ class FencingToken:
             CheckpointSaveError: the root vanished under the run
             OSError: the owner file could not be written
         """
-        owner = read_owner(self._storage, self._root)
-        if self._claim is None:
-            self._take(owner)
-        elif owner is not None and owner.released and owner.generation < self._claim.generation:
-            self._write(self._claim)  # the release of a predecessor and the claim of this run crossed
-        else:
-            self._check(owner)
-            if owner is None:  # the file is damaged
-                self._write(self._claim)
-        if self._fenced:
-            self._clean_up()
+        with self._acquiring:
+            owner = read_owner(self._storage, self._root)
+            if self._claim is None:
+                self._take(owner)
+            elif owner is not None and owner.released and owner.generation < self._claim.generation:
+                self._write(self._claim)  # the release of a predecessor and the claim of this run crossed
+            else:
+                self._check(owner)
+                if owner is None:  # the file is damaged
+                    self._write(self._claim)
+            if self._fenced:
+                self._clean_up()
 
     def release(self) -> None:
         """The run has ended. If it owns the root, note that there; nothing is raised."""
@@ -135,7 +143,8 @@ class FencingToken:
         generation = 1 if predecessor is None else predecessor.generation + 1
         this = ProcessName.current()
         now = self._storage.clock.date()
-        claim = Owner(generation, self.token, this.host, this.pid, now, this.space, this.started)
+        earlier = () if predecessor is None else (predecessor.token, *predecessor.earlier)[:_MOST_EARLIER]
+        claim = Owner(generation, self.token, this.host, this.pid, now, this.space, this.started, earlier=earlier)
         if not self.root_exists:
             self._storage.make_folders(self._root)
         elif not self._storage.is_folder(self._root):
@@ -217,9 +226,9 @@ def read_owner(storage: Storage, root: str) -> Owner | None:
     try:
         values = json.loads(storage.read(path, _MAX_BYTES))
         known = {field.name: values[field.name] for field in fields(Owner) if field.name in values}
-        owner = Owner(**known)
+        owner = Owner(**{**known, "earlier": tuple(known.get("earlier", ()))})
         numbers = (owner.generation, owner.pid, owner.started)
-        texts = (owner.token, owner.host, owner.space)
+        texts = (owner.token, owner.host, owner.space, *owner.earlier)
         if not (
             all(isinstance(each, int) for each in numbers)
             and all(isinstance(each, str) for each in texts)

@@ -63,9 +63,10 @@ class AttemptLock:
             self._touching = storage.clock.start("ckpt-alive", self._touch, self._mark, over), over
 
     def held_by_others(self) -> bool:
-        """Whether another live process holds a lock on the attempt."""
+        """Whether another live process holds a lock on the attempt, or on this host has marked it."""
         if self._lock is None:
-            return False
+            marks = _marks(self._root, self._storage.names(self._root), self._attempt.token)
+            return any(_is_running(mark) for mark in marks if mark != self._mark)
         files, fd = self._lock
         try:
             return try_lock(files, fd, fcntl.LOCK_EX, self._attempt.staging) is False
@@ -220,8 +221,13 @@ def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
 
 def _has_ended(mark: str) -> bool:
     """Whether a path names a process that would be seen here and does not exist; False if unknown, or it names none."""
+    return _is_running(mark) is False
+
+
+def _is_running(mark: str) -> bool | None:
+    """Whether the process that a path names is running; None: it is unknown, or the path names none."""
     process = ProcessName.of_key(mark.rpartition(".")[0].rpartition(".")[2])
-    return process is not None and process.running is False
+    return None if process is None else process.running
 
 
 def _modified(storage: Storage, path: str) -> float:

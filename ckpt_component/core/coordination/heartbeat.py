@@ -65,12 +65,12 @@ class Heartbeat:
 
     Attributes:
         place: where the rank is; sent with the heartbeat
-        progress: returns the bytes that the save in progress has written, sent too; None: no save is in progress
+        progress: each returns the bytes that a save in progress has written; their sum is sent too
     """
 
     def __init__(self, store: RankStore, timeout: float) -> None:
         self.place = Place()
-        self.progress: Callable[[], int] | None = None
+        self.progress: list[Callable[[], int]] = []
         self._store = store
         self._clock = store.clock
         self._timeout = timeout
@@ -109,8 +109,8 @@ class Heartbeat:
             ) from failure
 
     def _send(self, store: RankStore) -> None:
-        progress = self.progress
-        written = -1 if progress is None else progress()
+        progress = tuple(self.progress)
+        written = sum(count() for count in progress) if progress else -1
         store.set(f"beat/{store.rank}", json.dumps([self._clock.date(), written, *self.place]).encode())
 
     def _beat(self) -> None:

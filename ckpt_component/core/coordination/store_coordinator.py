@@ -154,13 +154,13 @@ class StoreCoordinator(Coordinator):
     def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Each rank posts what its part returned or raised; the leader answers with an error or with nothing."""
         result, failure = None, None
-        self._heartbeat.progress = progress
+        self._heartbeat.progress.append(progress)
         try:
             result = work()
         except Exception as error:
             failure = error
         finally:
-            self._heartbeat.progress = None
+            self._heartbeat.progress.remove(progress)
         self.cast(tag, result, failure)
         try:
             return self.count(tag, deadline)

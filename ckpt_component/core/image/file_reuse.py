@@ -13,7 +13,7 @@ from ..state.structure import Structure
 from ..state.unchanged_tensors import UnchangedTensors
 from ..storage.storage import Storage
 from .layout import Layout
-from .unchanged_files import CommittedFile, FileBytes, Read, UnchangedFiles, find_hash
+from .unchanged_files import CommittedFile, FileBytes, Read, SharedFile, UnchangedFiles, find_hash, shared_files
 
 logger = logging.getLogger("ckpt_component.image")
 
@@ -34,6 +34,7 @@ class FileReuse:
         unchanged: which tensors are expected to keep their values; None: no files are shared
         find: looks in other checkpoints for files that the last one does not have
         checksum: algorithm of the items' checksums
+        in_memory: whether snapshots go to memory too, where what is not copied is shared by its open file
     """
 
     def __init__(
@@ -41,8 +42,11 @@ class FileReuse:
         unchanged: UnchangedTensors | None,
         find: Find = lambda wanted, storage, elsewhere: {},
         checksum: str = "",
+        *,
+        in_memory: bool = False,
     ) -> None:
         self._unchanged = unchanged
+        self._in_memory = in_memory
         self._find = find
         self._checksum = checksum
         self._lock = threading.Lock()
@@ -78,10 +82,12 @@ class FileReuse:
             return None
         with self._lock:
             kept, marks = self._kept_in(storage), self._marks
+            if self._in_memory:
+                kept = {key: file for key, file in self._kept.items() if not isinstance(file.held, str)}
         return UnchangedFiles(layout, flat, kept, marks, in_place=find_hash()[1])
 
-    def settle(self, files: UnchangedFiles, read: Read, storage: Storage) -> None:
-        """Decide which files of a complete snapshot are shared.
+    def settle(self, files: UnchangedFiles, read: Read, storage: Storage) -> list[SharedFile]:
+        """Decide which files of a complete snapshot are shared, and return them.
 
         Args:
             files: of the snapshot
@@ -106,6 +112,7 @@ class FileReuse:
             files.proved.update(found)
             for file in own:
                 self._own[files.key_of(file)] -= _LOOKS if file in found else 1
+        return shared_files(files.proved)
 
     def committed(self, files: UnchangedFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
         """Remember the files of a committed checkpoint, for the next snapshot.
@@ -137,3 +144,27 @@ class FileReuse:
         """Let go of the files that no snapshot refers to."""
         with self._lock:
             self._kept, self._marks = {}, {}
+
+
+class ProvedReuse(FileReuse):
+    """For a second place that a snapshot goes to: shares what is proved by then, and decides and remembers nothing.
+
+    The save to the first place does that, at the same time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._shared: dict[int, CommittedFile] = {}
+
+    def settle(self, files: UnchangedFiles, read: Read, storage: Storage) -> list[SharedFile]:
+        """Return what is proved; it stays open until `committed` or `failed`, whatever the other save finds."""
+        self._shared = dict(files.proved)
+        return shared_files(self._shared)
+
+    def committed(self, files: UnchangedFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:
+        """Let go of the files."""
+        self._shared = {}
+
+    def failed(self, files: UnchangedFiles) -> None:
+        """Let go of the files."""
+        self._shared = {}

@@ -27,6 +27,8 @@ from .layout import Layout
 
 #: Returns bytes [start, end) of an image, in one or more pieces.
 Read = Callable[[int, int], Sequence[memoryview]]
+#: A file that is shared: its number, what is held of it, checksums of its items.
+SharedFile = tuple[int, Held, Sequence[int]]
 
 
 @functools.cache
@@ -227,10 +229,6 @@ class UnchangedFiles:
         """What two files have in common that are equal if their tensors are."""
         return self._layout.unchanged_keys[file]
 
-    def shared(self) -> list[tuple[int, Held, Sequence[int]]]:
-        """What is shared: number of the file, what is held of it, checksums of its items."""
-        return [(file, kept.held, kept.sums) for file, kept in sorted(self.proved.items())]
-
     def keep(self, storage: Storage, folder: str, written: Mapping[str, Any]) -> dict[Any, CommittedFile] | None:
         """Open the files of the committed checkpoint.
 
@@ -254,3 +252,8 @@ class UnchangedFiles:
                 weakref.finalize(entry, storage.release, held)
             kept[self._layout.unchanged_keys[file]] = entry
         return kept
+
+
+def shared_files(proved: Mapping[int, CommittedFile]) -> list[SharedFile]:
+    """What is shared, of files by number."""
+    return [(file, kept.held, kept.sums) for file, kept in sorted(proved.items())]

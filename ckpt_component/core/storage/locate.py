@@ -14,6 +14,8 @@ from .faults import LOG, SPEC
 from .files import FileStorage
 from .storage import Storage
 
+#: Begins the paths in the memory of keepers.
+MEMORY = "host://"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 
@@ -98,7 +100,7 @@ def storage_at(
         CheckpointConfigError: the scheme is not supported, the package for it is not installed, or an option is wrong
         FailpointError: the environment variables are set but invalid
     """
-    if os.fspath(path).startswith("host://"):
+    if os.fspath(path).startswith(MEMORY):
         from .memory.host_memory import HostMemory
 
         return HostMemory()

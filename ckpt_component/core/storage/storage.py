@@ -14,7 +14,7 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..clock import CLOCK, Clock
 from .safe_open import READ_TWICE
@@ -59,9 +59,11 @@ class Storage(ABC):
 
     Attributes:
         clock: of the process that uses the storage: waits for what happens there go by it
+        verifies_first: whether a load verifies all bytes before it fills a tensor, as reading them twice costs no disk
     """
 
     clock: Clock = CLOCK
+    verifies_first: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -84,11 +86,6 @@ class Storage(ABC):
     @property
     def streams(self) -> bool:
         """Whether `write` takes the bytes of a file in order only, and reads their memory later."""
-        return False
-
-    @property
-    def verifies_first(self) -> bool:
-        """Whether a load verifies all bytes before it fills a tensor, because reading them twice costs no disk."""
         return False
 
     @property

@@ -11,6 +11,7 @@ seconds after its trainer has died, if no run that has restored from it is conne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -21,9 +22,9 @@ from typing import Any
 
 from ...errors import CheckpointError, CheckpointFencedError
 from ..commit.commit import is_over
-from ..commit.protocol import Attempt
 from ..processes.framing import Channel
 from ..processes.remote_error import describe_failure
+from ..processes.serve import serve
 from ..storage.memory.host_memory import HostMemory
 from ..storage.memory.keeper_server import KeeperServer
 from ..storage.memory.kept_files import KeptFiles
@@ -108,14 +109,18 @@ class SnapshotKeeper:
         self.files.delete([file for file in paths if os.path.dirname(file) != self._root and not file.startswith(kept)])
         return self.files.held()
 
-    def follow(self, attempt: Attempt, until: float) -> None:
-        """The trainer has died: wait until it is decided whether an attempt is the newest snapshot."""
+    def follow(self, undecided: UndecidedSave) -> None:
+        """The trainer has died: drop what is older than a save, or the save itself, once it is decided which stays.
+
+        Both stay if nobody can decide any more; whoever restores finds out which of them all ranks have.
+        """
+        attempt = undecided.request.attempt
         try:
-            while not is_over(attempt):
-                if time.monotonic() > until:
-                    return  # both are kept; whoever restores decides
+            while not (over := is_over(attempt)) and undecided.lock.held_by_others():
+                if time.monotonic() > undecided.until:
+                    return
                 time.sleep(_POLL_SECONDS)
-            if attempt.protocol.is_committed(attempt):
+            if over and attempt.protocol.is_committed(attempt):
                 self.retire(attempt.target)
         except (CheckpointError, OSError) as error:
             print(f"ckpt keeper: it is unknown whether {attempt.target} is whole: {error}", file=sys.stderr)
@@ -126,7 +131,7 @@ class SnapshotKeeper:
         for lane in self._lanes:
             lane.join()
         self._until = time.monotonic() + self._lease
-        _be_silent()
+        be_silent()
         while self.files.nbytes and not self._server.ended.wait(_POLL_SECONDS):
             now = time.monotonic()
             if self._server.holders:
@@ -156,7 +161,8 @@ class KeeperWorker(ByteWorker):
             self._keeper.start_lane(fds[0])
         elif kind == "retire":
             held = sorted(self._keeper.retire(header["path"]))
-            self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
+            with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
+                self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
         else:
             return super()._handle(kind, header, blob, fds)
         return True
@@ -173,11 +179,15 @@ class KeeperWorker(ByteWorker):
     def _outlive(self, undecided: UndecidedSave) -> None:
         super()._outlive(undecided)
         if undecided.request.fs is self._keeper.storage:
-            self._keeper.follow(undecided.request.attempt, undecided.until)
+            self._keeper.follow(undecided)
 
 
-def work_and_keep(job: Mapping[str, Any], trainer: Channel) -> None:
-    """Work for a trainer, and keep its snapshots; `job` has the arguments of `SnapshotKeeper`."""
+def main() -> None:
+    """Entry point of the process, whose job has the arguments of `SnapshotKeeper`."""
+    serve(_work, on_orphan="finish")
+
+
+def _work(job: Mapping[str, Any], trainer: Channel) -> None:
     os.chdir("/")  # this process may stay longer than the folder that the trainer was started in
     try:
         keeper = SnapshotKeeper(**job)
@@ -192,7 +202,7 @@ def work_and_keep(job: Mapping[str, Any], trainer: Channel) -> None:
         keeper.close()
 
 
-def _be_silent() -> None:
+def be_silent() -> None:
     """Let go of stdout and stderr: who reads the output of the trainer waits until nobody has them open."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ class UndecidedSave:
         result: what this rank wrote
         sidecars: files that the commit adds; compressed, because they are used only if the trainer dies
         lock: this process's lock on the staging folder
-        until: the save's deadline, monotonic seconds
+        until: the save's deadline, in seconds of the storage's clock
     """
 
     request: WriteRequest
@@ -50,7 +49,7 @@ class UndecidedSave:
         attempt = request.attempt
         try:
             if is_over(attempt):
-                return
+                return  # the trainer died between the commit and its word of it
             votes = self._votes()
             if votes is None:
                 _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
@@ -73,19 +72,19 @@ class UndecidedSave:
         """
         request, fs, staging = self.request, self.request.fs, self.request.attempt.staging
         votes: dict[int, Mapping[str, Any]] = {request.rank: self.result}
-        alive_at, changed = time.monotonic(), (0.0, 0.0)
+        alive_at, changed = fs.clock.now(), (0.0, 0.0)
         while True:
             for rank in range(request.world_size):
                 if rank not in votes and (vote := _vote(fs, staging, rank)) is not None:
                     votes[rank] = vote
             if len(votes) == request.world_size:
                 return [votes[rank] for rank in range(request.world_size)]
-            now, newest = time.monotonic(), (fs.modified(staging), self.lock.touched_by_others())
+            now, newest = fs.clock.now(), (fs.modified(staging), self.lock.touched_by_others())
             if newest != changed or self.lock.held_by_others():
                 alive_at, changed = now, newest
             if now - alive_at > request.timeouts.heartbeat or now > self.until:
                 return None
-            time.sleep(_POLL_SECONDS)
+            fs.clock.sleep(_POLL_SECONDS)
 
 
 def _vote(fs: Storage, staging: str, rank: int) -> Mapping[str, Any] | None:

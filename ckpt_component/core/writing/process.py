@@ -102,8 +102,8 @@ class ByteProcess(WriterConnection):
         try:
             # -I -S: no site-packages and no PYTHON* settings, so that nothing slow or foreign is imported.
             child = Child(
-                "ckpt_component.core.writing.worker",
-                {"keeper": keeper},
+                f"ckpt_component.core.writing.{'worker' if keeper is None else 'keeper'}",
+                keeper or {},
                 flags=("-I", "-S"),
                 environment=_MALLOC,
                 own_session=keeper is not None,

@@ -212,14 +212,8 @@ def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
 
 def main() -> None:
     """Entry point of the process."""
-    serve(_work, on_orphan="finish")
+    serve(lambda _job, trainer: _work(trainer), on_orphan="finish")
 
 
-def _work(job: Mapping[str, Any], trainer: Channel) -> None:
-    keeper = job.get("keeper")
-    if keeper is None:
-        ByteWorker(trainer).handle_frames()
-    else:
-        from .keeper import work_and_keep  # a process that keeps nothing does not load it
-
-        work_and_keep(keeper, trainer)
+def _work(trainer: Channel) -> None:
+    ByteWorker(trainer).handle_frames()

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ..object_folders import FOLDER_MARK, ObjectFolders
@@ -50,6 +51,8 @@ class HostMemory(ObjectFolders):
         find: finds the keepers of the run to whose memory a path belongs; None: by their sockets on this host
         own: keeps what is put here, whether or not `find` finds it, too; None: this storage is read only (EROFS)
     """
+
+    verifies_first = True
 
     def __init__(self, find: Callable[[str], Sequence[Keeper]] | None = None, own: Keeper | None = None) -> None:
         super().__init__(durable=False, atomic_rename=False, warns=False)
@@ -108,7 +111,7 @@ class HostMemory(ObjectFolders):
     def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
         from .memory_files import MemoryFiles  # processes that only write do not load it
 
-        return MemoryFiles(folder, self._keepers(folder))
+        return MemoryFiles(folder, partial(self._keepers, folder))
 
     # Small files
 
@@ -160,16 +163,14 @@ class HostMemory(ObjectFolders):
     # Properties of a folder
 
     def try_folder(self, path: str, name: str) -> float:
+        if self._own is None:  # the keepers are on this host, and so is their clock
+            return self.clock.date()
         trial = os.path.join(path, name)
         self.write_new(trial, b"")
         try:
             return self.modified(trial)
         finally:
             self.unlink(trial)
-
-    @property
-    def verifies_first(self) -> bool:
-        return True
 
     def in_memory(self, path: str) -> bool:
         return True

@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import IO
 
@@ -32,12 +32,12 @@ class MemoryFiles(FileSet):
 
     Args:
         folder: folder of the checkpoint
-        keepers: those that may have some of them; of two that have the same one, the first counts
+        find: returns the keepers that may have some of them; of two that have the same one, the first counts
     """
 
-    def __init__(self, folder: str, keepers: Sequence[Keeper]) -> None:
+    def __init__(self, folder: str, find: Callable[[], Sequence[Keeper]]) -> None:
         super().__init__(folder)
-        self._keepers = keepers
+        self._find = find
         self._lock = threading.Lock()
         self._files: dict[str, Piece | bytes] | None = None
         self._until_closed = ExitStack()
@@ -88,7 +88,7 @@ class MemoryFiles(FileSet):
     def _open(self) -> dict[str, Piece | bytes]:
         files = dict[str, Piece | bytes]()
         with ExitStack() as until_closed:
-            for keeper in self._keepers:
+            for keeper in self._find():
                 try:
                     found = until_closed.enter_context(keeper.opened(self._folder))
                 except ConnectionError as error:  # its files are gone with it

@@ -1,0 +1,268 @@
+"""Keeps the newest snapshot in memory: a save becomes whole there first, on a lane beside that of its storage.
+
+A save to storage is staged once and goes to both lanes: in memory it may be whole, on all ranks, while an older one is
+still being written. A save to memory alone goes to that lane only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..callers.write_callers import MemoryCaller
+from ..core.commit.commit import new_attempt
+from ..core.commit.protocol import Attempt
+from ..core.image.file_reuse import ProvedReuse
+from ..core.storage.storage import Storage
+from ..errors import CheckpointError, CheckpointSaveError
+from ..events import SaveReport
+from ..stagers.base import Snapshot
+from ..writers.base import Writer
+from .attempts import SaveAttempts
+from .context import Ownership, RunHooks, SaveContext
+from .in_flight import SaveHandle
+from .records import Committed, SaveRequest, Staged, report_of
+from .retry import ErrorPolicy
+from .save_lane import SaveLane, notify
+
+logger = logging.getLogger(__name__)
+
+#: How long keepers whose trainers have died wait for a rank of which there is no sign, in seconds.
+_PATIENCE = 2.0
+
+
+class KeepingLane(SaveLane):
+    """Completes saves like its base class, which it is for storage, and has a lane beside it for memory.
+
+    A save to storage tells of itself once. If its snapshot does not become whole in memory, that is a warning; the save
+    goes on, and the older snapshot stays.
+
+    Args:
+        attempts: as for the base class, and the next three too
+        context: its storages have that of the memory
+        in_background: see above
+        add_report: see above
+        caller: runs the requests whose target is in memory; owned by the lane from now on
+        writer: the format
+        memory: the storage of what is kept
+        path_of: where a checkpoint is in memory, by its path in storage
+        on_kept: called on rank 0, on the lane of the memory, when a snapshot is whole there; a failure is only logged
+    """
+
+    def __init__(
+        self,
+        attempts: SaveAttempts,
+        context: SaveContext,
+        *,
+        in_background: bool,
+        add_report: Callable[[SaveReport], None],
+        caller: MemoryCaller,
+        writer: Writer,
+        memory: Storage,
+        path_of: Callable[[str], str],
+        on_kept: Callable[[SaveReport], None] = lambda report: None,
+    ) -> None:
+        super().__init__(attempts, context, in_background=in_background, add_report=add_report)
+        beside = replace(
+            context,
+            run=MemoryHooks(context.run, on_kept),
+            # The next snapshot comes soon, and what is saved to storage does not depend on this one.
+            policy=ErrorPolicy(warn=True, min_free_bytes=None, reason="the older snapshot stays in memory"),
+            timeouts=replace(context.timeouts, heartbeat=min(context.timeouts.heartbeat, _PATIENCE)),
+            reuse=ProvedReuse(),
+            lane="memory/",
+        )
+        self._storage = memory
+        self._path_of = path_of
+        self._caller = caller
+        self._timeouts = context.timeouts
+        self._kept = KeptSnapshot(caller, writer, beside)
+        self._beside = SaveLane(self._kept, beside, in_background=True, add_report=add_report, name="ckpt-keep")
+        self._on_kept = beside.run.after_commit
+        #: For the other lane, as `SaveLane` has them: of saves to storage.
+        self._doubles: deque[Staged] = deque()
+        #: Where the newest snapshot of this run is, or will be, in memory.
+        self._newest = ""
+        self._is_beside_idle = True
+
+    def submit(self, staged: Staged) -> SaveHandle:
+        """Complete a save after those so far; one to storage in memory too. See the base class."""
+        request = staged.admitted.request
+        if request.storage is self._storage:
+            self._newest = request.path
+            return self._beside.submit(self._at(request, staged))
+        path, before = self._path_of(request.path), self._newest
+        self._newest = path
+        if path != before:  # else the step is in memory, and now goes to storage too
+            # Replicas are compared once, when the save to storage begins.
+            double = replace(request, path=path, storage=self._storage, is_told=False)
+            self._keep_too(self._at(double, replace(staged, comparison=None)))
+        return super().submit(staged)
+
+    def _at(self, request: SaveRequest, staged: Staged) -> Staged:
+        """A staged save as one to memory, where no other run can take the folder over."""
+        attempt = new_attempt(self._storage, request.path, staged.admitted.token)
+        return replace(staged, admitted=replace(staged.admitted, request=request), attempt=attempt)
+
+    def _keep_too(self, staged: Staged) -> None:
+        """Have the snapshot of a save to storage become whole in memory."""
+        if staged.snapshot is not None:
+            staged.snapshot.hold()
+        self._doubles.append(staged)
+        try:
+            self._beside.run_after_saves(self._finish_double)
+        except BaseException:
+            self._doubles.pop()
+            if staged.snapshot is not None:
+                staged.snapshot.release()
+            raise
+
+    def _finish_double(self) -> None:
+        """On the thread of the lane for memory: make one attempt."""
+        staged = self._doubles.popleft()
+        request = staged.admitted.request
+        try:
+            committed = self._kept.run(staged, staged.attempt, 1)
+        except Exception as error:
+            text = "%s did not become whole, so the snapshot before stays in memory; the save itself goes on: %s"
+            defect = None if isinstance(error, CheckpointError) else error
+            logger.warning(text, request.path, error, exc_info=defect)
+            return
+        finally:
+            if staged.snapshot is not None:
+                staged.snapshot.release()
+        if self._ranks.is_leader:
+            notify(self._on_kept, report_of(request, "committed", staged, committed.written, committed))
+
+    def refuse(self, request: SaveRequest, error: CheckpointError) -> SaveHandle:
+        """End a save that failed before anything was copied; see the base class. Those to memory are counted apart."""
+        if request.storage is self._storage:
+            return self._beside.refuse(request, error)
+        return super().refuse(request, error)
+
+    def stop_pausing(self) -> None:
+        """Make no pause before another attempt any more."""
+        super().stop_pausing()
+        self._beside.stop_pausing()
+
+    def drain(self, timeout: float) -> bool:
+        """Wait for both lanes; see the base class. That of the memory has as long as its last save may take."""
+        limit = self._timeouts.whole_save
+        self._is_beside_idle = self._beside.drain(limit)
+        if not self._is_beside_idle:
+            logger.warning("a snapshot was still not whole in memory after %g s; it is given up", limit)
+        return super().drain(timeout)
+
+    def close(self, *, wait: bool) -> None:
+        """End both threads, and let go of the snapshot that was kept: its keeper has it, or ends too."""
+        super().close(wait=wait)
+        self._beside.close(wait=wait and self._is_beside_idle)
+        self._caller.close(self._timeouts.close)
+        self._kept.release()
+
+
+class KeptSnapshot(SaveAttempts):
+    """Makes attempts in memory, and keeps what the last one was made of: then the one before is dropped.
+
+    Args:
+        caller: runs the write requests
+        writer: the format
+        context: what is the same for all saves to memory
+    """
+
+    def __init__(self, caller: MemoryCaller, writer: Writer, context: SaveContext) -> None:
+        super().__init__(caller, writer, context)
+        self._keeper = caller
+        self._timeout = context.timeouts.close
+        self._snapshot: Snapshot | None = None
+
+    def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
+        """Write and commit; see the base class. When this returns, the older snapshot is no longer in memory."""
+        committed = super().run(staged, attempt, number)
+        if staged.snapshot is None:
+            raise CheckpointSaveError(f"{attempt.target} was committed without a snapshot of this rank.")
+        staged.snapshot.hold()
+        older, self._snapshot = self._snapshot, staged.snapshot
+        read: set[int] | None = None
+        try:
+            read = self._keeper.retire(attempt.target, self._timeout)
+        except CheckpointError as error:  # the new snapshot is whole on all ranks, whatever became of the older one
+            logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", attempt.target, error)
+        if older is not None:
+            arena = older.arena
+            older.release(reusable=arena is None or (read is not None and arena.number not in read))
+        return committed
+
+    def release(self) -> None:
+        """Let go of the snapshot."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.release()
+
+
+class MemoryHooks:
+    """How a run takes part in its saves to memory: it claims its folder, and is told what is whole.
+
+    Args:
+        run: how it takes part in its saves to storage
+        on_kept: see `KeepingLane`
+    """
+
+    def __init__(self, run: RunHooks, on_kept: Callable[[SaveReport], None]) -> None:
+        self._run = run
+        self.ownership: Ownership = FirstClaim(run.ownership)
+        #: Called on the lane for memory before the save's future is done.
+        self.after_commit = on_kept
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Those that every checkpoint has."""
+        return self._run.files
+
+    @property
+    def manifest_fields(self) -> Mapping[str, Any]:
+        """Those that every manifest has."""
+        return self._run.manifest_fields
+
+    def check_path(self, path: str) -> None:
+        """As for storage."""
+        self._run.check_path(path)
+
+    def after_save(self, report: SaveReport) -> None:
+        """`keep` does not count what is in memory."""
+
+    def make_room(self) -> None:
+        """Memory is not made by deleting checkpoints."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class FirstClaim:
+    """Claims the folder of a run before its first save to memory, as a restore believes the owner's keepers only.
+
+    Before later ones it does not ask, so a disk that hangs keeps no snapshot from memory. A run that takes the folder
+    over ends the keepers of this one.
+
+    Args:
+        ownership: of the folder
+    """
+
+    token = ""
+
+    def __init__(self, ownership: Ownership) -> None:
+        self._ownership = ownership
+        self._is_claimed = False
+
+    def acquire(self) -> None:
+        """Claim the folder, once."""
+        if not self._is_claimed:
+            self._ownership.acquire()
+            self._is_claimed = True
+
+    def check_after(self, error: Exception) -> None:
+        """Raise if another run has taken the folder."""
+        self._ownership.check_after(error)

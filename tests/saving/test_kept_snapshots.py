@@ -1,0 +1,491 @@
+"""The newest snapshot stays in memory: every save is whole there first, and a save to memory alone writes nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from rank_threads import rank_threads
+
+from ckpt_component import CheckpointError, CheckpointGivenUpError, CheckpointSaveError
+from ckpt_component.callers.write_callers import InlineCaller, MemoryCaller
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.coordination import Coordinator, LocalCoordinator
+from ckpt_component.core.image.arena import Arena
+from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.storage.locate import file_storage
+from ckpt_component.core.storage.memory.host_memory import HostMemory
+from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.storage import Storage
+from ckpt_component.core.writing.keep_job import Image, run_keep_job
+from ckpt_component.core.writing.request import WriteRequest
+from ckpt_component.errors import WorkerDiedError
+from ckpt_component.events import CheckpointListener, SaveReport
+from ckpt_component.events.recorder import EventRecorder
+from ckpt_component.loading import Reader
+from ckpt_component.saving.context import NoRun, SaveContext
+from ckpt_component.saving.in_flight import SaveHandle
+from ckpt_component.saving.kept_snapshots import KeepingLane
+from ckpt_component.saving.pipeline import SavePipeline
+from ckpt_component.saving.retry import ErrorPolicy
+from ckpt_component.stagers import SharedMemoryStager
+from ckpt_component.writers import DcpWriter
+
+IN_MEMORY = "host://runs/one@1f2e3d4c-0a0b0c0d"
+TIMEOUTS = ResolvedTimeouts(stage=20.0, write=30.0, close=20.0)
+
+
+class Keeper(MemoryCaller):
+    """Keeps in this process what a keeper would keep in its own.
+
+    Attributes:
+        files: what is kept
+        failures: raised by the next requests; None: that one succeeds
+        events: what it was asked for, in order
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda timeout: cast(Any, None))
+        self.files = KeptFiles()
+        self.failures: list[Exception | None] = []
+        self.refusal: CheckpointError | None = None
+        self.events: list[str] = []
+        self.arenas: list[Arena] = []
+
+    def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
+        self.events.append(os.path.basename(request.attempt.target))
+        failure = self.failures.pop(0) if self.failures else None
+        if failure is not None:
+            raise failure
+        arena = request.source
+        assert isinstance(arena, Arena)
+        self.arenas.append(arena)
+        return dict(run_keep_job(request, self.files, Image(arena.number, arena.shared_descriptor())))
+
+    def progress(self) -> int:
+        return 0
+
+    def settle(self) -> None:
+        """There is no process that would finish the save."""
+
+    def retire(self, path: str, timeout: float) -> set[int]:
+        self.events.append(f"only {os.path.basename(path)}")
+        if self.refusal is not None:
+            raise self.refusal
+        older = [file.path for file in self.files.listed(IN_MEMORY) if "/iter_" in file.path]
+        self.files.delete([file for file in older if not file.startswith(f"{path}/")])
+        return self.files.held()
+
+    def close(self, timeout: float = 60.0) -> None:
+        self.events.append("closed")
+
+
+class Writing(InlineCaller):
+    """Writes in the background, each save as soon as `go_on` is set; fails if told so."""
+
+    in_other_process = True
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.failures: list[Exception] = []
+
+    def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
+        assert self.go_on.wait(60)
+        if self.failures:
+            raise self.failures.pop(0)
+        return super().run(request, deadline)
+
+
+class Heard(CheckpointListener):
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str, bool]] = []
+
+    def on_staged(self, report: SaveReport) -> None:
+        self.heard.append(("staged", os.path.basename(report.path), report.memory))
+
+    def on_committed(self, report: SaveReport) -> None:
+        self.heard.append(("committed", os.path.basename(report.path), report.memory))
+
+    def on_failed(self, report: SaveReport) -> None:
+        self.heard.append(("failed", os.path.basename(report.path), report.memory))
+
+
+class Claim(FencingToken):
+    """Counts how often the folder is asked for."""
+
+    asked = 0
+
+    def acquire(self) -> None:
+        self.asked += 1
+        super().acquire()
+
+
+class Run:
+    """A run that keeps its newest snapshot, with the keepers of its ranks in this process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ranks: Coordinator | None = None,
+        keepers: list[Keeper] | None = None,
+        policy: ErrorPolicy | None = None,
+        in_flight: int = 1,
+    ) -> None:
+        ranks = ranks or LocalCoordinator()
+        self.folder = folder
+        self.keepers = keepers or [Keeper()]
+        self.keeper = self.keepers[ranks.rank]
+        self.memory = HostMemory(lambda path: [each.files for each in self.keepers], own=self.keeper.files)
+        self.caller, self.stager, writer = Writing(), SharedMemoryStager(), DcpWriter()
+        self.stager.connect(writer, ranks=ranks, shared=True, timeout=20.0, kept=1, in_flight=in_flight)
+        self.listener, self.whole = Heard(), list[str]()
+        self.became_whole = threading.Condition()
+        disk = file_storage(durable=False)
+
+        def storage_of(path: str) -> Storage:
+            return self.memory if self.memory.holds(path) else disk
+
+        run = NoRun(storage_of)
+        self.claim = Claim(disk, str(folder))
+        run.ownership = self.claim  # type: ignore[assignment]
+        context = SaveContext(
+            ranks, storage_of, TIMEOUTS, run, policy or ErrorPolicy(), EventRecorder(listeners=[self.listener])
+        )
+        lane = partial(
+            KeepingLane,
+            caller=self.keeper,
+            writer=writer,
+            memory=self.memory,
+            path_of=lambda path: self.path(os.path.basename(path)),
+            on_kept=self._kept,
+        )
+        self.pipeline = SavePipeline(self.stager, self.caller, writer, context, lane)
+
+    def _kept(self, report: SaveReport) -> None:
+        with self.became_whole:
+            self.whole.append(os.path.basename(report.path))
+            self.became_whole.notify_all()
+
+    def wait_whole(self, count: int) -> None:
+        """Wait until so many snapshots have become whole in memory."""
+        with self.became_whole:
+            assert self.became_whole.wait_for(lambda: len(self.whole) >= count, 20)
+
+    @staticmethod
+    def path(name: str) -> str:
+        return f"{IN_MEMORY}/{name}"
+
+    def save(self, step: int, *, memory: bool = False) -> SaveHandle:
+        name = MEGATRON.folder(step)
+        path = self.path(name) if memory else str(self.folder / name)
+        return self.pipeline.save(state_of(step), path, step=step)[1]
+
+    def in_memory(self) -> list[int]:
+        return scan_steps(self.memory, IN_MEMORY, MEGATRON).committed
+
+    def on_disk(self) -> list[int]:
+        return scan_steps(file_storage(), str(self.folder), MEGATRON).committed
+
+    def loaded(self, step: int, *, memory: bool) -> Any:
+        root = IN_MEMORY if memory else str(self.folder)
+        reader = Reader(0, 1, storage_of=lambda path: self.memory if memory else file_storage())
+        return reader.read(os.path.join(root, MEGATRON.folder(step)))[0]
+
+    def heard(self) -> list[tuple[str, str, bool]]:
+        self.pipeline.events.drain(20.0)
+        return self.listener.heard
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.caller.go_on.set()
+        try:
+            self.pipeline.close()
+        finally:
+            self.keeper.files.delete([file.path for file in self.keeper.files.listed("")])
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((300, 7), float(step)), "step": step}
+
+
+def holds(state: Any, step: int) -> bool:
+    return bool(state["weight"].eq(step).all()) and state["step"] == step
+
+
+def test_a_save_is_in_memory_and_in_its_folder_with_the_same_bytes(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        report = run.save(1).result(60)
+        run.wait_whole(1)
+        assert run.in_memory() == run.on_disk() == [1]
+        assert holds(run.loaded(1, memory=True), 1) and holds(run.loaded(1, memory=False), 1)
+        assert report.path == str(tmp_path / MEGATRON.folder(1)) and not report.memory
+        manifests = [
+            scan_steps(storage, root, MEGATRON).manifests[1]
+            for storage, root in ((run.memory, IN_MEMORY), (file_storage(), str(tmp_path)))
+        ]
+        assert manifests[0]["attempt"] == manifests[1]["attempt"]
+
+
+def test_a_snapshot_is_whole_in_memory_while_older_ones_are_being_written(tmp_path: Path) -> None:
+    with Run(tmp_path, in_flight=2) as run:
+        run.caller.go_on.clear()
+        first, second = run.save(1), run.save(2)
+        run.wait_whole(2)
+        assert run.in_memory() == [2] and holds(run.loaded(2, memory=True), 2)
+        assert not first.done() and not second.done() and run.on_disk() == []
+        run.caller.go_on.set()
+        second.result(60)
+        assert run.on_disk() == [1, 2] and holds(run.loaded(1, memory=False), 1)
+        assert run.in_memory() == [2], "what is written changes nothing in memory"
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_only_the_newest_snapshot_stays_and_the_older_ones_give_their_memory_back(tmp_path: Path, memory: bool) -> None:
+    with Run(tmp_path) as run:
+        for step in range(1, 6):
+            run.save(step, memory=memory).result(60)
+            run.wait_whole(step)
+        assert run.in_memory() == [5] and holds(run.loaded(5, memory=True), 5)
+        assert len({arena.number for arena in run.keeper.arenas}) == 2
+    assert all(arena.closed for arena in run.keeper.arenas) and run.stager.host_bytes == 0
+    assert run.keeper.events[-1] == "closed"
+
+
+def test_a_save_to_memory_alone_writes_nothing_and_is_reported_as_such(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        durable = run.save(1).result(60)
+        report = run.save(2, memory=True).result(60)
+        assert run.on_disk() == [1] and run.in_memory() == [2]
+        assert report.memory and report.path == run.path(MEGATRON.folder(2)) and report.outcome == "committed"
+        assert [each.step for each in run.pipeline.reports] == [1, 2]
+        assert run.pipeline.last_report == durable, "the last one that stays"
+        assert report.event()["memory"] is True and durable.event()["memory"] is False
+
+
+def test_listeners_are_told_of_each_save_once(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(1).result(60)
+        run.wait_whole(1)
+        run.save(2, memory=True).result(60)
+        one, two = MEGATRON.folder(1), MEGATRON.folder(2)
+        assert run.heard() == [
+            ("staged", one, False),
+            ("committed", one, False),
+            ("staged", two, True),
+            ("committed", two, True),
+        ]
+
+
+def test_the_log_has_each_save_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with Run(tmp_path) as run:
+        run.save(1).result(60)
+        run.wait_whole(1)
+    for phase in ("staged", "written", "committed"):
+        assert caplog.text.count(f"{MEGATRON.folder(1)} {phase}") == 1
+
+
+def test_a_snapshot_that_memory_does_not_take_is_a_warning_and_the_older_one_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(tmp_path) as run:
+        run.save(1).result(60)
+        run.wait_whole(1)
+        run.keeper.failures = [WorkerDiedError("the keeper has ended")]
+        assert run.save(2).result(60).outcome == "committed"
+        run.save(3).result(60)
+        run.wait_whole(2)
+        assert run.on_disk() == [1, 2, 3] and run.in_memory() == [3]
+        assert run.whole == [MEGATRON.folder(1), MEGATRON.folder(3)]
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "the save itself goes on" in warnings[0] and "the keeper has ended" in warnings[0]
+    assert [report.outcome for report in run.pipeline.reports] == ["committed"] * 3
+
+
+def test_what_was_in_memory_stays_there_when_a_newer_one_fails(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(1, memory=True).result(60)
+        run.keeper.failures = [CheckpointSaveError("no memory")]
+        with pytest.raises(CheckpointSaveError, match="no memory"):
+            run.save(2, memory=True).result(60)
+        assert run.in_memory() == [1] and holds(run.loaded(1, memory=True), 1)
+        run.save(3, memory=True).result(60)
+        assert run.in_memory() == [3]
+
+
+def test_a_save_that_its_folder_does_not_take_is_in_memory_all_the_same(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.caller.failures = [CheckpointSaveError("the disk is broken")]
+        with pytest.raises(CheckpointSaveError, match="the disk is broken"):
+            run.save(1).result(60)
+        run.wait_whole(1)
+        assert run.on_disk() == [] and holds(run.loaded(1, memory=True), 1)
+
+
+@pytest.mark.parametrize(
+    "policy", [ErrorPolicy(), ErrorPolicy(warn=True), ErrorPolicy(attempts=2, backoff_seconds=0.0)]
+)
+def test_a_save_to_memory_alone_that_fails_is_a_warning_whatever_the_policy(
+    policy: ErrorPolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next snapshot comes soon, and no checkpoint depends on it."""
+    with Run(tmp_path, policy=policy) as run:
+        run.keeper.failures = [CheckpointSaveError("no memory")]
+        run.save(1, memory=True)
+        run.pipeline.wait()
+        run.save(2, memory=True).result(60)
+        assert [(each.outcome, each.memory) for each in run.pipeline.reports] == [("failed", True), ("committed", True)]
+        assert run.heard()[1:] == [
+            ("failed", MEGATRON.folder(1), True),
+            ("staged", MEGATRON.folder(2), True),
+            ("committed", MEGATRON.folder(2), True),
+        ]
+        assert run.in_memory() == [2]
+    assert "training continues (the older snapshot stays in memory): no memory" in caplog.text
+
+
+def test_a_step_that_is_in_memory_is_not_put_there_again_when_it_is_saved(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(1, memory=True).result(60)
+        run.save(1).result(60)
+        assert run.on_disk() == run.in_memory() == [1]
+        run.save(2).result(60)
+        run.wait_whole(2)
+        assert run.whole == [MEGATRON.folder(1), MEGATRON.folder(2)] and run.in_memory() == [2]
+
+
+def test_failures_in_a_row_are_those_of_one_place(tmp_path: Path) -> None:
+    """Otherwise memory that works would hide a disk that does not."""
+    with Run(tmp_path, policy=ErrorPolicy(warn=True, give_up_after=2)) as run:
+        run.caller.failures = [CheckpointSaveError("the disk is broken") for _ in range(2)]
+        run.save(1).exception(60)
+        run.save(2, memory=True).result(60)
+        with pytest.raises(CheckpointGivenUpError, match="2 saves in a row"):
+            run.save(3).result(60)
+
+
+def test_memory_is_not_refused_because_the_disk_is_full(tmp_path: Path) -> None:
+    with Run(tmp_path, policy=ErrorPolicy(min_free_bytes=1 << 60)) as run:
+        assert run.save(1, memory=True).result(60).memory
+        with pytest.raises(CheckpointError, match="free"):
+            run.save(2).result(60)
+        run.wait_whole(2)
+        assert run.in_memory() == [2]
+
+
+def test_the_folder_is_claimed_once_before_something_is_in_memory(tmp_path: Path) -> None:
+    """A restore believes the keepers of the owner alone; and a disk that hangs keeps nothing from memory."""
+    with Run(tmp_path) as run:
+        run.save(1, memory=True).result(60)
+        assert run.claim.other() is None and run.claim.asked == 1
+        for step in (2, 3):
+            run.save(step, memory=True).result(60)
+        assert run.claim.asked == 1
+
+
+def test_two_lanes_claim_the_folder_one_after_the_other(tmp_path: Path) -> None:
+    for number in range(5):
+        with Run(tmp_path / str(number)) as run:
+            run.save(1).result(60)
+            run.wait_whole(1)
+            assert run.on_disk() == run.in_memory() == [1] and run.claim.asked == 2
+
+
+def test_memory_that_somebody_reads_is_not_filled_again(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(1, memory=True).result(60)
+        folder = next(
+            os.path.dirname(file.path) for file in run.keeper.files.listed("") if file.path.endswith("distcp")
+        )
+        with run.keeper.files.opened(folder):
+            run.save(2, memory=True).result(60)
+            assert run.keeper.arenas[0].closed and not run.keeper.arenas[1].closed
+            for step in (3, 4):
+                run.save(step, memory=True).result(60)
+            assert run.keeper.arenas[0].number not in {arena.number for arena in run.keeper.arenas[1:]}
+        assert run.in_memory() == [4]
+
+
+def test_an_older_snapshot_that_cannot_be_dropped_does_not_fail_the_newer_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(tmp_path) as run:
+        run.save(1, memory=True).result(60)
+        run.keeper.refusal = WorkerDiedError("the keeper has ended")
+        assert run.save(2, memory=True).result(60).outcome == "committed"
+        assert run.keeper.arenas[0].closed, "somebody may read it"
+        run.keeper.refusal = None
+        run.save(3, memory=True).result(60)
+        assert run.in_memory() == [3]
+    assert caplog.text.count("an older snapshot could not be dropped: the keeper has ended") == 1
+
+
+def test_memory_is_free_for_the_next_save_when_the_last_one_is_whole(tmp_path: Path) -> None:
+    with Run(tmp_path, in_flight=2) as run:
+        run.caller.go_on.clear()
+        for step in (1, 2, 3):  # three images: two that are being written, one of them and the newest in memory
+            run.save(step)
+            run.wait_whole(step)
+        assert run.stager.busy
+        run.caller.go_on.set()
+        assert run.stager.wait_free(time.monotonic() + 60)
+        run.pipeline.wait()
+        assert run.on_disk() == [1, 2, 3] and run.in_memory() == [3]
+
+
+def on_ranks(folder: Path, train: Any, failing: Mapping[int, list[Exception | None]] | None = None) -> list[Any]:
+    """What `train` returns or raises on two ranks, each with a keeper of its own."""
+    keepers = [Keeper(), Keeper()]
+    for rank, failures in (failing or {}).items():
+        keepers[rank].failures = failures
+
+    def run(ranks: Any) -> Any:
+        with Run(folder, ranks=ranks, keepers=keepers, policy=ErrorPolicy(min_free_bytes=None)) as job:
+            return train(job)
+
+    with rank_threads(2) as on_all:
+        return on_all(run)
+
+
+def test_a_snapshot_is_whole_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    """One keeper fails for the second save: then the first one stays on both."""
+
+    def train(run: Run) -> Any:
+        for step in (1, 2):
+            run.save(step).result(60)
+        run.pipeline.ranks.run_on_leader("first look", lambda: run.wait_whole(1), time.monotonic() + 60)
+        while len(run.keeper.events) < 3:
+            time.sleep(0.01)
+        found = run.pipeline.ranks.run_on_leader("look", run.in_memory, time.monotonic() + 60)
+        run.save(3).result(60)
+        run.pipeline.ranks.run_on_leader("last look", lambda: run.wait_whole(2), time.monotonic() + 60)
+        return found, run.pipeline.ranks.run_on_leader("steps", run.in_memory, time.monotonic() + 60)
+
+    assert on_ranks(tmp_path, train, {1: [None, CheckpointSaveError("no memory")]}) == [([1], [3])] * 2
+
+
+def test_ranks_save_to_memory_and_to_storage_in_turn(tmp_path: Path) -> None:
+    def train(run: Run) -> Any:
+        saves = [run.save(step, memory=step % 3 != 0) for step in range(1, 8)]
+        reports = [save.result(60).memory for save in saves]
+        run.pipeline.ranks.run_on_leader("whole", lambda: run.wait_whole(7), time.monotonic() + 60)
+        here = run.pipeline.ranks.run_on_leader("steps", run.in_memory, time.monotonic() + 60)
+        run.pipeline.ranks.run_on_leader("end", lambda: None, time.monotonic() + 60)
+        return reports, here, run.on_disk()
+
+    expected = [step % 3 != 0 for step in range(1, 8)], [7], [3, 6]
+    assert on_ranks(tmp_path, train) == [expected, expected]

@@ -1,0 +1,569 @@
+"""A run that keeps its snapshots in memory, dies, and comes back: what may happen to it, and what must hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from simulation.keepers import LEASE, Host, HostPatches, ReachedKeeper
+
+from ckpt_component import Checkpointer, CheckpointError, CheckpointSaveError
+from ckpt_component.callers.write_callers import MemoryCaller, WriteCaller
+from ckpt_component.core.commit.commit import new_attempt
+from ckpt_component.core.commit.names import MEGATRON, owned_token
+from ckpt_component.core.commit.protocol import Attempt
+from ckpt_component.core.commit.protocols import protocol_of
+from ckpt_component.core.commit.retention import RetentionPolicy
+from ckpt_component.core.coordination import RankStore, StoreCoordinator
+from ckpt_component.core.coordination.connection import StoreConnection
+from ckpt_component.core.options import Prove, ResolvedTimeouts, Verify
+from ckpt_component.core.storage.memory.host_memory import HostMemory
+from ckpt_component.core.storage.memory.keeper_sockets import memory_root
+from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.memory.memory_files import MemoryFiles
+from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.storage.storage import Storage
+from ckpt_component.core.writing.request import WriteRequest
+from ckpt_component.core.writing.write_job import run_write_job
+from ckpt_component.events import EventRecorder
+from ckpt_component.loading.collective import CollectiveLoad
+from ckpt_component.loading.reader import Reader
+from ckpt_component.managing.policies import ResumePolicy
+from ckpt_component.managing.restore import Restorer
+from ckpt_component.managing.run_context import RunContext
+from ckpt_component.managing.run_folder import RunFolder
+from ckpt_component.managing.run_memory import RunMemory
+from ckpt_component.saving.attempts import SaveAttempts
+from ckpt_component.saving.context import NoRun, SaveContext
+from ckpt_component.saving.records import Admitted, SaveRequest, Staged
+from ckpt_component.stagers.base import Snapshot
+from ckpt_component.stagers.shared_memory import SharedMemoryStager
+from ckpt_component.testing import Disk, SimulatedFiles
+from ckpt_component.testing.process_files import ProcessFiles
+from ckpt_component.testing.simulated_store import SimulatedStore
+from ckpt_component.testing.simulation import SimulatedProcess, Simulation
+from ckpt_component.writers.dcp import DcpWriter
+
+ROOT = "/runs/one"
+RANKS = 2
+TIMEOUTS = ResolvedTimeouts(stage=20.0, write=60.0, close=20.0, heartbeat=10.0, stall=60.0, visible=20.0)
+PHASES = ("stage", "keep", "vote", "commit", "find", "agree", "verify", "copy")
+#: A whole life must have ended by then, in simulated seconds.
+LIMIT = 3000.0
+MOST_JOBS = 6
+_WEIGHTS = 300
+
+
+def state_of(job: int, step: int) -> dict[str, Any]:
+    """What all ranks know of a step of a job; 0: the target of a restore."""
+    generator = torch.Generator().manual_seed(1000 * job + step)
+    return {
+        f"rank{rank}": {"weight": torch.randn(_WEIGHTS, generator=generator), "step": [job, step, rank]}
+        for rank in range(RANKS)
+    }
+
+
+def blank() -> dict[str, Any]:
+    return {f"rank{rank}": {"weight": torch.zeros(_WEIGHTS), "step": [0, 0, 0]} for rank in range(RANKS)}
+
+
+class RankStagers:
+    """Takes the snapshots of the ranks; the plans stay for all lives."""
+
+    def __init__(self) -> None:
+        self.writer = DcpWriter(workers=1)
+        self._stagers = [SharedMemoryStager(arenas=16) for _ in range(RANKS)]
+        for rank, stager in enumerate(self._stagers):
+            ranks = cast(Any, SimpleNamespace(rank=rank, world_size=RANKS))
+            stager.connect(self.writer, ranks=ranks, shared=True, timeout=10.0)
+
+    def take(self, rank: int, job: int, step: int) -> Snapshot:
+        stager = self._stagers[rank]
+        state = state_of(job, step)
+        return stager.take(replace(stager.inspect({f"rank{rank}": state[f"rank{rank}"]}), wait_until=1e9))
+
+    def close(self) -> None:
+        for stager in self._stagers:
+            stager.close()
+
+
+class DurableCaller(WriteCaller):
+    """Writes files at once, in one operation."""
+
+    in_other_process = False
+
+    def __init__(self, process: SimulatedProcess, files: SimulatedFiles) -> None:
+        self._process, self._files = process, files
+
+    def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
+        self._process.turn()
+        attempt = Attempt(protocol_of(self._files), **request.attempt.to_plain())
+        try:
+            return run_write_job(replace(request, fs=self._files, attempt=attempt))
+        except OSError as error:
+            raise CheckpointSaveError(f"{attempt.target}: {error}", error.errno) from error
+
+
+class ReadFiles(MemoryFiles):
+    """Each read is an operation of the process."""
+
+    process: SimulatedProcess
+    life: Life
+
+    def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
+        if self.life.host.in_simulation:
+            self.life.operation(self.process, "")
+            self.process.turn()
+        return super().fill(name, buffer, offset)
+
+
+class TrainerMemory(HostMemory):
+    """The memory of the host as a trainer sees it."""
+
+    def __init__(self, life: Life, process: SimulatedProcess, own: ReachedKeeper | None) -> None:
+        super().__init__(find=life.host.find(process), own=own)
+        self.clock = process.clock
+        self._life, self._process = life, process
+
+    def open_files(self, folder: str, *, shared: bool = True) -> ReadFiles:
+        files = ReadFiles(folder, self._keepers(folder))
+        files.life, files.process = self._life, self._process
+        return files
+
+
+class PhasedLoad(CollectiveLoad):
+    """A load whose phases are those of a life."""
+
+    def __init__(self, life: Life, process: SimulatedProcess, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._life, self._process = life, process
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with super().phase(name):
+            self._life.phase_of[self._process] = {"open": "verify", "read": "copy"}.get(name, "agree")
+            yield
+            self._life.phase_of[self._process] = "agree"
+
+
+class Loader(Checkpointer):
+    """Loads by a reader alone."""
+
+    def __init__(self, ranks: StoreCoordinator, events: EventRecorder, reader: Reader) -> None:
+        super().__init__(cast(Any, SimpleNamespace(ranks=ranks, events=events)), reader)
+
+    def save(self, *arguments: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+
+class LabelledStore(SimulatedStore):
+    """A store whose requests are operations of a life."""
+
+    life: Life
+
+    def fault(self) -> None:
+        self.life.operation(self.life.simulation.current.process, "store")
+
+
+@dataclass
+class Resumed:
+    """What a rank got from its restore: a step, or an error; the least step that it had to be, and what had happened."""
+
+    job: int
+    rank: int
+    step: int | None
+    state: Mapping[str, Any] | None
+    error: Exception | None
+    least: int
+    happened: Sequence[str] = ()
+
+
+class Job:
+    """A run of the trainers: restores, and saves `count` steps, of which the even ones also go to the folder."""
+
+    def __init__(self, life: Life, number: int, count: int) -> None:
+        self.life, self.number, self.count = life, number, count
+        self.token = new_token()
+        self.processes = [life.simulation.process(f"trainer {rank} of job {number}") for rank in range(RANKS)]
+        self.store = LabelledStore(self.processes[0])
+        self.store.life = life
+        self.done = list[int]()
+        self.began_at = 0
+
+    def start(self) -> None:
+        for rank, process in enumerate(self.processes):
+            process.start(self._train, rank, process)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if not process.is_dead:
+                process.kill()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a trainer has died, or all have done what they were to do."""
+        return any(process.is_dead for process in self.processes) or len(self.done) == RANKS
+
+    def _train(self, rank: int, process: SimulatedProcess) -> None:
+        try:
+            self._run(rank, process)
+        except CheckpointError as error:
+            self.life.errors.append(f"job {self.number} rank {rank}: {type(error).__name__}: {error}")
+            process.kill()
+        self.done.append(rank)
+
+    def _run(self, rank: int, process: SimulatedProcess) -> None:
+        life, clock = self.life, process.clock
+        life.phase_of[process] = "agree"
+        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, clock=clock)
+        store = RankStore(connection, rank, RANKS, f"{self.number}/")
+        ranks = StoreCoordinator(store, TIMEOUTS.heartbeat, TIMEOUTS.stall)
+        root = memory_root(ROOT, self.token)
+        connect = partial(life.host.keeper_of, process, root, rank, RANKS)
+        own = ReachedKeeper(connect().keeper, process)
+        memory, plain = TrainerMemory(life, process, own), life.files
+
+        def storage_of(path: str) -> Storage:
+            return memory if memory.holds(path) else plain
+
+        events = EventRecorder(rank=rank, world_size=RANKS, run=self.token)
+        run = RunContext(plain, ROOT, MEGATRON, ranks, TIMEOUTS, events=events, elsewhere=storage_of)
+        folder = RunFolder(run, ResumePolicy(), RetentionPolicy(last=None), takeover=True)
+        reader = Reader(
+            rank,
+            RANKS,
+            Verify.on_resume,
+            shared=False,
+            storage_of=storage_of,
+            prove=Prove.off,
+            collective=lambda path, tag: PhasedLoad(life, process, ranks, TIMEOUTS, path, tag),
+        )
+        kept = RunMemory(run)
+        restorer = Restorer(Loader(ranks, events, reader), folder, True, kept)
+        state, least = blank(), life.least()
+        life.phase_of[process] = "find" if rank == 0 else "agree"
+        try:
+            step = restorer.load(state, True, False)
+        except CheckpointError as error:
+            life.resumed.append(Resumed(self.number, rank, None, None, error, least, [*life.happened]))
+            raise
+        life.resumed.append(Resumed(self.number, rank, step, state, None, least, [*life.happened]))
+        self.began_at = step or 0
+        caller = MemoryCaller(cast(Any, lambda timeout: connect()))
+        hooks = NoRun(storage_of)
+        if ranks.is_leader:
+            hooks.ownership = folder.ownership  # type: ignore[assignment]
+        context = SaveContext(ranks, storage_of, TIMEOUTS, hooks)
+        writer = life.stagers.writer
+        in_memory = SaveAttempts(caller, writer, context)
+        durable = SaveAttempts(DurableCaller(process, plain), writer, context)
+        for number in range(1, self.count + 1):
+            at = (step or 0) + number
+            clock.sleep(1.0)
+            ranks.at_step(at)
+            life.phase_of[process] = "stage"
+            life.operation(process, "")
+            process.turn()
+            snapshot = life.take(rank, self.number, at)
+            life.operation(process, "")
+            process.turn()
+            life.phase_of[process] = "commit"
+            path = os.path.join(root, MEGATRON.folder(at))
+            self._save(ranks, memory, in_memory, path, at, snapshot, "")
+            life.acknowledged(self.number, at, in_memory=True)
+            if ranks.is_leader and number == 1:
+                kept.end_others()
+            caller.retire(path, 10.0)
+            if at % 2 == 0:
+                path = os.path.join(ROOT, MEGATRON.folder(at))
+                self._save(ranks, ProcessFiles(process, plain), durable, path, at, snapshot, folder.ownership.token)
+                life.acknowledged(self.number, at, in_memory=False)
+
+    def _save(
+        self,
+        ranks: StoreCoordinator,
+        files: Storage,
+        attempts: SaveAttempts,
+        path: str,
+        step: int,
+        snapshot: Snapshot,
+        owner: str,
+    ) -> None:
+        def admit(proposals: list[Any]) -> list[str]:
+            return [owned_token(new_token()), owner]
+
+        token, owner = ranks.meet("save", path, admit, ranks.clock.now() + 60.0, path)
+        attempt = new_attempt(files, path, token, owner)
+        admitted = Admitted(SaveRequest(path, files, step), cast(Any, None), step, token, {"run": self.token})
+        attempts.run(Staged(admitted, attempt, snapshot, None, None, 0, 0.0), attempt, 1)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What happens at an operation.
+
+    Attributes:
+        kind: a key of `TROUBLES`
+        at: the number of the operation, from 1 on
+        rank: whom it hits
+    """
+
+    kind: str
+    at: int
+    rank: int = 0
+
+
+class Life:
+    """One life of a run: jobs one after the other, as a launcher starts them, until one has come to its end in peace.
+
+    Args:
+        patches: entered
+        stagers: take the snapshots
+        troubles: what happens
+        seed: decides the schedule
+    """
+
+    def __init__(
+        self, patches: HostPatches, stagers: RankStagers, troubles: Sequence[Trouble] = (), seed: int = 1
+    ) -> None:
+        self.simulation = Simulation(seed)
+        self.stagers = stagers
+        self.host = Host(self.simulation, self.operation)
+        patches.use(self.host)
+        self.files = SimulatedFiles(Disk())
+        self.files.make_folders(ROOT)
+        self.phase_of = dict[SimulatedProcess, str]()
+        #: The phase of each operation.
+        self.operations = list[str]()
+        self.resumed = list[Resumed]()
+        self.errors = list[str]()
+        self.in_memory = list[tuple[int, int]]()
+        self.durable = list[tuple[int, int]]()
+        self._snapshots = list[Snapshot]()
+        self._troubles = {trouble.at: trouble for trouble in troubles}
+        self.jobs = list[Job]()
+        self._launcher = self.simulation.process("launcher")
+        self._flipped = self.is_in_peace = False
+        self.staged = set[tuple[int, int, int]]()
+        self.happened = list[str]()
+
+    def run(self) -> bool:
+        """Returns whether all has ended in time."""
+        self._launcher.start(self._launch)
+        try:
+            return self.simulation.run(LIMIT)
+        finally:
+            arenas = {each.arena.shared_descriptor() for each in self._snapshots if each.arena is not None}
+            self.host.clear(arenas)
+            for snapshot in self._snapshots:
+                snapshot.release(reusable=not self._flipped)
+
+    def _launch(self) -> None:
+        clock = self._launcher.clock
+        for number in range(1, MOST_JOBS + 1):
+            job = Job(self, number, 3 if number == 1 else 2)
+            self.jobs.append(job)
+            job.start()
+            while not job.is_over:
+                clock.sleep(0.5)
+            was_whole = len(job.done) == RANKS and not any(process.is_dead for process in job.processes)
+            clock.sleep(2.0)
+            job.kill()  # all at once; or the launcher has noticed that one has died
+            if was_whole and number > 2 and len(self.happened) == len(self._troubles):
+                self.is_in_peace = True
+                return
+            clock.sleep(1.0)
+
+    def operation(self, process: SimulatedProcess, what: str) -> None:
+        """Count an operation, and let happen what is to happen at it."""
+        usual = self.phase_of.get(process, "agree")
+        is_saving = usual in ("stage", "commit")
+        phase = what if what == "keep" else ("vote" if is_saving else "agree") if what == "store" else usual
+        self.operations.append(phase)
+        trouble = self._troubles.get(len(self.operations))
+        if trouble is not None:
+            self.happened.append(f"{trouble.kind} of rank {trouble.rank} in {phase}")
+            TROUBLES[trouble.kind](self, trouble.rank)
+
+    def take(self, rank: int, job: int, step: int) -> Snapshot:
+        snapshot = self.stagers.take(rank, job, step)
+        self._snapshots.append(snapshot)
+        self.staged.add((job, step, rank))
+        return snapshot
+
+    def acknowledged(self, job: int, step: int, *, in_memory: bool) -> None:
+        saves = self.in_memory if in_memory else self.durable
+        if (job, step) not in saves:
+            saves.append((job, step))
+
+    def least(self) -> int:
+        """The newest step that the run may not lose, if a run begins now."""
+        newest = max((step for _, step in self.durable), default=0)
+        if {each.partition(" ")[0] for each in self.happened} <= HARMLESS:
+            newest = max([newest, *(step for _, step in self.in_memory)])
+        return newest
+
+    # What may happen
+
+    def victim(self, rank: int) -> SimulatedProcess:
+        """A trainer of the newest job."""
+        return self.jobs[-1].processes[rank]
+
+    def keepers(self) -> list[Any]:
+        """The keepers that have a snapshot, those of the newest run; else all."""
+        having = [each for each in self.host.living() if any("iter_" in file.path for file in self._listed(each))]
+        if not having:
+            return self.host.living()
+        return [each for each in having if each.root == having[-1].root]
+
+    def keeper(self, rank: int) -> Any:
+        found = self.keepers()
+        return next((each for each in found if each.rank == rank), found[0] if found else None)
+
+    def image(self, rank: int) -> tuple[int, int, int] | None:
+        """Descriptor, offset and size of a file with tensors in a keeper."""
+        keeper = self.keeper(rank)
+        if keeper is None:
+            return None
+        for file in self._listed(keeper):
+            if file.path.endswith(".distcp"):
+                with KeptFiles.opened(keeper.files, os.path.dirname(file.path)) as files:
+                    piece = files[os.path.basename(file.path)]
+                    fd = next(each.arena for each in self._snapshots if each.arena is not None and same(each, piece))
+                    return fd.shared_descriptor(), piece.base, piece.size  # type: ignore[union-attr]
+        return None
+
+    def _listed(self, keeper: Any) -> list[Any]:
+        return KeptFiles.listed(keeper.files, "")
+
+
+def same(snapshot: Snapshot, piece: Any) -> bool:
+    assert snapshot.arena is not None
+    one, other = os.fstat(snapshot.arena.shared_descriptor()), os.fstat(piece.descriptor)
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
+
+
+def kill_trainer(life: Life, rank: int) -> None:
+    life.victim(rank).kill()
+
+
+def stop_trainer(life: Life, rank: int) -> None:
+    life.victim(rank).stop(25.0)
+
+
+def kill_keeper(life: Life, rank: int) -> None:
+    if (keeper := life.keeper(rank)) is not None:
+        keeper.process.kill()
+
+
+def stop_keeper(life: Life, rank: int) -> None:
+    if (keeper := life.keeper(rank)) is not None:
+        keeper.process.stop(25.0)
+
+
+def flip(life: Life, rank: int) -> None:
+    if (place := life.image(rank)) is not None:
+        fd, base, size = place
+        at = base + life.simulation.random.randrange(size)
+        os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1 << life.simulation.random.randrange(8)]), at)
+        life._flipped = True
+
+
+def truncate(life: Life, rank: int) -> None:
+    """No process can do that, not even the one that made the memory."""
+    if (place := life.image(rank)) is not None:
+        try:
+            os.ftruncate(place[0], place[1] + place[2] // 2)
+        except PermissionError:
+            return
+        raise AssertionError("an image can be truncated")
+
+
+def stale(life: Life, rank: int) -> None:
+    """Keepers of an older run show what looks like a newer step."""
+    for keeper in life.keepers():
+        files = {}
+        for file in life._listed(keeper):
+            path = file.path.replace(keeper.root, memory_root(ROOT, "0badf00d-0badf00d"))
+            files[path.replace("iter_000000", "iter_000009")] = KeptFiles.get(keeper.files, file.path, 1 << 20)
+        dead = life.simulation.process("an older trainer")
+        dead.kill()
+        old = life.host.keeper_of(dead, memory_root(ROOT, "0badf00d-0badf00d"), keeper.rank, RANKS).keeper
+        for path, data in files.items():
+            KeptFiles.put(old.files, path, data)
+
+
+def lease_over(life: Life, rank: int) -> None:
+    for keeper in life.host.living():
+        before = keeper.process.clock.now
+        keeper.process.clock.now = lambda before=before: before() + LEASE
+
+
+def memory_full(life: Life, rank: int) -> None:
+    life.host.full_until = life.simulation.now + 10.0
+
+
+def another_run(life: Life, rank: int) -> None:
+    job = Job(life, 10 + len(life.jobs), 2)
+    job.start()
+
+
+def another_user(life: Life, rank: int) -> None:
+    life.host.belongs_to_another = True
+
+
+TROUBLES: Mapping[str, Callable[[Life, int], None]] = {
+    "kill_trainer": kill_trainer,
+    "kill_keeper": kill_keeper,
+    "stop_trainer": stop_trainer,
+    "stop_keeper": stop_keeper,
+    "flip": flip,
+    "truncate": truncate,
+    "stale": stale,
+    "lease_over": lease_over,
+    "memory_full": memory_full,
+    "another_run": another_run,
+    "another_user": another_user,
+}
+
+
+#: What neither harms a keeper nor what it keeps.
+HARMLESS = {"kill_trainer", "stop_trainer", "truncate", "stale", "memory_full"}
+
+
+def violations(life: Life, *, ended: bool) -> list[str]:
+    """What must never be, and is."""
+    wrong = [] if ended else ["a call hangs"]
+    if ended and not life.is_in_peace:
+        wrong.append(f"no job came to its end: {life.errors}")
+    for job in sorted({each.job for each in life.resumed}):
+        there = [each for each in life.resumed if each.job == job and each.error is None]
+        if len({each.step for each in there}) > 1:
+            wrong.append(f"job {job} begins at other steps on other ranks: {[each.step for each in there]}")
+        for each in there:
+            told = f"rank {each.rank} of job {job} at step {each.step}"
+            if (each.step or 0) < each.least:
+                wrong.append(f"{told}, and step {each.least} was acknowledged; before: {each.happened}")
+            assert each.state is not None
+            wrong += [f"{told}: {text}" for text in wrong_in(life, each.step, each.state)]
+    return wrong
+
+
+def wrong_in(life: Life, step: int | None, state: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a restored state."""
+    job, own, _ = state["rank0"]["step"]
+    if own != (step or 0):
+        yield f"its state is that of step {own}"
+        return
+    if step is not None and not {(job, step, rank) for rank in range(RANKS)} <= life.staged:
+        yield "not all ranks had a snapshot"
+    expected = blank() if step is None else state_of(job, step)
+    for name, part in expected.items():
+        if part["step"] != state[name]["step"] or not part["weight"].equal(state[name]["weight"]):
+            yield f"{name} is not what it was: {state[name]['step']} for {part['step']}"

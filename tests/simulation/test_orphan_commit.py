@@ -1,0 +1,91 @@
+"""A trainer dies at each operation of its commit, and the writer process of rank 0 finishes what it was doing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import zlib
+from typing import Any, cast
+
+import pytest
+from simulation.ranks import ROOT, TIMEOUTS
+from simulation.world import storage_on
+
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.liveness import AttemptLock
+from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
+from ckpt_component.core.commit.names import MEGATRON, integrity_name
+from ckpt_component.core.commit.protocol import Attempt
+from ckpt_component.core.commit.protocols import protocol_of
+from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.writing.orphan_commit import UndecidedSave
+from ckpt_component.core.writing.request import WriteOptions, WriteRequest, WriteTable
+from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedBucket, SimulatedFiles, SimulatedObjects
+
+TARGET = os.path.join(ROOT, MEGATRON.folder(1))
+Files = SimulatedFiles | SimulatedBucket
+
+
+def written(files: Files, rank: int, attempt: Attempt) -> dict[str, Any]:
+    """Write what a rank writes, and its vote; returns the vote."""
+    entry = {"name": f"rank_{rank}", "size": 10}
+    files.write_new(os.path.join(attempt.staging, f"rank_{rank}"), b"0123456789")
+    vote = json.dumps({"files": [entry]}).encode()
+    files.write_new(os.path.join(attempt.staging, integrity_name(rank)), vote)
+    return {"rank": rank, "files": [entry, {"name": integrity_name(rank), "size": len(vote)}]}
+
+
+def content(files: Files) -> dict[str, tuple[bytes, float]]:
+    """All files of the run, with the time of their last change."""
+    return {file.path: (files.read(file.path, 1000), files.modified(file.path)) for file in files.files_below(ROOT)}
+
+
+def is_whole(files: Files) -> bool:
+    """Whether there is a checkpoint. Raises if it is not whole."""
+    manifest = read_manifest(files, TARGET)
+    if manifest is None:
+        return False
+    folder = data_folder(files, TARGET, manifest)
+    check_files(files, folder, manifest)
+    assert {".metadata", "rank_0", "rank_1"} <= {*files.names(folder)}
+    return True
+
+
+@pytest.mark.parametrize("protocol", ["rename", "manifest", "bucket"])
+def test_what_the_trainer_has_committed_stays_as_it_is(protocol: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """And what it has not, the writer process commits or gives up, and says so."""
+    told = dict[str, int]()
+    for number in itertools.count(1):
+        disk = SimulatedObjects() if protocol == "bucket" else Disk()
+        files, trainer = storage_on(disk, protocol), storage_on(disk, protocol, {number: Fault("cut")})
+        files.make_folders(ROOT)
+        attempt = commit.new_attempt(files, TARGET, new_token())
+        commit.begin(attempt)
+        votes = [written(files, rank, attempt) for rank in range(2)]
+        lock = AttemptLock(files, attempt)
+        try:
+            commit.publish(Attempt(protocol_of(trainer), **attempt.to_plain()), votes, {".metadata": b"m"}, {})
+            died_at = "end"
+        except PowerCut:
+            died_at = " ".join(trainer.operations[-1])
+        was_whole, before = is_whole(files), content(files)
+        table = WriteTable(1, [], [], 0, b"")
+        request = WriteRequest(files, attempt, 0, 2, table, (), cast(Any, None), WriteOptions(), {}, TIMEOUTS)
+        save = UndecidedSave(request, cast(Any, votes[0]), {".metadata": zlib.compress(b"m")}, lock, 0.0)
+        save.finish()
+        said = capfd.readouterr().err
+        if was_whole:
+            assert not said and content(files) == before, f"the trainer died at {died_at}: {said}"
+        else:
+            assert f"committed {TARGET}" in said or "could not be committed" in said, f"{died_at}: {said}"
+        lock.close()
+        there = is_whole(files)
+        assert there or not was_whole
+        outcome = "stays" if was_whole else "committed" if there else "given up"
+        told[outcome] = told.get(outcome, 0) + 1
+        left = [path for path in content(files) if not there and attempt.token in path]
+        assert not left, f"the trainer died at {died_at}: {left} is left"
+        if died_at == "end":
+            break
+    assert {*told} == {"stays", "committed", "given up"}, told
