@@ -254,6 +254,7 @@ def test_a_keeper_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_op
     with serving(kept):
         find = HostKeepers()
         (keeper,) = find(ROOT)
+        assert len(keeper.listed("")) == 150  # it has the other end of the connection
         connected = descriptors()
         for _ in range(2):
             with keeper.opened(f"{ROOT}/iter_1") as files:
