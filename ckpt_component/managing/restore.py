@@ -269,6 +269,8 @@ class Restorer:
             places.append((run.remote, remote or Scan()))
         scan = local if remote is None else both(local, remote)
         durable, occupied = [list(has.committed) for _, has in places], sorted(scan.occupied)
+        if in_memory is not None and self._memory is not None and self._memory.is_stale(scan):
+            in_memory = None
         if in_memory is not None:
             places.insert(0, in_memory)
             scan = both(in_memory[1], scan)

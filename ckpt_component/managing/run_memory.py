@@ -30,6 +30,8 @@ class RunMemory:
         #: The keepers that are to stay until this run has a snapshot of its own, and what they have.
         self._held: list[RemoteKeeper] = []
         self._found: tuple[RunContext, Scan] | None = None
+        #: The runs that owned the folder after the one whose snapshots were found.
+        self._later = set[str]()
         #: Whether the others were ended.
         self._is_first = False
 
@@ -45,15 +47,26 @@ class RunMemory:
             self._found = self._look()
         except (CheckpointError, OSError) as error:
             logger.warning("snapshots in memory cannot be used, so %s decides: %s", self._run.roots, error)
+            self.let_go()
         return self._found
+
+    def is_stale(self, scan: Scan) -> bool:
+        """Whether a later run than that of the snapshots has saved checkpoints, so that they are of no use any more.
+
+        Args:
+            scan: of the folder, and of the permanent one behind it
+        """
+        return any(manifest.get("run") in self._later for manifest in scan.manifests.values())
 
     def _look(self) -> tuple[RunContext, Scan] | None:
         run, owner = self._run, read_owner(self._run.fs, self._run.root)
         here = () if owner is None else tokens_of(run.root)
         # A run that took the folder and died before its first snapshot was whole has left that of the run before it.
+        self._later.clear()
         for token in () if owner is None else (owner.token, *owner.earlier):
             if token in here and (found := self._of(token))[1].committed:
                 return found
+            self._later.add(token)
         return None
 
     def _of(self, token: str) -> tuple[RunContext, Scan]:

@@ -139,7 +139,7 @@ class LostWhenGivenUp(ZeroOverheadStager):
         self._copy_thread.submit(time.sleep, 0.05)
         snapshot = super().take(plan)
         release = snapshot.release
-        snapshot.release = lambda: release() if snapshot.staged.done() else None  # type: ignore[method-assign]
+        snapshot.release = lambda **_: release() if snapshot.staged.done() else None  # type: ignore[method-assign]
         return snapshot
 
 
