@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +18,15 @@ from rank_threads import rank_threads
 
 from ckpt_component import CheckpointError, CheckpointGivenUpError, CheckpointSaveError
 from ckpt_component.callers.write_callers import InlineCaller, MemoryCaller
+from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import Coordinator, LocalCoordinator
 from ckpt_component.core.image.arena import Arena
+from ckpt_component.core.image.file_reuse import FileReuse
 from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.state.unchanged_tensors import UnchangedTensors
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
@@ -142,6 +146,7 @@ class Run:
         keepers: list[Keeper] | None = None,
         policy: ErrorPolicy | None = None,
         in_flight: int = 1,
+        reuse: FileReuse | None = None,
     ) -> None:
         ranks = ranks or LocalCoordinator()
         self.folder = folder
@@ -149,7 +154,7 @@ class Run:
         self.keeper = self.keepers[ranks.rank]
         self.memory = HostMemory(lambda path: [each.files for each in self.keepers], own=self.keeper.files)
         self.caller, self.stager, writer = Writing(), SharedMemoryStager(), DcpWriter()
-        self.stager.connect(writer, ranks=ranks, shared=True, timeout=20.0, kept=1, in_flight=in_flight)
+        self.stager.connect(writer, ranks=ranks, shared=True, timeout=20.0, kept=1, in_flight=in_flight, reuse=reuse)
         self.listener, self.whole = Heard(), list[str]()
         self.became_whole = threading.Condition()
         disk = file_storage(durable=False)
@@ -163,6 +168,7 @@ class Run:
         context = SaveContext(
             ranks, storage_of, TIMEOUTS, run, policy or ErrorPolicy(), EventRecorder(listeners=[self.listener])
         )
+        context = context if reuse is None else replace(context, reuse=reuse)
         lane = partial(
             KeepingLane,
             caller=self.keeper,
@@ -445,6 +451,26 @@ def test_memory_is_free_for_the_next_save_when_the_last_one_is_whole(tmp_path: P
         assert run.stager.wait_free(time.monotonic() + 60)
         run.pipeline.wait()
         assert run.on_disk() == [1, 2, 3] and run.in_memory() == [3]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_does_not_change_is_shared_with_the_last_checkpoint_in_memory_too(durable: bool, tmp_path: Path) -> None:
+    """It is not in the image, so memory has the checkpoint's file, also when that checkpoint is deleted."""
+    reuse = FileReuse(UnchangedTensors(["base"]), checksum=DcpWriter().algorithm, in_memory=True)
+    base, shared = torch.arange(50_000.0), list[int]()
+    with Run(tmp_path, reuse=reuse) as run:
+        for step in (1, 2, 3):
+            path = str(tmp_path / MEGATRON.folder(step)) if step < 3 or durable else run.path(MEGATRON.folder(step))
+            state = {"base": base, "weight": torch.full((9,), float(step)), "step": step}
+            shared.append(run.pipeline.save(state, path, step=step)[1].result(60).reused)
+            run.wait_whole(step)
+            assert run.in_memory() == [step]
+            loaded = run.loaded(step, memory=True)
+            assert loaded["base"].equal(base) and holds(loaded, step)
+        for step in run.on_disk():
+            discard(file_storage(), str(tmp_path / MEGATRON.folder(step)))
+        assert run.loaded(3, memory=True)["base"].equal(base)
+    assert shared[1] > 200_000
 
 
 def on_ranks(folder: Path, train: Any, failing: Mapping[int, list[Exception | None]] | None = None) -> list[Any]:
