@@ -86,7 +86,7 @@ def _in_memory(root: Root) -> list[Listed]:
     from .memory_runs import runs_in_memory  # which most folders need not wait for
 
     return [
-        Listed(os.path.basename(run.snapshots.paths[step]), IN_MEMORY, step, *run.size_of(step), run.world_size)
+        Listed(os.path.basename(run.snapshots.paths[step]), IN_MEMORY, step, *run.facts_of(step))
         for run in runs_in_memory(root.path)
         for step in run.steps
     ]
