@@ -14,10 +14,12 @@ from ..core.formats.checkpoints import Root, created_of, is_checkpoint
 from .roots import tree_bytes
 
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
+#: A snapshot that keepers of this host have, which the next start on it may resume from.
+IN_MEMORY = "in memory"
 #: What only has the name of a checkpoint.
 UNKNOWN = "unknown"
 #: State -> the style of its row in a table; others have none.
-STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
+STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow", IN_MEMORY: "cyan"}
 #: How many folders below an empty root the advice names.
 _FOLDERS = 5
 #: Search at most so many folders for them, the outer ones first.
@@ -30,8 +32,8 @@ class Listed:
 
     Attributes:
         name: name in the folder
-        state: `committed`; `unverified`, of another program; `damaged`; `in progress`; `debris`; or `unknown`, which
-            only has the name of one
+        state: `committed`; `unverified`, of another program; `damaged`; `in progress`; `debris`; `in memory`; or
+            `unknown`, which only has the name of one
         step: step; None: unknown
         time: when it was committed or last changed, seconds since 1970
         nbytes: size
@@ -52,7 +54,12 @@ class Listed:
 
 def entries_of(root: Root) -> list[Listed]:
     """The entries of a folder, by step and time; those without a step are last."""
-    return sorted(_entries(root), key=lambda entry: (entry.step is None, entry.step or 0, entry.time))
+    return sorted(_entries(root), key=order_of)
+
+
+def order_of(entry: Listed) -> tuple[bool, int, float]:
+    """What entries are sorted by."""
+    return entry.step is None, entry.step or 0, entry.time
 
 
 def what_text(root: Root, entry: Listed, more: str = "") -> str:

@@ -1,7 +1,7 @@
 """`ckpt ls ROOT`: list a folder of checkpoints, and what else is there.
 
 List the checkpoints of a folder, oldest first: committed; unverified (of another program, without checksums); damaged;
-in progress; and debris that killed runs left, which ckpt gc deletes.
+in progress; debris that killed runs left, which ckpt gc deletes; and snapshots that this host has in memory.
 
 example:
   ckpt ls checkpoints
@@ -17,8 +17,22 @@ from dataclasses import asdict
 
 from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.locate import is_url
+from ..core.storage.memory.keeper_sockets import tokens_of
 from ..core.storage.space import amount
-from .listing import COMMITTED, DAMAGED, DEBRIS, IN_PROGRESS, STYLES, UNVERIFIED, Listed, advice, entries_of, what_text
+from .listing import (
+    COMMITTED,
+    DAMAGED,
+    DEBRIS,
+    IN_MEMORY,
+    IN_PROGRESS,
+    STYLES,
+    UNVERIFIED,
+    Listed,
+    advice,
+    entries_of,
+    order_of,
+    what_text,
+)
 from .output import Output
 from .text import Table, age_text, counted
 from .usage import files_in
@@ -36,13 +50,16 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         CheckpointNotFoundError: there is no such folder, or it is a checkpoint itself
     """
     root = find_root(parsed.root, parsed.options)
-    entries = entries_of(root)
+    entries = sorted([*entries_of(root), *_in_memory(root)], key=order_of)
     data = {
         "root": root.path,
         "newest": root.newest,
         "best": root.best,
         "metric": None if root.best_policy is None else root.best_policy.metric,
-        "entries": [{**asdict(entry), "path": os.path.join(root.path, entry.name)} for entry in entries],
+        "entries": [
+            {**asdict(entry), "path": None if entry.state == IN_MEMORY else os.path.join(root.path, entry.name)}
+            for entry in entries
+        ],
     }
     output.result(data, _lines(root, entries, output))
     if not entries and not is_url(parsed.root):
@@ -60,6 +77,19 @@ def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:
     yield from output.table(Table(rows, left=(4,)), styles)
     yield ""
     yield _summary(entries) + ("; files are shared, see ckpt du" if _is_sharing(root, newest) else "")
+
+
+def _in_memory(root: Root) -> list[Listed]:
+    """The snapshots of the folder that keepers of this host have."""
+    if not tokens_of(root.path):
+        return []
+    from .memory_runs import runs_in_memory  # which most folders need not wait for
+
+    return [
+        Listed(os.path.basename(run.snapshots.paths[step]), IN_MEMORY, step, *run.facts_of(step))
+        for run in runs_in_memory(root.path)
+        for step in run.steps
+    ]
 
 
 def _is_sharing(root: Root, newest: int | None) -> bool:
@@ -85,7 +115,7 @@ def _summary(entries: list[Listed]) -> str:
     """`3 checkpoints, 4.50 GB; 1 damaged; 2 debris, 1.20 GB`."""
     good = [entry for entry in entries if entry.state in (COMMITTED, UNVERIFIED)]
     parts = [f"{counted(len(good), 'checkpoint')}, {amount(sum(each.nbytes for each in good))}"]
-    for state in (DAMAGED, IN_PROGRESS, DEBRIS):
+    for state in (DAMAGED, IN_PROGRESS, IN_MEMORY, DEBRIS):
         group = [entry for entry in entries if entry.state == state]
         if group:
             size = f", {amount(sum(each.nbytes for each in group))}" if state == DEBRIS else ""

@@ -97,6 +97,16 @@ def test_ls_has_a_row_for_each_keeper(ckpt: Ckpt, root: Path, kept: Kept) -> Non
     assert [row["bytes"] for row in rows] == [keeper.nbytes for keeper in kept.keepers]
 
 
+def test_the_list_of_a_folder_has_its_snapshots_too(ckpt: Ckpt, root: Path, kept: Kept) -> None:
+    kept.take(2)
+    ran = ckpt("ls", root)
+    rows = [line.split(None, 1) for line in ran.out.splitlines()[1:5]]
+    assert [row[0] for row in rows if row[1].endswith("in memory")] == ["2"]
+    assert ran.out.splitlines()[-1].startswith("3 checkpoints, ") and ran.out.splitlines()[-1].endswith("; 1 in memory")
+    (entry,) = [each for each in ckpt("ls", root, "--json").json["entries"] if each["state"] == "in memory"]
+    assert (entry["step"], entry["path"], entry["ranks"]) == (2, None, 1)
+
+
 def test_what_is_not_whole_is_no_snapshot(ckpt: Ckpt, root: Path, kept: Kept) -> None:
     kept.take(2)
     kept.keepers[1].delete([file.path for file in kept.keepers[1].listed("")])

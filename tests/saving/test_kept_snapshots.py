@@ -336,12 +336,17 @@ def test_a_save_that_its_folder_does_not_take_is_in_memory_all_the_same(tmp_path
         assert run.on_disk() == [] and holds(run.loaded(1, memory=True), 1)
 
 
-def test_errors_of_saves_to_memory_alone_are_handled_as_the_policy_says(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "policy", [ErrorPolicy(), ErrorPolicy(warn=True), ErrorPolicy(attempts=2, backoff_seconds=0.0)]
+)
+def test_a_save_to_memory_alone_that_fails_is_a_warning_whatever_the_policy(
+    policy: ErrorPolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Run(tmp_path, policy=ErrorPolicy(warn=True)) as run:
+    """The next snapshot comes soon, and no checkpoint depends on it."""
+    with Run(tmp_path, policy=policy) as run:
         run.keeper.failures = [CheckpointSaveError("no memory")]
-        run.save(1, memory=True).exception(60)
+        run.save(1, memory=True)
+        run.pipeline.wait()
         run.save(2, memory=True).result(60)
         assert [(each.outcome, each.memory) for each in run.pipeline.reports] == [("failed", True), ("committed", True)]
         assert run.heard()[1:] == [
@@ -349,10 +354,18 @@ def test_errors_of_saves_to_memory_alone_are_handled_as_the_policy_says(
             ("staged", MEGATRON.folder(2), True),
             ("committed", MEGATRON.folder(2), True),
         ]
-    assert "training continues (checkpoint.on_error=warn): no memory" in caplog.text
-    with Run(tmp_path, policy=ErrorPolicy(attempts=2, backoff_seconds=0.0)) as run:
-        run.keeper.failures = [CheckpointSaveError("no memory")]
-        assert run.save(3, memory=True).result(60).attempts == 2
+        assert run.in_memory() == [2]
+    assert "training continues (the older snapshot stays in memory): no memory" in caplog.text
+
+
+def test_a_step_that_is_in_memory_is_not_put_there_again_when_it_is_saved(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(1, memory=True).result(60)
+        run.save(1).result(60)
+        assert run.on_disk() == run.in_memory() == [1]
+        run.save(2).result(60)
+        run.wait_whole(2)
+        assert run.whole == [MEGATRON.folder(1), MEGATRON.folder(2)] and run.in_memory() == [2]
 
 
 def test_failures_in_a_row_are_those_of_one_place(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class SimulatedThreading:
     def __init__(self, process: Callable[[], SimulatedProcess]) -> None:
         self._process = process
 
-    def Thread(self, *, target: Callable[[], None], name: str, daemon: bool) -> SimulatedStart:  # noqa: N802
+    def Thread(self, *, target: Callable[[], None], name: str, daemon: bool) -> SimulatedStart:
         return SimulatedStart(self._process(), target, name)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +16,6 @@ from simulation.keepers import LEASE, Host, HostPatches, ReachedKeeper
 from ckpt_component import Checkpointer, CheckpointError, CheckpointSaveError
 from ckpt_component.callers.write_callers import MemoryCaller, WriteCaller
 from ckpt_component.core.commit.commit import new_attempt
-from ckpt_component.core.commit.fencing import FencingToken, read_owner
 from ckpt_component.core.commit.names import MEGATRON, owned_token
 from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.commit.protocols import protocol_of
