@@ -79,10 +79,10 @@ class RunInMemory:
         """The steps of whole snapshots of which a rank's keeper has a part."""
         return [step for step in self.steps if self._answering[rank].listed(self.snapshots.paths[step])]
 
-    def size_of(self, step: int) -> tuple[float, int]:
-        """When the snapshot of a step became whole, seconds since 1970, and its bytes."""
+    def facts_of(self, step: int) -> tuple[float, int, int]:
+        """When the snapshot of a step became whole, seconds since 1970; its bytes; and the ranks that took it."""
         manifest = next(scan.manifests[step] for scan in self.snapshots.scans.values() if step in scan.manifests)
-        return created_of(manifest) or 0.0, sum(entry["size"] for entry in manifest["files"])
+        return created_of(manifest) or 0.0, sum(entry["size"] for entry in manifest["files"]), manifest["world_size"]
 
     def drop(self, step: int) -> int:
         """Delete the snapshot of a step from all keepers; returns how many bytes it had."""

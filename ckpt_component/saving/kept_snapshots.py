@@ -143,11 +143,6 @@ class KeepingLane(SaveLane):
             return self._beside.refuse(request, error)
         return super().refuse(request, error)
 
-    def stop_pausing(self) -> None:
-        """Make no pause before another attempt any more."""
-        super().stop_pausing()
-        self._beside.stop_pausing()
-
     def drain(self, timeout: float) -> bool:
         """Wait for both lanes; see the base class. That of the memory has as long as its last save may take."""
         limit = self._timeouts.whole_save

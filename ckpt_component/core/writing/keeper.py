@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -52,8 +53,6 @@ class SnapshotKeeper:
         files: what is kept
         storage: the memory of all keepers of the run on this host
 
-    Raises:
-        OSError: the socket cannot be made
     """
 
     def __init__(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> None:
@@ -66,11 +65,16 @@ class SnapshotKeeper:
         self._gone: float | None = None
         self._parent = os.getppid()
         self._lanes: list[threading.Thread] = []
+        self._ends_soon = False
         self._fixed = {"root": folder, "world_size": world_size, "since": time.time()}
         self._server = KeeperServer(self.files, root, rank, self.about)
 
     def start(self) -> None:
-        """Answer on the socket from now on."""
+        """Answer on the socket from now on.
+
+        Raises:
+            OSError: the socket cannot be made, or is not safe
+        """
         self._server.start()
         threading.Thread(target=self._end_with_another_run, name="ckpt-fence", daemon=True).start()
 
@@ -125,6 +129,10 @@ class SnapshotKeeper:
         except (CheckpointError, OSError) as error:
             print(f"ckpt keeper: it is unknown whether {attempt.target} is whole: {error}", file=sys.stderr)
 
+    def end_soon(self) -> None:
+        """Do not outlive the trainer longer than it takes to finish its saves."""
+        self._ends_soon = True
+
     def outlive(self) -> None:
         """The trainer has died: stay until the lease is over, or another run needs nothing of this one any more."""
         self._gone = time.time()
@@ -132,7 +140,7 @@ class SnapshotKeeper:
             lane.join()
         self._until = time.monotonic() + self._lease
         be_silent()
-        while self.files.nbytes and not self._server.ended.wait(_POLL_SECONDS):
+        while self.files.nbytes and not (self._ends_soon or self._server.ended.wait(_POLL_SECONDS)):
             now = time.monotonic()
             if self._server.holders:
                 self._until = now + self._lease
@@ -189,13 +197,15 @@ def main() -> None:
 
 def _work(job: Mapping[str, Any], trainer: Channel) -> None:
     os.chdir("/")  # this process may stay longer than the folder that the trainer was started in
+    keeper = SnapshotKeeper(**job)
     try:
-        keeper = SnapshotKeeper(**job)
+        keeper.start()
     except (CheckpointError, OSError) as error:
         trainer.send({"kind": "failed", "id": None, **describe_failure(error)})
         return
+    # What reaches a process with a session of its own ends everything there is: a service, a job of Slurm.
+    signal.signal(signal.SIGTERM, lambda *_: keeper.end_soon())
     try:
-        keeper.start()
         if not KeeperWorker(trainer, keeper).handle_frames():
             keeper.outlive()
     finally:

@@ -269,5 +269,5 @@ def _id_of(plain: str) -> str:
 
 
 def _refused(path: str, why: str) -> PermissionError:
-    text = f"{why}, so it is not used for the sockets of snapshots in memory; set {_VARIABLE} to a folder of your own"
-    return PermissionError(errno.EACCES, text, path)
+    text = f"{path} cannot have the sockets of snapshots in memory: {why}; set {_VARIABLE} to a folder of your own"
+    return PermissionError(errno.EACCES, text)
