@@ -126,11 +126,12 @@ class Lives:
         }
         self.saved = max(self.saved, last["saved"])
         # A keeper that its trainer has closed has nothing more, as one that was killed.
-        self.kept = 0 if harmed else max(last["kept"], last["saved"], step)
-        self.reached = last["reached"]
+        self.kept = 0 if harmed else max(*kept, *saved, step)
+        self.reached = min(reached)  # who was not killed goes on for a moment
 
 
-KINDS = ("kept", "saved", "reached")
+def newest(lines: Sequence[dict[str, Any]], what: str) -> int:
+    return max((line[what] for line in lines if what in line), default=0)
 
 
 def end_session(launcher: int) -> None:
