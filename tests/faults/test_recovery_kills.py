@@ -121,10 +121,8 @@ class Lives:
             self.wrong.append(f"{who}: it began at step {step}, and step {least} was acknowledged")
         if self.kept and self.reached - step > EVERY_STEPS + AHEAD:
             self.wrong.append(f"{who}: it began at step {step}, and step {self.reached} had been reached")
-        last = {
-            what: max((line[what] for lines in said for line in lines if what in line), default=0) for what in KINDS
-        }
-        self.saved = max(self.saved, last["saved"])
+        kept, saved, reached = ([newest(lines, what) for lines in said] for what in ("kept", "saved", "reached"))
+        self.saved = max(self.saved, *saved)
         # A keeper that its trainer has closed has nothing more, as one that was killed.
         self.kept = 0 if harmed else max(*kept, *saved, step)
         self.reached = min(reached)  # who was not killed goes on for a moment

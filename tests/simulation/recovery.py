@@ -544,8 +544,11 @@ def stale(life: Life, rank: int) -> None:
 
 def lease_over(life: Life, rank: int) -> None:
     for keeper in life.host.living():
-        before = keeper.process.clock.now
-        keeper.process.clock.now = lambda before=before: before() + LEASE
+        keeper.process.clock.now = partial(_later, keeper.process.clock.now)
+
+
+def _later(now: Callable[[], float]) -> float:
+    return now() + LEASE
 
 
 def memory_full(life: Life, rank: int) -> None:
