@@ -16,8 +16,8 @@ from simulation.recovery import PHASES, RANKS, TROUBLES, Life, RankStagers, Trou
 from strides import STRIDE_OFFSET, in_turn
 
 PAIRS = [*itertools.product(TROUBLES, repeat=2)]
-#: In the quick tests one pair has its turn, in the slow ones every twelfth, in the soak all.
-SLOW_STRIDE = 12
+#: In the quick tests one pair has its turn, in the slow ones a few more, in the soak all.
+SLOW_STRIDE = 24
 
 
 class Host:
@@ -56,7 +56,7 @@ def host() -> Iterator[Host]:
             logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("kind", in_turn(TROUBLES, 2))
+@pytest.mark.parametrize("kind", in_turn(TROUBLES, 3))
 def test_a_run_comes_back_whatever_happens_once(host: Host, kind: str, record_property: Record) -> None:
     wrong = []
     for phase in PHASES:
