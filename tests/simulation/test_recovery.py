@@ -82,3 +82,14 @@ def test_a_run_comes_back_whatever_happens_twice(host: Host, first: str, second:
         wrong += [f"{troubles}: {text}" for text in host.life(*troubles)[1]]
     record_property("recoveries", len(cases))
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_run_that_dies_in_its_first_save_hides_no_earlier_snapshot(host: Host) -> None:
+    """It owns the folder by then, and has nothing in memory yet."""
+    wrong = []
+    for number in range(1, 60, 5):
+        second_run, dies = Trouble("truncate", "copy", 1), Trouble("kill_trainer", "commit", number, number % RANKS)
+        life, found = host.life(second_run, dies)
+        assert not life.harmed and life.resumed[2].step == 3
+        wrong += [f"{dies}: {text}" for text in found]
+    assert not wrong, "\n".join(wrong)
