@@ -12,7 +12,8 @@ import pytest
 import torch
 from evidence import Record
 from simulation.keepers import HostPatches
-from simulation.recovery import PHASES, RANKS, TROUBLES, Life, RankStagers, Trouble, violations
+from simulation.recovery import PHASES, RANKS, Life, RankStagers, violations
+from simulation.troubles import TROUBLES, Trouble
 from strides import STRIDE_OFFSET, in_turn
 
 PAIRS = [*itertools.product(TROUBLES, repeat=2)]
