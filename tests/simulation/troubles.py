@@ -116,7 +116,7 @@ def memory_full(life: Life, rank: int) -> None:
 
 
 def another_run(life: Life, rank: int) -> None:
-    job = Job(life, 10 + len(life.jobs), 2)
+    job = Job(life, 10 * len(life.happened) + len(life.jobs), 2)
     job.start()
 
 
