@@ -14,7 +14,8 @@ from ckpt_bench.recovery.chain import PHASES, RESTORE, chain_of
 from ckpt_bench.recovery.kill_turns import measure_turns
 from ckpt_bench.recovery.killed_job import measure_restart
 from ckpt_bench.recovery.restart_page import render_restarts, restarts_shown
-from ckpt_bench.recovery.restarts import FIGURES, Restarts, figure, read_restarts, write_restarts
+from ckpt_bench.recovery.restarts import COSTS, FIGURES, Restarts, figure, read_restarts, write_restarts
+from ckpt_bench.recovery.snapshot_cost import measure_snapshots
 from ckpt_bench.schema import Bench, BenchRequest
 
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
@@ -71,7 +72,7 @@ def test_a_restart_from_memory_is_held_to_what_is_promised(total: float, restore
 
 
 def test_figures_are_kept_and_read_back(tmp_path: Path) -> None:
-    lost = [{"lost": 0.1, "noise": 0.01, "stall": 0.09, "step": 0.2}]
+    lost = [{"lost": 0.1, "noise": 0.01, "stall": 0.09, "staging": 0.08, "step": 0.2}]
     measured = Restarts(2, {"disk": [a_run(3.0)], "memory": [{"error": "it broke"}]}, lost)
     write_restarts([measured], tmp_path, {"cores": 2})
     assert read_restarts(str(tmp_path)) == ([measured], {"cores": 2})
@@ -96,14 +97,21 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert restarts_shown([Restarts(1, {"disk": []})]).write_page({}, tmp_path / "none") == []
 
 
-@pytest.mark.parametrize(("row", "ranks"), [("disk", 2), ("dcp_load", 1), ("empty", 1)])
+@pytest.mark.parametrize(("row", "ranks"), [("memory", 1), ("disk", 2), ("dcp_load", 1), ("empty", 1)])
 def test_a_killed_job_comes_back_and_leaves_nothing(row: str, ranks: int, tmp_path: Path) -> None:
     [found] = measure_restart(row, "tiny", ranks, 0.1, str(tmp_path))
     assert {*FIGURES} - {"x_empty", "x_memcpy"} <= {*found}
     # It is killed some steps after a durable checkpoint, and goes on training until then.
     assert 0 <= found["repeated"] < 10 and found["state_bytes"] > 0
+    assert found["source"] == {"memory": "memory", "dcp_load": None}.get(row, "storage")
     assert all(found[name] > 0 for name in ("detect", "respawn", "import", "build", "restore", "first_step", "memcpy"))
     assert sum(found[phase] for phase in PHASES) == pytest.approx(found["total"], abs=0.05)
+
+
+def test_snapshots_are_compared_with_the_loop_without_them(tmp_path: Path) -> None:
+    *_, found = measure_snapshots("tiny", 2, 0.01, str(tmp_path))
+    assert {*found} == {*COSTS} and found["step"] > 0 and found["noise"] >= 0
+    assert 0 < found["staging"] < found["stall"]
 
 
 def test_a_job_that_does_not_begin_is_told_and_the_others_go_on(tmp_path: Path) -> None:

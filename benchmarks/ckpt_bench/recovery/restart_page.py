@@ -12,7 +12,7 @@ from ckpt_component.cli.text import Table
 from ..presentation import Presentation
 from ..verdicts import Measured, Missing, Verdict, at_most
 from .restart_rows import MEMORY
-from .restarts import FIGURES, Middle, Restarts, cost, failures, figure, phases_of
+from .restarts import COSTS, FIGURES, Middle, Restarts, cost, failures, figure, phases_of
 
 #: The next step comes within this multiple of a restart that has nothing to restore.
 _TOTAL_BOUND = 1.2
@@ -52,12 +52,15 @@ def _cell(middle: Middle | None, form: str) -> str:
 
 
 def _costs(restarts: Restarts) -> list[str]:
-    lost, noise, stall, step = (cost(restarts, name) for name in ("lost", "noise", "stall", "step"))
-    if lost is None or noise is None or stall is None or step is None:
+    found = {name: cost(restarts, name) for name in COSTS}
+    middles = {name: middle.median for name, middle in found.items() if middle is not None}
+    lost = found["lost"]
+    if lost is None or len(middles) < len(COSTS):
         return []
     return [
-        f"a snapshot in memory costs {lost.median:.3f} s of training ({lost.low:.3f}..{lost.high:.3f}), its call takes "
-        f"{stall.median:.3f}; a step takes {step.median:.3f}, and without snapshots differs by {noise.median:.3f}"
+        "a snapshot in memory costs {lost:.3f} s of training ({low:.3f}..{high:.3f}): its call takes {stall:.3f}, "
+        "staging {staging:.3f} of it".format(**middles, low=lost.low, high=lost.high),
+        "a step without snapshots takes {step:.3f} s, give or take {noise:.3f}".format(**middles),
     ]
 
 

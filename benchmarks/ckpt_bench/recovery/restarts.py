@@ -35,7 +35,7 @@ FIGURES: Mapping[str, str] = {
     "repeated": "steps that were done before the kill, and once more after it",
 }
 #: Figures of `Restarts.lost`.
-COSTS = ("lost", "noise", "stall", "step")
+COSTS = ("lost", "noise", "stall", "staging", "step")
 
 
 @dataclass

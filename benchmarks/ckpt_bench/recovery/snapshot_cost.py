@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ckpt_component import build_manager
+from ckpt_component.events import SaveReport
 
 from ..measure.loop_clock import LoopClock
 from .killed_job import own_sockets
@@ -31,6 +32,7 @@ def measure_snapshots(state: str, pairs: int, step_seconds: float, folder: str) 
 
     Yields:
         After each pair: `lost`, seconds of training time that a snapshot costs; `stall`, seconds that its call takes;
+        `staging`, those in which it copies, and waits for nothing;
         `noise`, by how much a step of a stretch without snapshots differs from the mean of those next to it; and
         `step`, seconds of a step without snapshots. All are medians.
     """
@@ -60,9 +62,15 @@ def measure_snapshots(state: str, pairs: int, step_seconds: float, folder: str) 
                 yield {
                     "lost": median(each - fmean(beside) for each, beside in zip(busy, pairwise(quiet), strict=True)),
                     "stall": median(stalls),
+                    "staging": median(_staging(report) for report in manager.reports),
                     "noise": _noise(quiet),
                     "step": median(quiet),
                 }
+
+
+def _staging(report: SaveReport) -> float:
+    began, ended = report.spans["stage"]
+    return ended - began
 
 
 def _stretch(model: TrainedModel, save: Callable[[], None] | None) -> float:
