@@ -23,7 +23,6 @@ MOST_STEPS = 2000
 OVERRIDES = (
     "checkpoint/recovery=host",
     f"checkpoint.recovery.every_steps={EVERY_STEPS}",
-    f"checkpoint.recovery.lease={LEASE}",
     f"checkpoint.save.every_steps={DURABLE}",
     "checkpoint.save.at_end=false",
     "checkpoint.events=false",
@@ -36,7 +35,7 @@ OVERRIDES = (
 )
 
 
-def launch(root: str, log: str, steps: int = MOST_STEPS) -> None:
+def launch(root: str, log: str, steps: int = MOST_STEPS, lease: int = LEASE) -> None:
     """As torchrun does: start the ranks, and end all if one has died."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -53,17 +52,17 @@ def launch(root: str, log: str, steps: int = MOST_STEPS) -> None:
         monitor_interval=0.05,
         start_method="fork",
     )
-    elastic_launch(config, live)(root, log, steps)
+    elastic_launch(config, live)(root, log, steps, lease)
 
 
-def live(root: str, log: str, steps: int) -> None:
+def live(root: str, log: str, steps: int, lease: int) -> None:
     """On a rank: come back, say from where, and train until killed."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     told = Told(log, dist.get_rank())
     try:
-        with build_manager("async_persistent", OVERRIDES, dir=root) as manager:
+        with build_manager("async_persistent", (*OVERRIDES, f"checkpoint.recovery.lease={lease}"), dir=root) as manager:
             manager.add_listener(told)
             state = blank_state()
             step = manager.restore(state) or 0

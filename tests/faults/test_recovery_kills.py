@@ -43,6 +43,7 @@ class Lives:
         self.forker, self.folder = forker, folder
         self.choose = random.Random(seed)
         self.root, self.runtime = str(folder / "root"), folder / "runtime"
+        self.lives = 0
         self.kills = Counter[str]()
         self.sources = Counter[str]()
         self.wrong = list[str]()
@@ -50,27 +51,30 @@ class Lives:
         self.kept = self.saved = self.reached = 0
 
     def run(self, kills: int) -> str:
-        """Live until there were so many kills, and once more to the end; returns the account."""
+        """Live until there were so many kills, once more to the end, and once until the lease; returns the account."""
         began = time.monotonic()
         while self.kills.total() < kills and not self.wrong:
             self.life(self.choose.choice(VICTIMS))
         if not self.wrong:
             self.life("")
-        self.wrong += [f"left at the end: {left}" for left in self.forker.drain(LEASE + PATIENCE_S)]
+            self.wrong += [f"left after a close: {left}" for left in self.forker.drain(PATIENCE_S)]
+            self.life("session", lease=3)
+        self.wrong += [f"left after the lease: {left}" for left in self.forker.drain(LEASE + PATIENCE_S)]
         if self.runtime.exists():
-            self.wrong += [f"left at the end: {path}" for path in self.runtime.rglob("*")]
+            self.wrong += [f"left after the lease: {path}" for path in self.runtime.rglob("*")]
         return (
             f"seed {SEED}: {self.kills.total()} kills {dict(self.kills)} in {time.monotonic() - began:.0f} s, back from "
             f"{dict(self.sources)}, {len(self.wrong)} violations"
         )
 
-    def life(self, victim: str) -> None:
+    def life(self, victim: str, lease: int = LEASE) -> None:
         """Start a job, kill at a random time, and look at what it has said; without a victim it ends in peace."""
-        number = self.kills.total() + 1
+        self.lives += 1
+        number = self.lives
         log = str(self.folder / f"life{number}")
         env = {"CKPT_RUNTIME_DIR": str(self.runtime)}
         steps = {} if victim else {"steps": 10}
-        launcher = self.forker.fork("faults.recovering:launch", env, root=self.root, log=log, **steps)
+        launcher = self.forker.fork("faults.recovering:launch", env, root=self.root, log=log, lease=lease, **steps)
         if victim:
             until = time.monotonic() + PATIENCE_S
             while not all(any("reached" in line for line in lines) for lines in told_by(log)):
@@ -83,7 +87,7 @@ class Lives:
             self.kill(victim, launcher, trainers, keepers)
             end_session(launcher)
         ended = self.forker.wait(launcher, PATIENCE_S)
-        self.judge(f"life {number} ({victim or 'in peace'})", told_by(log), harmed=victim in ("keeper", "both"))
+        self.judge(f"life {number} ({victim or 'in peace'})", told_by(log), harmed=victim in ("keeper", "both", ""))
         if not victim and ended.code != 0:
             self.wrong.append(f"life {number}: exit {ended.code}\n{ended.output}")
 
@@ -117,15 +121,15 @@ class Lives:
             self.wrong.append(f"{who}: it began at step {step}, and step {least} was acknowledged")
         if self.kept and self.reached - step > EVERY_STEPS + AHEAD:
             self.wrong.append(f"{who}: it began at step {step}, and step {self.reached} had been reached")
-        last = {
-            what: max((line[what] for lines in said for line in lines if what in line), default=0) for what in KINDS
-        }
-        self.saved = max(self.saved, last["saved"])
-        self.kept = 0 if harmed else max(last["kept"], last["saved"], step)
-        self.reached = last["reached"]
+        kept, saved, reached = ([newest(lines, what) for lines in said] for what in ("kept", "saved", "reached"))
+        self.saved = max(self.saved, *saved)
+        # A keeper that its trainer has closed has nothing more, as one that was killed.
+        self.kept = 0 if harmed else max(*kept, *saved, step)
+        self.reached = min(reached)  # who was not killed goes on for a moment
 
 
-KINDS = ("kept", "saved", "reached")
+def newest(lines: Sequence[dict[str, Any]], what: str) -> int:
+    return max((line[what] for line in lines if what in line), default=0)
 
 
 def end_session(launcher: int) -> None:

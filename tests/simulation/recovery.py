@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from simulation.keepers import LEASE, Host, HostPatches, ReachedKeeper
@@ -341,6 +341,15 @@ class Trouble:
     rank: int = 0
 
 
+class Image(NamedTuple):
+    """Where a file with tensors of a step is."""
+
+    step: int
+    descriptor: int
+    base: int
+    size: int
+
+
 class Life:
     """One life of a run: jobs one after the other, as a launcher starts them, until one has come to its end in peace.
 
@@ -373,7 +382,7 @@ class Life:
         self.jobs = list[Job]()
         self._launcher = self.simulation.process("launcher")
         self.flipped = self.is_in_peace = False
-        #: Who verifies and copies now; and how many bits were flipped meanwhile, maybe after they were verified.
+        #: Who verifies and copies now; and how many bits were flipped where it may go unnoticed.
         self.reading = set[SimulatedProcess]()
         self.late_flips = 0
         self.staged = set[tuple[int, int, int]]()
@@ -452,8 +461,8 @@ class Life:
         found = self.keepers()
         return next((each for each in found if each.rank == rank), found[0] if found else None)
 
-    def image(self, rank: int) -> tuple[int, int, int] | None:
-        """Descriptor, offset and size of a file with tensors in a keeper."""
+    def image(self, rank: int) -> Image | None:
+        """A file with tensors in a keeper."""
         keeper = self.keeper(rank)
         if keeper is None:
             return None
@@ -462,7 +471,8 @@ class Life:
                 piece = files[os.path.basename(file.path)]
                 for arena in (each.arena for each in self._snapshots):
                     if isinstance(piece, Piece) and arena is not None and is_same(arena, piece):
-                        return arena.shared_descriptor(), piece.base, piece.size
+                        step = MEGATRON.step(os.path.basename(os.path.dirname(os.path.dirname(file.path))))
+                        return Image(step or 0, arena.shared_descriptor(), piece.base, piece.size)
         return None
 
     def _listed(self, keeper: Any) -> list[Any]:
@@ -498,19 +508,21 @@ def stop_keeper(life: Life, rank: int) -> None:
 
 
 def flip(life: Life, rank: int) -> None:
-    if (place := life.image(rank)) is not None:
-        fd, base, size = place
-        at = base + life.simulation.random.randrange(size)
-        os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1 << life.simulation.random.randrange(8)]), at)
+    """Flip a bit; nobody can notice it who has compared it with its checksum, or has yet to sum it for the folder."""
+    if (image := life.image(rank)) is not None:
+        at = image.base + life.simulation.random.randrange(image.size)
+        byte = os.pread(image.descriptor, 1, at)[0] ^ 1 << life.simulation.random.randrange(8)
+        os.pwrite(image.descriptor, bytes([byte]), at)
+        is_saved = image.step % 2 or image.step <= newest(life.durable)
         life.flipped = True
-        life.late_flips += any(not process.is_dead for process in life.reading)
+        life.late_flips += not is_saved or any(not process.is_dead for process in life.reading)
 
 
 def truncate(life: Life, rank: int) -> None:
     """No process can do that, not even the one that made the memory."""
-    if (place := life.image(rank)) is not None:
+    if (image := life.image(rank)) is not None:
         try:
-            os.ftruncate(place[0], place[1] + place[2] // 2)
+            os.ftruncate(image.descriptor, image.base + image.size // 2)
         except PermissionError:
             return
         raise AssertionError("an image can be truncated")
@@ -532,8 +544,11 @@ def stale(life: Life, rank: int) -> None:
 
 def lease_over(life: Life, rank: int) -> None:
     for keeper in life.host.living():
-        before = keeper.process.clock.now
-        keeper.process.clock.now = lambda before=before: before() + LEASE
+        keeper.process.clock.now = partial(_later, keeper.process.clock.now)
+
+
+def _later(now: Callable[[], float]) -> float:
+    return now() + LEASE
 
 
 def memory_full(life: Life, rank: int) -> None:
@@ -589,8 +604,8 @@ def violations(life: Life, *, ended: bool) -> list[str]:
 
 def refused_in_words(life: Life) -> bool:
     """Whether no job may begin: the folder of the sockets is another user's, or all that there is is damaged."""
-    last = [each.error for each in life.resumed if each.job == life.resumed[-1].job]
-    damaged = life.flipped and not life.durable and all(isinstance(error, CheckpointCorruptError) for error in last)
+    errors = [each.error for each in life.resumed if each.job == life.resumed[-1].job]
+    damaged = life.flipped and not life.durable and any(isinstance(error, CheckpointCorruptError) for error in errors)
     return life.host.belongs_to_another or damaged
 
 
