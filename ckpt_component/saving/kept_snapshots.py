@@ -6,6 +6,7 @@ still being written. A save to memory alone goes to that lane only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -154,9 +155,10 @@ class KeepingLane(SaveLane):
     def close(self, *, wait: bool) -> None:
         """End both threads, and let go of the snapshot that was kept: its keeper has it, or ends too."""
         super().close(wait=wait)
+        with contextlib.suppress(CheckpointError, RuntimeError):  # the interpreter exits, which frees it too
+            self._beside.run_after_saves(self._kept.release)  # there, because a save that was given up may end yet
         self._beside.close(wait=wait and self._is_beside_idle)
         self._caller.close(self._timeouts.close)
-        self._kept.release()
 
 
 class KeptSnapshot(SaveAttempts):
