@@ -76,7 +76,7 @@ def cases_of_pairs() -> Iterator[Any]:
         yield pytest.param(*pair, 1, marks=pytest.mark.slow if is_slow else pytest.mark.soak)
 
 
-@pytest.mark.parametrize(("first", "second", "stride"), cases_of_pairs())
+@pytest.mark.parametrize(("first", "second", "stride"), [*cases_of_pairs()])
 def test_a_run_comes_back_whatever_happens_twice(
     host: Host, first: str, second: str, stride: int, record_property: Record
 ) -> None:
