@@ -322,6 +322,10 @@ class MemoryCaller(_ConnectedCaller):
             lane, self._of = process.open_lane(timeout), process
         return lane
 
+    def prepare(self, timeout: float) -> None:
+        """Connect, and start the process again if it has ended."""
+        self._running(timeout)
+
     def retire(self, path: str, timeout: float) -> set[int]:
         """Drop what this rank's keeper has of all snapshots but one.
 

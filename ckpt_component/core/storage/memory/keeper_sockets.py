@@ -134,6 +134,7 @@ class SocketPlace:
             return None
         except ConnectionRefusedError:
             _remove_dead(folder, rank)
+            self._remove_empty()
             return None
         finally:
             os.close(folder)
@@ -148,15 +149,15 @@ class SocketPlace:
             PermissionError: as `runtime_folder`
             OSError: the socket cannot be made
         """
-        for trials_left in reversed(range(_TRIALS)):
-            try:
-                os.makedirs(runtime_folder(), mode=0o700, exist_ok=True)
-                os.makedirs(self.folder, mode=0o700, exist_ok=True)
-                folder = os.open(self.folder, _FOLDER)
-                break
-            except FileNotFoundError:  # the last keeper of another run has just removed the empty folder
-                if not trials_left:
-                    raise
+        for _ in range(_TRIALS):
+            with contextlib.suppress(FileNotFoundError):  # somebody has just removed the empty folder
+                return self._listen(rank)
+        return self._listen(rank)
+
+    def _listen(self, rank: int) -> tuple[socket.socket, int]:
+        os.makedirs(runtime_folder(), mode=0o700, exist_ok=True)
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        folder = os.open(self.folder, _FOLDER)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         draft = f".new-{os.getpid()}-{rank}"
         try:
