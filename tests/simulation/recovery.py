@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from simulation.keepers import LEASE, Host, HostPatches, ReachedKeeper
+from simulation.keepers import Host, HostPatches, ReachedKeeper
 
 from ckpt_component import CheckpointCorruptError, Checkpointer, CheckpointError, CheckpointSaveError
 from ckpt_component.callers.write_callers import MemoryCaller, WriteCaller
@@ -23,12 +23,9 @@ from ckpt_component.core.commit.protocols import protocol_of
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
-from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.options import Prove, ResolvedTimeouts, Verify
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.keepers import Piece
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.memory_files import MemoryFiles
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
@@ -52,6 +49,9 @@ from ckpt_component.testing.process_files import ProcessFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 from ckpt_component.writers.dcp import DcpWriter
+
+if TYPE_CHECKING:
+    from simulation.troubles import Trouble
 
 ROOT = "/runs/one"
 RANKS = 2
@@ -324,32 +324,6 @@ class Job:
         attempts.run(Staged(admitted, attempt, snapshot, None, None, 0, 0.0), attempt, 1)
 
 
-@dataclass(frozen=True)
-class Trouble:
-    """What happens in a phase.
-
-    Attributes:
-        kind: a key of `TROUBLES`
-        phase: one of `PHASES`
-        number: before which operation of the phase, counted from 1 since the trouble before
-        rank: whom it hits
-    """
-
-    kind: str
-    phase: str
-    number: int
-    rank: int = 0
-
-
-class Image(NamedTuple):
-    """Where a file with tensors of a step is."""
-
-    step: int
-    descriptor: int
-    base: int
-    size: int
-
-
 class Life:
     """One life of a run: jobs one after the other, as a launcher starts them, until one has come to its end in peace.
 
@@ -377,7 +351,7 @@ class Life:
         self.errors = list[str]()
         self.in_memory = list[tuple[int, int]]()
         self.durable = list[tuple[int, int]]()
-        self._snapshots = list[Snapshot]()
+        self.snapshots = list[Snapshot]()
         self._troubles = [*troubles]
         self.jobs = list[Job]()
         self._launcher = self.simulation.process("launcher")
@@ -386,7 +360,7 @@ class Life:
         self.reading = set[SimulatedProcess]()
         self.late_flips = 0
         self.staged = set[tuple[int, int, int]]()
-        self.happened = list[str]()
+        self.happened: list[Trouble] = []
 
     def run(self) -> bool:
         """Returns whether all has ended in time."""
@@ -394,9 +368,9 @@ class Life:
         try:
             return self.simulation.run(LIMIT)
         finally:
-            arenas = {each.arena.shared_descriptor() for each in self._snapshots if each.arena is not None}
+            arenas = {each.arena.shared_descriptor() for each in self.snapshots if each.arena is not None}
             self.host.clear(arenas)
-            for snapshot in self._snapshots:
+            for snapshot in self.snapshots:
                 snapshot.release(reusable=not self.flipped)
 
     def _launch(self) -> None:
@@ -425,12 +399,12 @@ class Life:
         if self._troubles and self._since[phase] == self._troubles[0].number and phase == self._troubles[0].phase:
             trouble = self._troubles.pop(0)
             self._since.clear()
-            self.happened.append(f"{trouble.kind} of rank {trouble.rank} in {phase}")
-            TROUBLES[trouble.kind](self, trouble.rank)
+            self.happened.append(trouble)
+            trouble.befall(self)
 
     def take(self, rank: int, job: int, step: int) -> Snapshot:
         snapshot = self.stagers.take(rank, job, step)
-        self._snapshots.append(snapshot)
+        self.snapshots.append(snapshot)
         self.staged.add((job, step, rank))
         return snapshot
 
@@ -442,145 +416,11 @@ class Life:
     @property
     def harmed(self) -> bool:
         """Whether a keeper, or what it keeps, was harmed so far."""
-        return not {each.partition(" ")[0] for each in self.happened} <= HARMLESS
-
-    # What may happen
-
-    def victim(self, rank: int) -> SimulatedProcess:
-        """A trainer of the newest job."""
-        return self.jobs[-1].processes[rank]
-
-    def keepers(self) -> list[Any]:
-        """The keepers that have a snapshot, those of the newest run; else all."""
-        having = [each for each in self.host.living() if any("iter_" in file.path for file in self._listed(each))]
-        if not having:
-            return self.host.living()
-        return [each for each in having if each.root == having[-1].root]
-
-    def keeper(self, rank: int) -> Any:
-        found = self.keepers()
-        return next((each for each in found if each.rank == rank), found[0] if found else None)
-
-    def image(self, rank: int) -> Image | None:
-        """A file with tensors in a keeper."""
-        keeper = self.keeper(rank)
-        if keeper is None:
-            return None
-        for file in self._listed(keeper):
-            with KeptFiles.opened(keeper.files, os.path.dirname(file.path)) as files:
-                piece = files[os.path.basename(file.path)]
-                for arena in (each.arena for each in self._snapshots):
-                    if isinstance(piece, Piece) and arena is not None and is_same(arena, piece):
-                        step = MEGATRON.step(os.path.basename(os.path.dirname(os.path.dirname(file.path))))
-                        return Image(step or 0, arena.shared_descriptor(), piece.base, piece.size)
-        return None
-
-    def _listed(self, keeper: Any) -> list[Any]:
-        return KeptFiles.listed(keeper.files, "")
+        return any(trouble.harms for trouble in self.happened)
 
 
 def newest(saves: Sequence[tuple[int, int]]) -> int:
     return max((step for _, step in saves), default=0)
-
-
-def is_same(arena: Arena, piece: Piece) -> bool:
-    """Whether a piece is in the memory of an arena."""
-    one, other = os.fstat(arena.shared_descriptor()), os.fstat(piece.descriptor)
-    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
-
-
-def kill_trainer(life: Life, rank: int) -> None:
-    life.victim(rank).kill()
-
-
-def stop_trainer(life: Life, rank: int) -> None:
-    life.victim(rank).stop(25.0)
-
-
-def kill_keeper(life: Life, rank: int) -> None:
-    if (keeper := life.keeper(rank)) is not None:
-        keeper.process.kill()
-
-
-def stop_keeper(life: Life, rank: int) -> None:
-    if (keeper := life.keeper(rank)) is not None:
-        keeper.process.stop(25.0)
-
-
-def flip(life: Life, rank: int) -> None:
-    """Flip a bit; nobody can notice it who has compared it with its checksum, or has yet to sum it for the folder."""
-    if (image := life.image(rank)) is not None:
-        at = image.base + life.simulation.random.randrange(image.size)
-        byte = os.pread(image.descriptor, 1, at)[0] ^ 1 << life.simulation.random.randrange(8)
-        os.pwrite(image.descriptor, bytes([byte]), at)
-        is_saved = image.step % 2 or image.step <= newest(life.durable)
-        life.flipped = True
-        life.late_flips += not is_saved or any(not process.is_dead for process in life.reading)
-
-
-def truncate(life: Life, rank: int) -> None:
-    """No process can do that, not even the one that made the memory."""
-    if (image := life.image(rank)) is not None:
-        try:
-            os.ftruncate(image.descriptor, image.base + image.size // 2)
-        except PermissionError:
-            return
-        raise AssertionError("an image can be truncated")
-
-
-def stale(life: Life, rank: int) -> None:
-    """Keepers of an older run show what looks like a newer step."""
-    for keeper in life.keepers():
-        files = {}
-        for file in life._listed(keeper):
-            path = file.path.replace(keeper.root, memory_root(ROOT, "0badf00d-0badf00d"))
-            files[path.replace("iter_000000", "iter_000009")] = KeptFiles.get(keeper.files, file.path, 1 << 20)
-        dead = life.simulation.process("an older trainer")
-        dead.kill()
-        old = life.host.keeper_of(dead, memory_root(ROOT, "0badf00d-0badf00d"), keeper.rank, RANKS).keeper
-        for path, data in files.items():
-            KeptFiles.put(old.files, path, data)
-
-
-def lease_over(life: Life, rank: int) -> None:
-    for keeper in life.host.living():
-        keeper.process.clock.now = partial(_later, keeper.process.clock.now)
-
-
-def _later(now: Callable[[], float]) -> float:
-    return now() + LEASE
-
-
-def memory_full(life: Life, rank: int) -> None:
-    life.host.full_until = life.simulation.now + 10.0
-
-
-def another_run(life: Life, rank: int) -> None:
-    job = Job(life, 10 + len(life.jobs), 2)
-    job.start()
-
-
-def another_user(life: Life, rank: int) -> None:
-    life.host.belongs_to_another = True
-
-
-TROUBLES: Mapping[str, Callable[[Life, int], None]] = {
-    "kill_trainer": kill_trainer,
-    "kill_keeper": kill_keeper,
-    "stop_trainer": stop_trainer,
-    "stop_keeper": stop_keeper,
-    "flip": flip,
-    "truncate": truncate,
-    "stale": stale,
-    "lease_over": lease_over,
-    "memory_full": memory_full,
-    "another_run": another_run,
-    "another_user": another_user,
-}
-
-
-#: What neither harms a keeper nor what it keeps.
-HARMLESS = {"kill_trainer", "stop_trainer", "truncate", "stale", "memory_full"}
 
 
 def violations(life: Life, *, ended: bool) -> list[str]:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from evidence import Record
 from simulation.keepers import HostPatches
-from simulation.recovery import PHASES, RANKS, TROUBLES, Life, RankStagers, Trouble, violations
+from simulation.recovery import PHASES, RANKS, Life, RankStagers, violations
+from simulation.troubles import TROUBLES, Trouble
 from strides import STRIDE_OFFSET, in_turn
 
 PAIRS = [*itertools.product(TROUBLES, repeat=2)]
-#: In the quick tests one pair has its turn, in the slow ones every twelfth, in the soak all.
-SLOW_STRIDE = 12
+#: In the quick tests one pair has its turn, in the slow ones a few more, in the soak all.
+SLOW_STRIDE = 24
 
 
 class Host:
@@ -56,7 +57,7 @@ def host() -> Iterator[Host]:
             logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("kind", in_turn(TROUBLES, 2))
+@pytest.mark.parametrize("kind", in_turn(TROUBLES, 3))
 def test_a_run_comes_back_whatever_happens_once(host: Host, kind: str, record_property: Record) -> None:
     wrong = []
     for phase in PHASES:
@@ -81,4 +82,15 @@ def test_a_run_comes_back_whatever_happens_twice(host: Host, first: str, second:
         troubles = (host.trouble(first, here, f"{second} {there}"), host.trouble(second, there, f"{first} {here}"))
         wrong += [f"{troubles}: {text}" for text in host.life(*troubles)[1]]
     record_property("recoveries", len(cases))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_run_that_dies_in_its_first_save_hides_no_earlier_snapshot(host: Host) -> None:
+    """It owns the folder by then, and has nothing in memory yet."""
+    wrong = []
+    for number in range(1, 60, 5):
+        second_run, dies = Trouble("truncate", "copy", 1), Trouble("kill_trainer", "commit", number, number % RANKS)
+        life, found = host.life(second_run, dies)
+        assert not life.harmed and life.resumed[2].step == 3
+        wrong += [f"{dies}: {text}" for text in found]
     assert not wrong, "\n".join(wrong)

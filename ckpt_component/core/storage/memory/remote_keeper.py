@@ -179,7 +179,7 @@ class RemoteKeeper(Keeper):
                     logger.info("%s, after its files were read", error)
 
     def _connect(self) -> None:
-        self._channel = None
+        self._hang_up()
         sock = self._place.connect(self._rank, self._seconds)
         if sock is None:
             raise self._gone()
