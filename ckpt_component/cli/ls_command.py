@@ -10,6 +10,7 @@ example:
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ from .listing import (
 from .output import Output
 from .text import Table, age_text, counted
 from .usage import files_in
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,15 +84,19 @@ def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:
 
 def _in_memory(root: Root) -> list[Listed]:
     """The snapshots of the folder that keepers of this host have."""
-    if not tokens_of(root.path):
-        return []
-    from .memory_runs import runs_in_memory  # which most folders need not wait for
+    try:
+        if not tokens_of(root.path):
+            return []
+        from .memory_runs import runs_in_memory  # which most folders need not wait for
 
-    return [
-        Listed(os.path.basename(run.snapshots.paths[step]), IN_MEMORY, step, *run.facts_of(step))
-        for run in runs_in_memory(root.path)
-        for step in run.steps
-    ]
+        return [
+            Listed(os.path.basename(run.snapshots.paths[step]), IN_MEMORY, step, *run.facts_of(step))
+            for run in runs_in_memory(root.path)
+            for step in run.steps
+        ]
+    except OSError as error:  # what is on disk can be listed all the same
+        logger.warning("snapshots in memory are not listed: %s", error)
+        return []
 
 
 def _is_sharing(root: Root, newest: int | None) -> bool:

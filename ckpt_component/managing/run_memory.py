@@ -113,14 +113,18 @@ class RunMemory:
             return
         self._is_first = True
         self.let_go()
-        for token in tokens_of(self._run.root):
-            if token != self._run.events.run:
-                try:
-                    for keeper in _each(keepers_of(memory_root(self._run.root, token))):
-                        with contextlib.suppress(ConnectionError):  # it has ended
-                            keeper.end()
-                except OSError as error:
-                    logger.warning("a keeper of run %s, which is over, ends with its lease: %s", token, error)
+        try:
+            others = [token for token in tokens_of(self._run.root) if token != self._run.events.run]
+        except OSError as error:
+            logger.warning("keepers of earlier runs end with their lease: %s", error)
+            return
+        for token in others:
+            try:
+                for keeper in _each(keepers_of(memory_root(self._run.root, token))):
+                    with contextlib.suppress(ConnectionError):  # it has ended
+                        keeper.end()
+            except OSError as error:
+                logger.warning("a keeper of run %s, which is over, ends with its lease: %s", token, error)
 
 
 def _each(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:

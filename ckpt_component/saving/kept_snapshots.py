@@ -6,6 +6,7 @@ still being written. A save to memory alone goes to that lane only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -143,11 +144,6 @@ class KeepingLane(SaveLane):
             return self._beside.refuse(request, error)
         return super().refuse(request, error)
 
-    def stop_pausing(self) -> None:
-        """Make no pause before another attempt any more."""
-        super().stop_pausing()
-        self._beside.stop_pausing()
-
     def drain(self, timeout: float) -> bool:
         """Wait for both lanes; see the base class. That of the memory has as long as its last save may take."""
         limit = self._timeouts.whole_save
@@ -159,9 +155,10 @@ class KeepingLane(SaveLane):
     def close(self, *, wait: bool) -> None:
         """End both threads, and let go of the snapshot that was kept: its keeper has it, or ends too."""
         super().close(wait=wait)
+        with contextlib.suppress(CheckpointError, RuntimeError):  # the interpreter exits, which frees it too
+            self._beside.run_after_saves(self._kept.release)  # there, because a save that was given up may end yet
         self._beside.close(wait=wait and self._is_beside_idle)
         self._caller.close(self._timeouts.close)
-        self._kept.release()
 
 
 class KeptSnapshot(SaveAttempts):

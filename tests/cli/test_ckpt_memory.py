@@ -107,6 +107,20 @@ def test_the_list_of_a_folder_has_its_snapshots_too(ckpt: Ckpt, root: Path, kept
     assert (entry["step"], entry["path"], entry["ranks"]) == (2, None, 1)
 
 
+def test_a_folder_is_listed_where_the_sockets_are_not_mine_alone(
+    ckpt: Ckpt, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "runtime").mkdir(mode=0o755)
+    (tmp_path / "runtime").chmod(0o755)
+    ran = ckpt("ls", root)
+    assert (
+        ran.code == 0 and "snapshots in memory are not listed" in caplog.text and "set CKPT_RUNTIME_DIR" in caplog.text
+    )
+    assert ran.out.splitlines()[-1].startswith("3 checkpoints, ")
+    refused = ckpt("memory", "ls")
+    assert refused.code == 2 and "set CKPT_RUNTIME_DIR to a folder of your own" in refused.err
+
+
 def test_what_is_not_whole_is_no_snapshot(ckpt: Ckpt, root: Path, kept: Kept) -> None:
     kept.take(2)
     kept.keepers[1].delete([file.path for file in kept.keepers[1].listed("")])

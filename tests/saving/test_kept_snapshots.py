@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +19,15 @@ from rank_threads import rank_threads
 
 from ckpt_component import CheckpointError, CheckpointGivenUpError, CheckpointSaveError
 from ckpt_component.callers.write_callers import InlineCaller, MemoryCaller
+from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import Coordinator, LocalCoordinator
 from ckpt_component.core.image.arena import Arena
+from ckpt_component.core.image.file_reuse import FileReuse
 from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.state.unchanged_tensors import UnchangedTensors
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
@@ -61,9 +66,12 @@ class Keeper(MemoryCaller):
         self.refusal: CheckpointError | None = None
         self.events: list[str] = []
         self.arenas: list[Arena] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
 
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
         self.events.append(os.path.basename(request.attempt.target))
+        assert self.go_on.wait(60)
         failure = self.failures.pop(0) if self.failures else None
         if failure is not None:
             raise failure
@@ -142,6 +150,8 @@ class Run:
         keepers: list[Keeper] | None = None,
         policy: ErrorPolicy | None = None,
         in_flight: int = 1,
+        reuse: FileReuse | None = None,
+        timeouts: ResolvedTimeouts = TIMEOUTS,
     ) -> None:
         ranks = ranks or LocalCoordinator()
         self.folder = folder
@@ -149,7 +159,7 @@ class Run:
         self.keeper = self.keepers[ranks.rank]
         self.memory = HostMemory(lambda path: [each.files for each in self.keepers], own=self.keeper.files)
         self.caller, self.stager, writer = Writing(), SharedMemoryStager(), DcpWriter()
-        self.stager.connect(writer, ranks=ranks, shared=True, timeout=20.0, kept=1, in_flight=in_flight)
+        self.stager.connect(writer, ranks=ranks, shared=True, timeout=20.0, kept=1, in_flight=in_flight, reuse=reuse)
         self.listener, self.whole = Heard(), list[str]()
         self.became_whole = threading.Condition()
         disk = file_storage(durable=False)
@@ -160,9 +170,11 @@ class Run:
         run = NoRun(storage_of)
         self.claim = Claim(disk, str(folder))
         run.ownership = self.claim  # type: ignore[assignment]
+        run.files, run.manifest_fields = {"run.json": b"{}"}, {"run": "1f2e3d4c"}
         context = SaveContext(
-            ranks, storage_of, TIMEOUTS, run, policy or ErrorPolicy(), EventRecorder(listeners=[self.listener])
+            ranks, storage_of, timeouts, run, policy or ErrorPolicy(), EventRecorder(listeners=[self.listener])
         )
+        context = context if reuse is None else replace(context, reuse=reuse)
         lane = partial(
             KeepingLane,
             caller=self.keeper,
@@ -212,10 +224,31 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.caller.go_on.set()
+        self.keeper.go_on.set()
         try:
             self.pipeline.close()
         finally:
+            if self.pipeline.ranks.world_size == 1:  # a lane that was given up ends after the call
+                for thread in threading.enumerate():
+                    if thread.name.startswith("ckpt-keep"):
+                        thread.join(20)
             self.keeper.files.delete([file.path for file in self.keeper.files.listed("")])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = arenas_open()
+    yield
+    assert arenas_open() == before
+
+
+def arenas_open() -> int:
+    """How many descriptors this process has of memory for images."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed just now
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum("ckpt-arena" in link for link in links)
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -237,7 +270,9 @@ def test_a_save_is_in_memory_and_in_its_folder_with_the_same_bytes(tmp_path: Pat
             scan_steps(storage, root, MEGATRON).manifests[1]
             for storage, root in ((run.memory, IN_MEMORY), (file_storage(), str(tmp_path)))
         ]
-        assert manifests[0]["attempt"] == manifests[1]["attempt"]
+        for name in ("attempt", "run", "format", "world_size"):
+            assert manifests[0][name] == manifests[1][name]
+        assert "run.json" in {file["name"] for file in manifests[0]["files"]}
 
 
 def test_a_snapshot_is_whole_in_memory_while_older_ones_are_being_written(tmp_path: Path) -> None:
@@ -358,7 +393,34 @@ def test_a_save_to_memory_alone_that_fails_is_a_warning_whatever_the_policy(
     assert "training continues (the older snapshot stays in memory): no memory" in caplog.text
 
 
-def test_a_step_that_is_in_memory_is_not_put_there_again_when_it_is_saved(tmp_path: Path) -> None:
+def test_a_save_to_memory_alone_that_cannot_begin_is_a_warning_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(tmp_path) as run:
+        sparse = {"weight": torch.ones(3).to_sparse()}
+        run.pipeline.save(sparse, run.path(MEGATRON.folder(1)), step=1)
+        assert "training continues (the older snapshot stays in memory): " in caplog.text
+        with pytest.raises(CheckpointError, match="weight"):
+            run.pipeline.save(sparse, str(tmp_path / MEGATRON.folder(2)), step=2)
+        run.save(3, memory=True).result(60)
+        assert [(each.outcome, each.memory) for each in run.pipeline.reports] == [("failed", True), ("committed", True)]
+
+
+def test_closing_gives_a_snapshot_up_that_does_not_become_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeouts = ResolvedTimeouts(stage=0.2, write=0.2, close=0.2, visible=0.2)
+    with Run(tmp_path, timeouts=timeouts) as run:
+        run.keeper.go_on.clear()
+        run.save(1).result(60)
+        run.pipeline.close()
+        run.keeper.go_on.set()
+    assert "a snapshot was still not whole in memory after" in caplog.text
+
+
+def test_a_step_that_is_in_memory_is_not_put_there_again_when_it_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Run(tmp_path) as run:
         run.save(1, memory=True).result(60)
         run.save(1).result(60)
@@ -366,6 +428,7 @@ def test_a_step_that_is_in_memory_is_not_put_there_again_when_it_is_saved(tmp_pa
         run.save(2).result(60)
         run.wait_whole(2)
         assert run.whole == [MEGATRON.folder(1), MEGATRON.folder(2)] and run.in_memory() == [2]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_failures_in_a_row_are_those_of_one_place(tmp_path: Path) -> None:
@@ -445,6 +508,26 @@ def test_memory_is_free_for_the_next_save_when_the_last_one_is_whole(tmp_path: P
         assert run.stager.wait_free(time.monotonic() + 60)
         run.pipeline.wait()
         assert run.on_disk() == [1, 2, 3] and run.in_memory() == [3]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_does_not_change_is_shared_with_the_last_checkpoint_in_memory_too(durable: bool, tmp_path: Path) -> None:
+    """It is not in the image, so memory has the checkpoint's file, also when that checkpoint is deleted."""
+    reuse = FileReuse(UnchangedTensors(["base"]), checksum=DcpWriter().algorithm, in_memory=True)
+    base, shared = torch.arange(50_000.0), list[int]()
+    with Run(tmp_path, reuse=reuse) as run:
+        for step in (1, 2, 3):
+            path = str(tmp_path / MEGATRON.folder(step)) if step < 3 or durable else run.path(MEGATRON.folder(step))
+            state = {"base": base, "weight": torch.full((9,), float(step)), "step": step}
+            shared.append(run.pipeline.save(state, path, step=step)[1].result(60).reused)
+            run.wait_whole(step)
+            assert run.in_memory() == [step]
+            loaded = run.loaded(step, memory=True)
+            assert loaded["base"].equal(base) and holds(loaded, step)
+        for step in run.on_disk():
+            discard(file_storage(), str(tmp_path / MEGATRON.folder(step)))
+        assert run.loaded(3, memory=True)["base"].equal(base)
+    assert shared[1] > 200_000
 
 
 def on_ranks(folder: Path, train: Any, failing: Mapping[int, list[Exception | None]] | None = None) -> list[Any]:

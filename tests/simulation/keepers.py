@@ -175,7 +175,8 @@ class HostKeeper:
         return connection
 
     def _serve(self, wire: Wire) -> None:
-        keeper_module.KeeperWorker(cast(Channel, wire.end_of(self.process)), self.snapshots).handle_frames()
+        with contextlib.suppress(BrokenPipeError):  # the trainer has died before this lane was ready
+            keeper_module.KeeperWorker(cast(Channel, wire.end_of(self.process)), self.snapshots).handle_frames()
 
     def _live(self) -> None:
         """The main thread: wait for the end of the trainer, and outlive it."""
@@ -432,8 +433,9 @@ class HostPatches:
         patch.setattr(keeper_module, "KeptFiles", lambda: self._made().files)
         patch.setattr(keeper_module, "HostKeepers", lambda besides: self._find())
         patch.setattr(keeper_module, "KeeperServer", lambda *arguments: self._made())
-        patch.setattr(keeper_module, "_be_silent", lambda: None)
+        patch.setattr(keeper_module, "be_silent", lambda: None)
         patch.setattr(keeper_module, "threading", SimulatedThreading(lambda: self._made().process))
+        patch.setattr(os, "urandom", lambda size: self._set().simulation.random.randbytes(size))  # a seed is a life
         patch.setattr(run_memory, "keepers_of", lambda path: self._set().keepers_at(path))
         patch.setattr(run_memory, "tokens_of", lambda root: self._set().tokens(root))
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
@@ -215,6 +217,84 @@ def test_what_a_dead_reader_had_open_is_free_again() -> None:
             assert process.stdout.readline() == "file\n" and kept.held() == {1}
             process.kill()
         assert within(10, lambda: kept.held() == set())
+
+
+def test_a_process_that_a_dead_reader_has_forked_holds_nothing() -> None:
+    kept = KeptFiles()
+    fd = image(b"first")
+    kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
+    os.close(fd)
+    reader = (
+        "import os, sys, time; from ckpt_component.core.storage.memory.remote_keeper import keepers_of\n"
+        "keeper = keepers_of(sys.argv[1])[0]; keeper.hold()\n"
+        "with keeper.opened(sys.argv[1] + '/iter_1'): print(os.fork() or time.sleep(60), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", reader, ROOT]
+    with serving(kept) as server, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        assert kept.held() == {1} and server.holders == 1
+        process.kill()
+        process.wait()
+        try:
+            assert within(10, lambda: kept.held() == set() and server.holders == 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_keeper_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_open() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    kept, before = KeptFiles(), descriptors()
+    for number in range(150):
+        fd = image(b"x")
+        kept.put_image(f"{ROOT}/iter_1/{number}", number, fd, 0, 1)
+        os.close(fd)
+    with serving(kept):
+        find = HostKeepers()
+        (keeper,) = find(ROOT)
+        assert len(keeper.listed("")) == 150  # it has the other end of the connection
+        connected = descriptors()
+        for _ in range(2):
+            with keeper.opened(f"{ROOT}/iter_1") as files:
+                assert len(files) == 150
+            assert within(10, lambda: descriptors() <= connected)
+    with pytest.raises(ConnectionError):
+        keeper.listed("")
+    with serving(kept):
+        assert len(find(ROOT)[0].listed("")) == 150
+        find.close()
+        assert not keeper.connected
+    kept.delete([file.path for file in kept.listed("")])
+    assert within(10, lambda: descriptors() <= before)
+
+
+def test_a_request_that_a_keeper_does_not_know_is_refused_in_words() -> None:
+    with serving(KeptFiles()):
+        sock = SocketPlace(*split_root(ROOT) or ("", "")).connect(0, 10)
+        assert sock is not None
+        channel = Channel(sock, lambda: True)
+        answers = []
+        for request in ({"ask": "dance"}, {"ask": "list"}, {"ask": "list", "path": ""}):
+            channel.send(request, time.monotonic() + 10)
+            answers.append(channel.receive(time.monotonic() + 10))
+        channel.close()
+    refused, wrong, right = (answer[0] for answer in answers if answer is not None)
+    assert refused["errno"] == errno.EOPNOTSUPP and "of another release, does not know 'dance'" in refused["error"]
+    assert wrong["kind"] == "failed" and "KeyError" in wrong["error"]
+    assert right == {"kind": "done", "files": []}
+    with pytest.raises(ValueError, match="not the path of a run's memory, such as host://"):
+        KeeperServer(KeptFiles(), "/runs/one", 0, dict)
+
+
+def test_a_dead_keeper_hides_no_other() -> None:
+    with keeper_process(rank=0) as process, keeper_process(rank=1):
+        process.kill()
+        process.wait()
+        assert [keeper.rank for keeper in keepers_of(ROOT)] == [1]
+        assert [keeper.rank for keeper in HostKeepers(besides=0)(ROOT)] == [1]
+        assert HostKeepers(besides=1)(ROOT) == []
 
 
 def test_an_image_that_was_truncated_is_too_short_and_no_signal() -> None:
@@ -428,6 +508,14 @@ def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
             files.size("file")
         process.send_signal(signal.SIGCONT)
         assert patient.names(ROOT) == ["iter_1"]
+        answers = list[bytes]()
+
+        def is_answered() -> bool:
+            with contextlib.suppress(TimeoutError):  # on a busy machine
+                answers.append(impatient.read(f"{ROOT}/iter_1/file", 10))
+            return bool(answers)
+
+        assert within(60, is_answered) and answers == [b"bytes"]  # not what came too late
 
 
 def test_long_paths_have_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,8 @@ class ProvedReuse(FileReuse):
 
     def settle(self, files: UnchangedFiles, read: Read, storage: Storage) -> list[SharedFile]:
         """Return what is proved; it stays open until `committed` or `failed`, whatever the other save finds."""
-        self._shared = dict(files.proved)
+        # What the other save has found in a bucket is in the image too, and no open file.
+        self._shared = {file: kept for file, kept in dict(files.proved).items() if not isinstance(kept.held, str)}
         return shared_files(self._shared)
 
     def committed(self, files: UnchangedFiles, storage: Storage, folder: str, written: Mapping[str, Any]) -> None:

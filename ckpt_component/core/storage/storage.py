@@ -1,8 +1,9 @@
 """`Storage`: what checkpoints need from the place they are stored in. The whole contract is on this page.
 
-`FileStorage` (files) and `ObjectStorage` (objects) implement it. Paths are absolute; those of a bucket begin with a
-scheme, such as `s3://bucket/prefix`, and are joined and split like paths of files. A bucket has no folders: one exists
-while it has an entry. Commit, scan, cleanup, fencing and readers are written against this interface.
+`FileStorage` (files), `ObjectStorage` (objects) and `HostMemory` (memory of this host) implement it. Paths are
+absolute; those of a bucket begin with a scheme, such as `s3://bucket/prefix`, and are joined and split like paths of
+files. A bucket has no folders: one exists while it has an entry. Commit, scan, cleanup, fencing and readers are written
+against this interface.
 """
 
 from __future__ import annotations

@@ -1,0 +1,104 @@
+"""One life of a job of two ranks under torchrun's agent, which keeps its snapshots in memory until it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from faults.invariants import blank_state, differences, state_of
+from faults.workloads import prepare
+
+from ckpt_component import CheckpointError, CheckpointListener, LoadReport, SaveReport, build_manager
+
+__all__ = ["prepare"]  # of the fork server, before the fork
+
+RANKS = 2
+#: A snapshot in memory each step, and a checkpoint now and then.
+EVERY_STEPS, DURABLE = 1, 7
+LEASE = 30
+MOST_STEPS = 2000
+OVERRIDES = (
+    "checkpoint/recovery=host",
+    f"checkpoint.recovery.every_steps={EVERY_STEPS}",
+    f"checkpoint.save.every_steps={DURABLE}",
+    "checkpoint.save.at_end=false",
+    "checkpoint.events=false",
+    "checkpoint.timeouts.stage=10",
+    "checkpoint.timeouts.write=20",
+    "checkpoint.timeouts.close=5",
+    "checkpoint.timeouts.heartbeat=2",
+    "checkpoint.timeouts.stall=15",
+    "checkpoint.timeouts.visible=5",
+)
+
+
+def launch(root: str, log: str, steps: int = MOST_STEPS, lease: int = LEASE) -> None:
+    """As torchrun does: start the ranks, and end all if one has died."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.setsid()  # a session that can be killed as one
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=RANKS,
+        run_id=os.path.basename(log),
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="fork",
+    )
+    elastic_launch(config, live)(root, log, steps, lease)
+
+
+def live(root: str, log: str, steps: int, lease: int) -> None:
+    """On a rank: come back, say from where, and train until killed."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    told = Told(log, dist.get_rank())
+    try:
+        with build_manager("async_persistent", (*OVERRIDES, f"checkpoint.recovery.lease={lease}"), dir=root) as manager:
+            manager.add_listener(told)
+            state = blank_state()
+            step = manager.restore(state) or 0
+            told.say(resumed=step, wrong=differences(state, state_of(step)))
+            for number in range(step + 1, step + 1 + steps):
+                told.say(reached=number)
+                manager.maybe_save(number, state_of(number))
+                time.sleep(0.002)
+    except CheckpointError as error:
+        told.say(failed=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+class Told(CheckpointListener):
+    """What a rank has said so far, in a file that outlives it."""
+
+    def __init__(self, log: str, rank: int) -> None:
+        self._file = os.open(f"{log}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def say(self, **values: Any) -> None:
+        os.write(self._file, json.dumps({"pid": os.getpid(), **values}).encode() + b"\n")
+
+    def on_restored(self, report: LoadReport) -> None:
+        self.say(source=report.source)
+
+    def on_committed(self, report: SaveReport) -> None:
+        self.say(**{"kept" if report.memory else "saved": report.step})
+
+
+def told_by(log: str) -> list[list[dict[str, Any]]]:
+    """What each rank has said; without a line that it was killed in."""
+    said = []
+    for rank in range(RANKS):
+        path = Path(f"{log}.{rank}")
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        said.append([json.loads(line) for line in lines])
+    return said

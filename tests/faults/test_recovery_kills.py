@@ -1,0 +1,168 @@
+"""Seeded random kills of a job that keeps its snapshots in memory: trainer, keeper, both, torchrun, the whole session.
+
+pytest tests/faults/test_recovery_kills.py                               the short form
+pytest --run-soak tests/faults/test_recovery_kills.py                    200 kills
+CKPT_SOAK_SEED=7 CKPT_RECOVERY_KILLS=50 pytest --run-soak ...            another seed, another number
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evidence import Record
+from faults.recovering import EVERY_STEPS, LEASE, RANKS, told_by
+from faults.test_soak import children_of
+from forker import Forker
+
+SEED = int(os.environ.get("CKPT_SOAK_SEED", "4"))
+VICTIMS = ("trainer", "keeper", "both", "torchrun", "session")
+#: Steps that a trainer is ahead of what is whole in memory: the images in flight, and the step that it is in.
+AHEAD = 3
+PATIENCE_S = 60.0
+
+
+class Lives:
+    """Lives of a job one after the other in one folder, each ended by a kill.
+
+    Args:
+        forker: of the session
+        folder: empty
+        seed: of all choices
+    """
+
+    def __init__(self, forker: Forker, folder: Path, seed: int) -> None:
+        self.forker, self.folder = forker, folder
+        self.choose = random.Random(seed)
+        self.root, self.runtime = str(folder / "root"), folder / "runtime"
+        self.lives = 0
+        self.kills = Counter[str]()
+        self.sources = Counter[str]()
+        self.wrong = list[str]()
+        #: The newest step that was acknowledged: in memory whose keepers live, and on disk; and the one reached.
+        self.kept = self.saved = self.reached = 0
+
+    def run(self, kills: int) -> str:
+        """Live until there were so many kills, once more to the end, and once until the lease; returns the account."""
+        began = time.monotonic()
+        while self.kills.total() < kills and not self.wrong:
+            self.life(self.choose.choice(VICTIMS))
+        if not self.wrong:
+            self.life("")
+            self.wrong += [f"left after a close: {left}" for left in self.forker.drain(PATIENCE_S)]
+            self.life("session", lease=3)
+        self.wrong += [f"left after the lease: {left}" for left in self.forker.drain(LEASE + PATIENCE_S)]
+        if self.runtime.exists():
+            self.wrong += [f"left after the lease: {path}" for path in self.runtime.rglob("*")]
+        return (
+            f"seed {SEED}: {self.kills.total()} kills {dict(self.kills)} in {time.monotonic() - began:.0f} s, back from "
+            f"{dict(self.sources)}, {len(self.wrong)} violations"
+        )
+
+    def life(self, victim: str, lease: int = LEASE) -> None:
+        """Start a job, kill at a random time, and look at what it has said; without a victim it ends in peace."""
+        self.lives += 1
+        number = self.lives
+        log = str(self.folder / f"life{number}")
+        env = {"CKPT_RUNTIME_DIR": str(self.runtime)}
+        steps = {} if victim else {"steps": 10}
+        launcher = self.forker.fork("faults.recovering:launch", env, root=self.root, log=log, lease=lease, **steps)
+        if victim:
+            until = time.monotonic() + PATIENCE_S
+            while not all(any("reached" in line for line in lines) for lines in told_by(log)):
+                if time.monotonic() > until:
+                    break  # what it has said is looked at below
+                time.sleep(0.01)
+            time.sleep(self.choose.uniform(0, 0.7))
+            trainers = [lines[0]["pid"] for lines in told_by(log) if lines]
+            keepers = [child for pid in trainers for child in children_of(pid)]
+            self.kill(victim, launcher, trainers, keepers)
+            end_session(launcher)
+        ended = self.forker.wait(launcher, PATIENCE_S)
+        self.judge(f"life {number} ({victim or 'in peace'})", told_by(log), harmed=victim in ("keeper", "both", ""))
+        if not victim and ended.code != 0:
+            self.wrong.append(f"life {number}: exit {ended.code}\n{ended.output}")
+
+    def kill(self, victim: str, launcher: int, trainers: Sequence[int], keepers: Sequence[int]) -> None:
+        """Kill -9 whom the dice say."""
+        one = self.choose.randrange(RANKS)
+        chosen = {
+            "trainer": [*trainers[one : one + 1]],
+            "keeper": [*keepers[one : one + 1]],
+            "both": [*trainers[one : one + 1], *keepers[one : one + 1]],
+            "torchrun": [launcher],
+            "session": [launcher, *trainers],
+        }[victim]
+        for pid in chosen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.kills[victim] += 1
+        time.sleep(self.choose.choice((0.0, 0.3)))  # others may notice it
+
+    def judge(self, who: str, said: Sequence[Sequence[dict[str, Any]]], *, harmed: bool) -> None:
+        """Compare where a life began with what those before it had acknowledged, and take over what it has."""
+        began = {line["resumed"] for lines in said for line in lines if "resumed" in line}
+        if len(began) != 1:
+            self.wrong.append(f"{who}: the ranks began at {sorted(began)}: {[lines[-1:] for lines in said]}")
+            return
+        (step,) = began
+        self.wrong += [f"{who}: {text}" for lines in said for line in lines for text in line.get("wrong", [])]
+        self.sources.update(line["source"] for line in said[0] if "source" in line)
+        least = max(self.kept, self.saved)
+        if step < least:
+            self.wrong.append(f"{who}: it began at step {step}, and step {least} was acknowledged")
+        if self.kept and self.reached - step > EVERY_STEPS + AHEAD:
+            self.wrong.append(f"{who}: it began at step {step}, and step {self.reached} had been reached")
+        kept, saved, reached = ([newest(lines, what) for lines in said] for what in ("kept", "saved", "reached"))
+        self.saved = max(self.saved, *saved)
+        # A keeper that its trainer has closed has nothing more, as one that was killed.
+        self.kept = 0 if harmed else max(*kept, *saved, step)
+        self.reached = min(reached)  # who was not killed goes on for a moment
+
+
+def newest(lines: Sequence[dict[str, Any]], what: str) -> int:
+    return max((line[what] for line in lines if what in line), default=0)
+
+
+def end_session(launcher: int) -> None:
+    """Kill what is left of a job, as its scheduler does: all processes of its session."""
+    for pid in of_session(launcher):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def of_session(session: int) -> Iterator[int]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(name)) == session:
+                yield int(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_random_kills_lose_nothing_that_is_in_memory(forker: Forker, tmp_path: Path, record_property: Record) -> None:
+    lives = Lives(forker, tmp_path, SEED)
+    told = lives.run(12)
+    print(told)
+    record_property("recovery kills", lives.kills.total())
+    assert not lives.wrong, f"{told}\n" + "\n".join(lives.wrong)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_many_random_kills_lose_nothing_that_is_in_memory(
+    forker: Forker, tmp_path: Path, record_property: Record
+) -> None:
+    lives = Lives(forker, tmp_path, SEED)
+    told = lives.run(int(os.environ.get("CKPT_RECOVERY_KILLS", "200")))
+    print(told)
+    record_property("recovery kills", lives.kills.total())
+    assert not lives.wrong, f"{told}\n" + "\n".join(lives.wrong)
