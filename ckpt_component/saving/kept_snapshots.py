@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..callers.write_callers import MemoryCaller
+from ..callers.memory_caller import MemoryCaller
 from ..core.commit.commit import new_attempt
 from ..core.commit.protocol import Attempt
 from ..core.image.file_reuse import ProvedReuse
