@@ -82,7 +82,7 @@ class InlineCaller(WriteCaller):
             raise CheckpointSaveError(f"Writing {request.attempt.target} failed: {error}.", error.errno) from error
 
 
-class _ConnectedCaller(WriteCaller):
+class ConnectedCaller(WriteCaller):
     """Base of the background callers: a connection to the process, and what was sent on it already."""
 
     in_other_process: ClassVar[bool] = True
@@ -206,7 +206,7 @@ class _ConnectedCaller(WriteCaller):
         )
 
 
-class _WriterProcessCaller(_ConnectedCaller):
+class _WriterProcessCaller(ConnectedCaller):
     """Base of the callers that own a process."""
 
     def __init__(self, nice: int = 10, io_priority: IoPriority = IoPriority.low) -> None:
@@ -280,14 +280,16 @@ class PersistentCaller(_WriterProcessCaller):
         """Start the process."""
         self._running(timeout)
 
-    def keep_snapshots(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> MemoryCaller:
+    def keep_snapshots(
+        self, folder: str, root: str, rank: int, world_size: int, lease: float
+    ) -> Callable[[float], ByteProcess]:
         """Have the process keep snapshots in memory; before it is started. Arguments as for `SnapshotKeeper`.
 
         Returns:
-            What runs requests whose target is in memory; closed by the caller.
+            What returns the process, for a `MemoryCaller`.
         """
         self._keeper = {"folder": folder, "root": root, "rank": rank, "world_size": world_size, "lease": lease}
-        return MemoryCaller(self._connect)
+        return self._connect
 
     def outlive(self) -> None:
         """Have `close` let the process live on, because the run has failed; only a keeper does."""
@@ -301,53 +303,6 @@ class PersistentCaller(_WriterProcessCaller):
         process, self._owned, self._process = self._owned, None, None
         if process is not None:
             process.leave()
-
-
-class MemoryCaller(_ConnectedCaller):
-    """Runs requests whose target is in memory, on a connection of its own to a process that keeps snapshots.
-
-    Args:
-        connect: returns the process, which is started again if it has ended; called with a timeout
-    """
-
-    def __init__(self, connect: Callable[[float], ByteProcess]) -> None:
-        super().__init__()
-        self._connect_process = connect
-        self._of: ByteProcess | None = None
-
-    def _connect(self, timeout: float) -> WriterConnection:
-        process, lane = self._connect_process(timeout), self._process
-        if lane is None or process is not self._of:
-            self.close()
-            lane, self._of = process.open_lane(timeout), process
-        return lane
-
-    def retire(self, path: str, timeout: float) -> set[int]:
-        """Drop what this rank's keeper has of all snapshots but one.
-
-        Args:
-            path: of the snapshot that stays
-            timeout: seconds that it may take
-
-        Returns:
-            The numbers of the arenas that another process still reads, which must not be filled again.
-
-        Raises:
-            WorkerDiedError: the keeper has died, and all snapshots with it
-            CheckpointTimeoutError: it did not answer
-        """
-        lane, number = self._process, next(self._numbers)
-        if lane is None:
-            return set()
-        deadline = time.monotonic() + timeout
-        lane.send({"kind": "retire", "id": number, "path": path}, deadline)
-        return set(lane.receive(deadline, "timeouts.close")["held"])
-
-    def close(self, timeout: float = 60.0) -> None:
-        """Close the connection; the process belongs to another caller."""
-        lane, self._process = self._process, None
-        if lane is not None:
-            lane.hang_up()
 
 
 def _open_files(pid: int, folder: str) -> str:

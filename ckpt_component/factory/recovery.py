@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..callers.memory_caller import MemoryCaller
 from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.schema import Checkpoint
@@ -77,10 +78,10 @@ class SnapshotParts:
             )
         if ranks.is_leader:
             self._tell(ranks.world_size)
-        lane = caller.keep_snapshots(run.root, memory.root, ranks.rank, ranks.world_size, self._settings.lease)
+        connect = caller.keep_snapshots(run.root, memory.root, ranks.rank, ranks.world_size, self._settings.lease)
         return partial(
             KeepingLane,
-            caller=lane,
+            caller=MemoryCaller(connect),
             writer=writer,
             memory=memory.fs,
             path_of=lambda path: memory.path_of(run.step_of(path)),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..callers.write_callers import MemoryCaller
+from ..callers.memory_caller import MemoryCaller
 from ..core.commit.commit import new_attempt
 from ..core.commit.protocol import Attempt
 from ..core.image.file_reuse import ProvedReuse
@@ -39,7 +39,7 @@ class KeepingLane(SaveLane):
     """Completes saves like its base class, which it is for storage, and has a lane beside it for memory.
 
     A save to storage tells of itself once. If its snapshot does not become whole in memory, that is a warning; the save
-    goes on, and the older snapshot stays.
+    goes on.
 
     Args:
         attempts: as for the base class, and the next three too
@@ -71,7 +71,7 @@ class KeepingLane(SaveLane):
             context,
             run=MemoryHooks(context.run, on_kept),
             # The next snapshot comes soon, and what is saved to storage does not depend on this one.
-            policy=ErrorPolicy(warn=True, min_free_bytes=None, reason="the older snapshot stays in memory"),
+            policy=ErrorPolicy(warn=True, min_free_bytes=None, reason="what is saved to storage is not affected"),
             timeouts=replace(context.timeouts, heartbeat=min(context.timeouts.heartbeat, _PATIENCE)),
             reuse=ProvedReuse(),
             lane="memory/",
@@ -128,7 +128,7 @@ class KeepingLane(SaveLane):
         try:
             committed = self._kept.run(staged, staged.attempt, 1)
         except Exception as error:
-            text = "%s did not become whole, so the snapshot before stays in memory; the save itself goes on: %s"
+            text = "%s did not become whole in memory, and the save itself goes on: %s"
             defect = None if isinstance(error, CheckpointError) else error
             logger.warning(text, request.path, error, exc_info=defect)
             return
@@ -174,15 +174,21 @@ class KeptSnapshot(SaveAttempts):
         super().__init__(caller, writer, context)
         self._keeper = caller
         self._timeout = context.timeouts.close
+        self._start_timeout = context.timeouts.worker_start
         self._snapshot: Snapshot | None = None
 
     def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
         """Write and commit; see the base class. When this returns, the older snapshot is no longer in memory."""
+        snapshot = staged.snapshot
+        try:
+            self._keeper.prepare(self._start_timeout)  # the commit begins in the keeper of rank 0
+        except CheckpointError as error:
+            staged = replace(staged, snapshot=None, error=error)  # so that all ranks hear of it
         committed = super().run(staged, attempt, number)
-        if staged.snapshot is None:
+        if snapshot is None:
             raise CheckpointSaveError(f"{attempt.target} was committed without a snapshot of this rank.")
-        staged.snapshot.hold()
-        older, self._snapshot = self._snapshot, staged.snapshot
+        snapshot.hold()
+        older, self._snapshot = self._snapshot, snapshot
         read: set[int] | None = None
         try:
             read = self._keeper.retire(attempt.target, self._timeout)

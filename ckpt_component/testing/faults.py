@@ -97,7 +97,7 @@ def _places(phase: str) -> list[_PhaseFunction]:
         "plan": [_PhaseFunction(SavePlanner, "share")],
         "copy": [_PhaseFunction(BackgroundCopy, "run")],
         "write": [
-            _PhaseFunction(write_callers._ConnectedCaller, "_send", after=True, in_process=True),
+            _PhaseFunction(write_callers.ConnectedCaller, "_send", after=True, in_process=True),
             _PhaseFunction(write_callers, "run_write_job"),
         ],
         "vote": [_PhaseFunction(SaveAttempts, "_write", after=True)],

@@ -18,7 +18,8 @@ import torch
 from rank_threads import rank_threads
 
 from ckpt_component import CheckpointError, CheckpointGivenUpError, CheckpointSaveError
-from ckpt_component.callers.write_callers import InlineCaller, MemoryCaller
+from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.callers.write_callers import InlineCaller
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON
@@ -68,6 +69,9 @@ class Keeper(MemoryCaller):
         self.arenas: list[Arena] = []
         self.go_on = threading.Event()
         self.go_on.set()
+
+    def prepare(self, timeout: float) -> None:
+        """There is no process that could have ended."""
 
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
         self.events.append(os.path.basename(request.attempt.target))
@@ -390,7 +394,7 @@ def test_a_save_to_memory_alone_that_fails_is_a_warning_whatever_the_policy(
             ("committed", MEGATRON.folder(2), True),
         ]
         assert run.in_memory() == [2]
-    assert "training continues (the older snapshot stays in memory): no memory" in caplog.text
+    assert "training continues (what is saved to storage is not affected): no memory" in caplog.text
 
 
 def test_a_save_to_memory_alone_that_cannot_begin_is_a_warning_too(
@@ -399,7 +403,7 @@ def test_a_save_to_memory_alone_that_cannot_begin_is_a_warning_too(
     with Run(tmp_path) as run:
         sparse = {"weight": torch.ones(3).to_sparse()}
         run.pipeline.save(sparse, run.path(MEGATRON.folder(1)), step=1)
-        assert "training continues (the older snapshot stays in memory): " in caplog.text
+        assert "training continues (what is saved to storage is not affected): " in caplog.text
         with pytest.raises(CheckpointError, match="weight"):
             run.pipeline.save(sparse, str(tmp_path / MEGATRON.folder(2)), step=2)
         run.save(3, memory=True).result(60)

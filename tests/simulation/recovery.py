@@ -15,7 +15,8 @@ import torch
 from simulation.keepers import Host, HostPatches, ReachedKeeper
 
 from ckpt_component import CheckpointCorruptError, Checkpointer, CheckpointError, CheckpointSaveError
-from ckpt_component.callers.write_callers import MemoryCaller, WriteCaller
+from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.callers.write_callers import WriteCaller
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.names import MEGATRON, owned_token
 from ckpt_component.core.commit.protocol import Attempt

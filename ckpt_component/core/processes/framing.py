@@ -127,6 +127,11 @@ class Channel:
             if remaining <= 0:
                 raise TimeoutError
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other process has closed its end."""
+        return any(event & (select.POLLHUP | select.POLLERR) for _, event in self._poll.poll(0))
+
     def hang_up(self, *, listens: bool = True) -> None:
         """Tell the other process that nothing more will come. Does not wait. Safe to call twice, and from any thread.
 

@@ -149,14 +149,10 @@ class SocketPlace:
             PermissionError: as `runtime_folder`
             OSError: the socket cannot be made
         """
-        trials_left = _TRIALS
-        while True:
-            try:
+        for _ in range(_TRIALS):
+            with contextlib.suppress(FileNotFoundError):  # somebody has just removed the empty folder
                 return self._listen(rank)
-            except FileNotFoundError:  # somebody has just removed the empty folder
-                trials_left -= 1
-                if not trials_left:
-                    raise
+        return self._listen(rank)
 
     def _listen(self, rank: int) -> tuple[socket.socket, int]:
         os.makedirs(runtime_folder(), mode=0o700, exist_ok=True)

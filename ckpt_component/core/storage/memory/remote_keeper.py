@@ -71,7 +71,7 @@ class RemoteKeeper(Keeper):
     @property
     def connected(self) -> bool:
         """Whether the connection is of use, as far as is known."""
-        return self._channel is not None and self._process == os.getpid()
+        return self._channel is not None and self._process == os.getpid() and not self._channel.hung_up
 
     def listed(self, prefix: str) -> list[KeptFile]:
         return [KeptFile(*values) for values in self._asked("list", path=prefix)[0]["files"]]
@@ -137,7 +137,10 @@ class RemoteKeeper(Keeper):
     def _answer(
         self, ask: str, data: bytes = b"", **arguments: Any
     ) -> tuple[Channel, dict[str, Any], memoryview, list[int]]:
-        """Send a request and receive its answer, over a new connection after a fork or a late answer."""
+        """Send a request and receive its answer, over a new connection after a fork or a late answer.
+
+        And after the keeper's end, as another one may have taken its place.
+        """
         if not self.connected:
             self._connect()
             if self._holds and ask != "hold":
@@ -176,7 +179,7 @@ class RemoteKeeper(Keeper):
                     logger.info("%s, after its files were read", error)
 
     def _connect(self) -> None:
-        self._channel = None
+        self._hang_up()
         sock = self._place.connect(self._rank, self._seconds)
         if sock is None:
             raise self._gone()

@@ -1,0 +1,30 @@
+"""Every test has sockets of its own, and leaves no keeper, socket or memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from snapshots import keepers, kill, sockets
+from waiting import eventually
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "runtime"))
+    yield
+    eventually(lambda: not keepers(), 5, f"keepers left: {[process.cmdline() for process in keepers().values()]}")
+    assert not [path for path in sockets() if path.is_socket()]
+
+
+@pytest.fixture
+def left_on_purpose() -> Iterator[None]:
+    """Kill the keepers that the test leaves for their lease, and remove their sockets."""
+    yield
+    for process in keepers().values():
+        process.resume()
+        kill(process)
+    for path in sockets():
+        if path.is_socket():
+            path.unlink()

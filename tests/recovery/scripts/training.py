@@ -1,0 +1,175 @@
+"""A run of the tests: restores, trains, saves, and ends as its plan says. Tells what it saw."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from snapshots import MEMORY, tell
+
+from ckpt_component import CheckpointListener, LoadReport, PerRank, build_manager
+
+
+class Rng:
+    """The state of torch's generator, which the losses depend on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cpu": torch.get_rng_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        torch.set_rng_state(state["cpu"])
+
+
+class Epochs:
+    """A Python object with a history."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+class Training:
+    """A small model on noise; gradients are averaged over the ranks.
+
+    Args:
+        small: number of tensors of four values, besides those of the model
+        frozen: number of values of a weight that never changes
+    """
+
+    def __init__(self, rank: int, *, small: int = 0, frozen: int = 0) -> None:
+        torch.manual_seed(7)
+        self.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.epochs, self.rng = Epochs(), Rng()
+        self.small = {f"small{number}": torch.full((4,), float(number)) for number in range(small)}
+        self.frozen = {"frozen": torch.arange(frozen, dtype=torch.float32)} if frozen else {}
+        torch.manual_seed(100 + rank)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "epochs": self.epochs,
+            "rng": PerRank(self.rng),
+            "small": self.small,
+            **self.frozen,
+        }
+
+    def step(self, step: int) -> float:
+        data = torch.randn(8, 16)
+        loss = (self.model(data) - data.sum(1, keepdim=True)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        if dist.get_world_size() > 1:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        self.optimizer.step()
+        for value in self.small.values():
+            value += 1
+        self.epochs.seen.append(step)
+        return loss.item()
+
+    def digest(self) -> str:
+        """Of every bit of the state."""
+        total = hashlib.sha256()
+
+        def add(value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                total.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            elif isinstance(value, Mapping):
+                for key in value:
+                    total.update(str(key).encode())
+                    add(value[key])
+            elif hasattr(value, "state_dict"):
+                add(value.state_dict())
+            elif isinstance(value, PerRank):
+                add(value.value)
+            else:
+                total.update(repr(value).encode())
+
+        add(self.state)
+        return total.hexdigest()
+
+
+class Source(CheckpointListener):
+    """Where the last restore was from."""
+
+    source: str | None = None
+
+    def on_restored(self, report: LoadReport) -> None:
+        self.source = report.source
+
+
+def train(rank: int, world_size: int, folder: Path) -> None:
+    """One rank.
+
+    The plan: `steps` (the last step), `overrides`, `recovery` (False: none), `durable` (steps to save in the folder),
+    `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (closes nothing), `exit`, `hang` (after
+    `ready-RANK` is there, go on when the file `go` is, and close); `state`: arguments of `Training`.
+    """
+    plan = json.loads(os.environ["CKPT_TEST_PLAN"])
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
+    training, source = Training(rank, **plan.get("state", {})), Source()
+    overrides = ["checkpoint.save.every_steps=1000", "checkpoint.save.at_end=false"]
+    overrides += MEMORY if plan.get("recovery", True) else []
+    manager = build_manager("async_persistent", [*overrides, *plan.get("overrides", [])], dir=folder / "run")
+    manager.add_listener(source)
+
+    def run() -> None:
+        before = training.digest()
+        try:
+            step = manager.restore(training.state)
+        except Exception as error:
+            tell(failed=f"{type(error).__name__}: {error}", untouched=training.digest() == before)
+            raise
+        manager.wait()  # the listener has heard it
+        tell(restored=step, source=source.source, began=training.digest(), untouched=training.digest() == before)
+        losses, digests = {}, {}
+        for step in range((step or 0) + 1, plan.get("steps", 0) + 1):
+            losses[step], digests[step] = training.step(step), training.digest()
+            if step in plan.get("durable", []):
+                manager.save(step, training.state)
+            else:
+                manager.maybe_save(step, training.state)
+            if plan.get("slow"):
+                time.sleep(plan["slow"])
+        manager.wait()
+        tell(losses=losses, digests=digests, steps=manager.steps())
+        dist.barrier()
+        end(plan.get("end", "close"), folder, rank)
+
+    if plan.get("end") == "outside":
+        run()
+        return
+    with manager:
+        run()
+
+
+def end(how: str, folder: Path, rank: int) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "raise":
+        raise ValueError("the loss is NaN")
+    elif how == "exit":
+        sys.exit(0)
+    elif how == "hang":
+        (folder / f"ready-{rank}").write_text("")
+        while not (folder / "go").exists():
+            time.sleep(0.01)

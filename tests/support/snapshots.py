@@ -1,0 +1,148 @@
+"""Runs whose snapshots outlive them: start them with a plan, see what they tell, and see which keepers there are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ranks import finish_ranks, start_ranks
+from waiting import eventually
+
+from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace
+from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper
+
+TRAINING = Path(__file__).parents[1] / "recovery" / "scripts" / "training.py"
+MEMORY = ["checkpoint/recovery=host", "checkpoint.recovery.every_steps=1"]
+_MARK = "LIFE "
+
+
+@dataclass(frozen=True)
+class Life:
+    """How one rank of a run has lived.
+
+    Attributes:
+        code: its exit code; negative: the signal that killed it
+        told: what it told, by name
+        output: its log, and what else it printed
+    """
+
+    code: int | None
+    told: Mapping[str, Any]
+    output: str
+
+    @property
+    def restored(self) -> tuple[int | None, str | None]:
+        """The step that it began with, and from where."""
+        return self.told["restored"], self.told["source"]
+
+
+def start_lives(folder: Path, *, world_size: int = 1, **plan: Any) -> list[int]:
+    """Start a run in `folder / "run"`; see `scripts/training.py` for the plan. Returns its processes."""
+    folder.mkdir(exist_ok=True)
+    return start_ranks(TRAINING, "train", world_size, folder, CKPT_TEST_PLAN=json.dumps(plan))
+
+
+def finish_lives(ranks: list[int], timeout: float = 60) -> list[Life]:
+    lives = []
+    for ended in finish_ranks(ranks, timeout):
+        told: dict[str, Any] = {}
+        for line in ended.output.splitlines():
+            if line.startswith(_MARK):
+                told |= json.loads(line.removeprefix(_MARK))
+        lives.append(Life(ended.code, told, ended.output))
+    return lives
+
+
+def live(folder: Path, *, world_size: int = 1, **plan: Any) -> list[Life]:
+    """Run to the end, which the plan says. A rank that ends otherwise fails the test, with what all printed."""
+    lives = finish_lives(start_lives(folder, world_size=world_size, **plan))
+    codes = {"kill": -signal.SIGKILL, "raise": 1}
+    expected = [codes.get(plan.get("end", "close"), 0)] * world_size
+    found = [life.code for life in lives]
+    assert found == expected, "\n--- next rank\n".join(f"{life.code}: {life.output}" for life in lives)
+    return lives
+
+
+def tell(**values: Any) -> None:
+    """In a run: tell the test something."""
+    print(_MARK + json.dumps(values), flush=True)
+
+
+def keepers() -> dict[int, psutil.Process]:
+    """The writer processes with the test's folder of sockets, by process id."""
+    ours, found = os.environ["CKPT_RUNTIME_DIR"], {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("CKPT_RUNTIME_DIR") == ours:
+                found[process.pid] = process
+    return found
+
+
+def sockets() -> list[Path]:
+    """All that is in the folder of sockets, other folders included."""
+    return sorted(Path(os.environ["CKPT_RUNTIME_DIR"]).rglob("*"))
+
+
+def keeper_of(rank: int) -> psutil.Process:
+    """The keeper of a rank, found by its socket."""
+    (path,) = [path for path in sockets() if path.name == str(rank) and path.is_socket()]
+    keeper = RemoteKeeper(SocketPlace(path.parents[1].name, path.parent.name), rank)
+    try:
+        return psutil.Process(keeper.about()["pid"])
+    finally:
+        keeper.close()
+
+
+def kill(process: psutil.Process) -> None:
+    """SIGKILL, and wait until it is gone."""
+    process.kill()
+    gone(process)
+
+
+def gone(*processes: psutil.Process, seconds: float = 20) -> None:
+    """Wait until the processes have ended."""
+    for process in processes:
+        eventually(
+            lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
+            seconds,
+            f"{process} has not ended",
+        )
+
+
+def images_of(keeper: psutil.Process) -> list[Path]:
+    """The blocks of memory that a keeper has, the largest first."""
+    found: dict[int, Path] = {}
+    for path in Path(f"/proc/{keeper.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(path).startswith("/memfd:"):
+                found[path.stat().st_ino] = path
+    return sorted(found.values(), key=lambda path: -path.stat().st_size)
+
+
+def flip_images(keeper: psutil.Process, pattern: bytes) -> None:
+    """Flip a bit of the first place in each of the keeper's images where these bytes are."""
+    hits = 0
+    for path in images_of(keeper):
+        with open(path, "r+b", buffering=0) as image:
+            place = image.read(path.stat().st_size).find(pattern)
+            if place >= 0:
+                os.pwrite(image.fileno(), bytes([pattern[0] ^ 1]), place)
+                hits += 1
+    assert hits, "no image has these bytes"
+
+
+@contextlib.contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """Inside the block, the process does nothing."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
