@@ -61,6 +61,7 @@ def live(root: str, log: str, steps: int, lease: int) -> None:
 
     dist.init_process_group("gloo")
     told = Told(log, dist.get_rank())
+    told.say(began=True)
     try:
         with build_manager("async_persistent", (*OVERRIDES, f"checkpoint.recovery.lease={lease}"), dir=root) as manager:
             manager.add_listener(told)

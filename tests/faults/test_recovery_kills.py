@@ -28,6 +28,8 @@ VICTIMS = ("trainer", "keeper", "both", "torchrun", "session")
 #: Steps that a trainer is ahead of what is whole in memory: the images in flight, and the step that it is in.
 AHEAD = 3
 PATIENCE_S = 60.0
+#: Jobs whose ranks do not meet, in a hundred or so.
+MOST_STILLBORN = 3
 
 
 class Lives:
@@ -43,7 +45,7 @@ class Lives:
         self.forker, self.folder = forker, folder
         self.choose = random.Random(seed)
         self.root, self.runtime = str(folder / "root"), folder / "runtime"
-        self.lives = 0
+        self.lives = self.stillborn = 0
         self.kills = Counter[str]()
         self.sources = Counter[str]()
         self.wrong = list[str]()
@@ -64,7 +66,7 @@ class Lives:
             self.wrong += [f"left after the lease: {path}" for path in self.runtime.rglob("*")]
         return (
             f"seed {SEED}: {self.kills.total()} kills {dict(self.kills)} in {time.monotonic() - began:.0f} s, back from "
-            f"{dict(self.sources)}, {len(self.wrong)} violations"
+            f"{dict(self.sources)}, {self.stillborn} not started, {len(self.wrong)} violations"
         )
 
     def life(self, victim: str, lease: int = LEASE) -> None:
@@ -87,9 +89,15 @@ class Lives:
             self.kill(victim, launcher, trainers, keepers)
             end_session(launcher)
         ended = self.forker.wait(launcher, PATIENCE_S)
-        self.judge(f"life {number} ({victim or 'in peace'})", told_by(log), harmed=victim in ("keeper", "both", ""))
-        if not victim and ended.code != 0:
-            self.wrong.append(f"life {number}: exit {ended.code}\n{ended.output}")
+        said, who = told_by(log), f"life {number} ({victim or 'in peace'})"
+        if not all(said):  # torchrun could not start both ranks: nothing of ours has run
+            self.stillborn += 1
+            self.wrong += [f"{who} did not start: {ended.output[-3000:]}"] * (self.stillborn > MOST_STILLBORN)
+            return
+        wrong = len(self.wrong)
+        self.judge(who, said, harmed=victim in ("keeper", "both", ""))
+        if len(self.wrong) > wrong or (not victim and ended.code != 0):
+            self.wrong.append(f"{who}: exit {ended.code}\n{ended.output[-3000:]}")
 
     def kill(self, victim: str, launcher: int, trainers: Sequence[int], keepers: Sequence[int]) -> None:
         """Kill -9 whom the dice say."""
