@@ -80,7 +80,8 @@ def keepers() -> dict[int, psutil.Process]:
     ours, found = os.environ["CKPT_RUNTIME_DIR"], {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("CKPT_RUNTIME_DIR") == ours:
+            is_writer = any("core.writing" in argument for argument in process.cmdline())
+            if is_writer and process.environ().get("CKPT_RUNTIME_DIR") == ours:
                 found[process.pid] = process
     return found
 
@@ -101,7 +102,7 @@ def keeper_of(rank: int) -> psutil.Process:
 
 
 def kill(process: psutil.Process) -> None:
-    """SIGKILL, and wait until it is gone."""
+    """Send SIGKILL, and wait until it is gone."""
     process.kill()
     gone(process)
 
