@@ -40,7 +40,6 @@ def test_all_fall_back_to_the_disk_when_one_keeper_of_two_is_gone(tmp_path: Path
 
 PARTS = [
     ["checkpoint/writer=torch_save"],
-    ["checkpoint/writer=safetensors", "checkpoint/stager=pinned"],
     ["checkpoint/stager=zero_overhead"],
     ["checkpoint/stager=pinned"],
 ]
