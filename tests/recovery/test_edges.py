@@ -1,0 +1,311 @@
+"""The edges of a keeper's life, and what a run takes from keepers: quick, with keepers of few small files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from waiting import eventually
+
+from ckpt_component import CheckpointListener, CheckpointManager, LoadReport, build_manager
+from ckpt_component.core.commit.fencing import read_owner
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.memory.keeper_server import KeeperServer
+from ckpt_component.core.storage.memory.keeper_sockets import memory_root, tokens_of
+from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
+from ckpt_component.core.writing.keeper import SnapshotKeeper
+from ckpt_component.errors import CheckpointFencedError, CheckpointNotFoundError, CheckpointUnreadableError
+from ckpt_component.loading.nearest import NearestReader, copy_in_memory
+
+ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
+#: A keeper with one file, whose trainer has died when it hears so.
+ORPHAN = f"""
+import sys
+from ckpt_component.core.writing.keeper import SnapshotKeeper
+keeper = SnapshotKeeper("/runs/one", {ROOT!r}, 0, 1, float(sys.argv[1]))
+keeper.start()
+for path in sys.argv[2:]:
+    keeper.files.put(path, b"bytes")
+print("ready", flush=True)
+sys.stdin.readline()
+keeper.outlive()
+keeper.close()
+"""
+
+
+@contextmanager
+def orphan(lease: float, *files: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", ORPHAN, str(lease), *files]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def loses_its_trainer(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def its_keeper() -> RemoteKeeper:
+    (keeper,) = keepers_of(ROOT)
+    return keeper
+
+
+def test_a_keeper_stays_while_a_run_needs_it_and_then_for_its_lease() -> None:
+    with orphan(0.3, f"{ROOT}/iter_1/file") as process:
+        keeper, other = its_keeper(), its_keeper()
+        keeper.hold()
+        loses_its_trainer(process)
+        eventually(lambda: not other.about()["alive"])
+        time.sleep(0.9)  # the lease is over by now, thrice
+        about = other.about()
+        assert about["gone"] is not None and about["holders"] == 1 and 0 < about["lease"] <= 0.3
+        keeper.close()
+        process.wait(20)
+        other.close()
+        assert tokens_of("/runs/one") == []
+
+
+def test_a_keeper_that_another_run_ends_has_nothing_more_and_does_not_wait_for_its_lease() -> None:
+    with orphan(1000, f"{ROOT}/iter_1/file") as process:
+        keeper = its_keeper()
+        keeper.end()
+        eventually(lambda: not keeper.listed(""), what="it still has files")
+        assert process.poll() is None and keeper.about()["alive"], "its trainer lives"
+        loses_its_trainer(process)
+        process.wait(20)
+        keeper.close()
+
+
+def test_a_keeper_without_files_ends_with_its_trainer() -> None:
+    with orphan(1000) as process:
+        loses_its_trainer(process)
+        process.wait(20)
+
+
+def test_a_keeper_stays_for_its_lease_if_nobody_needs_it() -> None:
+    with orphan(1000, f"{ROOT}/iter_1/file") as process:
+        loses_its_trainer(process)
+        keeper = its_keeper()
+        eventually(lambda: not keeper.about()["alive"])
+        assert 900 < keeper.about()["lease"] <= 1000
+        assert keeper.get(f"{ROOT}/iter_1/file", 5) == b"bytes" and process.poll() is None
+        keeper.end()
+        process.wait(20)
+        keeper.close()
+
+
+def test_a_keeper_of_a_run_that_was_replaced_keeps_no_more() -> None:
+    keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
+    keeper.start()
+    try:
+        remote = its_keeper()
+        remote.end()
+        remote.close()
+        request = cast(Any, SimpleNamespace(attempt=SimpleNamespace(target=f"{ROOT}/iter_1")))
+        with pytest.raises(CheckpointFencedError, match="Another run has taken over; .*iter_1 is not kept"):
+            keeper.keep(request, cast(Any, None), None)
+    finally:
+        keeper.close()
+
+
+def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None:
+    keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
+    stays = [f"{ROOT}/.sign-of-life", f"{ROOT}/iter_2/a", f"{ROOT}/iter_2/attempt/b"]
+    image = os.memfd_create("image", os.MFD_CLOEXEC)
+    os.write(image, b"bytes")
+    for path in (*stays, f"{ROOT}/iter_1/a", f"{ROOT}/iter_20/a", f"{ROOT}/iter_3/attempt/b"):
+        keeper.files.put(path, b"")
+    keeper.files.put_image(f"{ROOT}/iter_1/image", 7, image, 0, 5)
+    os.close(image)
+    with keeper.files.opened(f"{ROOT}/iter_1"):
+        assert keeper.retire(f"{ROOT}/iter_2") == {7}
+        assert sorted(file.path for file in keeper.files.listed("")) == stays
+    assert keeper.retire(f"{ROOT}/iter_2") == set()
+
+
+class Kept:
+    """What a keeper in this process has of a run that was killed, whose steps 1 to 3 are in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, KeptFiles()
+        options = ["checkpoint.keep.last=9", "checkpoint.save.at_end=false"]
+        with build_manager("sync", options, dir=folder) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, state_of(step))
+        owner = read_owner(FileStorage(), str(folder))
+        assert owner is not None
+        self.root = memory_root(str(folder), owner.token)
+        about = {"root": str(folder), "world_size": 1, "since": 1.0, "lease": 9.0, "alive": False, "gone": 2.0}
+        self.server = KeeperServer(self.files, self.root, 0, lambda: about)
+
+    def take(self, step: int) -> None:
+        """Keep a step."""
+        for path in (self.folder / f"iter_{step:07}").iterdir():
+            self.files.put(f"{self.root}/iter_{step:07}/{path.name}", path.read_bytes())
+
+    def take_away(self, step: int) -> None:
+        """Keep a step, which then is in memory alone."""
+        self.take(step)
+        shutil.rmtree(self.folder / f"iter_{step:07}")
+
+    def damage(self, step: int) -> None:
+        """Flip the last bit of each data file of a step in memory."""
+        for file in self.files.listed(f"{self.root}/iter_{step:07}"):
+            if file.path.endswith(".distcp"):
+                data = bytearray(self.files.get(file.path, file.size))
+                data[file.size // 2] ^= 1
+                self.files.put(file.path, bytes(data), new=False)
+
+    def steps(self) -> set[str]:
+        return {file.path.split("/iter_")[1].split("/")[0].lstrip("0") for file in self.files.listed(self.root)}
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((100,), float(step)), "epoch": step}
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    kept = Kept(tmp_path / "run")
+    kept.server.start()
+    yield kept
+    kept.server.close()
+
+
+class Source(CheckpointListener):
+    heard: LoadReport | None = None
+
+    def on_restored(self, report: LoadReport) -> None:
+        self.heard = report
+
+
+@contextmanager
+def next_run(kept: Kept, *overrides: str) -> Iterator[tuple[CheckpointManager, Source]]:
+    source = Source()
+    options = ["checkpoint/recovery=host", "checkpoint.save.at_end=false", *overrides]
+    with build_manager("async_persistent", options, dir=kept.folder) as manager:
+        manager.add_listener(source)
+        yield manager, source
+
+
+def restored(kept: Kept, *overrides: str) -> tuple[int | None, str | None]:
+    """What the next run begins with, and from where."""
+    state = state_of(0)
+    with next_run(kept, *overrides) as (manager, source):
+        step = manager.restore(state)
+        manager.wait()
+        assert state["epoch"] == (step or 0) and bool(state["weight"].eq(step or 0).all())
+    return step, None if source.heard is None else source.heard.source
+
+
+def test_the_newest_step_wins_and_of_equal_ones_the_one_in_memory(kept: Kept) -> None:
+    kept.take(2)
+    assert restored(kept) == (3, "storage")
+    kept.take_away(3)
+    assert restored(kept) == (3, "memory")
+    assert kept.steps() == {"2", "3"} and not kept.server.ended.is_set(), "nothing was saved yet"
+
+
+def test_an_image_that_is_damaged_is_passed_over(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    kept.take_away(3)
+    kept.damage(3)
+    assert restored(kept) == (2, "storage")
+    assert "step 3 in memory" in caplog.text and kept.steps() == set(), "it can be of no use any more"
+
+
+def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_them(kept: Kept) -> None:
+    kept.take_away(3)
+    with next_run(kept) as (manager, _):
+        assert manager.restore(state_of(0)) == 3
+        assert kept.server.holders == 1 and not kept.server.ended.is_set()
+        manager.save(4, state_of(4))
+        manager.wait()
+        assert kept.server.ended.wait(20)
+        eventually(lambda: kept.server.holders == 0)
+
+
+def test_a_run_that_begins_elsewhere_lets_the_keepers_go(kept: Kept) -> None:
+    kept.take(2)
+    with next_run(kept) as (manager, _):
+        assert manager.restore(state_of(0)) == 3
+        eventually(lambda: kept.server.holders == 0)
+        assert not kept.server.ended.is_set()
+
+
+def test_going_back_drops_later_snapshots_alone(kept: Kept) -> None:
+    kept.take(1)
+    kept.take(2)
+    kept.take_away(3)
+    assert restored(kept, "checkpoint.resume=2", "checkpoint.rewind=true")[0] == 2
+    assert kept.steps() == {"1", "2"}
+
+
+def test_what_a_run_keeps_is_of_no_use_when_a_later_one_has_saved(kept: Kept) -> None:
+    kept.take_away(3)
+    options = ["checkpoint.resume=1", "checkpoint.rewind=true", "checkpoint.save.at_end=false"]
+    with build_manager("sync", options, dir=kept.folder) as later:
+        assert later.restore(state_of(0)) == 1
+    assert restored(kept) == (3, "memory"), "the later run has saved nothing"
+    with build_manager("sync", options, dir=kept.folder) as later:
+        assert later.restore(state_of(0)) == 1
+        later.save(2, state_of(2))
+    assert restored(kept) == (2, "storage")
+
+
+def test_the_copy_of_another_attempt_is_not_the_same_checkpoint(kept: Kept) -> None:
+    kept.take(3)
+    options = ["checkpoint.resume=2", "checkpoint.rewind=true", "checkpoint.save.at_end=false"]
+    with build_manager("sync", options, dir=kept.folder) as later:
+        later.restore(state_of(0))
+        later.save(3, state_of(30))
+    path = kept.folder / "iter_0000003"
+    with pytest.raises(CheckpointNotFoundError, match="iter_0000003 is not in the memory of this host"):
+        copy_in_memory(str(path), FileStorage(), storage_at)
+    assert NearestReader(0, 1, storage_of=storage_at).read(str(path))[0]["epoch"] == 30
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointNotFoundError):
+        copy_in_memory(str(path), FileStorage(), storage_at)
+
+
+def test_sockets_that_cannot_be_found_are_said_to_be_so(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as changed:
+        changed.setenv("CKPT_RUNTIME_DIR", "not/absolute")
+        with pytest.raises(CheckpointUnreadableError, match="in memory cannot be found: .*not an absolute path"):
+            copy_in_memory(str(kept.folder / "iter_0000003"), FileStorage(), storage_at)
+
+
+def test_a_path_is_read_from_memory_if_it_is_the_same_attempt(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    path, storage = str(kept.folder / "iter_0000003"), FileStorage()
+    caplog.set_level(logging.WARNING)
+
+    def read() -> Any:
+        return NearestReader(0, 1, storage_of=storage_at).read(path)[0]
+
+    kept.take(3)
+    assert copy_in_memory(path, storage, storage_at) == f"{kept.root}/iter_0000003"
+    assert copy_in_memory(os.path.relpath(path), storage, storage_at) == f"{kept.root}/iter_0000003"
+    for data in kept.folder.glob("iter_0000003/*.distcp"):
+        data.rename(f"{data}.away")
+    assert read()["epoch"] == 3, "nobody read the file"
+    for data in kept.folder.glob("iter_0000003/*.away"):
+        data.rename(str(data).removesuffix(".away"))
+    kept.damage(3)
+    assert read()["epoch"] == 3 and "is loaded from its storage, not from memory" in caplog.text
