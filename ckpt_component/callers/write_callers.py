@@ -322,6 +322,10 @@ class MemoryCaller(_ConnectedCaller):
             lane, self._of = process.open_lane(timeout), process
         return lane
 
+    def make_ready(self, timeout: float) -> None:
+        """Start the process again if it has ended, because an attempt begins by putting its mark in its memory."""
+        self._connect_process(timeout)
+
     def retire(self, path: str, timeout: float) -> set[int]:
         """Drop what this rank's keeper has of all snapshots but one.
 

@@ -6,9 +6,10 @@ still being written. A save to memory alone goes to that lane only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..callers.write_callers import MemoryCaller
 from ..core.commit.commit import new_attempt
 from ..core.commit.protocol import Attempt
 from ..core.image.file_reuse import ProvedReuse
+from ..core.state.differences import ReplicaDifference
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointSaveError
 from ..events import SaveReport
@@ -172,7 +174,19 @@ class KeptSnapshot(SaveAttempts):
         super().__init__(caller, writer, context)
         self._keeper = caller
         self._timeout = context.timeouts.close
+        self._start_timeout = context.timeouts.worker_start
         self._snapshot: Snapshot | None = None
+
+    def _make_folder(
+        self,
+        request: SaveRequest,
+        attempt: Attempt,
+        locks: contextlib.ExitStack,
+        messages: Sequence[Mapping[str, Any]],
+    ) -> list[ReplicaDifference]:
+        # The mark of the attempt is put into this rank's keeper, which may have died since the last one.
+        self._keeper.make_ready(self._start_timeout)
+        return super()._make_folder(request, attempt, locks, messages)
 
     def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
         """Write and commit; see the base class. When this returns, the older snapshot is no longer in memory."""
