@@ -104,8 +104,9 @@ def keeper_of(rank: int) -> psutil.Process:
 
 def kill(process: psutil.Process) -> None:
     """Send SIGKILL, and wait until it is gone."""
-    process.kill()
-    gone(process)
+    with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
+        process.kill()
+        gone(process)
 
 
 def gone(*processes: psutil.Process, seconds: float = 20) -> None:
