@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from snapshots import keepers, kill, sockets
 from waiting import eventually
@@ -23,7 +25,8 @@ def left_on_purpose() -> Iterator[None]:
     """Kill the keepers that the test leaves for their lease, and remove their sockets."""
     yield
     for process in keepers().values():
-        process.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
+            process.resume()
         kill(process)
     for path in sockets():
         if path.is_socket():

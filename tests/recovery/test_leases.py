@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from snapshots import finish_lives, gone, keepers, kill, live, sockets, start_lives
+from snapshots import finish_lives, gone, keepers, live, sockets, start_lives
 from waiting import eventually
 
 SHORT = ["checkpoint.recovery.lease=1s"]
@@ -20,16 +20,12 @@ def test_a_run_that_ends_well_leaves_nothing(tmp_path: Path, end: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("left_on_purpose")
 @pytest.mark.parametrize("end", ["raise", "outside"])
 def test_a_run_that_ends_with_an_exception_or_unclosed_is_kept_for_its_lease(tmp_path: Path, end: str) -> None:
     (first,) = live(tmp_path, steps=2, end=end, overrides=["checkpoint.recovery.lease=60s"])
     (second,) = live(tmp_path, overrides=SHORT, end="kill")
     assert second.restored == (2, "memory") and second.told["began"] == first.told["digests"]["2"]
-    for process in keepers().values():
-        kill(process)
-    for path in sockets():
-        if path.is_socket():
-            path.unlink()
 
 
 def test_all_is_gone_when_the_lease_is_over(tmp_path: Path) -> None:

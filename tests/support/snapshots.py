@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 from ranks import finish_ranks, start_ranks
-from waiting import eventually
 
 from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper
@@ -105,18 +104,15 @@ def keeper_of(rank: int) -> psutil.Process:
 
 def kill(process: psutil.Process) -> None:
     """Send SIGKILL, and wait until it is gone."""
-    process.kill()
-    gone(process)
+    with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
+        process.kill()
+        gone(process)
 
 
 def gone(*processes: psutil.Process, seconds: float = 20) -> None:
     """Wait until the processes have ended."""
-    for process in processes:
-        eventually(
-            lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
-            seconds,
-            f"{process} has not ended",
-        )
+    _, left = psutil.wait_procs(processes, timeout=seconds)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in left), f"{left} have not ended"
 
 
 def images_of(keeper: psutil.Process) -> list[Path]:

@@ -135,14 +135,14 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     def run() -> None:
         before = training.digest()
         try:
-            step = manager.restore(training.state)
+            restored = manager.restore(training.state)
         except Exception as error:
             tell(failed=f"{type(error).__name__}: {error}", untouched=training.digest() == before)
             raise
         manager.wait()  # the listener has heard it
-        tell(restored=step, source=source.source, began=training.digest(), untouched=training.digest() == before)
+        tell(restored=restored, source=source.source, began=training.digest(), untouched=training.digest() == before)
         losses, digests = {}, {}
-        for step in range((step or 0) + 1, plan.get("steps", 0) + 1):
+        for step in range((restored or 0) + 1, plan.get("steps", 0) + 1):
             losses[step], digests[step] = training.step(step), training.digest()
             if step in plan.get("durable", []):
                 manager.save(step, training.state)
