@@ -27,6 +27,7 @@ from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root, tokens_of
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.keeper import SnapshotKeeper
 from ckpt_component.errors import (
     CheckpointCorruptError,
@@ -40,6 +41,7 @@ ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
 #: A keeper with one file, whose trainer has died when it hears so.
 ORPHAN = f"""
 import sys
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.keeper import SnapshotKeeper
 keeper = SnapshotKeeper("/runs/one", {ROOT!r}, 0, 1, float(sys.argv[1]))
 keeper.start()
@@ -169,7 +171,7 @@ def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None
 def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_whole(end: str) -> None:
     keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
     keeper.files.put(f"{ROOT}/iter_1/file", b"older")
-    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", "0a0b0c0d")
+    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
     begin(attempt)
     if end == "committed":
         publish(attempt, [{"rank": 0, "files": []}], {}, {})
