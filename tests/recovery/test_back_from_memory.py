@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from snapshots import live
+from snapshots import keeper_of, kill, live
 
 pytestmark = pytest.mark.usefixtures("left_on_purpose")
 
@@ -19,3 +19,61 @@ def test_the_next_run_goes_on_where_the_killed_one_was(tmp_path: Path) -> None:
     assert after.told["losses"] == {step: whole.told["losses"][step] for step in ("5", "6")}
     assert after.told["digests"]["6"] == whole.told["digests"]["6"]
     assert after.told["steps"] == [], "nothing was written"
+
+
+def test_two_ranks_go_on_where_they_were_killed(tmp_path: Path) -> None:
+    killed = live(tmp_path, world_size=2, steps=3, durable=[1], end="kill")
+    after = live(tmp_path, world_size=2)
+    assert [life.restored for life in after] == [(3, "memory")] * 2
+    assert [life.told["began"] for life in after] == [life.told["digests"]["3"] for life in killed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_all_fall_back_to_the_disk_when_one_keeper_of_two_is_gone(tmp_path: Path, first: int) -> None:
+    live(tmp_path, world_size=2, steps=3, durable=[1], end="kill")
+    kill(keeper_of(first))
+    after = live(tmp_path, world_size=2)
+    assert [life.restored for life in after] == [(1, "storage")] * 2
+    assert not any("is damaged" in life.output or "ERROR" in life.output for life in after)
+
+
+PARTS = [
+    ["checkpoint/writer=torch_save"],
+    ["checkpoint/stager=zero_overhead"],
+    ["checkpoint/stager=pinned"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", PARTS, ids=lambda parts: "-".join(part.split("=")[1] for part in parts))
+def test_every_writer_and_stager_is_restored_from_memory(tmp_path: Path, parts: list[str]) -> None:
+    (killed,) = live(tmp_path, overrides=parts, steps=3, durable=[2], end="kill")
+    (after,) = live(tmp_path, overrides=parts)
+    assert after.restored == (3, "memory") and after.told["began"] == killed.told["digests"]["3"]
+
+
+@pytest.mark.slow
+def test_thousands_of_small_tensors_and_weights_that_never_change(tmp_path: Path) -> None:
+    plan = {"state": {"small": 2000, "frozen": 1 << 20}, "overrides": ["checkpoint.reuse.frozen=[frozen]"]}
+    (killed,) = live(tmp_path, **plan, steps=4, durable=[1, 2, 3], end="kill")
+    (after,) = live(tmp_path, **plan)
+    assert after.restored == (4, "memory") and after.told["began"] == killed.told["digests"]["4"]
+
+
+@pytest.mark.slow
+def test_a_third_run_goes_on_where_the_second_was_killed(tmp_path: Path) -> None:
+    live(tmp_path, steps=2, end="kill")
+    (second,) = live(tmp_path, steps=4, end="kill")
+    (third,) = live(tmp_path)
+    assert (second.restored, third.restored) == ((2, "memory"), (4, "memory"))
+    assert third.told["began"] == second.told["digests"]["4"]
+
+
+@pytest.mark.slow
+def test_a_run_that_died_before_its_first_snapshot_loses_nothing(tmp_path: Path) -> None:
+    live(tmp_path, steps=2, end="kill")
+    (second,) = live(tmp_path, end="kill")
+    (third,) = live(tmp_path)
+    assert second.restored == third.restored == (2, "memory")
+    assert third.told["began"] == second.told["began"]

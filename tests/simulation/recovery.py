@@ -274,9 +274,9 @@ class Job:
             hooks.ownership = folder.ownership  # type: ignore[assignment]
         context = SaveContext(ranks, storage_of, TIMEOUTS, hooks)
         writer = life.stagers.writer
-        in_memory = SaveAttempts(caller, writer, context)
+        in_memory = SaveAttempts(caller, writer, replace(context, lane="memory/"))
         durable = SaveAttempts(DurableCaller(process, plain), writer, context)
-        ended_others = False
+        own_token = folder.ownership.token
         for number in range(1, self.count + 1):
             at = (step or 0) + number
             clock.sleep(1.0)
@@ -288,41 +288,30 @@ class Job:
             life.operation(process, "")
             process.turn()
             life.phase_of[process] = "commit"
-            path = os.path.join(root, MEGATRON.folder(at))
+            name = MEGATRON.folder(at)
+            token, owner = ranks.meet("save", name, lambda _: [owned_token(new_token()), own_token], clock.now() + 60.0)
+            path = os.path.join(root, name)
             try:
-                self._save(ranks, memory, in_memory, path, at, snapshot, "")
-            except CheckpointError as error:
-                if at % 2:
-                    raise
+                in_memory.run(*self._staged(memory, path, at, snapshot, token), 1)
+            except CheckpointError as error:  # the older snapshot stays
                 life.errors.append(f"job {self.number} rank {rank}: {error}")
             else:
                 life.acknowledged(self.number, at, in_memory=True)
-                if ranks.is_leader and not ended_others:
+                if ranks.is_leader:
                     kept.end_others()
-                ended_others = True
                 caller.retire(path, 10.0)
             if at % 2 == 0:
-                path = os.path.join(ROOT, MEGATRON.folder(at))
-                self._save(ranks, ProcessFiles(process, plain), durable, path, at, snapshot, folder.ownership.token)
+                seen = ProcessFiles(process, plain)
+                durable.run(*self._staged(seen, os.path.join(ROOT, name), at, snapshot, token, owner), 1)
                 life.acknowledged(self.number, at, in_memory=False)
 
-    def _save(
-        self,
-        ranks: StoreCoordinator,
-        files: Storage,
-        attempts: SaveAttempts,
-        path: str,
-        step: int,
-        snapshot: Snapshot,
-        owner: str,
-    ) -> None:
-        def admit(proposals: list[Any]) -> list[str]:
-            return [owned_token(new_token()), owner]
-
-        token, owner = ranks.meet("save", path, admit, ranks.clock.now() + 60.0, path)
+    def _staged(
+        self, files: Storage, path: str, step: int, snapshot: Snapshot, token: str, owner: str = ""
+    ) -> tuple[Staged, Attempt]:
+        """A staged save, and its first attempt."""
         attempt = new_attempt(files, path, token, owner)
         admitted = Admitted(SaveRequest(path, files, step), cast(Any, None), step, token, {"run": self.token})
-        attempts.run(Staged(admitted, attempt, snapshot, None, None, 0, 0.0), attempt, 1)
+        return Staged(admitted, attempt, snapshot, None, None, 0, 0.0), attempt
 
 
 class Life:

@@ -7,6 +7,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -67,17 +68,19 @@ def test_a_run_comes_back_whatever_happens_once(host: Host, kind: str, record_pr
     assert not wrong, "\n".join(wrong)
 
 
-def marks_of(number: int) -> list[pytest.MarkDecorator]:
-    if number == STRIDE_OFFSET % len(PAIRS):
-        return []
-    return [pytest.mark.slow if number % SLOW_STRIDE == STRIDE_OFFSET % SLOW_STRIDE else pytest.mark.soak]
+def cases_of_pairs() -> Iterator[Any]:
+    """Pairs, and that every so many pairs of phases have their turn."""
+    yield pytest.param(*PAIRS[STRIDE_OFFSET % len(PAIRS)], 3)
+    for number, pair in enumerate(PAIRS):
+        is_slow = number % SLOW_STRIDE == STRIDE_OFFSET % SLOW_STRIDE
+        yield pytest.param(*pair, 1, marks=pytest.mark.slow if is_slow else pytest.mark.soak)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [pytest.param(*pair, marks=marks_of(number)) for number, pair in enumerate(PAIRS)]
-)
-def test_a_run_comes_back_whatever_happens_twice(host: Host, first: str, second: str, record_property: Record) -> None:
-    wrong, cases = [], [*itertools.product(PHASES, repeat=2)]
+@pytest.mark.parametrize(("first", "second", "stride"), [*cases_of_pairs()])
+def test_a_run_comes_back_whatever_happens_twice(
+    host: Host, first: str, second: str, stride: int, record_property: Record
+) -> None:
+    wrong, cases = [], [*itertools.product(PHASES, repeat=2)][STRIDE_OFFSET % stride :: stride]
     for here, there in cases:
         troubles = (host.trouble(first, here, f"{second} {there}"), host.trouble(second, there, f"{first} {here}"))
         wrong += [f"{troubles}: {text}" for text in host.life(*troubles)[1]]

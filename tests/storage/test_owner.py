@@ -36,6 +36,14 @@ def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCa
         first.acquire()
 
 
+def test_the_owner_file_names_the_last_runs_before(tmp_path: Path) -> None:
+    tokens = [new_token() for _ in range(20)]
+    for token in tokens:
+        FencingToken(FileStorage(), str(tmp_path), token=token).acquire()
+    owner = read_owner(FileStorage(), str(tmp_path))
+    assert owner is not None and owner.token == tokens[-1] and owner.earlier == (*tokens[-2:2:-1],)
+
+
 def test_the_first_save_makes_the_root(tmp_path: Path) -> None:
     FencingToken(FileStorage(), str(tmp_path / "new" / "root")).acquire()
     assert os.listdir(tmp_path / "new" / "root") == [".ckpt-owner.json"]

@@ -46,7 +46,9 @@ class Life:
 def start_lives(folder: Path, *, world_size: int = 1, **plan: Any) -> list[int]:
     """Start a run in `folder / "run"`; see `scripts/training.py` for the plan. Returns its processes."""
     folder.mkdir(exist_ok=True)
-    return start_ranks(TRAINING, "train", world_size, folder, CKPT_TEST_PLAN=json.dumps(plan))
+    return start_ranks(
+        TRAINING, "train", world_size, folder, whole=plan.get("end") == "outside", CKPT_TEST_PLAN=json.dumps(plan)
+    )
 
 
 def finish_lives(ranks: list[int], timeout: float = 60) -> list[Life]:
@@ -63,7 +65,7 @@ def finish_lives(ranks: list[int], timeout: float = 60) -> list[Life]:
 def live(folder: Path, *, world_size: int = 1, **plan: Any) -> list[Life]:
     """Run to the end, which the plan says. A rank that ends otherwise fails the test, with what all printed."""
     lives = finish_lives(start_lives(folder, world_size=world_size, **plan))
-    codes = {"kill": -signal.SIGKILL, "raise": 1}
+    codes = {"kill": -signal.SIGKILL, "raise": 1, "outside": 1, "exit": 1}  # the fork server prints what is raised
     expected = [codes.get(plan.get("end", "close"), 0)] * world_size
     found = [life.code for life in lives]
     assert found == expected, "\n--- next rank\n".join(f"{life.code}: {life.output}" for life in lives)
@@ -80,7 +82,8 @@ def keepers() -> dict[int, psutil.Process]:
     ours, found = os.environ["CKPT_RUNTIME_DIR"], {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("CKPT_RUNTIME_DIR") == ours:
+            is_writer = any("core.writing" in argument for argument in process.cmdline())
+            if is_writer and process.environ().get("CKPT_RUNTIME_DIR") == ours:
                 found[process.pid] = process
     return found
 
@@ -101,7 +104,7 @@ def keeper_of(rank: int) -> psutil.Process:
 
 
 def kill(process: psutil.Process) -> None:
-    """SIGKILL, and wait until it is gone."""
+    """Send SIGKILL, and wait until it is gone."""
     process.kill()
     gone(process)
 

@@ -94,7 +94,7 @@ class Training:
             if isinstance(value, torch.Tensor):
                 total.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             elif isinstance(value, Mapping):
-                for key in value:
+                for key in sorted(value, key=str):
                     total.update(str(key).encode())
                     add(value[key])
             elif hasattr(value, "state_dict"):
@@ -121,7 +121,7 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     """One rank.
 
     The plan: `steps` (the last step), `overrides`, `recovery` (False: none), `durable` (steps to save in the folder),
-    `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (closes nothing), `exit`, `hang` (after
+    `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (without a `with` block), `exit`, `hang` (after
     `ready-RANK` is there, go on when the file `go` is, and close); `state`: arguments of `Training`.
     """
     plan = json.loads(os.environ["CKPT_TEST_PLAN"])
@@ -157,7 +157,7 @@ def train(rank: int, world_size: int, folder: Path) -> None:
 
     if plan.get("end") == "outside":
         run()
-        return
+        raise ValueError("the loss is NaN")
     with manager:
         run()
 
