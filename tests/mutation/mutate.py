@@ -49,9 +49,9 @@ from .reach import TELLING_SECONDS, Reach
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS, KILLERS = (Path(__file__).with_name(f"{name}.txt") for name in ("survivors", "killers"))
-ROOMS = ("core/commit", "core/coordination", "managing", "saving")
+ROOMS = ("core/commit", "core/coordination", "core/storage/memory", "managing", "saving")
 _OF_ROOMS = ("simulation", "faults", "saving", "coordination", "storage", "loading")
-_AROUND = ("process", "stagers", "callers", "events", "config", "cli", "megatron")
+_AROUND = ("process", "stagers", "callers", "events", "config", "cli", "megatron", "recovery")
 TESTS = tuple(f"tests/{name}" for name in (*_OF_ROOMS, *_AROUND))
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
 PATIENCE, GRACE_SECONDS = 8.0, 5.0

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +19,7 @@ import torch
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, CheckpointManager, LoadReport, build_manager
+from ckpt_component.core.commit.commit import abandon, begin, new_attempt, publish
 from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
@@ -26,21 +27,29 @@ from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root, tokens_of
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.keeper import SnapshotKeeper
-from ckpt_component.errors import CheckpointFencedError, CheckpointNotFoundError, CheckpointUnreadableError
+from ckpt_component.errors import (
+    CheckpointCorruptError,
+    CheckpointFencedError,
+    CheckpointNotFoundError,
+    CheckpointUnreadableError,
+)
 from ckpt_component.loading.nearest import NearestReader, copy_in_memory
 
 ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
 #: A keeper with one file, whose trainer has died when it hears so.
 ORPHAN = f"""
 import sys
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.keeper import SnapshotKeeper
 keeper = SnapshotKeeper("/runs/one", {ROOT!r}, 0, 1, float(sys.argv[1]))
 keeper.start()
 for path in sys.argv[2:]:
     keeper.files.put(path, b"bytes")
 print("ready", flush=True)
-sys.stdin.readline()
+if sys.stdin.readline() == "soon\\n":
+    keeper.end_soon()
 keeper.outlive()
 keeper.close()
 """
@@ -57,9 +66,9 @@ def orphan(lease: float, *files: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def loses_its_trainer(process: subprocess.Popen[str]) -> None:
+def loses_its_trainer(process: subprocess.Popen[str], word: str = "") -> None:
     assert process.stdin is not None
-    process.stdin.write("\n")
+    process.stdin.write(f"{word}\n")
     process.stdin.flush()
 
 
@@ -100,6 +109,24 @@ def test_a_keeper_without_files_ends_with_its_trainer() -> None:
         process.wait(20)
 
 
+def test_a_keeper_that_is_to_end_soon_has_no_lease() -> None:
+    with orphan(1000, f"{ROOT}/iter_1/file") as process:
+        loses_its_trainer(process, "soon")
+        process.wait(20)
+
+
+def test_who_reads_the_output_of_a_trainer_does_not_wait_for_its_keeper() -> None:
+    with orphan(1000, f"{ROOT}/iter_1/file") as process:
+        loses_its_trainer(process)
+        assert process.stdout is not None and process.stdout.read() == ""
+        assert process.poll() is None
+        keeper = its_keeper()
+        with suppress(ConnectionError):  # it may end before it has answered
+            keeper.end()
+        process.wait(20)
+        keeper.close()
+
+
 def test_a_keeper_stays_for_its_lease_if_nobody_needs_it() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
         loses_its_trainer(process)
@@ -107,7 +134,8 @@ def test_a_keeper_stays_for_its_lease_if_nobody_needs_it() -> None:
         eventually(lambda: not keeper.about()["alive"])
         assert 900 < keeper.about()["lease"] <= 1000
         assert keeper.get(f"{ROOT}/iter_1/file", 5) == b"bytes" and process.poll() is None
-        keeper.end()
+        with suppress(ConnectionError):  # it may end before it has answered
+            keeper.end()
         process.wait(20)
         keeper.close()
 
@@ -139,6 +167,24 @@ def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None
         assert keeper.retire(f"{ROOT}/iter_2") == {7}
         assert sorted(file.path for file in keeper.files.listed("")) == stays
     assert keeper.retire(f"{ROOT}/iter_2") == set()
+
+
+@pytest.mark.parametrize("end", ["committed", "abandoned", "unknown"])
+def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_whole(end: str) -> None:
+    keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
+    keeper.files.put(f"{ROOT}/iter_1/file", b"older")
+    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
+    begin(attempt)
+    if end == "committed":
+        publish(attempt, [{"rank": 0, "files": []}], {}, {})
+    elif end == "abandoned":
+        abandon(attempt)
+    lock = SimpleNamespace(held_by_others=lambda: end == "unknown")
+    before = {file.path for file in keeper.files.listed("")}
+    request = SimpleNamespace(attempt=attempt)
+    keeper.follow(cast(Any, SimpleNamespace(request=request, lock=lock, until=time.monotonic() + 0.2)))
+    after = {file.path for file in keeper.files.listed("")}
+    assert after == (before - {f"{ROOT}/iter_1/file"} if end == "committed" else before)
 
 
 class Kept:
@@ -229,6 +275,15 @@ def test_an_image_that_is_damaged_is_passed_over(kept: Kept, caplog: pytest.LogC
     kept.damage(3)
     assert restored(kept) == (2, "storage")
     assert "step 3 in memory" in caplog.text and kept.steps() == set(), "it can be of no use any more"
+
+
+def test_no_tensor_has_bytes_of_a_damaged_image(kept: Kept) -> None:
+    kept.take_away(3)
+    kept.damage(3)
+    state = state_of(0)
+    with next_run(kept, "checkpoint.resume=3") as (run, _), pytest.raises(CheckpointCorruptError, match="iter_0000003"):
+        run.restore(state)
+    assert state["epoch"] == 0 and not state["weight"].any()
 
 
 def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_them(kept: Kept) -> None:

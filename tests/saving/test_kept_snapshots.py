@@ -279,6 +279,16 @@ def test_a_save_is_in_memory_and_in_its_folder_with_the_same_bytes(tmp_path: Pat
         assert "run.json" in {file["name"] for file in manifests[0]["files"]}
 
 
+def test_a_large_tensor_is_verified_in_memory_as_on_disk(tmp_path: Path) -> None:
+    """It is summed in several steps, by several threads."""
+    large = torch.arange(3 << 20, dtype=torch.int64)
+    with Run(tmp_path) as run:
+        path = run.path(MEGATRON.folder(1))
+        run.pipeline.save({"first": large, "second": large + 1, "step": 1}, path, step=1)[1].result(60)
+        loaded = run.loaded(1, memory=True)
+    assert loaded["first"].equal(large) and loaded["second"].equal(large + 1)
+
+
 def test_a_snapshot_is_whole_in_memory_while_older_ones_are_being_written(tmp_path: Path) -> None:
     with Run(tmp_path, in_flight=2) as run:
         run.caller.go_on.clear()

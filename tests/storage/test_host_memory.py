@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -158,12 +159,20 @@ def test_keepers_of_two_ranks_are_one_storage() -> None:
 
 
 def test_who_has_no_keeper_changes_nothing() -> None:
-    with serving(KeptFiles()) as server:
+    kept = KeptFiles()
+    with serving(kept) as server:
         storage = storage_at(ROOT)
         with pytest.raises(OSError, match="by the process that keeps it"):
             storage.write_new(f"{ROOT}/x", b"")
         with pytest.raises(OSError, match="by the process that keeps it"):
             storage.make_folders(f"{ROOT}/x")
+        with pytest.raises(OSError, match="by the process that keeps it"):
+            storage.create(f"{ROOT}/x")
+        kept.put(f"{ROOT}/file", b"stays")
+        with pytest.raises(OSError, match="by the process that keeps it"):
+            storage.unlink(f"{ROOT}/file")
+        assert storage.read(f"{ROOT}/file", 5) == b"stays"
+        assert abs(storage.try_folder(ROOT, "trial") - time.time()) < 60
         assert server.holders == 0
 
 
@@ -288,6 +297,19 @@ def test_a_request_that_a_keeper_does_not_know_is_refused_in_words() -> None:
         KeeperServer(KeptFiles(), "/runs/one", 0, dict)
 
 
+def test_a_connection_says_whether_it_is_of_use_while_another_thread_waits() -> None:
+    ours, theirs = (Channel(sock, lambda: True) for sock in socket.socketpair())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ours.receive, time.monotonic() + 30)
+        until = time.monotonic() + 0.1
+        while time.monotonic() < until:
+            assert not ours.hung_up
+        theirs.close()
+        assert within(10, lambda: ours.hung_up) and waiting.result(10) is None
+    ours.close()
+    assert ours.hung_up
+
+
 def test_a_dead_keeper_hides_no_other() -> None:
     with keeper_process(rank=0) as process, keeper_process(rank=1):
         process.kill()
@@ -347,6 +369,41 @@ def test_memory_is_held_as_long_as_a_file_or_a_reader_needs_it() -> None:
     assert memfds(os.getpid()) == before and kept.held() == set()
     with kept.opened(f"{ROOT}/iter_1") as files:
         assert not files
+
+
+def test_a_file_is_put_once_unless_it_is_to_be_replaced() -> None:
+    kept, before = KeptFiles(), memfds(os.getpid())
+    with serving(kept):
+        (remote,) = keepers_of(ROOT)
+        for keeper in (kept, remote):
+            keeper.delete([f"{ROOT}/file"])
+            keeper.put(f"{ROOT}/file", b"first")
+            with pytest.raises(FileExistsError):
+                keeper.put(f"{ROOT}/file", b"second")
+            assert keeper.get(f"{ROOT}/file", 6) == b"first"
+            keeper.put(f"{ROOT}/file", b"third", new=False)
+            assert keeper.get(f"{ROOT}/file", 6) == b"third"
+    fd = image(b"image")
+    kept.put_image(f"{ROOT}/image", kept.new_source(), fd, 0, 5)
+    os.close(fd)
+    kept.put(f"{ROOT}/image", b"small", new=False)
+    assert memfds(os.getpid()) == before, "the image was replaced"
+
+
+def test_sources_that_are_no_arenas_have_numbers_of_their_own() -> None:
+    kept = KeptFiles()
+    numbers = [kept.new_source() for _ in range(3)]
+    assert len({*numbers}) == 3 and max(numbers) < 0
+
+
+def test_memory_that_cannot_be_read_is_an_error() -> None:
+    kept, fd = KeptFiles(), image(b"bytes")
+    kept.put_image(f"{ROOT}/iter_1/file", 1, fd, -9, 5)
+    os.close(fd)
+    storage, refused = HostMemory(lambda _: [kept]), pytest.raises(CheckpointUnreadableError, match="Invalid argument")
+    with storage.open_files(f"{ROOT}/iter_1") as files, refused:
+        files.fill("file", memoryview(bytearray(5)), 0)
+    kept.delete([f"{ROOT}/iter_1/file"])
 
 
 def test_the_readers_of_a_folder_let_go_of_its_files() -> None:

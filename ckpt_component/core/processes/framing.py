@@ -129,8 +129,13 @@ class Channel:
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other process has closed its end."""
-        return any(event & (select.POLLHUP | select.POLLERR) for _, event in self._poll.poll(0))
+        """Whether the connection is closed, here or by the other process. Asked from any thread."""
+        fd = self._sock.fileno()
+        if fd < 0:
+            return True
+        poll = select.poll()  # its own, as a thread may be waiting in `receive`
+        poll.register(fd, 0)  # what is reported unasked: the end of the connection
+        return bool(poll.poll(0))
 
     def hang_up(self, *, listens: bool = True) -> None:
         """Tell the other process that nothing more will come. Does not wait. Safe to call twice, and from any thread.

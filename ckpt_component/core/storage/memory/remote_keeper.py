@@ -71,7 +71,8 @@ class RemoteKeeper(Keeper):
     @property
     def connected(self) -> bool:
         """Whether the connection is of use, as far as is known."""
-        return self._channel is not None and self._process == os.getpid() and not self._channel.hung_up
+        channel = self._channel  # another thread may hang up meanwhile
+        return channel is not None and self._process == os.getpid() and not channel.hung_up
 
     def listed(self, prefix: str) -> list[KeptFile]:
         return [KeptFile(*values) for values in self._asked("list", path=prefix)[0]["files"]]
