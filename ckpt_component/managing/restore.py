@@ -230,7 +230,8 @@ class Restorer:
                 if number + 1 == len(candidates) or not (in_memory or isinstance(error, CheckpointCorruptError)):
                     raise
                 what = f"step {step} in memory" if in_memory else f"step {step}"
-                logger.error("%s cannot be used, trying step %d: %s", what, candidates[number + 1][0], error)
+                if not in_memory or self._run.ranks.is_leader:
+                    logger.error("%s cannot be used, trying step %d: %s", what, candidates[number + 1][0], error)
                 # An unreadable checkpoint may be intact: the disk or the mount may be at fault.
                 if not isinstance(error, CheckpointUnreadableError):
                     damaged.append((step, path))

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..core.commit.cleanup import wait_for_writers
 from ..core.commit.fencing import read_owner
+from ..core.commit.liveness import has_living_marks
 from ..core.commit.scan import Scan
 from ..core.storage.memory.keeper_sockets import memory_root, tokens_of
 from ..core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
@@ -16,6 +16,8 @@ from ..errors import CheckpointError
 from .run_context import RunContext
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.02
 
 
 class RunMemory:
@@ -77,7 +79,10 @@ class RunMemory:
             with contextlib.suppress(ConnectionError):  # it has ended since it was found
                 keeper.hold()
         kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, memory=None)
-        wait_for_writers(kept.fs, root, kept.names, run.timeouts.close)
+        deadline = run.ranks.clock.now() + run.timeouts.close
+        # An attempt without a mark has nobody who would complete it: its keeper has died.
+        while has_living_marks(kept.fs, root) and run.ranks.clock.now() < deadline:
+            run.ranks.clock.sleep(_POLL_SECONDS)
         scan = kept.scan()
         return kept, Scan(scan.committed, metrics=scan.metrics, manifests=scan.manifests)
 

@@ -214,6 +214,11 @@ def marked_attempt(name: str) -> str | None:
     return name.removeprefix(ALIVE_PREFIX).partition(".")[0] if name.startswith(ALIVE_PREFIX) else None
 
 
+def has_living_marks(storage: Storage, root: str) -> bool:
+    """Whether a running process of this host has marked an attempt under a root, in a storage without locks."""
+    return any(_is_running(os.path.join(root, name)) for name in storage.names(root) if name.startswith(ALIVE_PREFIX))
+
+
 def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
     """Paths of the mark files of processes that work on an attempt without a lock."""
     return [os.path.join(root, name) for name in names if marked_attempt(name) == token]

@@ -78,13 +78,14 @@ class Training:
         loss.backward()
         if dist.get_world_size() > 1:
             for parameter in self.model.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad.div_(dist.get_world_size())
         self.optimizer.step()
         for value in self.small.values():
             value += 1
         self.epochs.seen.append(step)
-        return loss.item()
+        return float(loss)
 
     def digest(self) -> str:
         """Of every bit of the state."""
