@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from snapshots import live
@@ -51,7 +52,7 @@ def test_a_run_whose_folder_was_deleted_starts_from_scratch(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_without_steps_of_its_own_memory_has_what_was_saved(tmp_path: Path) -> None:
-    plan = {"overrides": ["checkpoint.recovery.every_steps=null"]}
+    plan: dict[str, Any] = {"overrides": ["checkpoint.recovery.every_steps=null"]}
     (killed,) = live(tmp_path, **plan, steps=3, durable=[2], end="kill")
     (after,) = live(tmp_path, **plan)
     assert after.restored == (2, "memory") and after.told["began"] == killed.told["digests"]["2"]
