@@ -228,6 +228,11 @@ class Restorer:
                 load(path, tag=f"{tag}/{number}", manifest=manifests.get(path), **options)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 if number + 1 == len(candidates) or not (in_memory or isinstance(error, CheckpointCorruptError)):
+                    if in_memory:
+                        root = self._run.root
+                        raise type(error)(
+                            f"{error} Nothing else is left; ckpt memory drop {root} gets past it."
+                        ) from error
                     raise
                 what = f"step {step} in memory" if in_memory else f"step {step}"
                 if not in_memory or self._run.ranks.is_leader:

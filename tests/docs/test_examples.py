@@ -73,6 +73,7 @@ def test_fsdp_goes_from_two_ranks_to_one_and_to_four(tmp_path: Path) -> None:
         torch.testing.assert_close(endings[1]["model"][name], weight)
 
 
+@pytest.mark.slow
 def test_ddp_with_mixed_precision_and_an_average_resumes(tmp_path: Path) -> None:
     script, folder = str(EXAMPLES / "ddp.py"), tmp_path / "runs" / "ddp"
     whole = output_of(*run_on_ranks([script], tmp_path, 2))

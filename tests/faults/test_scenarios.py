@@ -37,7 +37,9 @@ def test_a_failing_delete_is_a_warning(operation: str, forker: Forker, tmp_path:
     assert found["wrong"] == []
 
 
-@pytest.mark.parametrize("operation", ["write", "sync", "create"])
+@pytest.mark.parametrize(
+    "operation", ["sync", *(pytest.param(each, marks=pytest.mark.slow) for each in ("write", "create"))]
+)
 def test_hung_storage_fails_its_save_by_the_deadline(operation: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:hang", root=str(tmp_path / "root"), operation=operation, log=str(tmp_path / "ops")

@@ -29,6 +29,7 @@ def test_names_are_in_place(function: str, tmp_path: Path) -> None:
     run_ranks(HOOKS, function, 1, tmp_path)
 
 
+@pytest.mark.slow
 def test_options_of_megatron_reach_queue_process_and_writer(tmp_path: Path) -> None:
     (output,) = run_ranks(HOOKS, "options", 1, tmp_path)
     assert "checkpoint.keep.last=3 has no effect in Megatron's training loop" in output

@@ -57,7 +57,10 @@ def test_every_writer_and_stager_is_restored_from_memory(tmp_path: Path, parts: 
 
 @pytest.mark.slow
 def test_thousands_of_small_tensors_and_weights_that_never_change(tmp_path: Path) -> None:
-    plan: dict[str, Any] = {"state": {"small": 2000, "frozen": 1 << 20}, "overrides": ["checkpoint.reuse.frozen=[frozen]"]}
+    plan: dict[str, Any] = {
+        "state": {"small": 2000, "frozen": 1 << 20},
+        "overrides": ["checkpoint.reuse.frozen=[frozen]"],
+    }
     (killed,) = live(tmp_path, **plan, steps=4, durable=[1, 2, 3], end="kill")
     (after,) = live(tmp_path, **plan)
     assert after.restored == (4, "memory") and after.told["began"] == killed.told["digests"]["4"]

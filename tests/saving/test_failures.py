@@ -309,7 +309,7 @@ def test_a_copy_that_fails_before_save_returns_gives_its_memory_back(
         ("sync", "interrupted; waiting until iter_0000005 is saved"),
     ],
 )
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_does_not_lose_a_save(times: int, preset: str, text: str, tmp_path: Path) -> None:
     """The second one interrupts the wait of `close`, or is held back by an inline save, which ends before the process."""
     script = Path(__file__).parent / "scripts" / "interrupted.py"

@@ -503,6 +503,7 @@ def test_a_failed_save_changes_nothing_for_the_next(tmp_path: Path) -> None:
     assert training.holds()
 
 
+@pytest.mark.slow
 def test_each_rank_shares_its_own_files(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "save_some", 2, tmp_path)
     run_ranks(SCRIPT, "resume", 1, tmp_path)

@@ -57,6 +57,7 @@ def stop_writer(stopped: list[int]) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_the_log_divides_a_copy_from_the_wait_for_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slow = "checkpoint.writer.max_bytes_per_second=1MB"  # a save of 2 MB takes two seconds
     with caplog.at_level("INFO", "ckpt_component"), build_manager("async_persistent", [slow], dir=tmp_path) as manager:

@@ -19,7 +19,8 @@ import pytest
 
 import ckpt_component.core.writing.keeper as keeper_module
 import ckpt_component.managing.run_memory as run_memory
-from ckpt_component.callers import write_callers
+from ckpt_component.callers import memory_caller, write_callers
+from ckpt_component.core.commit import liveness
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.memory.keeper_sockets import split_root
 from ckpt_component.core.storage.memory.keepers import Keeper, KeptFile, Piece
@@ -51,6 +52,33 @@ class SimulatedTime:
 
     def sleep(self, seconds: float) -> None:
         _running(self.simulation).clock.sleep(seconds)
+
+
+class SimulatedName:
+    """Stands for the `ProcessName` of a simulated process."""
+
+    def __init__(self, process: SimulatedProcess, number: int) -> None:
+        self._process = process
+        self.key = f"simulated-{number}"
+
+    @property
+    def running(self) -> bool:
+        return not self._process.is_dead
+
+
+class SimulatedNames:
+    """Stands for the class `ProcessName`: the process that runs is a simulated one."""
+
+    def __init__(self, clock: SimulatedTime) -> None:
+        self._clock = clock
+        self._names = dict[SimulatedProcess, SimulatedName]()
+
+    def current(self) -> SimulatedName:
+        process = _running(self._clock.simulation)
+        return self._names.setdefault(process, SimulatedName(process, len(self._names)))
+
+    def of_key(self, key: str) -> SimulatedName | None:
+        return next((name for name in self._names.values() if name.key == key), None)
 
 
 def _running(simulation: Simulation | None) -> SimulatedProcess:
@@ -428,8 +456,9 @@ class HostPatches:
 
     def __enter__(self) -> HostPatches:
         patch = self._patch
-        for module in (keeper_module, process_module, restore, worker, write_callers):
+        for module in (keeper_module, memory_caller, process_module, restore, worker, write_callers):
             patch.setattr(module, "time", self.time)
+        patch.setattr(liveness, "ProcessName", SimulatedNames(self.time))
         patch.setattr(keeper_module, "KeptFiles", lambda: self._made().files)
         patch.setattr(keeper_module, "HostKeepers", lambda besides: self._find())
         patch.setattr(keeper_module, "KeeperServer", lambda *arguments: self._made())

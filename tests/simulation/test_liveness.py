@@ -55,7 +55,7 @@ def test_who_works_on_an_attempt_sees_who_else_does(locks: bool, caplog: pytest.
         theirs = [mark for mark in marks(files) if mark not in mine]
         for mark in mine:
             files.touch(mark)
-        assert own.held_by_others() == locks
+        assert own.held_by_others()  # by its lock, or its mark, of a process that is running
         assert own.touched_by_others() == max(map(files.modified, theirs), default=0)
         assert len(mine) == len(theirs) == (not locks)
         other.close()
