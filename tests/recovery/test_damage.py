@@ -36,8 +36,8 @@ def test_all_ranks_fall_back_together_from_a_damaged_image(tmp_path: Path, world
     after = live(tmp_path, world_size=world_size, state=FROZEN, end="kill")
     assert [life.restored for life in after] == [(1, "storage")] * world_size
     assert [life.told["began"] for life in after] == [life.told["digests"]["1"] for life in killed]
-    told = [line for life in after for line in errors(life.output)]
-    assert len(told) == world_size and all("The item at bytes" in line for line in told), told
+    (told,) = [line for life in after for line in errors(life.output)]  # one line for all ranks
+    assert "The item at bytes" in told
     third = live(tmp_path, world_size=world_size, state=FROZEN)
     assert [life.restored for life in third] == [(1, "storage")] * world_size
     assert not any(errors(life.output) for life in third), "it is gone from memory"
