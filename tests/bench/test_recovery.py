@@ -97,7 +97,9 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert restarts_shown([Restarts(1, {"disk": []})]).write_page({}, tmp_path / "none") == []
 
 
-@pytest.mark.parametrize(("row", "ranks"), [("memory", 1), ("disk", 2), ("dcp_load", 1), ("empty", 1)])
+@pytest.mark.parametrize(
+    ("row", "ranks"), [("memory", 1), pytest.param("disk", 2, marks=pytest.mark.soak), ("dcp_load", 1), ("empty", 1)]
+)
 def test_a_killed_job_comes_back_and_leaves_nothing(row: str, ranks: int, tmp_path: Path) -> None:
     [found] = measure_restart(row, "tiny", ranks, 0.1, str(tmp_path))
     assert {*FIGURES} - {"x_empty", "x_memcpy"} <= {*found}

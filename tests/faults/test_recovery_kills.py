@@ -158,7 +158,7 @@ def of_session(session: int) -> Iterator[int]:
 @pytest.mark.timeout(600)
 def test_random_kills_lose_nothing_that_is_in_memory(forker: Forker, tmp_path: Path, record_property: Record) -> None:
     lives = Lives(forker, tmp_path, SEED)
-    told = lives.run(12)
+    told = lives.run(6)
     print(told)
     record_property("recovery kills", lives.kills.total())
     assert not lives.wrong, f"{told}\n" + "\n".join(lives.wrong)
