@@ -27,6 +27,7 @@ TESTS = """
 """
 
 
+@pytest.mark.slow
 def test_a_leak_fails_its_test_and_what_other_programs_do_does_not(tmp_path: Path) -> None:
     source = Path(__file__).with_name("conftest.py").read_text().replace("_PATIENCE_S = 10.0", "_PATIENCE_S = 0.2")
     (tmp_path / "conftest.py").write_text(source)

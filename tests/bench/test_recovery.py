@@ -98,7 +98,12 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "ranks"), [("memory", 1), pytest.param("disk", 2, marks=pytest.mark.soak), ("dcp_load", 1), ("empty", 1)]
+    ("row", "ranks"),
+    [
+        ("memory", 1),
+        pytest.param("disk", 2, marks=pytest.mark.soak),
+        *(pytest.param(row, 1, marks=pytest.mark.soak) for row in ("dcp_load", "empty")),
+    ],
 )
 def test_a_killed_job_comes_back_and_leaves_nothing(row: str, ranks: int, tmp_path: Path) -> None:
     [found] = measure_restart(row, "tiny", ranks, 0.1, str(tmp_path))

@@ -141,6 +141,7 @@ def test_a_sweep_goes_over_a_group_of_keys(app: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_glob_finds_our_parts_and_the_users(app: Path) -> None:
     done = run(app, "-m", "checkpoint/stager=glob(*,exclude=lost)")
     assert done.stdout.count("job checkpoints") == 5

@@ -53,7 +53,7 @@ def test_no_tensor_is_touched_when_memory_and_the_disk_are_damaged(tmp_path: Pat
     assert after.code == 1 and after.told["untouched"], after.output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("left_on_purpose")
 def test_a_keeper_that_is_silent_is_passed_over_within_its_deadline(tmp_path: Path) -> None:
     live(tmp_path, steps=3, durable=[1], end="kill")

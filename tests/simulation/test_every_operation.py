@@ -72,7 +72,7 @@ def test_a_kill_at_every_operation_without_any_sync(workload: Workload, protocol
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workload", "protocol", "fault"), in_turn(itertools.product(WORKLOADS, PROTOCOLS, FAULTS), 2), ids=str
+    ("workload", "protocol", "fault"), in_turn(itertools.product(WORKLOADS, PROTOCOLS, FAULTS), 3), ids=str
 )
 def test_every_operation(workload: Workload, protocol: str, fault: str, record_property: Record) -> None:
     world, wrong, faults = World(workload, protocol), [], 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from evidence import Record
 from simulation.ranks import LIMIT, Job, Schedule, each_request, files_of, unsafe
+from strides import in_turn
 
 from ckpt_component.testing.simulation import Simulation
 
@@ -37,7 +38,7 @@ def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_pr
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("kind", ["lost", "unanswered", "late", "stopped", "killed"])
+@pytest.mark.parametrize("kind", in_turn(["lost", "unanswered", "late", "stopped", "killed"], 2))
 @pytest.mark.parametrize("protocol", ["rename", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_each_request_of_a_save_meets_a_fault_once(protocol: str, kind: str) -> None:
     wrong = each_request(kind, protocol)

@@ -133,6 +133,7 @@ def test_two_that_take_the_root_at_once_never_meet_in_a_temporary_name(tmp_path:
     assert os.listdir(tmp_path) == [".ckpt-owner.json"]
 
 
+@pytest.mark.slow
 def test_two_managers_that_save_at_once_end_with_one_owner(tmp_path: Path) -> None:
     usual = ["checkpoint.save.at_end=false"]
     for attempt in range(10):
