@@ -65,7 +65,8 @@ class NearestReader(Reader):
             try:
                 return super().read(near, state_dict, **{**options, "manifest": None})
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                logger.error("%s is loaded from its storage, not from memory: %s", path, error)
+                if self._rank == 0:
+                    logger.error("%s is loaded from its storage, not from memory: %s", path, error)
         return super().read(path, state_dict, **options)
 
     def _nearest(self, path: str, alone: bool) -> str | None:

@@ -276,6 +276,7 @@ class Restorer:
         scan = local if remote is None else both(local, remote)
         durable, occupied = [list(has.committed) for _, has in places], sorted(scan.occupied)
         if in_memory is not None and self._memory is not None and self._memory.is_stale(scan):
+            self._memory.let_go()
             in_memory = None
         if in_memory is not None:
             places.insert(0, in_memory)

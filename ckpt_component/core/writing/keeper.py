@@ -121,9 +121,9 @@ class SnapshotKeeper:
         attempt = undecided.request.attempt
         try:
             while not (over := is_over(attempt)) and undecided.lock.held_by_others():
-                if time.monotonic() > undecided.until:
+                if self.storage.clock.now() > undecided.until:
                     return
-                time.sleep(_POLL_SECONDS)
+                self.storage.clock.sleep(_POLL_SECONDS)
             if over and attempt.protocol.is_committed(attempt):
                 self.retire(attempt.target)
         except (CheckpointError, OSError) as error:
