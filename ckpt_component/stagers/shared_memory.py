@@ -118,12 +118,12 @@ class SharedMemoryStager(Stager):
         available = psutil.virtual_memory().available + self._pool.nbytes
         if self._images > 1 and self._images * each > available:
             logger.warning(
-                "checkpoint.stager.arenas=%d%s may take %.2f GB of memory (%.2f GB each), and %.2f GB are available; "
+                "checkpoint.stager.arenas=%d may take %.2f GB of memory (%.2f GB each%s), and %.2f GB are available; "
                 "use %d%s, or saves that follow each other closely will fail",
                 self._arenas,
-                f" and {more} more for checkpoint/recovery=host" if more else "",
                 self._images * each / 1e9,
                 each / 1e9,
+                f", with {more} more for checkpoint/recovery=host" if more else "",
                 available / 1e9,
                 max(int(available // each) - more, 1),
                 " or checkpoint/recovery=none" if more else "",
