@@ -13,12 +13,12 @@ example:
 from __future__ import annotations
 
 import argparse
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.formats.checkpoints import NEWEST, Root
+from ..core.processes.running import host_name
 from ..core.spelling import closest
 from ..core.storage.locate import absolute, storage_at
 from ..core.storage.memory.keeper_sockets import tokens_of
@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
 def _list(parsed: argparse.Namespace, output: Output) -> None:
     runs = runs_in_memory() if parsed.root is None else runs_of(parsed.root, absolute(parsed.root), parsed.options)
     rows = {run.token: [*_rows(run)] for run in runs}
-    host = socket.gethostname()
+    host = host_name()
     data = {"host": host, "keepers": [row for each in rows.values() for row in each]}
     output.result(data, _lines(runs, rows, host, output))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..core.processes.running import host_name
 from ..core.storage.new_names import new_token
 from ..errors import CheckpointTypeError
 from .event_file import EventFile
@@ -64,7 +64,7 @@ class EventRecorder:
                 "event": "run",
                 "time": round(time.time(), 6),
                 "world_size": world_size,
-                "host": socket.gethostname(),
+                "host": host_name(),
                 "pid": os.getpid(),
                 **(about or {}),
             }

@@ -34,11 +34,12 @@ from ..config.schema import PARTS, Checkpoint, part_option
 from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.run_record import StoredConfig, running_script
-from ..core.coordination import Coordinator, LocalCoordinator
+from ..core.coordination import Coordinator, Hosts, LocalCoordinator
 from ..core.image.file_reuse import FileReuse, Find
 from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
 from ..core.options import Commit, Durability, OnLag, RecoveryMode, ReuseMode
+from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.unchanged_tensors import UnchangedTensors
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
@@ -180,6 +181,7 @@ def build_manager(
                 claims = partial(_claims, job, storages[0], roots) if save.enabled else lambda: roots
                 roots = ranks.run_on_leader("root/job", claims, time.monotonic() + timeouts.stage)
             roots = [absolute(root) for root in roots]
+            begun = ranks.decide("run/begin", host_name(), _begin_run, time.monotonic() + timeouts.stage)
             # Events in files are not made durable, whatever the checkpoints are.
             recorded_in = storages[0] if own_storage or is_url(roots[0]) else None
             events = EventRecorder(
@@ -187,14 +189,23 @@ def build_manager(
                 listeners,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
-                run=ranks.run_on_leader("events/run", new_token, time.monotonic() + timeouts.stage),
+                run=begun["token"],
                 about={"preset": preset, **_named_parts(settings), "versions": _versions()},
                 waits=not save.enabled,
             )
             if export is not None and save.enabled and ranks.is_leader:
                 exports = BackgroundExports(export, events.note_now)
             run = RunContext(
-                storages[-1], roots[-1], names, ranks, timeouts, best, events, preset=preset, elsewhere=storage_of
+                storages[-1],
+                roots[-1],
+                names,
+                ranks,
+                timeouts,
+                best,
+                events,
+                preset=preset,
+                elsewhere=storage_of,
+                hosts=Hosts.of_runs(begun["hosts"]),
             )
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
@@ -241,6 +252,11 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
         CheckpointConfigError: as `build_manager`. Hydra raises it as the cause of an `InstantiationException`.
     """
     return build_manager(settings)
+
+
+def _begin_run(names: Sequence[str]) -> dict[str, Any]:
+    """On the leading rank: what all ranks are told when a run begins, given the name of each rank's host."""
+    return {"token": new_token(), "hosts": Hosts(tuple(names)).runs()}
 
 
 def _run_record(config: Any, overrides: Sequence[str]) -> bytes:

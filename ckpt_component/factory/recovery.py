@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from ..callers.memory_caller import MemoryCaller
 from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.schema import Checkpoint
-from ..core.coordination import Coordinator
+from ..core.coordination import Coordinator, Hosts
 from ..core.storage.memory.host_memory import HostMemory
 from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, split_root
 from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
@@ -77,7 +76,7 @@ class SnapshotParts:
                 f"{type(caller).__name__} has none; use checkpoint/caller=persistent."
             )
         if ranks.is_leader:
-            self._tell(ranks.world_size)
+            self._tell(run.hosts)
         connect = caller.keep_snapshots(run.root, memory.root, ranks.rank, ranks.world_size, self._settings.lease)
         return partial(
             KeepingLane,
@@ -88,16 +87,15 @@ class SnapshotParts:
             on_kept=lambda report: earlier.end_others(),
         )
 
-    def _tell(self, world_size: int) -> None:
+    def _tell(self, hosts: Hosts) -> None:
         room = self.room()
         images = room["kept"] + max(self._arenas, room["in_flight"])
         text = "checkpoint/recovery=host: each rank has up to %d images of its state in host memory, one of which stays"
         logger.info(text, images)
-        here = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if here.isdecimal() and int(here) < world_size:
+        if hosts.several:
             logger.warning(
-                "checkpoint/recovery=host: %d of the %d ranks are on this host, and a run is restored from memory only "
-                "if all are on one host; else from its checkpoints",
-                int(here),
-                world_size,
+                "checkpoint/recovery=host: the %d ranks are on %d hosts, and a run is restored from memory only if all "
+                "are on one host; else from its checkpoints",
+                len(hosts.names),
+                len(set(hosts.names)),
             )

@@ -12,7 +12,7 @@ from typing import Any
 from ..core.commit.names import StepNames
 from ..core.commit.retention import BestPolicy
 from ..core.commit.scan import Scan, both, scan_steps, warn_of_skipped
-from ..core.coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
+from ..core.coordination import Coordinator, Hosts, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..core.options import ResolvedTimeouts
 from ..core.storage.locate import Storages, is_url
 from ..core.storage.storage import Storage
@@ -44,6 +44,7 @@ class RunContext:
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None
         memory: the same run in the memory of this host's keepers, where each snapshot becomes whole first; None: none
             stays there
+        hosts: which ranks are on which host
         preset: name of the preset that the run was configured with, for texts; None: unknown
     """
 
@@ -58,6 +59,7 @@ class RunContext:
     elsewhere: Callable[[str], Storage] = field(default_factory=lambda: Storages().of)
     remote: RunContext | None = None
     memory: RunContext | None = None
+    hosts: Hosts = field(default_factory=lambda: Hosts(("",)))
     preset: str | None = None
 
     def path_of(self, step: int) -> str:

@@ -194,6 +194,23 @@ def test_keepers_say_what_they_are_and_hear_who_needs_them() -> None:
         assert server.ended.is_set() and server.holders == 1  # which holds it again
 
 
+def test_one_machine_can_be_several_hosts(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as until_closed:
+        for name in ("one", "two"):
+            monkeypatch.setenv("CKPT_HOST", name)
+            kept = KeptFiles()
+            kept.put(f"{ROOT}/file", name.encode())
+            until_closed.enter_context(serving(kept))
+            (keeper,) = keepers_here()
+            assert keeper.about()["host"] == name and keeper.get(f"{ROOT}/file", 3) == name.encode()
+        monkeypatch.setenv("CKPT_HOST", "three")
+        assert keepers_here() == []
+    assert runtime.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("CKPT_HOST", "../two")
+    with pytest.raises(OSError, match="CKPT_HOST is not the name of a host"):
+        keepers_here()
+
+
 def test_a_file_is_as_it_was_while_it_is_open_whoever_deletes_it() -> None:
     kept = KeptFiles()
     fd = image(b"first")

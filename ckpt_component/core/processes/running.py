@@ -12,6 +12,7 @@ import re
 import socket
 from dataclasses import dataclass
 
+HOST_VARIABLE = "CKPT_HOST"
 _KEY = re.compile(r"([0-9a-f]*)-(\d+)(?:-(\d+))?")
 
 
@@ -34,13 +35,13 @@ class ProcessName:
     @classmethod
     def current(cls) -> ProcessName:
         """This process."""
-        return cls(socket.gethostname(), os.getpid(), _space(), _started("self") or 0)
+        return cls(host_name(), os.getpid(), _space(), _started("self") or 0)
 
     @classmethod
     def of_key(cls, key: str) -> ProcessName | None:
         """The process of this host whose `key` this is; None: it is no key. An early key has no start time."""
         match = _KEY.fullmatch(key)
-        return None if match is None else cls(socket.gethostname(), int(match[2]), match[1], int(match[3] or 0))
+        return None if match is None else cls(host_name(), int(match[2]), match[1], int(match[3] or 0))
 
     @property
     def key(self) -> str:
@@ -50,7 +51,7 @@ class ProcessName:
     @property
     def running(self) -> bool | None:
         """Whether it is running; None: unknown, because it is not seen from here, or not fully named."""
-        if not self.space or self.pid < 1 or self.host != socket.gethostname() or self.space != _space():
+        if not self.space or self.pid < 1 or self.host != host_name() or self.space != _space():
             return None
         try:
             os.kill(self.pid, 0)
@@ -65,6 +66,11 @@ class ProcessName:
         if started is None or (self.started and started != self.started):
             return False
         return True if self.started else None
+
+
+def host_name() -> str:
+    """The name of this host; the environment variable CKPT_HOST overrides it, so that one machine can be several."""
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname()
 
 
 def _space() -> str:

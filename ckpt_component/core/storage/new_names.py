@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 
-from ..processes.running import ProcessName
+from ..processes.running import ProcessName, host_name
 
 NEW_PREFIX = ".ckpt-new."
 
@@ -24,4 +23,4 @@ def new_path(path: str) -> str:
 
 def host_token() -> str:
     """The part of every token that says which host made it."""
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+    return hashlib.sha256(host_name().encode()).hexdigest()[:8]

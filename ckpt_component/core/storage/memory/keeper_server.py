@@ -17,6 +17,7 @@ from typing import Any
 
 from ....errors import errno_of
 from ...processes.framing import Channel
+from ...processes.running import host_name
 from .keeper_sockets import SocketPlace, peer_of, split_root
 from .keepers import Piece
 from .kept_files import KeptFiles
@@ -188,7 +189,7 @@ class KeeperServer:
             **self._about(),
             "token": self._place.token,
             "rank": self._rank,
-            "host": socket.gethostname(),
+            "host": host_name(),
             "pid": os.getpid(),
             "bytes": self._kept.nbytes,
             "holders": self.holders,

@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...processes.running import HOST_VARIABLE
+
 logger = logging.getLogger("ckpt_component.storage")
 
 SCHEME = "host://"
@@ -63,7 +65,7 @@ def roots_here() -> list[tuple[str, str]]:
 
 
 def runtime_folder(user: int | None = None) -> str:
-    """The folder of all sockets, which need not exist yet.
+    """The folder of all sockets of this host, which need not exist yet; see `host_name` for a machine that is several.
 
     Args:
         user: whose it must be; None: the user of this process
@@ -72,6 +74,14 @@ def runtime_folder(user: int | None = None) -> str:
         PermissionError: it is another user's, or open to others
         OSError: it is not an absolute path
     """
+    path, part = _safe_folder(user), os.environ.get(HOST_VARIABLE, "")
+    if "/" in part or part in (".", ".."):
+        raise OSError(errno.EINVAL, f"{HOST_VARIABLE} is not the name of a host; set it to one, or unset it", part)
+    return os.path.join(path, part) if part else path
+
+
+def _safe_folder(user: int | None = None) -> str:
+    """The folder that nobody else can open, and its check; see `runtime_folder`."""
     user = os.getuid() if user is None else user
     path = os.environ.get(_VARIABLE) or f"/tmp/ckpt-{user}"
     if not os.path.isabs(path):
@@ -155,7 +165,7 @@ class SocketPlace:
         return self._listen(rank)
 
     def _listen(self, rank: int) -> tuple[socket.socket, int]:
-        os.makedirs(runtime_folder(), mode=0o700, exist_ok=True)
+        os.makedirs(_safe_folder(), mode=0o700, exist_ok=True)
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
         folder = os.open(self.folder, _FOLDER)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
