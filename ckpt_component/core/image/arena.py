@@ -76,6 +76,7 @@ class Arena:
         nbytes: size in bytes; rounded up to whole pages
         shared: whether another process must be able to map it
         allocated: False: `allocate` must be called before it is used
+        available: bytes of memory that are known to be available; None: look, which others delay who allocate
 
     Attributes:
         memory: the block as bytes; empty once the arena is closed
@@ -88,7 +89,7 @@ class Arena:
 
     lasting = True
 
-    def __init__(self, nbytes: int, *, shared: bool, allocated: bool = True) -> None:
+    def __init__(self, nbytes: int, *, shared: bool, allocated: bool = True, available: int | None = None) -> None:
         self.number = next(_numbers)
         self.nbytes = align(max(nbytes, 1))
         self.closed = False
@@ -99,7 +100,7 @@ class Arena:
         self._slots: Slots | None = None
         try:
             # Check first: reserving more than is available does not fail but triggers the OOM killer.
-            available = psutil.virtual_memory().available
+            available = psutil.virtual_memory().available if available is None else available
             if self.nbytes > available:
                 raise OSError(f"{available / 1e9:.2f} GB are available")
             if shared:

@@ -36,8 +36,9 @@ class EarlyArenas:
     """
 
     def __init__(self, nbytes: int, count: int, prepare: Callable[[Arena], None]) -> None:
-        fitting = psutil.virtual_memory().available // (2 * max(nbytes, 1))
-        self._arenas = [Arena(nbytes, shared=True, allocated=False) for _ in range(max(min(count, fitting), 1))]
+        available = psutil.virtual_memory().available
+        fitting = max(min(count, available // (2 * max(nbytes, 1))), 1)
+        self._arenas = [Arena(nbytes, shared=True, allocated=False, available=available) for _ in range(fitting)]
         self._prepare = prepare
         self._stopped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-early")
