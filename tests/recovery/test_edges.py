@@ -69,7 +69,8 @@ keeper.close()
 @contextmanager
 def orphan(lease: float, *files: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", ORPHAN, str(lease), *files]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield process

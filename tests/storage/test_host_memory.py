@@ -192,8 +192,10 @@ def test_keepers_say_what_they_are_and_hear_who_needs_them() -> None:
         expected = {"root": "/runs/one", "token": TOKEN, "rank": 3, "bytes": 3, "alive": True, "world_size": 2}
         assert {**about, **expected} == about
         keeper.close()
-        keeper.put(f"{ROOT}/large", bytes(1 << 22))  # over a new connection, in many parts
-        assert kept.nbytes == 3 + (1 << 22) and server.holders == 0
+        large = bytes(1 << 24)  # goes in many parts
+        keeper.put(f"{ROOT}/large", large)  # over a new connection
+        assert keeper.get(f"{ROOT}/large", len(large)) == large
+        assert server.holders == 0
         keeper.hold()
         assert server.holders == 1
         keeper.close()
