@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,10 @@ from ckpt_component import CheckpointListener, CheckpointManager, LoadReport, bu
 from ckpt_component.core.clock import Clock
 from ckpt_component.core.commit.commit import abandon, begin, new_attempt, publish
 from ckpt_component.core.commit.fencing import read_owner
+from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root, tokens_of
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
@@ -372,6 +375,24 @@ def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_th
         assert not newer.ended.is_set(), "it may be this run that is over"
     finally:
         newer.close()
+
+
+def test_a_run_waits_for_the_snapshot_that_a_keeper_completes(kept: Kept) -> None:
+    memory = HostMemory(lambda _: [], own=kept.files)
+    attempt = new_attempt(memory, f"{kept.root}/iter_0000003", new_token())
+    begin(attempt)
+    mark = AttemptLock(memory, attempt)
+
+    def complete() -> None:
+        eventually(lambda: kept.server.holders == 1)
+        time.sleep(0.05)
+        kept.take(3)
+        mark.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        completing = pool.submit(complete)
+        assert restored(kept) == (3, "memory")
+        completing.result()
 
 
 def test_a_run_that_begins_elsewhere_lets_the_keepers_go(kept: Kept) -> None:
