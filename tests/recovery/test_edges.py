@@ -218,12 +218,12 @@ def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None
 class QuickClock(Clock):
     """Its waits take no time, and it calls what happens meanwhile."""
 
-    def __init__(self, meanwhile: Callable[[], None]) -> None:
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
         self.waits = 0
         self.now = lambda: float(self.waits)
         self.sleep = lambda seconds: self._wait(meanwhile)
 
-    def _wait(self, meanwhile: Callable[[], None]) -> None:
+    def _wait(self, meanwhile: Callable[[], object]) -> None:
         self.waits += 1
         if self.waits == 3:
             meanwhile()
@@ -247,7 +247,12 @@ def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_who
     attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
     begin(attempt)
     commit = partial(publish, attempt, [{"rank": 0, "files": []}], {}, {})
-    decide = {"committed": commit, "abandoned": partial(abandon, attempt), "unknown": lambda: None}[end]
+    ends: dict[str, Callable[[], object]] = {
+        "committed": commit,
+        "abandoned": partial(abandon, attempt),
+        "unknown": lambda: None,
+    }
+    decide = ends[end]
     if not others_decide:
         decide()
     keeper.storage.clock = clock = QuickClock(decide)
