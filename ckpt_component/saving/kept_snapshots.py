@@ -231,8 +231,7 @@ class MemoryHooks:
         return self._run.manifest_fields
 
     def check_path(self, path: str) -> None:
-        """As for storage."""
-        self._run.check_path(path)
+        """The admission has looked: what memory keeps is the run's own."""
 
     def after_save(self, report: SaveReport) -> None:
         """`keep` does not count what is in memory."""

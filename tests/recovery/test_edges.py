@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,18 +22,23 @@ import torch
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, CheckpointManager, LoadReport, build_manager
+from ckpt_component.core.clock import Clock
 from ckpt_component.core.commit.commit import abandon, begin, new_attempt, publish
 from ckpt_component.core.commit.fencing import read_owner
+from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root, tokens_of
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.keeper import SnapshotKeeper
+from ckpt_component.core.writing.process import ByteProcess
 from ckpt_component.errors import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointFencedError,
     CheckpointNotFoundError,
     CheckpointUnreadableError,
@@ -40,7 +48,7 @@ from ckpt_component.loading.nearest import NearestReader, copy_in_memory
 ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
 #: A keeper with one file, whose trainer has died when it hears so.
 ORPHAN = f"""
-import sys
+import socket, sys, threading
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.keeper import SnapshotKeeper
 keeper = SnapshotKeeper("/runs/one", {ROOT!r}, 0, 1, float(sys.argv[1]))
@@ -48,8 +56,14 @@ keeper.start()
 for path in sys.argv[2:]:
     keeper.files.put(path, b"bytes")
 print("ready", flush=True)
-if sys.stdin.readline() == "soon\\n":
+word = sys.stdin.readline()
+if word == "soon\\n":
     keeper.end_soon()
+if word == "lane\\n":
+    ours, theirs = socket.socketpair()
+    keeper.start_lane(theirs.detach())
+    ends = threading.Timer(0.1, lambda: (print("the lane ends", flush=True), ours.close()))
+    ends.start()
 keeper.outlive()
 keeper.close()
 """
@@ -58,7 +72,8 @@ keeper.close()
 @contextmanager
 def orphan(lease: float, *files: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", ORPHAN, str(lease), *files]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield process
@@ -103,9 +118,10 @@ def test_a_keeper_that_another_run_ends_has_nothing_more_and_does_not_wait_for_i
         keeper.close()
 
 
-def test_a_keeper_without_files_ends_with_its_trainer() -> None:
+def test_a_keeper_without_files_ends_with_the_last_connection_to_its_trainer() -> None:
     with orphan(1000) as process:
-        loses_its_trainer(process)
+        loses_its_trainer(process, "lane")
+        assert process.stdout is not None and process.stdout.read() == "the lane ends\n"
         process.wait(20)
 
 
@@ -140,6 +156,36 @@ def test_a_keeper_stays_for_its_lease_if_nobody_needs_it() -> None:
         keeper.close()
 
 
+def a_keeper() -> ByteProcess:
+    """A process as trainers start it."""
+    return ByteProcess(30, {"folder": "/runs/one", "root": ROOT, "rank": 0, "world_size": 1, "lease": 1000.0})
+
+
+def test_sigterm_ends_a_keeper_in_order_when_its_trainer_has_died_and_not_before() -> None:
+    process = a_keeper()
+    try:
+        keeper = its_keeper()
+        keeper.put(f"{ROOT}/iter_1/file", b"bytes")
+        assert os.readlink(f"/proc/{process.pid}/cwd") == "/", "it may stay longer than the folder of the trainer"
+        os.kill(process.pid, signal.SIGTERM)
+        assert keeper.get(f"{ROOT}/iter_1/file", 5) == b"bytes" and keeper.about()["alive"]
+        keeper.close()
+        process.hang_up()
+        eventually(lambda: not process.alive, 10)
+        assert tokens_of("/runs/one") == []
+    finally:
+        process.kill()
+
+
+def test_a_keeper_without_a_safe_place_for_its_socket_says_so_to_its_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setenv("CKPT_RUNTIME_DIR", "not/absolute")
+        with pytest.raises(CheckpointError, match="could not begin: .*CKPT_RUNTIME_DIR is not an absolute path"):
+            a_keeper()
+
+
 def test_a_keeper_of_a_run_that_was_replaced_keeps_no_more() -> None:
     keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
     keeper.start()
@@ -169,22 +215,52 @@ def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None
     assert keeper.retire(f"{ROOT}/iter_2") == set()
 
 
-@pytest.mark.parametrize("end", ["committed", "abandoned", "unknown"])
-def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_whole(end: str) -> None:
+class QuickClock(Clock):
+    """Its waits take no time, and it calls what happens meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.waits = 0
+        self.now = lambda: float(self.waits)
+        self.sleep = lambda seconds: self._wait(meanwhile)
+
+    def _wait(self, meanwhile: Callable[[], object]) -> None:
+        self.waits += 1
+        if self.waits == 3:
+            meanwhile()
+
+
+@pytest.mark.parametrize(
+    ("end", "others_decide", "waits"),
+    [
+        ("committed", False, 0),
+        ("committed", True, 3),
+        ("abandoned", False, 0),
+        ("unknown", False, 0),  # nobody can decide any more
+        ("unknown", True, 6),
+    ],
+)
+def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_whole(
+    end: str, others_decide: bool, waits: int
+) -> None:
     keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
     keeper.files.put(f"{ROOT}/iter_1/file", b"older")
     attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
     begin(attempt)
-    if end == "committed":
-        publish(attempt, [{"rank": 0, "files": []}], {}, {})
-    elif end == "abandoned":
-        abandon(attempt)
-    lock = SimpleNamespace(held_by_others=lambda: end == "unknown")
-    before = {file.path for file in keeper.files.listed("")}
-    request = SimpleNamespace(attempt=attempt)
-    keeper.follow(cast(Any, SimpleNamespace(request=request, lock=lock, until=time.monotonic() + 0.2)))
-    after = {file.path for file in keeper.files.listed("")}
-    assert after == (before - {f"{ROOT}/iter_1/file"} if end == "committed" else before)
+    commit = partial(publish, attempt, [{"rank": 0, "files": []}], {}, {})
+    ends: dict[str, Callable[[], object]] = {
+        "committed": commit,
+        "abandoned": partial(abandon, attempt),
+        "unknown": lambda: None,
+    }
+    decide = ends[end]
+    if not others_decide:
+        decide()
+    keeper.storage.clock = clock = QuickClock(decide)
+    lock = SimpleNamespace(held_by_others=lambda: others_decide)
+    keeper.follow(cast(Any, SimpleNamespace(request=SimpleNamespace(attempt=attempt), lock=lock, until=5.0)))
+    assert clock.waits == waits
+    assert keeper.storage.exists(f"{ROOT}/iter_2/manifest.json") == (end == "committed")
+    assert keeper.storage.exists(f"{ROOT}/iter_1/file") != (end == "committed")
 
 
 class Kept:
@@ -289,12 +365,39 @@ def test_no_tensor_has_bytes_of_a_damaged_image(kept: Kept) -> None:
 def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_them(kept: Kept) -> None:
     kept.take_away(3)
     with next_run(kept) as (manager, _):
-        assert manager.restore(state_of(0)) == 3
-        assert kept.server.holders == 1 and not kept.server.ended.is_set()
+        for _ in range(2):
+            assert manager.restore(state_of(0)) == 3
+            eventually(lambda: kept.server.holders == 1)
+        assert not kept.server.ended.is_set()
         manager.save(4, state_of(4))
         manager.wait()
         assert kept.server.ended.wait(20)
         eventually(lambda: kept.server.holders == 0)
+        newer = KeeperServer(KeptFiles(), memory_root(str(kept.folder), new_token()), 0, dict)
+        newer.start()
+        manager.save(5, state_of(5))
+    try:
+        assert not newer.ended.is_set(), "it may be this run that is over"
+    finally:
+        newer.close()
+
+
+def test_a_run_waits_for_the_snapshot_that_a_keeper_completes(kept: Kept) -> None:
+    memory = HostMemory(lambda _: [], own=kept.files)
+    attempt = new_attempt(memory, f"{kept.root}/iter_0000003", new_token())
+    begin(attempt)
+    mark = AttemptLock(memory, attempt)
+
+    def complete() -> None:
+        eventually(lambda: kept.server.holders == 1)
+        time.sleep(0.05)
+        kept.take(3)
+        mark.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        completing = pool.submit(complete)
+        assert restored(kept) == (3, "memory")
+        completing.result()
 
 
 def test_a_run_that_begins_elsewhere_lets_the_keepers_go(kept: Kept) -> None:
@@ -360,6 +463,11 @@ def test_a_path_is_read_from_memory_if_it_is_the_same_attempt(kept: Kept, caplog
     for data in kept.folder.glob("iter_0000003/*.distcp"):
         data.rename(f"{data}.away")
     assert read()["epoch"] == 3, "nobody read the file"
+    phases = list[str]()
+    load = SimpleNamespace(phase=lambda name: nullcontext(phases.append(name)))  # type: ignore[func-returns-value]
+    reader = NearestReader(0, 1, storage_of=storage_at, collective=cast(Any, lambda path, tag: load))
+    assert reader.read(path, alone=True)[0]["epoch"] == 3 and phases == []
+    assert reader.read(path)[0]["epoch"] == 3 and phases[0] == "nearest"
     for data in kept.folder.glob("iter_0000003/*.away"):
         data.rename(str(data).removesuffix(".away"))
     kept.damage(3)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rank_threads import rank_threads
 
-from ckpt_component import CheckpointError, CheckpointGivenUpError, CheckpointSaveError
+from ckpt_component import CheckpointError, CheckpointFencedError, CheckpointGivenUpError, CheckpointSaveError
 from ckpt_component.callers.memory_caller import MemoryCaller
 from ckpt_component.callers.write_callers import InlineCaller
 from ckpt_component.core.commit.cleanup import discard
@@ -44,6 +44,7 @@ from ckpt_component.saving.in_flight import SaveHandle
 from ckpt_component.saving.kept_snapshots import KeepingLane
 from ckpt_component.saving.pipeline import SavePipeline
 from ckpt_component.saving.retry import ErrorPolicy
+from ckpt_component.saving.save_lane import SaveLane
 from ckpt_component.stagers import SharedMemoryStager
 from ckpt_component.writers import DcpWriter
 
@@ -57,6 +58,7 @@ class Keeper(MemoryCaller):
     Attributes:
         files: what is kept
         failures: raised by the next requests; None: that one succeeds
+        start_failures: as `failures`, raised when it is to be ready for a request
         events: what it was asked for, in order
     """
 
@@ -64,6 +66,7 @@ class Keeper(MemoryCaller):
         super().__init__(lambda timeout: cast(Any, None))
         self.files = KeptFiles()
         self.failures: list[Exception | None] = []
+        self.start_failures: list[CheckpointError] = []
         self.refusal: CheckpointError | None = None
         self.events: list[str] = []
         self.arenas: list[Arena] = []
@@ -71,7 +74,9 @@ class Keeper(MemoryCaller):
         self.go_on.set()
 
     def prepare(self, timeout: float) -> None:
-        """There is no process that could have ended."""
+        """There is no process that could have ended, unless a test says so."""
+        if self.start_failures:
+            raise self.start_failures.pop(0)
 
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
         self.events.append(os.path.basename(request.attempt.target))
@@ -304,6 +309,7 @@ def test_a_snapshot_is_whole_in_memory_while_older_ones_are_being_written(tmp_pa
 
 @pytest.mark.parametrize("memory", [True, False])
 def test_only_the_newest_snapshot_stays_and_the_older_ones_give_their_memory_back(tmp_path: Path, memory: bool) -> None:
+    before = {*threading.enumerate()}
     with Run(tmp_path) as run:
         for step in range(1, 6):
             run.save(step, memory=memory).result(60)
@@ -312,6 +318,7 @@ def test_only_the_newest_snapshot_stays_and_the_older_ones_give_their_memory_bac
         assert len({arena.number for arena in run.keeper.arenas}) == 2
     assert all(arena.closed for arena in run.keeper.arenas) and run.stager.host_bytes == 0
     assert run.keeper.events[-1] == "closed"
+    assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("ckpt-save")]
 
 
 def test_a_save_to_memory_alone_writes_nothing_and_is_reported_as_such(tmp_path: Path) -> None:
@@ -320,6 +327,8 @@ def test_a_save_to_memory_alone_writes_nothing_and_is_reported_as_such(tmp_path:
         report = run.save(2, memory=True).result(60)
         assert run.on_disk() == [1] and run.in_memory() == [2]
         assert report.memory and report.path == run.path(MEGATRON.folder(2)) and report.outcome == "committed"
+        assert report.bytes > 0 and report.reused == 0
+        assert report.stall_s < report.committed_s, "training goes on meanwhile"
         assert [each.step for each in run.pipeline.reports] == [1, 2]
         assert run.pipeline.last_report == durable, "the last one that stays"
         assert report.event()["memory"] is True and durable.event()["memory"] is False
@@ -372,8 +381,35 @@ def test_what_was_in_memory_stays_there_when_a_newer_one_fails(tmp_path: Path) -
         with pytest.raises(CheckpointSaveError, match="no memory"):
             run.save(2, memory=True).result(60)
         assert run.in_memory() == [1] and holds(run.loaded(1, memory=True), 1)
-        run.save(3, memory=True).result(60)
-        assert run.in_memory() == [3]
+        run.keeper.start_failures = [WorkerDiedError("the keeper cannot be started")]
+        with pytest.raises(CheckpointSaveError, match="the keeper cannot be started"):
+            run.save(3, memory=True).result(60)
+        assert run.in_memory() == [1]
+        run.save(4, memory=True).result(60)
+        assert run.in_memory() == [4]
+
+
+def test_a_snapshot_that_fails_because_another_run_has_taken_over_says_so(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(1, memory=True).result(60)
+        Claim(file_storage(durable=False), str(tmp_path)).acquire()
+        run.keeper.failures = [CheckpointSaveError("no memory")]
+        with pytest.raises(CheckpointFencedError):
+            run.save(2, memory=True).result(60)
+
+
+def test_a_save_whose_snapshot_no_thread_can_keep_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Run(tmp_path) as run:
+        with monkeypatch.context() as changed, pytest.raises(RuntimeError, match="can't start new thread"):
+            changed.setattr(SaveLane, "run_after_saves", refuse)
+            run.save(1)
+        run.save(2).result(60)
+        run.wait_whole(1)
+        assert run.on_disk() == run.in_memory() == [2] and holds(run.loaded(2, memory=True), 2)
+        assert not run.stager.busy
 
 
 def test_a_save_that_its_folder_does_not_take_is_in_memory_all_the_same(tmp_path: Path) -> None:
@@ -527,12 +563,14 @@ def test_memory_is_free_for_the_next_save_when_the_last_one_is_whole(tmp_path: P
 @pytest.mark.parametrize("durable", [True, False])
 def test_what_does_not_change_is_shared_with_the_last_checkpoint_in_memory_too(durable: bool, tmp_path: Path) -> None:
     """It is not in the image, so memory has the checkpoint's file, also when that checkpoint is deleted."""
-    reuse = FileReuse(UnchangedTensors(["base"]), checksum=DcpWriter().algorithm, in_memory=True)
+    reuse = FileReuse(UnchangedTensors(["base*"]), checksum=DcpWriter().algorithm, in_memory=True)
     base, shared = torch.arange(50_000.0), list[int]()
     with Run(tmp_path, reuse=reuse) as run:
         for step in (1, 2, 3):
             path = str(tmp_path / MEGATRON.folder(step)) if step < 3 or durable else run.path(MEGATRON.folder(step))
-            state = {"base": base, "weight": torch.full((9,), float(step)), "step": step}
+            state = {"base": base, "weight": torch.full((100_000,), float(step)), "step": step}
+            if step == 3:  # written, and in order after what is shared
+                state["base.more"] = base + 1
             shared.append(run.pipeline.save(state, path, step=step)[1].result(60).reused)
             run.wait_whole(step)
             assert run.in_memory() == [step]
@@ -540,7 +578,8 @@ def test_what_does_not_change_is_shared_with_the_last_checkpoint_in_memory_too(d
             assert loaded["base"].equal(base) and holds(loaded, step)
         for step in run.on_disk():
             discard(file_storage(), str(tmp_path / MEGATRON.folder(step)))
-        assert run.loaded(3, memory=True)["base"].equal(base)
+        loaded = run.loaded(3, memory=True)
+        assert loaded["base"].equal(base) and loaded["base.more"].equal(base + 1)
     assert shared[1] > 200_000
 
 

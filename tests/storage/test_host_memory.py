@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.memory import keeper_sockets
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import (
@@ -37,6 +41,7 @@ from ckpt_component.testing.conformance.leftovers import memfds
 
 TOKEN = "1f2e3d4c-0a0b0c0d"
 ROOT = memory_root("/runs/one", TOKEN)
+PLACE = SocketPlace(*split_root(ROOT) or ("", ""))
 #: A keeper in a process of its own: it keeps a small file, and ends when its stdin does.
 PROCESS = """
 import sys
@@ -71,9 +76,9 @@ def serving(kept: KeptFiles, rank: int = 0, root: str = ROOT, user: int | None =
 
 
 @contextlib.contextmanager
-def keeper_process(rank: int = 0) -> Iterator[subprocess.Popen[str]]:
+def keeper_process(rank: int = 0, stderr: int | None = None) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", PROCESS, ROOT, str(rank)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -131,7 +136,7 @@ def test_without_a_keeper_there_is_nothing() -> None:
         files.size("file")
 
 
-def test_keepers_of_two_ranks_are_one_storage() -> None:
+def test_keepers_of_two_ranks_are_one_storage(caplog: pytest.LogCaptureFixture) -> None:
     one, two = KeptFiles(), KeptFiles()
     fd = image(b"--pieces")
     two.put_image(f"{ROOT}/iter_1/t/__1_0", 7, fd, 2, 6)
@@ -156,6 +161,7 @@ def test_keepers_of_two_ranks_are_one_storage() -> None:
         assert two.get(f"{ROOT}/iter_1/t/__1_0", 100) == b"where it was"
         leader.remove_tree(f"{ROOT}/iter_1")
         assert two.listed("") == [] and not seen.exists(f"{ROOT}/iter_1")
+    assert not caplog.records, "the first one left the folder to the other"
 
 
 def test_who_has_no_keeper_changes_nothing() -> None:
@@ -185,6 +191,11 @@ def test_keepers_say_what_they_are_and_hear_who_needs_them() -> None:
         assert {**about, "host": socket.gethostname(), "pid": os.getpid()} == about
         expected = {"root": "/runs/one", "token": TOKEN, "rank": 3, "bytes": 3, "alive": True, "world_size": 2}
         assert {**about, **expected} == about
+        keeper.close()
+        large = bytes(1 << 24)  # goes in many parts
+        keeper.put(f"{ROOT}/large", large)  # over a new connection
+        assert keeper.get(f"{ROOT}/large", len(large)) == large
+        assert server.holders == 0
         keeper.hold()
         assert server.holders == 1
         keeper.close()
@@ -226,6 +237,129 @@ def test_a_file_is_as_it_was_while_it_is_open_whoever_deletes_it() -> None:
             with pytest.raises(OSError, match="Bad file descriptor"):
                 os.pwrite(piece.descriptor, b"x", 0)
         assert within(10, lambda: kept.held() == set())
+
+
+class SlowlyClosed(KeptFiles):
+    """Takes its time to close what was opened."""
+
+    is_closed = False
+
+    @contextlib.contextmanager
+    def opened(self, folder: str) -> Iterator[Mapping[str, Piece | bytes]]:
+        with super().opened(folder) as files:
+            yield files
+        time.sleep(0.05)
+        self.is_closed = True
+
+
+def test_who_closes_a_keeper_waits_until_nothing_is_open_for_others() -> None:
+    kept = SlowlyClosed()
+    with serving(kept) as server:
+        (keeper,) = keepers_of(ROOT)
+        with keeper.opened(f"{ROOT}/iter_1"):
+            server.close()
+            assert kept.is_closed
+
+
+def test_who_hangs_up_while_it_reads_gives_back_nothing_that_it_opens_later() -> None:
+    kept = KeptFiles()
+    fd = image(b"first")
+    kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
+    os.close(fd)
+    with serving(kept):
+        (keeper,) = keepers_of(ROOT)
+        with contextlib.ExitStack() as earlier:
+            earlier.enter_context(keeper.opened(f"{ROOT}/iter_1"))
+            keeper.close()
+            with keeper.opened(f"{ROOT}/iter_1"):
+                earlier.close()
+                assert kept.held() == {1}
+        assert within(10, lambda: kept.held() == set())
+    kept.delete([f"{ROOT}/iter_1/file"])
+
+
+def test_a_keeper_takes_connections_again_when_it_has_descriptors() -> None:
+    with keeper_process(stderr=subprocess.PIPE) as process:
+        few = (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        usual = resource.prlimit(process.pid, resource.RLIMIT_NOFILE, few)
+        first = keepers_of(ROOT)  # its descriptor may have been taken before
+        assert process.stderr is not None and "no connection could be taken" in process.stderr.readline()
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, usual)
+        for (keeper,) in (first, keepers_of(ROOT)):
+            assert keeper.get(f"{ROOT}/iter_1/file", 5) == b"bytes"
+
+
+def test_a_keeper_that_takes_no_connection_is_waited_for_until_the_deadline() -> None:
+    listener, number = PLACE.listen(0)
+    with listener, contextlib.ExitStack() as waiting, ThreadPoolExecutor(1) as pool:
+
+        def connect(seconds: float) -> None:
+            sock = PLACE.connect(0, seconds)
+            assert sock is not None
+            waiting.enter_context(sock)
+
+        with pytest.raises(TimeoutError, match="rank 0's keeper takes no connection"):
+            while True:
+                connect(0.05)
+        connecting = pool.submit(connect, 30)
+        time.sleep(0.05)
+        waiting.enter_context(listener.accept()[0])
+        connecting.result(30)
+    PLACE.remove(0, number)
+
+
+def test_a_folder_that_another_process_locks_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, number = PLACE.listen(0)
+    folder, waited, unlocks_at = os.open(PLACE.folder, os.O_RDONLY), 0.0, 1e9
+
+    def sleep(seconds: float) -> None:
+        nonlocal waited
+        waited += seconds
+        if waited > unlocks_at:
+            fcntl.flock(folder, fcntl.LOCK_UN)
+
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with monkeypatch.context() as changed, listener:
+        changed.setattr(keeper_sockets, "time", SimpleNamespace(monotonic=lambda: waited, sleep=sleep))
+        with pytest.raises(TimeoutError, match="another process locks the folder of the sockets"):
+            PLACE.remove(0, number)
+        assert 9 < waited < 11 and PLACE.ranks() == {0: number}
+        unlocks_at = waited + 1
+        PLACE.remove(0, number)
+        assert waited > unlocks_at and PLACE.ranks() == {}
+    os.close(folder)
+
+
+def test_a_socket_that_a_dead_process_has_left_half_made_is_in_nobodys_way(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "rename", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            PLACE.listen(0)
+    assert [path.is_socket() for path in runtime.rglob(".*")] == [True] and PLACE.ranks() == {}
+    with serving(KeptFiles()):
+        assert [keeper.rank for keeper in keepers_of(ROOT)] == [0]
+    assert not [*runtime.iterdir()]
+
+
+def test_a_keeper_that_ends_before_it_answers_is_gone() -> None:
+    listener, number = PLACE.listen(0)
+
+    def hang_up() -> None:
+        channel = Channel(listener.accept()[0], lambda: True)
+        channel.receive(time.monotonic() + 10)
+        channel.close()
+
+    with listener, ThreadPoolExecutor(1) as pool:
+        keeper = RemoteKeeper(PLACE, 0)
+        pool.submit(hang_up)
+        with pytest.raises(ConnectionError, match="rank 0's keeper has ended"):
+            keeper.listed("")
+    PLACE.remove(0, number)
 
 
 def test_what_a_dead_reader_had_open_is_free_again() -> None:
@@ -280,6 +414,7 @@ def test_a_keeper_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_op
     with serving(kept):
         find = HostKeepers()
         (keeper,) = find(ROOT)
+        assert find(ROOT) == [keeper], "it stays connected"
         assert len(keeper.listed("")) == 150  # it has the other end of the connection
         connected = descriptors()
         for _ in range(2):
@@ -298,7 +433,7 @@ def test_a_keeper_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_op
 
 def test_a_request_that_a_keeper_does_not_know_is_refused_in_words() -> None:
     with serving(KeptFiles()):
-        sock = SocketPlace(*split_root(ROOT) or ("", "")).connect(0, 10)
+        sock = PLACE.connect(0, 10)
         assert sock is not None
         channel = Channel(sock, lambda: True)
         answers = []
@@ -545,9 +680,8 @@ def test_who_comes_later_replaces_a_socket_and_who_was_replaced_leaves_it() -> N
 
 
 def test_the_process_of_another_user_is_refused_on_both_sides() -> None:
-    place = SocketPlace(*split_root(ROOT) or ("", ""))
     with serving(KeptFiles()), pytest.raises(PermissionError, match=f"a process of user {os.getuid()}, not"):
-        RemoteKeeper(place, 0, user=os.getuid() + 1)
+        RemoteKeeper(PLACE, 0, user=os.getuid() + 1)
     with serving(KeptFiles(), user=os.getuid() + 1), pytest.raises(PermissionError, match="this keeper belongs to"):
         keepers_of(ROOT)[0].listed("")
 
