@@ -40,7 +40,8 @@ class MemoryCaller(ConnectedCaller):
             timeout: seconds that it may take
 
         Returns:
-            The numbers of the arenas that another process still reads, which must not be filled again.
+            The numbers of the arenas that may be filled again: this keeper has them, and no other process reads them.
+            Of one that a keeper had which has died since, nobody knows who reads it.
 
         Raises:
             WorkerDiedError: the keeper has died, and all snapshots with it
@@ -51,7 +52,8 @@ class MemoryCaller(ConnectedCaller):
             return set()
         deadline = time.monotonic() + timeout
         lane.send({"kind": "retire", "id": number, "path": path}, deadline)
-        return set(lane.receive(deadline, "timeouts.close")["held"])
+        held: list[int] = lane.receive(deadline, "timeouts.close")["held"]
+        return self._arenas.keys() - held
 
     def close(self, timeout: float = 60.0) -> None:
         """Close the connection; the process belongs to another caller."""

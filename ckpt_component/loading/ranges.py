@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from ..core.formats.index import Contents, Index, Place
 from ..core.formats.rank_index import StoredRange, checksum_of
-from ..core.formats.verification import Damage, verify_items
+from ..core.formats.verification import Damage, verify_open_items
 from ..core.progress import Progress, no_progress
 from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.regions import overlap
@@ -39,7 +40,10 @@ class RangeSource(Source):
 
     def __init__(self, index: Index, contents: Contents, access: Access) -> None:
         self.where, self.contents = index.where, contents
-        self._storage, self._folder, self._shared = index.storage, index.folder, access.shared
+        self._folder = index.folder
+        #: Opens the files.
+        self._open: Callable[[], AbstractContextManager[FileSet]]
+        self._open = partial(index.storage.open_files, index.folder, shared=access.shared)
         self._items = list(map(TensorItems, map(attrgetter("tensors"), contents.columns)))
         #: By name, as ranges have it. Those of files of other programs have none.
         self._checksums: dict[str | None, Checksum] = {}
@@ -48,12 +52,16 @@ class RangeSource(Source):
                 self._checksums[name] = checksum_of(self.where, name)
             self.verifies_first = index.storage.verifies_first
 
-    def verify(self, rank: int, world_size: int) -> None:
+    @contextmanager
+    def verified(self, rank: int, world_size: int) -> Iterator[None]:
         """Verify what some of the ranks wrote; the others' is verified by other ranks of this load."""
         columns = self.contents.columns[rank::world_size] if len(self.contents.columns) > 1 else self.contents.columns
         items = [item for each in columns for item in each.ranges()]
-        verify_items(self._storage, self._folder, items, _refuse, shared=self._shared)
-        self._checksums = {}
+        with self._open() as files:
+            verify_open_items(files, self._folder, items, _refuse)
+            again = nullcontext(files)
+            self._checksums, self._open = {}, lambda: again
+            yield
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Read small items many at a time, and larger payloads directly into their tensors."""
@@ -65,7 +73,7 @@ class RangeSource(Source):
         small = [(items.table[2] <= SMALL_BYTES).tolist() for items in self._items]
         coalesced: dict[int, list[tuple[int, Request]]] = defaultdict(list)
         reads = []
-        with self._storage.open_files(self._folder, shared=self._shared) as files:
+        with self._open() as files:
             for request, place in wanted:
                 if type(place[0]) is int and request.offsets is None and request.address is not None:
                     rank, number = place
@@ -131,7 +139,7 @@ class RangeSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Verify and decode the objects."""
         archives: dict[str, memoryview] = {}
-        with self._storage.open_files(self._folder) as files:
+        with self._open() as files:
             for key in keys:
                 (piece,) = self.contents.objects[key].place
                 data = memoryview(bytearray(piece.length))

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -125,62 +125,64 @@ class Reader:
         phase: Phase = nullcontext
         if self._collective is not None and not wanted.alone:
             phase = self._collective(path, wanted.tag).phase
-        with phase("open"):
-            refuse_fake_tensors()
-            to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
-            key_map = KeyMap(*names) if any(names) else None
-            verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
-            if wanted.visible is not None:
-                wait_visible(partial(self._storage_of(path).exists, path), path, wanted.visible)
-            source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
-            if source.verifies_first:
-                marks.append(("verify", clock()))
-                source.verify(*((self._rank, self._world_size) if phase is not nullcontext else (0, 1)))
-        marks.append(("read" if state_dict is None else "match", clock()))
-        target: Target | None = None
-        missing: list[str] = []
-        with phase("read"):
-            mapped = None
-            if key_map is not None:
-                source = mapped = MappedSource(source, key_map)
-            if wanted.narrow is not None:
-                source = wanted.narrow(source)
-            if state_dict is None:
-                if mapped is not None:
-                    mapped.check_ignored([])
-                state_dict = _load_all(source, to_device, self._progress)
-            else:
-                if isinstance(state_dict, torch.nn.Module):
-                    state, own_state = canonical_state_of(state_dict)
+        with ExitStack() as until_read:
+            with phase("open"):
+                refuse_fake_tensors()
+                to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
+                key_map = KeyMap(*names) if any(names) else None
+                verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
+                if wanted.visible is not None:
+                    wait_visible(partial(self._storage_of(path).exists, path), path, wanted.visible)
+                source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
+                if source.verifies_first:
+                    marks.append(("verify", clock()))
+                    share = (self._rank, self._world_size) if phase is not nullcontext else (0, 1)
+                    until_read.enter_context(source.verified(*share))
+            marks.append(("read" if state_dict is None else "match", clock()))
+            target: Target | None = None
+            missing: list[str] = []
+            with phase("read"):
+                mapped = None
+                if key_map is not None:
+                    source = mapped = MappedSource(source, key_map)
+                if wanted.narrow is not None:
+                    source = wanted.narrow(source)
+                if state_dict is None:
+                    if mapped is not None:
+                        mapped.check_ignored([])
+                    state_dict = _load_all(source, to_device, self._progress)
                 else:
-                    state = state_dict
-                target = Target(
-                    state,
-                    source,
-                    self._rank,
-                    self._world_size,
-                    allow_dtype_cast=wanted.allow_dtype_cast,
-                    mapped=mapped,
-                )
-                source = target.source
-                objects = source.read_objects(target.objects)
-                missing = _match(path, target, objects, mapped, wanted)
-                marks.append(("read", clock()))
-                tensors = {}
-                if target.new_tensors:
-                    tensors = _moved(source.new_tensors(target.new_tensors, self._progress), to_device)
-                target.accept({**tensors, **objects})
-                source.read_tensors(target.requests, self._progress)
-        with phase("take"):  # only now, so that no object waits for one on a rank that could not read
-            if target is not None:
-                proves = self._prove is Prove.on_read or (wanted.resuming and self._prove is Prove.on_resume)
-                proof = Proof(source.where, self._may_differ) if proves else None
-                target.finish(proof)
-                if isinstance(state_dict, torch.nn.Module):
-                    load_state(state_dict, partial(own_state, state), "", source.where, proof)
-                if proof is not None:
-                    proof.conclude()
-                    self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
+                    if isinstance(state_dict, torch.nn.Module):
+                        state, own_state = canonical_state_of(state_dict)
+                    else:
+                        state = state_dict
+                    target = Target(
+                        state,
+                        source,
+                        self._rank,
+                        self._world_size,
+                        allow_dtype_cast=wanted.allow_dtype_cast,
+                        mapped=mapped,
+                    )
+                    source = target.source
+                    objects = source.read_objects(target.objects)
+                    missing = _match(path, target, objects, mapped, wanted)
+                    marks.append(("read", clock()))
+                    tensors = {}
+                    if target.new_tensors:
+                        tensors = _moved(source.new_tensors(target.new_tensors, self._progress), to_device)
+                    target.accept({**tensors, **objects})
+                    source.read_tensors(target.requests, self._progress)
+            with phase("take"):  # only now, so that no object waits for one on a rank that could not read
+                if target is not None:
+                    proves = self._prove is Prove.on_read or (wanted.resuming and self._prove is Prove.on_resume)
+                    proof = Proof(source.where, self._may_differ) if proves else None
+                    target.finish(proof)
+                    if isinstance(state_dict, torch.nn.Module):
+                        load_state(state_dict, partial(own_state, state), "", source.where, proof)
+                    if proof is not None:
+                        proof.conclude()
+                        self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
         self.last_read["spans"] = _spans([*marks, ("", clock())])
         return state_dict, missing
 

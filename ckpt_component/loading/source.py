@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -89,19 +90,20 @@ class Source(ABC):
     Attributes:
         where: what messages call it, its path
         contents: what it has
-        verifies_first: whether `verify` is to be called before anything is read
+        verifies_first: whether everything is to be read within `verified`
     """
 
     where: str
     contents: Contents
     verifies_first = False
 
-    def verify(self, rank: int, world_size: int) -> None:
-        """Verify all bytes, or this rank's share of them; what is then read is not verified again.
+    def verified(self, rank: int, world_size: int) -> AbstractContextManager[None]:
+        """Verify all bytes, or this rank's share of them. Until the context ends they stay, and are not verified again.
 
         Raises:
             CheckpointCorruptError: the stored bytes are damaged
         """
+        return nullcontext()
 
     @abstractmethod
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:

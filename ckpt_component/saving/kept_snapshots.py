@@ -189,14 +189,14 @@ class KeptSnapshot(SaveAttempts):
             raise CheckpointSaveError(f"{attempt.target} was committed without a snapshot of this rank.")
         snapshot.hold()
         older, self._snapshot = self._snapshot, snapshot
-        read: set[int] | None = None
+        unread = set[int]()
         try:
-            read = self._keeper.retire(attempt.target, self._timeout)
+            unread = self._keeper.retire(attempt.target, self._timeout)
         except CheckpointError as error:  # the new snapshot is whole on all ranks, whatever became of the older one
             logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", attempt.target, error)
         if older is not None:
             arena = older.arena
-            older.release(reusable=arena is None or (read is not None and arena.number not in read))
+            older.release(reusable=arena is None or arena.number in unread)
         return committed
 
     def release(self) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import keeper_of, kill, live
+from snapshots import keeper_of, keepers, kill, live
+from waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("left_on_purpose")
 
@@ -27,6 +28,17 @@ def test_two_ranks_go_on_where_they_were_killed(tmp_path: Path) -> None:
     after = live(tmp_path, world_size=2)
     assert [life.restored for life in after] == [(3, "memory")] * 2
     assert [life.told["began"] for life in after] == [life.told["digests"]["3"] for life in killed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_where_a_run_was_killed(tmp_path: Path, before: int, now: int) -> None:
+    killed = live(tmp_path, world_size=before, steps=3, durable=[1], end="kill")
+    after = live(tmp_path, world_size=now, steps=4)
+    assert [life.restored for life in after] == [(3, "memory")] * now
+    assert "restored step 3 from memory" in after[0].output
+    assert {life.told["began"] for life in after} == {killed[0].told["digests"]["3"]}
+    eventually(lambda: not keepers(), what="its first snapshot ends all of those before")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import live
+from snapshots import keepers, kill, live
 
 pytestmark = pytest.mark.usefixtures("left_on_purpose")
 
@@ -56,3 +56,15 @@ def test_without_steps_of_its_own_memory_has_what_was_saved(tmp_path: Path) -> N
     (killed,) = live(tmp_path, **plan, steps=3, durable=[2], end="kill")
     (after,) = live(tmp_path, **plan)
     assert after.restored == (2, "memory") and after.told["began"] == killed.told["digests"]["2"]
+
+
+@pytest.mark.slow
+def test_a_step_that_is_saved_by_hand_is_in_memory_and_on_the_disk(tmp_path: Path) -> None:
+    (killed,) = live(tmp_path, steps=3, durable=[3], by_hand=[3], end="kill")
+    assert killed.told["steps"] == [3] and "WARNING" not in killed.output
+    (second,) = live(tmp_path, end="kill")
+    assert second.restored == (3, "memory") and second.told["began"] == killed.told["digests"]["3"]
+    for process in keepers().values():
+        kill(process)
+    (third,) = live(tmp_path)
+    assert third.restored == (3, "storage") and third.told["began"] == killed.told["digests"]["3"]

@@ -101,7 +101,7 @@ class Keeper(MemoryCaller):
             raise self.refusal
         older = [file.path for file in self.files.listed(IN_MEMORY) if "/iter_" in file.path]
         self.files.delete([file for file in older if not file.startswith(f"{path}/")])
-        return self.files.held()
+        return {arena.number for arena in self.arenas} - self.files.held()
 
     def close(self, timeout: float = 60.0) -> None:
         self.events.append("closed")

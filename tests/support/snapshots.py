@@ -13,9 +13,14 @@ from typing import Any
 
 import psutil
 from ranks import finish_ranks, start_ranks
+from waiting import eventually
 
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper
+from ckpt_component.errors import CheckpointNotFoundError
+from ckpt_component.loading.nearest import copy_in_memory
 
 TRAINING = Path(__file__).parents[1] / "recovery" / "scripts" / "training.py"
 MEMORY = ["checkpoint/recovery=host", "checkpoint.recovery.every_steps=1"]
@@ -69,6 +74,28 @@ def live(folder: Path, *, world_size: int = 1, **plan: Any) -> list[Life]:
     found = [life.code for life in lives]
     assert found == expected, "\n--- next rank\n".join(f"{life.code}: {life.output}" for life in lives)
     return lives
+
+
+@contextlib.contextmanager
+def paused(folder: Path, *, world_size: int = 1, **plan: Any) -> Iterator[list[Life]]:
+    """A run that waits inside the block, at its `pause` or its end `hang`. Afterwards the list has its lives."""
+    lives = list[Life]()
+    ranks = start_lives(folder, world_size=world_size, **plan)
+    try:
+        for rank in range(world_size):
+            eventually((folder / f"ready-{rank}").exists, 40)
+        yield lives
+    finally:
+        (folder / "go").touch()
+        lives += finish_lives(ranks)
+
+
+def in_memory(path: str | Path) -> bool:
+    """Whether a keeper has a checkpoint whose path on disk this is."""
+    try:
+        return bool(copy_in_memory(str(path), FileStorage(), storage_at))
+    except CheckpointNotFoundError:
+        return False
 
 
 def tell(**values: Any) -> None:

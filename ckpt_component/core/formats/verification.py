@@ -89,40 +89,52 @@ def verify_items(
         CheckpointCorruptError, CheckpointUnreadableError: a file cannot be opened
         CheckpointLoadError: a checksum cannot be computed here
     """
-    algorithms = {kind: checksum_of(folder, str(kind)) for kind in {item.checksum_kind for item in items}}
     with fs.open_files(folder, shared=shared) as files:
+        verify_open_items(files, folder, items, report, done, progress)
 
-        def verify(group: list[StoredRange]) -> None:
-            first, end = group[0], max(map(attrgetter("end"), group))
-            sums: list[int | None] = []
 
-            def damage() -> str | None:
-                if first.length > CHUNK_BYTES:
-                    sums[:] = [_streamed(files, first, algorithms)]
-                else:
-                    sums[:] = _summed(files, group, end - first.offset, algorithms)
-                bad = [item for item, value in zip(group, sums, strict=True) if value != item.checksum]
-                return _name(bad[0]) if bad else None
+def verify_open_items(
+    files: FileSet,
+    folder: str,
+    items: Collection[StoredRange],
+    report: Callable[[Damage], None],
+    done: Callable[[StoredRange], None] = lambda _: None,
+    progress: Progress = no_progress,
+) -> None:
+    """`verify_items`, of the open files of a folder."""
+    algorithms = {kind: checksum_of(folder, str(kind)) for kind in {item.checksum_kind for item in items}}
 
-            try:
-                files.verified(first.file, first.offset, end - first.offset, damage)
-            except CheckpointCorruptError as error:  # it cannot be read
-                for item in group:
-                    report(Damage(item.file, item, error))
-                return
-            for item, value in zip(group, sums, strict=True):
-                if value == item.checksum:
-                    done(item)
-                else:
-                    report(Damage(item.file, item, files.damaged(item.file, _name(item))))
+    def verify(group: list[StoredRange]) -> None:
+        first, end = group[0], max(map(attrgetter("end"), group))
+        sums: list[int | None] = []
 
-        files.read_all(
-            [
-                RangeRead(group[0].file, group[0].offset, group[-1].end - group[0].offset, partial(verify, group))
-                for group in _groups(items)
-            ],
-            progress,
-        )
+        def damage() -> str | None:
+            if first.length > CHUNK_BYTES:
+                sums[:] = [_streamed(files, first, algorithms)]
+            else:
+                sums[:] = _summed(files, group, end - first.offset, algorithms)
+            bad = [item for item, value in zip(group, sums, strict=True) if value != item.checksum]
+            return _name(bad[0]) if bad else None
+
+        try:
+            files.verified(first.file, first.offset, end - first.offset, damage)
+        except CheckpointCorruptError as error:  # it cannot be read
+            for item in group:
+                report(Damage(item.file, item, error))
+            return
+        for item, value in zip(group, sums, strict=True):
+            if value == item.checksum:
+                done(item)
+            else:
+                report(Damage(item.file, item, files.damaged(item.file, _name(item))))
+
+    files.read_all(
+        [
+            RangeRead(group[0].file, group[0].offset, group[-1].end - group[0].offset, partial(verify, group))
+            for group in _groups(items)
+        ],
+        progress,
+    )
 
 
 def small_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> Iterator[Damage]:

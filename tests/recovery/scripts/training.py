@@ -49,16 +49,18 @@ class Training:
     Args:
         small: number of tensors of four values, besides those of the model
         frozen: number of values of a weight that never changes
+        averages: whether ranks see other data, and average their gradients; False: a step needs no other rank
     """
 
-    def __init__(self, rank: int, *, small: int = 0, frozen: int = 0) -> None:
+    def __init__(self, rank: int, *, small: int = 0, frozen: int = 0, averages: bool = True) -> None:
         torch.manual_seed(7)
+        self._averages = averages and dist.get_world_size() > 1
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.epochs, self.rng = Epochs(), Rng()
         self.small = {f"small{number}": torch.full((4,), float(number)) for number in range(small)}
         self.frozen = {"frozen": torch.arange(frozen, dtype=torch.float32)} if frozen else {}
-        torch.manual_seed(100 + rank)
+        torch.manual_seed(100 + rank * averages)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class Training:
             "model": self.model,
             "optimizer": self.optimizer,
             "epochs": self.epochs,
-            "rng": PerRank(self.rng),
+            "rng": PerRank(self.rng, when_resized="first"),
             "small": self.small,
             **self.frozen,
         }
@@ -76,7 +78,7 @@ class Training:
         loss = (self.model(data) - data.sum(1, keepdim=True)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
-        if dist.get_world_size() > 1:
+        if self._averages:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad)
@@ -122,10 +124,13 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     """One rank.
 
     The plan: `steps` (the last step), `overrides`, `recovery` (False: none), `durable` (steps to save in the folder),
-    `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (without a `with` block), `exit`, `hang` (after
-    `ready-RANK` is there, go on when the file `go` is, and close); `state`: arguments of `Training`.
+    `by_hand` (those of them to keep in memory first), `waits` (for each save), `pause` (after this step tell it by a
+    file `ready-RANK`, and go on when the file `go` is there), `together` (False: a rank ends without the others);
+    `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (without a `with` block), `exit`, `hang` (pause,
+    and close); `state`: arguments of `Training`; `ranks`: what is different on a rank.
     """
     plan = json.loads(os.environ["CKPT_TEST_PLAN"])
+    plan |= plan.get("ranks", {}).get(str(rank), {})
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
     training, source = Training(rank, **plan.get("state", {})), Source()
     overrides = ["checkpoint.save.every_steps=1000", "checkpoint.save.at_end=false"]
@@ -145,15 +150,19 @@ def train(rank: int, world_size: int, folder: Path) -> None:
         losses, digests = {}, {}
         for step in range((restored or 0) + 1, plan.get("steps", 0) + 1):
             losses[step], digests[step] = training.step(step), training.digest()
-            if step in plan.get("durable", []):
-                manager.save(step, training.state)
-            else:
+            durable, by_hand = step in plan.get("durable", []), step in plan.get("by_hand", [])
+            if not durable or by_hand:
                 manager.maybe_save(step, training.state)
-            if plan.get("slow"):
-                time.sleep(plan["slow"])
+            if durable:
+                manager.save(step, training.state)
+            if plan.get("waits"):
+                manager.wait()
+            if step == plan.get("pause"):
+                pause(folder, rank)
         manager.wait()
         tell(losses=losses, digests=digests, steps=manager.steps())
-        dist.barrier()
+        if plan.get("together", True):
+            dist.barrier()
         end(plan.get("end", "close"), folder, rank)
 
     if plan.get("end") == "outside":
@@ -171,6 +180,10 @@ def end(how: str, folder: Path, rank: int) -> None:
     elif how == "exit":
         sys.exit(0)
     elif how == "hang":
-        (folder / f"ready-{rank}").write_text("")
-        while not (folder / "go").exists():
-            time.sleep(0.01)
+        pause(folder, rank)
+
+
+def pause(folder: Path, rank: int) -> None:
+    (folder / f"ready-{rank}").write_text("")
+    while not (folder / "go").exists():
+        time.sleep(0.01)
