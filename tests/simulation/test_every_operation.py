@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from evidence import Record
@@ -15,6 +16,8 @@ from strides import in_turn
 from ckpt_component.testing import Fault
 
 PROTOCOLS = ("rename", "manifest")
+#: Of cuts and kills, and of faults: prime to the numbers of protocols and faults, so that each of these has a turn each time.
+CUT_STRIDE, FAULT_STRIDE = 3, 7
 FAULTS = {
     "fails": Fault("fail"),
     "fails_from_then_on": Fault("fail", lasts=True),
@@ -32,17 +35,22 @@ def kept_configs() -> Iterator[None]:
         yield
 
 
+def cases(workloads: list[Workload], always: str) -> list[Any]:
+    """Each workload on each protocol: one of them in every run, the others in turn."""
+    quick = [workload for workload in workloads if workload.name == always]
+    others = [workload for workload in workloads if workload.name != always]
+    return [
+        *itertools.product(quick, PROTOCOLS),
+        *in_turn(itertools.product(others, PROTOCOLS), CUT_STRIDE, marks=[pytest.mark.slow]),
+    ]
+
+
 def told(world: World, number: int, found: list[str]) -> list[str]:
     name, path = world.operations[number - 1]
     return [f"at operation {number} ({name} {path}): {text}" for text in found]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize(
-    "workload",
-    [pytest.param(each, marks=[] if each.name == "retention" else [pytest.mark.slow]) for each in WORKLOADS],
-    ids=str,
-)
+@pytest.mark.parametrize(("workload", "protocol"), cases(WORKLOADS, "retention"), ids=str)
 def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str, record_property: Record) -> None:
     world, wrong = World(workload, protocol), []
     for number in range(1, len(world.operations) + 1):
@@ -51,14 +59,9 @@ def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(
-    "workload",
-    [
-        pytest.param(each, marks=[] if each.name == "first_save" else [pytest.mark.slow])
-        for each in WORKLOADS
-        if each.name != "collect"  # it cuts the power itself
-    ],
+    ("workload", "protocol"),
+    cases([each for each in WORKLOADS if each.name != "collect"], "first_save"),  # collect cuts the power itself
     ids=str,
 )
 def test_a_kill_at_every_operation_without_any_sync(workload: Workload, protocol: str) -> None:
@@ -72,7 +75,7 @@ def test_a_kill_at_every_operation_without_any_sync(workload: Workload, protocol
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workload", "protocol", "fault"), in_turn(itertools.product(WORKLOADS, PROTOCOLS, FAULTS), 3), ids=str
+    ("workload", "protocol", "fault"), in_turn(itertools.product(WORKLOADS, PROTOCOLS, FAULTS), FAULT_STRIDE), ids=str
 )
 def test_every_operation(workload: Workload, protocol: str, fault: str, record_property: Record) -> None:
     world, wrong, faults = World(workload, protocol), [], 0

@@ -14,8 +14,8 @@ from strides import in_turn
 
 from ckpt_component.testing.simulation import Simulation
 
-#: Schedules that one test tries, and how many tests there are of each kind.
-EACH, QUICK, SOAK = 30, 4, 60
+#: Schedules that one test tries, how many tests there are of each kind, and every how many of them have their turn.
+EACH, PARTS, STRIDE = 30, 60, 30
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +26,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("protocol", ["rename", "manifest", "bucket"])
-@pytest.mark.parametrize(
-    "part", [*range(QUICK), *(pytest.param(part, marks=pytest.mark.soak) for part in range(QUICK, SOAK))]
-)
+@pytest.mark.parametrize("part", in_turn(range(PARTS), STRIDE))
 def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_property: Record) -> None:
     wrong = []
     for seed in range(part * EACH, (part + 1) * EACH):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,13 @@ def first_of(stride: int) -> int:
     return 1 + STRIDE_OFFSET % stride
 
 
-def in_turn(cases: Iterable[Any], stride: int) -> list[Any]:
-    """Parameters of a test: every n-th case has its turn, the others have the soak marker."""
+def in_turn(cases: Iterable[Any], stride: int, marks: Sequence[pytest.MarkDecorator] = ()) -> list[Any]:
+    """Parameters of a test: every n-th case has its turn, and these marks; the others have the soak marker."""
     turn = STRIDE_OFFSET % stride
     return [
         pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=[] if number % stride == turn else [pytest.mark.soak]
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=marks if number % stride == turn else [pytest.mark.soak],
         )
         for number, case in enumerate(cases)
     ]

@@ -19,21 +19,25 @@ from ckpt_component.config.hydra.explain import REMOVED, dotted_keys
 PACKAGE = Path(ckpt_component.__file__).parent
 OVERRIDE = re.compile(r"\+?checkpoint(?:/\w+|(?:\.[a-z_]+)+)=[^\s,;)?'`|]*")
 KEY = re.compile(r"(?<![\w.])(?:checkpoint|timeouts)(?:\.[a-z_]+)+(?![\w/=(*])")
+#: What a module has at least that names a key.
+NAMED = re.compile(r"\bcheckpoint[./]|\btimeouts\.")
 #: What a text leaves open: `{}` of an f-string or of `format`, `%s` of a log line, and `<new folder>`.
 OPEN = re.compile(r"\{[\w.:]*\}|%[a-z]|<new\b.*|\$\{[^}]*\}")
 
 
 def texts(path: Path) -> Iterator[str]:
     """The strings of a module without its docstrings; what an f-string puts in is `{}`."""
-    tree = ast.parse(path.read_text())
-    passed = set()
-    for node in ast.walk(tree):
+    source = path.read_text()
+    if not NAMED.search(source):
+        return  # each worker reads all modules before its first test
+    nodes, passed = [*ast.walk(ast.parse(source))], set()
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             passed.add(id(node.value))
         if isinstance(node, ast.JoinedStr):
             passed.update(map(id, node.values))
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed:
             yield node.value
 
