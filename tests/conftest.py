@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from strides import STRIDE_OFFSET
+from strides import STRIDE_OFFSET, has_turn
 
 # Before torch is imported anywhere: the same number of threads on every machine, so that runs are alike.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -81,6 +81,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     run = {mark for mark in _OPTIONS if mark in config.option.markexpr}
     run |= {"slow", "soak"} if config.option.run_soak else {"slow"} if config.option.run_slow else set()
     for item in items:
+        turns = item.get_closest_marker("turns")
+        if turns is not None and item.get_closest_marker("slow") and not has_turn(item.nodeid, *turns.args):
+            item.add_marker("soak")
         left = {mark for mark in _OPTIONS if item.get_closest_marker(mark)} - run
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.timeout(3600), append=item.get_closest_marker("timeout") is not None)

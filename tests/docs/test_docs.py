@@ -146,6 +146,7 @@ def _of_other_commits(number: int) -> list[pytest.MarkDecorator]:
     return [] if number % 2 == STRIDE_OFFSET % 2 else [pytest.mark.soak]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "page",
     [
@@ -193,6 +194,7 @@ def test_a_killed_tutorial_ends_like_one_that_was_not(tmp_path: Path) -> None:
     assert whole.splitlines()[0] == run("python tutorial.py", tmp_path).splitlines()[0], "nothing is left to train"
 
 
+@pytest.mark.turns(2)
 @pytest.mark.slow
 def test_the_contract_of_the_page_tests_the_stager_of_the_page(tmp_path: Path) -> None:
     script, contract = (
@@ -231,6 +233,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.turns(2)
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("block", commands())

@@ -428,6 +428,8 @@ def test_wrong_use_of_a_built_one_is_refused(tmp_path: Path) -> None:
         CheckpointCallback(dir=tmp_path).on_fit_start(fake, None)
 
 
+@pytest.mark.slow
+@pytest.mark.turns(2)
 def test_the_example_resumes_to_the_same_loss(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "lightning_loop.py"
     if not script.is_file():

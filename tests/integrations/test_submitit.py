@@ -59,6 +59,8 @@ def undisturbed(folder: Path) -> str:
     return str(submitit_job.train(folder, STEPS, 0.0))
 
 
+@pytest.mark.slow
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_preempted_job_goes_on_after_the_saved_step(submit: Callable[..., Any], tmp_path: Path, ranks: int) -> None:
     steps = tmp_path / "steps-0"

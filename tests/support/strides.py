@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ STRIDE_OFFSET = int(os.environ["CKPT_STRIDE_OFFSET"])
 def first_of(stride: int) -> int:
     """The number of the first case, from 1 to `stride`."""
     return 1 + STRIDE_OFFSET % stride
+
+
+def has_turn(name: str, stride: int) -> bool:
+    """Whether one of many tests, of which each n-th runs, has its turn."""
+    return zlib.crc32(name.encode()) % stride == STRIDE_OFFSET % stride
 
 
 def in_turn(cases: Iterable[Any], stride: int, marks: Sequence[pytest.MarkDecorator] = ()) -> list[Any]:

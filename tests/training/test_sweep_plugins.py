@@ -49,6 +49,8 @@ def rows_of(output: str, folder: Path) -> dict[str, dict[str, str]]:
     return {row["differs"]: row for row in rows}
 
 
+@pytest.mark.slow
+@pytest.mark.turns(2)
 @needs("hydra_joblib_launcher")
 def test_joblib_reports_once_and_says_which_jobs_shared_a_disk(sweep: Sweep, folder: Path) -> None:
     code, output = sweep(
@@ -73,6 +75,8 @@ def test_joblib_reports_once_and_says_which_jobs_shared_a_disk(sweep: Sweep, fol
     assert len(list(folder.glob("*/checkpoints/iter_0000006"))) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.turns(2)
 @needs("hydra_submitit_launcher")
 def test_submitit_reports_once(sweep: Sweep, folder: Path) -> None:
     words = ("checkpoint/writer=dcp,safetensors", "checkpoint.writer.workers=1,0", "train.steps=4")
@@ -93,6 +97,8 @@ def test_submitit_reports_once(sweep: Sweep, folder: Path) -> None:
 RANDOM = ("hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=7", "hydra.sweeper.n_trials=4")
 
 
+@pytest.mark.slow
+@pytest.mark.turns(2)
 @needs("hydra_optuna_sweeper")
 def test_optuna_minimises_stall_and_durable_time(sweep: Sweep, folder: Path) -> None:
     code, output = sweep(

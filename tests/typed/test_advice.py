@@ -68,6 +68,7 @@ def test_there_is_advice_to_look_at() -> None:
     assert len(OVERRIDES) > 40 and len(KEYS) > 15
 
 
+@pytest.mark.turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("advice", in_turn(OVERRIDES, 2))
 def test_an_override_that_a_text_names_works(advice: str) -> None:

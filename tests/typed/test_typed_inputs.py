@@ -304,6 +304,7 @@ CKPT = [
 ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
@@ -356,6 +357,7 @@ def test_other_apps_keep_hydras_words_before_and_after_ours_were_asked_for(conf:
     assert asked_without_hints() == before
 
 
+@pytest.mark.turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "line", "words"),
