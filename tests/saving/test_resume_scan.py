@@ -554,6 +554,25 @@ def test_a_writer_at_work_is_waited_for_until_it_ends_or_the_time_is_over(
     assert caplog.text.count("waiting up to 5 s for") == 1 and "continuing without it" not in caplog.text
 
 
+def test_a_file_that_may_be_missing_but_cannot_be_looked_for_is_unreadable_and_damages_nothing(tmp_path: Path) -> None:
+    class Away(FileStorage):
+        """A mount that does not answer any more once a file is missing."""
+
+        def exists(self, path: str) -> bool:
+            if path.endswith(".distcp"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return super().exists(path)
+
+    run(tmp_path, 1, 2)
+    path = tmp_path / "iter_0000002"
+    next(path.glob("*.distcp")).unlink()
+    with (
+        build_checkpointer("sync", storage_of=lambda _: Away()) as checkpointer,
+        pytest.raises(CheckpointUnreadableError, match="Input/output error"),
+    ):
+        checkpointer.load(path)
+
+
 # --- several ranks --------------------------------------------------------------------------------------------------
 
 

@@ -123,11 +123,12 @@ def check_files(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> N
     """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data."""
     try:
         sizes = storage.sizes(folder, [entry["name"] for entry in manifest["files"]])
+        no_files = {name: storage.exists(os.path.join(folder, name)) for name, size in sizes.items() if size is None}
     except OSError as error:
         raise read_failure(str(error.filename or folder), error) from error
     for entry in manifest["files"]:
         path, size = os.path.join(folder, entry["name"]), sizes[entry["name"]]
-        if size is None and storage.exists(path):
+        if no_files.get(entry["name"]):
             raise CheckpointCorruptError(f"{path} is not a regular file (a link, a folder, a FIFO or a device).")
         if size is None:
             raise CheckpointCorruptError(f"{path} is missing; manifest.json lists it with {entry['size']} bytes.")
