@@ -1,12 +1,30 @@
-"""`address_towards`: where other hosts reach this one."""
+"""Where other hosts of a job reach this one."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+import sys
+
+from .connection import innermost_store
+from .coordinator import distributed
 
 #: Nothing is sent to it.
 _ANY_PORT = 9
+
+
+def own_address() -> str:
+    """The address of the interface from which this host reaches the store of the job.
+
+    Raises:
+        OSError: as `address_towards`
+    """
+    host = None
+    if distributed() is not None:
+        store = innermost_store(sys.modules["torch.distributed"].distributed_c10d._get_default_store())
+        host = getattr(store, "host", None)
+    return address_towards(host or os.environ.get("MASTER_ADDR") or socket.gethostname())
 
 
 def address_towards(host: str) -> str:
