@@ -110,13 +110,14 @@ RULES = (
     Rule(
         # A user's class may derive from PersistentCaller; the factory asks it.
         lambda settings, parts: _keeps_memory(settings) and (parts.caller == "temporal" or not parts.in_other_process),
-        "checkpoint/recovery={settings.recovery.mode} keeps the newest snapshot in a writer process that outlives training, and "
-        "checkpoint/caller={caller} has none. Use checkpoint=async_persistent, or checkpoint/recovery=none.",
+        "checkpoint/recovery={settings.recovery.mode} keeps the newest snapshot in a writer process that outlives "
+        "training, and checkpoint/caller={caller} has none. Use checkpoint=async_persistent, or "
+        "checkpoint/recovery=none.",
     ),
     Rule(
         lambda settings, parts: _keeps_memory(settings) and parts.single_file,
-        "checkpoint/recovery={settings.recovery.mode} keeps snapshots as checkpoints of several files, and checkpoint/writer={writer} "
-        "writes one file alone. Use checkpoint/writer=dcp, or checkpoint/recovery=none.",
+        "checkpoint/recovery={settings.recovery.mode} keeps snapshots as checkpoints of several files, and "
+        "checkpoint/writer={writer} writes one file alone. Use checkpoint/writer=dcp, or checkpoint/recovery=none.",
     ),
     Rule(
         lambda settings, parts: not _keeps_memory(settings) and settings.recovery.every_steps is not None,
@@ -131,8 +132,9 @@ RULES = (
     ),
     Rule(
         lambda settings, parts: settings.recovery.mode is not RecoveryMode.peers and _says_who_has_copies(settings),
-        "checkpoint.recovery.replicas, peers and max_bytes_per_second say how copies of snapshots get to other hosts, and "
-        "checkpoint/recovery={settings.recovery.mode} sends none. Use checkpoint/recovery=peers, or leave them out.",
+        "checkpoint.recovery.replicas, peers and max_bytes_per_second say how copies of snapshots get to other hosts, "
+        "and checkpoint/recovery={settings.recovery.mode} sends none. Use checkpoint/recovery=peers, or leave them "
+        "out.",
     ),
 )
 

@@ -152,8 +152,8 @@ class SnapshotParts:
         names, settings = [*dict.fromkeys(hosts.names)], self._settings
         replicas = min(settings.replicas, len(names) - 1)
         text = (
-            "checkpoint/recovery=peers: each rank has up to %d images of its state in host memory, of which up to three "
-            "stay, and up to %d copies of other ranks' images"
+            "checkpoint/recovery=peers: each rank has up to %d images of its state in host memory, of which up to "
+            "three stay, and up to %d copies of other ranks' images"
         )
         logger.info(text, images, 2 * replicas)
         if replicas < settings.replicas:
@@ -181,8 +181,8 @@ def _begin(addresses: Sequence[str]) -> dict[str, Any]:
     """
     if "" in addresses:
         raise CheckpointConfigError(
-            f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its log); "
-            "set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
+            f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its "
+            "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
         )
     far = next((address for address in addresses if not is_loopback(address)), None)
     if far is not None:

@@ -43,9 +43,10 @@ def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Stor
             near = os.path.join(memory_root(root, token), name)
             memory = storage_of(near)
             kept = read_manifest(memory, near)
-            if kept is not None and _is_same(str(manifest.get("attempt")), str(kept.get("attempt"))):
-                if _is_whole(memory, near, kept):  # else other hosts have the rest
-                    return near
+            if kept is None or not _is_same(str(manifest.get("attempt")), str(kept.get("attempt"))):
+                continue
+            if _is_whole(memory, near, kept):  # else other hosts have the rest
+                return near
     except OSError as error:
         raise CheckpointUnreadableError(f"The copy of {path} in memory cannot be found: {error}.") from error
     raise CheckpointNotFoundError(f"{path} is not in the memory of this host.")

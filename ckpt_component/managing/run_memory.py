@@ -83,7 +83,7 @@ class RunMemory:
         return any(manifest.get("run") in self._later for manifest in scan.manifests.values())
 
     def _look(self) -> tuple[RunContext, Scan] | None:
-        run, owner = self._run, read_owner(self._run.fs, self._run.root)
+        owner = read_owner(self._run.fs, self._run.root)
         here = () if owner is None else self._tokens()
         # A run that took the folder and died before its first snapshot was whole has left that of the run before it.
         self._later.clear()

@@ -164,9 +164,9 @@ def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None
     keeper.files.put_image(f"{ROOT}/iter_1/image", 7, image, 0, 5)
     os.close(image)
     with keeper.files.opened(f"{ROOT}/iter_1"):
-        assert keeper.retire(f"{ROOT}/iter_2") == {7}
+        assert keeper.retire([f"{ROOT}/iter_2"]) == {7}
         assert sorted(file.path for file in keeper.files.listed("")) == stays
-    assert keeper.retire(f"{ROOT}/iter_2") == set()
+    assert keeper.retire([f"{ROOT}/iter_2"]) == set()
 
 
 @pytest.mark.parametrize("end", ["committed", "abandoned", "unknown"])

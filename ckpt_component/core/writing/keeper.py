@@ -3,7 +3,7 @@
 It has two connections to its trainer, each with a `ByteWorker` of its own: one for files, one for memory, so that a
 snapshot becomes whole in memory while an older one is being written. The frame `lane` opens the second. What is kept is
 reached through a socket, by the trainers of this run and of the next one (`core/storage/memory`). `retire` drops all
-snapshots but one, and is answered by the arenas that other processes still read.
+snapshots but some, and is answered by the arenas that other processes still read.
 
 A keeper ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
 seconds after its trainer has died, if no run that has restored from it is connected.
@@ -106,9 +106,9 @@ class SnapshotKeeper:
             raise CheckpointFencedError(f"Another run has taken over; {request.attempt.target} is not kept in memory.")
         return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
 
-    def retire(self, path: str) -> set[int]:
-        """Drop all snapshots but that of a path; returns the arenas that other processes read."""
-        paths, kept = [file.path for file in self.files.listed(self._root)], f"{path}/"
+    def retire(self, keep: Sequence[str]) -> set[int]:
+        """Drop all snapshots but those of some paths; returns the arenas that other processes read."""
+        paths, kept = [file.path for file in self.files.listed(self._root)], tuple(f"{path}/" for path in keep)
         # What lies in the root itself marks an attempt as alive.
         self.files.delete([file for file in paths if os.path.dirname(file) != self._root and not file.startswith(kept)])
         return self.files.held()
@@ -125,7 +125,7 @@ class SnapshotKeeper:
                     return
                 self.storage.clock.sleep(_POLL_SECONDS)
             if over and attempt.protocol.is_committed(attempt):
-                self.retire(attempt.target)
+                self.retire([attempt.target])
         except (CheckpointError, OSError) as error:
             print(f"ckpt keeper: it is unknown whether {attempt.target} is whole: {error}", file=sys.stderr)
 
@@ -168,7 +168,7 @@ class KeeperWorker(ByteWorker):
         if kind == "lane":
             self._keeper.start_lane(fds[0])
         elif kind == "retire":
-            held = sorted(self._keeper.retire(header["path"]))
+            held = sorted(self._keeper.retire(header["keep"]))
             with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
                 self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
         else:
