@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,15 @@ class Life:
         return self.told["restored"], self.told["source"]
 
 
-def start_lives(folder: Path, *, world_size: int = 1, **plan: Any) -> list[int]:
-    """Start a run in `folder / "run"`; see `scripts/training.py` for the plan. Returns its processes."""
+def start_lives(folder: Path, *, world_size: int = 1, hosts: Sequence[str] = (), **plan: Any) -> list[int]:
+    """Start a run in `folder / "run"`; see `scripts/training.py` for the plan. Returns its processes.
+
+    With `hosts`, each rank is on one of them.
+    """
     folder.mkdir(exist_ok=True)
-    return start_ranks(
-        TRAINING, "train", world_size, folder, whole=plan.get("end") == "outside", CKPT_TEST_PLAN=json.dumps(plan)
-    )
+    whole, told = plan.get("end") == "outside", json.dumps(plan)
+    size = len(hosts) or world_size
+    return start_ranks(TRAINING, "train", size, folder, whole=whole, hosts=hosts, CKPT_TEST_PLAN=told)
 
 
 def finish_lives(ranks: list[int], timeout: float = 60) -> list[Life]:
@@ -61,11 +65,11 @@ def finish_lives(ranks: list[int], timeout: float = 60) -> list[Life]:
     return lives
 
 
-def live(folder: Path, *, world_size: int = 1, **plan: Any) -> list[Life]:
+def live(folder: Path, *, world_size: int = 1, hosts: Sequence[str] = (), **plan: Any) -> list[Life]:
     """Run to the end, which the plan says. A rank that ends otherwise fails the test, with what all printed."""
-    lives = finish_lives(start_lives(folder, world_size=world_size, **plan))
+    lives = finish_lives(start_lives(folder, world_size=world_size, hosts=hosts, **plan))
     codes = {"kill": -signal.SIGKILL, "raise": 1, "outside": 1, "exit": 1}  # the fork server prints what is raised
-    expected = [codes.get(plan.get("end", "close"), 0)] * world_size
+    expected = [codes.get(plan.get("end", "close"), 0)] * len(lives)
     found = [life.code for life in lives]
     assert found == expected, "\n--- next rank\n".join(f"{life.code}: {life.output}" for life in lives)
     return lives
@@ -100,6 +104,15 @@ def keeper_of(rank: int) -> psutil.Process:
         return psutil.Process(keeper.about()["pid"])
     finally:
         keeper.close()
+
+
+def lose(*hosts: str) -> None:
+    """Hosts are lost, whose trainers have ended: kill their keepers, and remove their sockets."""
+    for process in keepers().values():
+        if process.environ().get("CKPT_HOST") in hosts:
+            kill(process)
+    for host in hosts:
+        shutil.rmtree(Path(os.environ["CKPT_RUNTIME_DIR"], host))
 
 
 def kill(process: psutil.Process) -> None:

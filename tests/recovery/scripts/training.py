@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from snapshots import MEMORY, tell
 
-from ckpt_component import CheckpointListener, LoadReport, PerRank, build_manager
+from ckpt_component import CheckpointListener, LoadReport, PerRank, SaveReport, build_manager
 
 
 class Rng:
@@ -110,12 +110,16 @@ class Training:
 
 
 class Source(CheckpointListener):
-    """Where the last restore was from."""
+    """Where the last restore was from, and which step was at its peers last."""
 
     source: str | None = None
+    at_peers = 0
 
     def on_restored(self, report: LoadReport) -> None:
         self.source = report.source
+
+    def on_at_peers(self, report: SaveReport) -> None:
+        self.at_peers = report.step or 0
 
 
 def train(rank: int, world_size: int, folder: Path) -> None:
@@ -123,7 +127,8 @@ def train(rank: int, world_size: int, folder: Path) -> None:
 
     The plan: `steps` (the last step), `overrides`, `recovery` (False: none), `durable` (steps to save in the folder),
     `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (without a `with` block), `exit`, `hang` (after
-    `ready-RANK` is there, go on when the file `go` is, and close); `state`: arguments of `Training`.
+    `ready-RANK` is there, go on when the file `go` is, and close); `state`: arguments of `Training`; `at_peers`: a step,
+    after which to wait until its snapshot is at its peers.
     """
     plan = json.loads(os.environ["CKPT_TEST_PLAN"])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
@@ -149,6 +154,10 @@ def train(rank: int, world_size: int, folder: Path) -> None:
                 manager.save(step, training.state)
             else:
                 manager.maybe_save(step, training.state)
+            until = time.monotonic() + 30
+            while step == plan.get("at_peers") != source.at_peers:
+                assert time.monotonic() < until, "it is not at its peers"
+                time.sleep(0.01)
             if plan.get("slow"):
                 time.sleep(plan["slow"])
         manager.wait()
