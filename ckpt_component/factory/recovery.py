@@ -27,7 +27,7 @@ from ..managing.peer_memory import PeerMemory
 from ..managing.run_context import RunContext
 from ..managing.run_memory import RunMemory
 from ..saving.kept_snapshots import KeepingLane
-from ..saving.peers import NewestStays, PeerCopies, Peers
+from ..saving.at_peers import NewestStays, PeerMap, SnapshotsAtPeers
 from ..saving.save_lane import SaveLane
 from ..writers.base import Writer
 
@@ -104,7 +104,7 @@ class SnapshotParts:
             # What the run before has at its peers is needed until this one has something there.
             ends = earlier.end_others if run.hosts.leads(ranks.rank) else _nothing
             peers, on_kept = self._peers(run), _nothing
-            stays = PeerCopies(peers, MemoryCaller(connect), ranks, run.timeouts, run.events, ends)
+            stays = SnapshotsAtPeers(peers, MemoryCaller(connect), ranks, run.timeouts, run.events, ends)
         return partial(
             KeepingLane,
             caller=MemoryCaller(connect),
@@ -115,13 +115,13 @@ class SnapshotParts:
             stays=stays,
         )
 
-    def _peers(self, run: RunContext) -> Peers:
+    def _peers(self, run: RunContext) -> PeerMap:
         """Agree on who has copies for whom."""
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
         deadline = ranks.clock.now() + run.timeouts.stage
         begun = ranks.decide("peers/begin", _address(), _begin, deadline)
-        return Peers(
+        return PeerMap(
             of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
             unseen=hosts.elsewhere(ranks.rank),
             address=begun["addresses"][ranks.rank],

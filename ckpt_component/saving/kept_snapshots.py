@@ -26,7 +26,7 @@ from ..writers.base import Writer
 from .attempts import SaveAttempts
 from .context import Ownership, RunHooks, SaveContext
 from .in_flight import SaveHandle
-from .peers import NewestStays
+from .at_peers import NewestStays
 from .records import Committed, SaveRequest, Staged, report_of
 from .retry import ErrorPolicy
 from .save_lane import SaveLane, notify

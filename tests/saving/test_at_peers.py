@@ -17,7 +17,7 @@ from ckpt_component.core.coordination import Coordinator
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.events import EventRecorder
-from ckpt_component.saving.peers import PeerCopies, Peers
+from ckpt_component.saving.at_peers import PeerMap, SnapshotsAtPeers
 
 TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)
 
@@ -63,10 +63,12 @@ class Rank:
     """One of two ranks, each on a host."""
 
     def __init__(self, ranks: Coordinator) -> None:
-        peers = Peers([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret")
+        peers = PeerMap([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret")
         self.keeper, self.listener, self.first, self.told = Keeper(), Heard(), list[str](), threading.Event()
         events = EventRecorder(listeners=[self.listener], rank=ranks.rank)
-        self.copies = PeerCopies(peers, self.keeper, ranks, TIMEOUTS, events, lambda: self.first.append("at peers"))
+        self.copies = SnapshotsAtPeers(
+            peers, self.keeper, ranks, TIMEOUTS, events, lambda: self.first.append("at peers")
+        )
         self.copies.begin(self.keeper, self.told.set)
 
     def whole(self, step: int) -> list[str]:

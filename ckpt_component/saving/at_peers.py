@@ -66,7 +66,7 @@ class NewestStays:
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerMap:
     """Who has copies for whom, and how they get there.
 
     Attributes:
@@ -84,7 +84,7 @@ class Peers:
     bytes_per_second: float | None = None
 
 
-class PeerCopies(NewestStays):
+class SnapshotsAtPeers(NewestStays):
     """See the top of this file.
 
     Args:
@@ -98,7 +98,7 @@ class PeerCopies(NewestStays):
 
     def __init__(
         self,
-        peers: Peers,
+        peers: PeerMap,
         caller: MemoryCaller,
         ranks: Coordinator,
         timeouts: ResolvedTimeouts,
