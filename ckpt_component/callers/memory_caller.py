@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..core.writing.process import ByteProcess, WriterConnection
 from .write_callers import ConnectedCaller
@@ -32,11 +32,12 @@ class MemoryCaller(ConnectedCaller):
         """Connect, and start the process again if it has ended."""
         self._running(timeout)
 
-    def retire(self, path: str, timeout: float) -> set[int]:
-        """Drop what this rank's keeper has of all snapshots but one.
+    def retire(self, keep: Sequence[str], timeout: float) -> set[int]:
+        """Drop what this rank's keeper has of all snapshots but these.
 
         Args:
-            path: of the snapshot that stays
+            keep: paths of the snapshots that stay, the newest last. A save that becomes whole after the trainer has
+                died replaces that one alone; one that must stay then, too, is named twice.
             timeout: seconds that it may take
 
         Returns:
@@ -50,7 +51,7 @@ class MemoryCaller(ConnectedCaller):
         if lane is None:
             return set()
         deadline = time.monotonic() + timeout
-        lane.send({"kind": "retire", "id": number, "path": path}, deadline)
+        lane.send({"kind": "retire", "id": number, "keep": list(keep)}, deadline)
         return set(lane.receive(deadline, "timeouts.close")["held"])
 
     def close(self, timeout: float = 60.0) -> None:

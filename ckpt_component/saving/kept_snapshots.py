@@ -191,7 +191,7 @@ class KeptSnapshot(SaveAttempts):
         older, self._snapshot = self._snapshot, snapshot
         read: set[int] | None = None
         try:
-            read = self._keeper.retire(attempt.target, self._timeout)
+            read = self._keeper.retire([attempt.target], self._timeout)
         except CheckpointError as error:  # the new snapshot is whole on all ranks, whatever became of the older one
             logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", attempt.target, error)
         if older is not None:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,7 +90,8 @@ class Keeper(MemoryCaller):
     def settle(self) -> None:
         """There is no process that would finish the save."""
 
-    def retire(self, path: str, timeout: float) -> set[int]:
+    def retire(self, keep: Sequence[str], timeout: float) -> set[int]:
+        (path,) = keep
         self.events.append(f"only {os.path.basename(path)}")
         if self.refusal is not None:
             raise self.refusal
