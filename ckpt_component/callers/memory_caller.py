@@ -33,10 +33,11 @@ class MemoryCaller(ConnectedCaller):
         self._running(timeout)
 
     def retire(self, keep: Sequence[str], timeout: float) -> set[int]:
-        """Drop what this rank's keeper has of all snapshots but some.
+        """Drop what this rank's keeper has of all snapshots but these.
 
         Args:
-            keep: paths of the snapshots that stay
+            keep: paths of the snapshots that stay, the newest last. A save that becomes whole after the trainer has
+                died replaces that one alone; one that must stay then, too, is named twice.
             timeout: seconds that it may take
 
         Returns:

@@ -26,8 +26,8 @@ from ..loading.nearest import NearestReader, PeerReader
 from ..managing.peer_memory import PeerMemory
 from ..managing.run_context import RunContext
 from ..managing.run_memory import RunMemory
-from ..saving.kept_snapshots import KeepingLane
 from ..saving.at_peers import NewestStays, PeerMap, SnapshotsAtPeers
+from ..saving.kept_snapshots import KeepingLane
 from ..saving.save_lane import SaveLane
 from ..writers.base import Writer
 

@@ -58,7 +58,7 @@ class NewestStays:
         self._newest = report.path
 
     def paths(self) -> Sequence[str]:
-        """On the lane for memory: the snapshots that stay."""
+        """On the lane for memory: the snapshots that stay; see `MemoryCaller.retire`."""
         return [self._newest]
 
     def close(self) -> None:
@@ -145,9 +145,9 @@ class SnapshotsAtPeers(NewestStays):
             self._arrived.add_done_callback(self._tell)
 
     def paths(self) -> Sequence[str]:
-        """The last one at its peers, the one that was sent last, and the newest."""
+        """The last one at its peers, the one that was sent last, and the newest, which may be one of them."""
         self._settle()
-        return [*filter(None, dict.fromkeys((self._at_peers, self._sent, self._newest)))]
+        return [*filter(None, (self._at_peers, self._sent, self._newest))]
 
     def _listening(self) -> PeerAddress | None:
         """Where this rank's keeper listens for other hosts; None, with a warning: it cannot."""

@@ -23,10 +23,10 @@ from ..errors import CheckpointError, CheckpointSaveError
 from ..events import SaveReport
 from ..stagers.base import Snapshot
 from ..writers.base import Writer
+from .at_peers import NewestStays
 from .attempts import SaveAttempts
 from .context import Ownership, RunHooks, SaveContext
 from .in_flight import SaveHandle
-from .at_peers import NewestStays
 from .records import Committed, SaveRequest, Staged, report_of
 from .retry import ErrorPolicy
 from .save_lane import SaveLane, notify

@@ -164,15 +164,19 @@ def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None
     keeper.files.put_image(f"{ROOT}/iter_1/image", 7, image, 0, 5)
     os.close(image)
     with keeper.files.opened(f"{ROOT}/iter_1"):
+        assert keeper.retire([f"{ROOT}/iter_2", f"{ROOT}/iter_3"]) == {7}
+        assert sorted(file.path for file in keeper.files.listed("")) == [*stays, f"{ROOT}/iter_3/attempt/b"]
         assert keeper.retire([f"{ROOT}/iter_2"]) == {7}
         assert sorted(file.path for file in keeper.files.listed("")) == stays
     assert keeper.retire([f"{ROOT}/iter_2"]) == set()
 
 
 @pytest.mark.parametrize("end", ["committed", "abandoned", "unknown"])
-def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_whole(end: str) -> None:
+def test_what_the_last_save_of_a_dead_trainer_replaces_is_dropped_if_it_is_whole(end: str) -> None:
     keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
-    keeper.files.put(f"{ROOT}/iter_1/file", b"older")
+    for step in (0, 1):
+        keeper.files.put(f"{ROOT}/iter_{step}/file", b"older")
+    keeper.retire([f"{ROOT}/iter_0", f"{ROOT}/iter_1"])
     attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
     begin(attempt)
     if end == "committed":

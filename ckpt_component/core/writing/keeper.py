@@ -3,7 +3,7 @@
 It has two connections to its trainer, each with a `ByteWorker` of its own: one for files, one for memory, so that a
 snapshot becomes whole in memory while an older one is being written. The frame `lane` opens the second. What is kept is
 reached through a socket, by the trainers of this run and of the next one (`core/storage/memory`). `retire` drops all
-snapshots but some, and is answered by the arenas that other processes still read.
+snapshots but those that it names, and is answered by the arenas that other processes still read.
 
 A keeper ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
 seconds after its trainer has died, if no run that has restored from it is connected.
@@ -63,6 +63,8 @@ class SnapshotKeeper:
         #: When the lease is over (monotonic), and when the trainer has died (seconds since 1970).
         self._until: float | None = None
         self._gone: float | None = None
+        #: The snapshots that stay when a newer one replaces the newest.
+        self._older: list[str] = []
         self._parent = os.getppid()
         self._lanes: list[threading.Thread] = []
         self._ends_soon = False
@@ -107,14 +109,15 @@ class SnapshotKeeper:
         return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
 
     def retire(self, keep: Sequence[str]) -> set[int]:
-        """Drop all snapshots but those of some paths; returns the arenas that other processes read."""
-        paths, kept = [file.path for file in self.files.listed(self._root)], tuple(f"{path}/" for path in keep)
+        """Drop all snapshots but those of these paths, the newest last; returns the arenas that others read."""
+        self._older = [*keep[:-1]]
+        paths, stay = [file.path for file in self.files.listed(self._root)], tuple(f"{path}/" for path in keep)
         # What lies in the root itself marks an attempt as alive.
-        self.files.delete([file for file in paths if os.path.dirname(file) != self._root and not file.startswith(kept)])
+        self.files.delete([file for file in paths if os.path.dirname(file) != self._root and not file.startswith(stay)])
         return self.files.held()
 
     def follow(self, undecided: UndecidedSave) -> None:
-        """The trainer has died: drop what is older than a save, or the save itself, once it is decided which stays.
+        """The trainer has died: drop what the save replaces, or the save itself, once it is decided which stays.
 
         Both stay if nobody can decide any more; whoever restores finds out which of them all ranks have.
         """
@@ -125,7 +128,7 @@ class SnapshotKeeper:
                     return
                 self.storage.clock.sleep(_POLL_SECONDS)
             if over and attempt.protocol.is_committed(attempt):
-                self.retire([attempt.target])
+                self.retire([*self._older, attempt.target])
         except (CheckpointError, OSError) as error:
             print(f"ckpt keeper: it is unknown whether {attempt.target} is whole: {error}", file=sys.stderr)
 

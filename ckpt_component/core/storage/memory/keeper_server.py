@@ -19,7 +19,7 @@ from ....errors import errno_of
 from ...processes.framing import Channel
 from ...processes.running import host_name
 from .keeper_sockets import SocketPlace, peer_of, split_root
-from .keepers import Piece
+from .keepers import LocalPiece
 from .kept_files import KeptFiles
 
 #: How long a client may take to take an answer.
@@ -201,7 +201,7 @@ def _close_all(open_now: Mapping[int, ExitStack]) -> None:
         each.close()
 
 
-def _opening(number: int, files: Mapping[str, Piece | bytes]) -> Iterator[_Answer]:
+def _opening(number: int, files: Mapping[str, LocalPiece | bytes]) -> Iterator[_Answer]:
     """The frames that answer `open`: the first one says what is where, and how many descriptors come."""
     small = {name: content for name, content in files.items() if isinstance(content, bytes)}
     pieces = {name: content for name, content in files.items() if not isinstance(content, bytes)}
@@ -211,7 +211,8 @@ def _opening(number: int, files: Mapping[str, Piece | bytes]) -> Iterator[_Answe
         "number": number,
         "descriptors": len(fds),
         "pieces": [
-            [name, places[piece.descriptor], piece.base, piece.size, len(piece.tail)] for name, piece in pieces.items()
+            [name, places[piece.descriptor], piece.base, piece.length, len(piece.tail)]
+            for name, piece in pieces.items()
         ],
         "small": [[name, len(data)] for name, data in small.items()],
     }

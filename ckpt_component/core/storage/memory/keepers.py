@@ -6,9 +6,11 @@ them: `host://runs/one@TOKEN/iter_0000200/manifest.json`.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -26,20 +28,62 @@ class KeptFile(NamedTuple):
     modified: float
 
 
-class Piece(NamedTuple):
-    """Where the bytes of a file are.
+class Piece(ABC):
+    """A file that is open, wherever its bytes are. Thread-safe."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """In bytes."""
+
+    @abstractmethod
+    def fill(self, buffer: memoryview, offset: int) -> bool:
+        """Fill a buffer with the file's bytes from an offset, which lie within its size; False: it is too short.
+
+        Raises:
+            OSError: they cannot be read
+        """
+
+
+@dataclass(frozen=True)
+class LocalPiece(Piece):
+    """A file on this host.
+
+    It is read with `preadv`, which a memory that another process has truncated makes short, where a mapping would raise
+    SIGBUS.
 
     Attributes:
         descriptor: of memory or of a disk file, for reading
         base: where in it the file begins
-        size: how many of its bytes are the file's
+        length: how many of its bytes are the file's
         tail: the bytes that follow them
     """
 
     descriptor: int
     base: int
-    size: int
+    length: int
     tail: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """In bytes, with the tail."""
+        return self.length + len(self.tail)
+
+    def fill(self, buffer: memoryview, offset: int) -> bool:
+        """See the base class."""
+        if offset + buffer.nbytes > self.length:
+            of_memory = max(self.length - offset, 0)
+            start = max(offset - self.length, 0)
+            buffer[of_memory:] = memoryview(self.tail)[start : start + buffer.nbytes - of_memory]
+            buffer = buffer[:of_memory]
+        position = self.base + offset
+        while buffer.nbytes:
+            count = os.preadv(self.descriptor, [buffer], position)
+            if count == 0:
+                return False
+            position += count
+            buffer = buffer[count:]
+        return True
 
 
 class Keeper(ABC):
@@ -69,5 +113,5 @@ class Keeper(ABC):
     def opened(self, folder: str) -> AbstractContextManager[Mapping[str, Piece | bytes]]:
         """Open the files directly in a folder, by name, to read them within a context.
 
-        Until it ends, their bytes stay as they are, whoever deletes the files. The descriptors are closed at its end.
+        Until it ends, their bytes stay as they are, whoever deletes the files. What is open is closed at its end.
         """

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ...clock import CLOCK, Clock
 from ..safe_open import open_to_read
-from .keepers import Keeper, KeptFile, Piece
+from .keepers import Keeper, KeptFile, LocalPiece
 
 
 class _ImageRange(NamedTuple):
@@ -117,7 +117,7 @@ class KeptFiles(Keeper):
             self._drop(paths)
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, Piece | bytes]]:
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalPiece | bytes]]:
         with ExitStack() as until_closed:
             with self._lock:
                 found = {
@@ -133,7 +133,7 @@ class KeptFiles(Keeper):
                 yield {
                     name: content
                     if isinstance(content, bytes)
-                    else Piece(descriptors[content.source], content.base, content.size, content.tail)
+                    else LocalPiece(descriptors[content.source], content.base, content.size, content.tail)
                     for name, content in found.items()
                 }
 

@@ -1,8 +1,7 @@
 """`MemoryFiles`: the files of a folder of `HostMemory`, read from the memory that their keepers hold.
 
-The descriptors come with the first file that is asked for; from then on the bytes are there, even if a keeper ends.
-They are read with `preadv`, which a memory that another process has truncated makes short, where a mapping would raise
-SIGBUS.
+They are opened with the first file that is asked for; from then on the bytes that are on this host are there, even if a
+keeper ends.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class MemoryFiles(FileSet):
 
     def size(self, name: str) -> int:
         file = self._file(name)
-        return len(file) if isinstance(file, bytes) else file.size + len(file.tail)
+        return len(file) if isinstance(file, bytes) else file.size
 
     def stream(self, name: str) -> IO[bytes]:
         return io.BufferedReader(FileStream(self, name, self.size(name)), _STREAM_BYTES)
@@ -56,22 +55,10 @@ class MemoryFiles(FileSet):
         if isinstance(file, bytes):
             buffer[:] = memoryview(file)[offset : offset + buffer.nbytes]
             return True
-        if offset + buffer.nbytes > file.size:
-            of_memory = max(file.size - offset, 0)
-            start = max(offset - file.size, 0)
-            buffer[of_memory:] = memoryview(file.tail)[start : start + buffer.nbytes - of_memory]
-            buffer = buffer[:of_memory]
-        position = file.base + offset
         try:
-            while buffer.nbytes:
-                count = os.preadv(file.descriptor, [buffer], position)
-                if count == 0:
-                    return False
-                position += count
-                buffer = buffer[count:]
+            return file.fill(buffer, offset)
         except OSError as error:
             raise read_failure(os.path.join(self._folder, name), error) from error
-        return True
 
     def _file(self, name: str) -> Piece | bytes:
         path = self._path(name)

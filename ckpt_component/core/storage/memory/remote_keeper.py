@@ -20,7 +20,7 @@ from typing import Any
 
 from ...processes.framing import Channel, Frame
 from .keeper_sockets import SocketPlace, peer_of, roots_here, split_root
-from .keepers import Keeper, KeptFile, Piece
+from .keepers import Keeper, KeptFile, LocalPiece, Piece
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -106,9 +106,9 @@ class RemoteKeeper(Keeper):
             for name, size in header["small"]:
                 files[name] = bytes(blob[position : position + size])
                 position += size
-            for name, source, base, size, more in header["pieces"]:
+            for name, source, base, length, more in header["pieces"]:
                 tail = bytes(blob[position : position + more])
-                files[name] = Piece(descriptors[source], base, size, tail)
+                files[name] = LocalPiece(descriptors[source], base, length, tail)
                 position += more
             yield files
 
