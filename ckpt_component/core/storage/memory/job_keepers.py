@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 
 from ...processes.running import host_name
+from .connected_keeper import ConnectedKeeper
 from .keeper_sockets import SocketPlace, split_root
-from .keepers import Keeper
+from .peer_keeper import PeerKeeper
 from .peer_sockets import PeerAddress
-from .remote_keeper import HostKeepers, RemoteKeeper
+from .remote_keeper import HostKeepers
 
 
 class JobKeepers:
@@ -21,7 +22,10 @@ class JobKeepers:
     def __init__(self) -> None:
         self._here = HostKeepers()
         self._lock = threading.Lock()
-        self._known: dict[str, dict[int, RemoteKeeper | None]] = {}
+        #: By token and rank; None: it is on this host.
+        self._known: dict[str, dict[int, PeerKeeper | None]] = {}
+        #: What those have received that are not known any more.
+        self._received = 0
 
     def know(self, token: str, secret: str, place: PeerAddress) -> None:
         """Remember a keeper.
@@ -32,8 +36,8 @@ class JobKeepers:
             place: where it is
         """
         with self._lock:
-            there = place.host != host_name()
-            self._known.setdefault(token, {})[place.rank] = RemoteKeeper.at(place, secret) if there else None
+            is_far = place.host != host_name()
+            self._known.setdefault(token, {})[place.rank] = PeerKeeper(place, secret, now=False) if is_far else None
 
     def forget(self) -> None:
         """Hang up on the keepers of other hosts, and find those of this host alone."""
@@ -41,9 +45,16 @@ class JobKeepers:
             while self._known:
                 for keeper in self._known.popitem()[1].values():
                     if keeper is not None:
+                        self._received += keeper.received
                         keeper.close()
 
-    def __call__(self, path: str) -> list[Keeper]:
+    def received(self) -> int:
+        """Bytes of files that have come from other hosts."""
+        with self._lock:
+            known = [keeper for keepers in self._known.values() for keeper in keepers.values()]
+            return self._received + sum(keeper.received for keeper in known if keeper is not None)
+
+    def __call__(self, path: str) -> list[ConnectedKeeper]:
         """The keepers of the run to whose memory a path belongs, by rank. Raises as `HostKeepers`."""
         place = split_root(path)
         if place is None:
