@@ -44,6 +44,9 @@ class Piece(ABC):
             OSError: they cannot be read
         """
 
+    def forget(self, offset: int, length: int) -> None:
+        """Have bytes come anew when they are read next, because those that came are damaged."""
+
 
 @dataclass(frozen=True)
 class LocalPiece(Piece):
@@ -66,11 +69,9 @@ class LocalPiece(Piece):
 
     @property
     def size(self) -> int:
-        """In bytes, with the tail."""
         return self.length + len(self.tail)
 
     def fill(self, buffer: memoryview, offset: int) -> bool:
-        """See the base class."""
         if offset + buffer.nbytes > self.length:
             of_memory = max(self.length - offset, 0)
             start = max(offset - self.length, 0)

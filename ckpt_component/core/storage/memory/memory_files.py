@@ -86,7 +86,9 @@ class MemoryFiles(FileSet):
         return files
 
     def _forget(self, name: str, offset: int, length: int) -> None:
-        pass  # nothing is between the memory and its reader
+        file = self._file(name)
+        if not isinstance(file, bytes):
+            file.forget(offset, length)
 
     def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
         return min(max(os.cpu_count() or 1, _LEAST_THREADS), _MOST_THREADS, len(ordered))
