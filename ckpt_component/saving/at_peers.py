@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,7 +123,6 @@ class SnapshotsAtPeers(NewestStays):
         #: The keeper's process, and where it listens.
         self._place: tuple[int | None, PeerAddress | None] = None, None
         self._closing = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-peers")
 
     def begin(self, keeper: MemoryCaller, then: Callable[[], None]) -> None:
         """See the base class."""
@@ -141,8 +141,7 @@ class SnapshotsAtPeers(NewestStays):
         if to is not None:
             self._settle()
             self._sent = report.path
-            self._arrived = self._thread.submit(self._send, token, report, [PeerAddress(*each) for each in to])
-            self._arrived.add_done_callback(self._tell)
+            self._start(token, report, [PeerAddress(*each) for each in to])
 
     def paths(self) -> Sequence[str]:
         """The last one at its peers, the one that was sent last, and the newest, which may be one of them."""
@@ -169,21 +168,38 @@ class SnapshotsAtPeers(NewestStays):
             return [None] * len(messages)
         return [[messages[peer]["at"] for peer in peers] for peers in self._peers.of]
 
+    def _start(self, token: str, report: SaveReport, to: Sequence[PeerAddress]) -> None:
+        """Send a snapshot on a thread of its own, which the end of the run does not wait for."""
+        arrived = self._arrived = Future[bool]()
+
+        def run() -> None:
+            try:
+                arrived.set_result(self._send(token, report, to))
+            except BaseException as error:  # the run ends
+                arrived.set_exception(error)
+
+        arrived.add_done_callback(self._tell)
+        threading.Thread(target=run, name="ckpt-peers", daemon=True).start()
+
     def _send(self, token: str, report: SaveReport, to: Sequence[PeerAddress]) -> bool:
-        """On a thread of its own: send a snapshot; returns whether it has arrived, from all ranks."""
+        """Returns whether a snapshot has arrived, from all ranks."""
         own, limit = dict[str, Any](), self._peers.bytes_per_second
         deadline = self._ranks.clock.now() + self._timeouts.whole_save
 
         def send() -> None:
-            own.update(self._caller.replicate(report.path, to, limit, deadline))
+            try:
+                own.update(self._caller.replicate(report.path, to, limit, deadline))
+            except CheckpointError:
+                if self._closing:
+                    raise _RunEnds from None  # no rank waits for this one's answer
+                raise
 
         try:
             self._ranks.all_succeed(f"peers/{token}/sent", send, self._caller.progress, deadline)
         except Exception as error:
-            if not self._closing:
-                defect = None if isinstance(error, CheckpointError) else error
-                text = "%s did not get to its peers; what they had before stays there: %s"
-                logger.warning(text, report.path, error, exc_info=defect)
+            defect = None if isinstance(error, CheckpointError) else error
+            text = "%s did not get to its peers; what they had before stays there: %s"
+            logger.log(logging.DEBUG if self._closing else logging.WARNING, text, report.path, error, exc_info=defect)
             return False
         at = time.time()
         self._events.at_peers(replace(report, sent=own["sent"], at_peers_s=at - report.time))
@@ -194,12 +210,13 @@ class SnapshotsAtPeers(NewestStays):
 
     def _tell(self, arrived: Future[bool]) -> None:
         """What was at the peers before need not stay."""
-        if arrived.result():
+        if arrived.exception() is None and arrived.result():
             with contextlib.suppress(CheckpointError, RuntimeError):  # the run ends, and so does what stays
                 self._then()
 
     def _settle(self) -> None:
-        if self._arrived.done() and self._arrived.result() and self._at_peers != self._sent:
+        has_arrived = self._arrived.done() and self._arrived.exception() is None and self._arrived.result()
+        if has_arrived and self._at_peers != self._sent:
             if not self._at_peers:
                 self._on_first()
             self._at_peers = self._sent
@@ -208,7 +225,10 @@ class SnapshotsAtPeers(NewestStays):
         """Give up what is being sent. A keeper that lives on still sends it."""
         self._closing = True
         self._caller.close()
-        self._thread.shutdown(wait=False)
+
+
+class _RunEnds(BaseException):
+    """What is being sent is given up, and the ranks do not agree on it."""
 
 
 def _nothing() -> None:

@@ -32,6 +32,7 @@ class PeerKeeper(ConnectedKeeper):
 
     Attributes:
         address: see above
+        received: bytes of files that have come
 
     Raises:
         ConnectionError: there is no such keeper
@@ -42,6 +43,7 @@ class PeerKeeper(ConnectedKeeper):
     def __init__(self, address: PeerAddress, secret: str, *, seconds: float = ANSWER_SECONDS, now: bool = True) -> None:
         self.address = address
         self._secret = secret
+        self.received = 0
         super().__init__(address.rank, str(address), seconds, now=now)
 
     @contextlib.contextmanager
@@ -86,6 +88,7 @@ class PeerKeeper(ConnectedKeeper):
                 raise self._gone() from error
             if not is_there:
                 raise self._gone()
+            self.received += buffer.nbytes
 
     def _dial(self) -> Channel:
         return connect_to_peer(self.address, self._secret, self._seconds)
