@@ -3,7 +3,8 @@
 It has two connections to its trainer, each with a `ByteWorker` of its own: one for files, one for memory, so that a
 snapshot becomes whole in memory while an older one is being written. The frame `lane` opens the second. What is kept is
 reached through a socket, by the trainers of this run and of the next one (`core/storage/memory`). `retire` drops all
-snapshots but those that it names, and is answered by the arenas that other processes still read.
+snapshots but those that it names, and is answered by the arenas that other processes still read. `listen` lets keepers
+and trainers of other hosts in, `replicate` has them keep copies (`peer_copies`), on a lane of its own.
 
 A keeper ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
 seconds after its trainer has died, if no run that has restored from it is connected.
@@ -12,13 +13,14 @@ seconds after its trainer has died, if no run that has restored from it is conne
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointFencedError
@@ -26,13 +28,16 @@ from ..commit.commit import is_over
 from ..processes.framing import Channel
 from ..processes.remote_error import describe_failure
 from ..processes.serve import serve
+from ..storage.memory.entrances import PeerEntrance
 from ..storage.memory.host_memory import HostMemory
 from ..storage.memory.keeper_server import KeeperServer
 from ..storage.memory.kept_files import KeptFiles
+from ..storage.memory.peer_sockets import PeerAddress
 from ..storage.memory.remote_keeper import HostKeepers
 from ..storage.storage import Storage
 from .keep_job import Image, run_keep_job
 from .orphan_commit import UndecidedSave
+from .peer_copies import CopyResult, CopyTaker, keeper_name, send_copy
 from .request import WriteRequest, WriteResult
 from .worker import ByteWorker, MappedArena
 
@@ -57,9 +62,14 @@ class SnapshotKeeper:
 
     def __init__(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> None:
         self.files = KeptFiles()
+        copies = CopyTaker(self.files, root, keeper_name(rank), lambda: self._checksum_home)
         self.storage = HostMemory(HostKeepers(besides=rank), own=self.files)
         self._root = root
+        self._rank = rank
         self._lease = lease
+        #: Where the package of the run's checksum is installed.
+        self._checksum_home: str | None = None
+        self._peers: PeerEntrance | None = None
         #: When the lease is over (monotonic), and when the trainer has died (seconds since 1970).
         self._until: float | None = None
         self._gone: float | None = None
@@ -69,7 +79,7 @@ class SnapshotKeeper:
         self._lanes: list[threading.Thread] = []
         self._ends_soon = False
         self._fixed = {"root": folder, "world_size": world_size, "since": time.time()}
-        self._server = KeeperServer(self.files, root, rank, self.about)
+        self._server = KeeperServer(self.files, root, rank, self.about, copies.take)
 
     def start(self) -> None:
         """Answer on the socket from now on.
@@ -86,9 +96,61 @@ class SnapshotKeeper:
         self.files.delete([file.path for file in self.files.listed("")])
 
     def about(self) -> dict[str, Any]:
-        """Who this is, and how long it stays, as JSON values."""
+        """Who this is, how long it stays, and how other hosts reach it, as JSON values."""
+        peers = self._peers
         left = self._lease if self._until is None else max(self._until - time.monotonic(), 0.0)
-        return {**self._fixed, "lease": left, "alive": self._gone is None, "gone": self._gone}
+        return {
+            **self._fixed,
+            "lease": left,
+            "alive": self._gone is None,
+            "gone": self._gone,
+            "peer": None if peers is None else {"address": peers.address, "port": peers.port},
+            "secret": None if peers is None else peers.secret,
+        }
+
+    def listen(self, secret: str, address: str) -> int:
+        """Let those in who know a secret, and keep copies of their files. A second call changes nothing.
+
+        Args:
+            secret: of the run
+            address: an address of this host that other hosts reach
+
+        Returns:
+            The TCP port.
+
+        Raises:
+            OSError: it cannot listen there, or does so with another secret
+        """
+        peers = self._peers
+        if peers is None:
+            peers = PeerEntrance(address, secret)
+            self._server.open(peers)
+            self._peers = peers
+        if (peers.address, peers.secret) != (address, secret):
+            raise OSError(errno.EBUSY, f"this keeper listens on {peers.address} already, for others")
+        return peers.port
+
+    def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, seconds: float) -> CopyResult:
+        """Have peers keep what this rank has of a snapshot, one after the other.
+
+        Args:
+            path: of the snapshot
+            to: the peers
+            rate: most bytes to send in a second; None: no limit
+            seconds: how long it may take
+
+        Raises:
+            OSError: one of them does not have it; see `send_copy`
+        """
+        deadline, total, sent = time.monotonic() + seconds, 0, 0
+        if self._peers is None:
+            raise OSError(
+                errno.ENOTCONN, "this keeper has not been told to listen to peers, and does not know the secret"
+            )
+        for peer in to:
+            total, more = send_copy(self.files, self._rank, path, peer, self._peers.secret, rate, deadline)
+            sent += more
+        return CopyResult(total, sent)
 
     def start_lane(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
@@ -106,6 +168,7 @@ class SnapshotKeeper:
         """
         if self._server.ended.is_set():
             raise CheckpointFencedError(f"Another run has taken over; {request.attempt.target} is not kept in memory.")
+        self._checksum_home = checksum_home
         return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
 
     def retire(self, keep: Sequence[str]) -> set[int]:
@@ -171,12 +234,30 @@ class KeeperWorker(ByteWorker):
         if kind == "lane":
             self._keeper.start_lane(fds[0])
         elif kind == "retire":
-            held = sorted(self._keeper.retire(header["keep"]))
-            with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
-                self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
+            self._answer(header, "retired", lambda: {"held": sorted(self._keeper.retire(header["keep"]))})
+        elif kind == "listen":
+            self._answer(
+                header, "listening", lambda: {"port": self._keeper.listen(header["secret"], header["address"])}
+            )
+        elif kind == "replicate":
+            self._answer(header, "replicated", lambda: self._replicate(header))
         else:
             return super()._handle(kind, header, blob, fds)
         return True
+
+    def _answer(self, header: Mapping[str, Any], kind: str, work: Callable[[], dict[str, Any]]) -> None:
+        """Answer a frame by what `work` returns, or by its failure."""
+        try:
+            answer = {"kind": kind, "id": header["id"], **work()}
+        except Exception as error:
+            answer = {"kind": "failed", "id": header["id"], **describe_failure(error)}
+        with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
+            self._trainer.send(answer)
+
+    def _replicate(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        started, to = time.perf_counter(), [PeerAddress(*each) for each in header["to"]]
+        copied = self._keeper.replicate(header["path"], to, header["rate"], header["seconds"])
+        return {**copied._asdict(), "seconds": time.perf_counter() - started}
 
     def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
         storage = self._keeper.storage

@@ -83,14 +83,14 @@ class PeerEntrance(Entrance):
         secret: of the run
 
     Attributes:
-        address: see above
+        address, secret: see above
         port: known when it is open
     """
 
     def __init__(self, address: str, secret: str) -> None:
         self.address = address
         self.port = 0
-        self._secret = secret
+        self.secret = secret
 
     def open(self) -> socket.socket:
         """Listen on a free port."""
@@ -100,7 +100,7 @@ class PeerEntrance(Entrance):
 
     def admit(self, sock: socket.socket) -> Channel:
         """Let a client in that proves that it knows the secret; see the base class."""
-        return greet_peer(sock, self._secret)
+        return greet_peer(sock, self.secret)
 
     def close(self) -> None:
         """There is nothing that stays."""
