@@ -54,8 +54,10 @@ class PeerMemory(RunMemory):
             for keeper in each_of(keepers_of(memory_root(root, token))):
                 with contextlib.suppress(ConnectionError):  # it has ended
                     about = keeper.about()
-                    if about.get("peer") is not None:  # else it has had nothing to send
-                        yield [token, about["secret"], about["peer"]]
+                    peer = about.get("peer")
+                    if peer is not None:  # else it has had nothing to send
+                        place = PeerAddress(about["host"], peer["address"], peer["port"], keeper.rank)
+                        yield [token, about["secret"], place]
 
     def look(self, offers: Sequence[Any]) -> tuple[RunContext, Scan] | None:
         """See the base class; with the keepers of all hosts."""

@@ -261,7 +261,7 @@ def _opening(number: int, files: Mapping[str, LocalPiece | bytes], *, passes_fds
         "number": number,
         "descriptors": len(fds),
         "pieces": [
-            [name, places[piece.descriptor], piece.base, piece.length, len(piece.tail)]
+            [name, places[piece.descriptor], piece.base, piece.length, len(piece.tail), piece.is_replica]
             for name, piece in pieces.items()
         ],
         "small": [[name, len(data)] for name, data in small.items()],

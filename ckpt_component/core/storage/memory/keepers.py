@@ -21,15 +21,23 @@ class KeptFile(NamedTuple):
         path: its path
         size: in bytes
         modified: when it was put, seconds since 1970
+        home: the rank whose file it is, if it is a replica from another host
     """
 
     path: str
     size: int
     modified: float
+    home: int | None = None
 
 
 class Piece(ABC):
-    """A file that is open, wherever its bytes are. Thread-safe."""
+    """A file that is open, wherever its bytes are. Thread-safe.
+
+    Attributes:
+        is_replica: whether it is a copy of another rank's, which is not read while that rank's keeper has it
+    """
+
+    is_replica: bool = False
 
     @property
     @abstractmethod
@@ -60,12 +68,14 @@ class LocalPiece(Piece):
         base: where in it the file begins
         length: how many of its bytes are the file's
         tail: the bytes that follow them
+        is_replica: see the base class
     """
 
     descriptor: int
     base: int
     length: int
     tail: bytes = b""
+    is_replica: bool = False
 
     @property
     def size(self) -> int:

@@ -97,7 +97,7 @@ class KeptFiles(Keeper):
     def listed(self, prefix: str) -> list[KeptFile]:
         with self._lock:
             return [
-                KeptFile(path, _size(entry.content), entry.modified)
+                KeptFile(path, _size(entry.content), entry.modified, entry.home)
                 for path, entry in self._files.items()
                 if not prefix or path == prefix or path.startswith(f"{prefix}/")
             ]
@@ -345,7 +345,8 @@ def _open_content(entry: _Entry, descriptors: Mapping[int, int]) -> LocalPiece |
     content = entry.content
     if isinstance(content, bytes):
         return content
-    return LocalPiece(descriptors[content.source], content.base, content.length, content.tail)
+    is_replica = entry.home is not None
+    return LocalPiece(descriptors[content.source], content.base, content.length, content.tail, is_replica)
 
 
 def _size(content: ImageRange | bytes) -> int:

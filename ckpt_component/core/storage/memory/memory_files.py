@@ -31,7 +31,8 @@ class MemoryFiles(FileSet):
 
     Args:
         folder: folder of the checkpoint
-        find: returns the keepers that may have some of them; of two that have the same one, the first counts
+        find: returns the keepers that may have some of them; of two that have the same one, the one whose own it is
+            counts, else the first
     """
 
     def __init__(self, folder: str, find: Callable[[], Sequence[Keeper]]) -> None:
@@ -81,7 +82,9 @@ class MemoryFiles(FileSet):
                 except ConnectionError as error:  # its files are gone with it
                     logger.info("passed over what a keeper had: %s", error)
                     continue
-                files = {**found, **files}
+                for name, file in found.items():
+                    if name not in files or (_is_replica(files[name]) and not _is_replica(file)):
+                        files[name] = file
             self._until_closed = until_closed.pop_all()
         return files
 
@@ -98,3 +101,7 @@ class MemoryFiles(FileSet):
         with self._lock:
             self._files = None
             self._until_closed.close()
+
+
+def _is_replica(file: Piece | bytes) -> bool:
+    return isinstance(file, Piece) and file.is_replica

@@ -58,8 +58,9 @@ class PeerKeeper(ConnectedKeeper):
             for name, size in header["small"]:
                 files[name] = bytes(blob[position : position + size])
                 position += size
-            for name, _, _, length, more in header["pieces"]:
-                files[name] = _FetchedPiece(self, channel, number, name, length, bytes(blob[position:][:more]))
+            for name, _, _, length, more, is_replica in header["pieces"]:
+                place, tail = (channel, number, name), bytes(blob[position:][:more])
+                files[name] = _FetchedPiece(self, place, length, tail, is_replica)
                 position += more
             yield files
 
@@ -99,16 +100,18 @@ class _FetchedPiece(Piece):
 
     Args:
         keeper: has it
-        channel: the connection on which it is open
-        number: of its folder there
-        name: its name
+        place: the connection on which it is open, the number of its folder there, and its name
         length: how many bytes are fetched
         tail: those that follow them
+        is_replica: see the base class
     """
 
-    def __init__(self, keeper: PeerKeeper, channel: Channel, number: int, name: str, length: int, tail: bytes) -> None:
+    def __init__(
+        self, keeper: PeerKeeper, place: tuple[Channel, int, str], length: int, tail: bytes, is_replica: bool
+    ) -> None:
+        self.is_replica = is_replica
         self._keeper = keeper
-        self._place = channel, number, name
+        self._place = place
         self._length = length
         self._tail = tail
         #: As large as the file; takes memory as far as bytes have come.

@@ -67,9 +67,9 @@ class RemoteKeeper(ConnectedKeeper):
             for name, size in header["small"]:
                 files[name] = bytes(blob[position : position + size])
                 position += size
-            for name, source, base, length, more in header["pieces"]:
+            for name, source, base, length, more, is_replica in header["pieces"]:
                 tail = bytes(blob[position : position + more])
-                files[name] = LocalPiece(descriptors[source], base, length, tail)
+                files[name] = LocalPiece(descriptors[source], base, length, tail, is_replica)
                 position += more
             yield files
 
