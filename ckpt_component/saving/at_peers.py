@@ -2,19 +2,19 @@
 
 With peers, each rank's files of a snapshot are sent from its keeper to keepers on other hosts, and the snapshot is at
 its peers when those of all ranks are. Only then is the one dropped that was there before. One snapshot is sent at a
-time: when the next one has become whole, the ranks agree whether nobody is sending any more, and then it is sent; those
-in between are skipped.
+time, on a thread of its own. When nobody sends any more, the ranks agree that the newest one comes next; those in
+between are skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..callers.memory_caller import MemoryCaller
@@ -46,16 +46,11 @@ class NewestStays:
 
         Args:
             keeper: calls this rank's keeper; used only within `whole`
-            then: to be called, on any thread, when fewer snapshots stay
+            then: to be called, on another thread, when fewer snapshots stay
         """
 
-    def whole(self, token: str, report: SaveReport) -> None:
-        """On all ranks, on the lane for memory: a snapshot is whole.
-
-        Args:
-            token: of its attempt
-            report: of its save
-        """
+    def whole(self, report: SaveReport) -> None:
+        """On all ranks, on the lane for memory: the snapshot of a save is whole."""
         self._newest = report.path
 
     def paths(self) -> Sequence[str]:
@@ -85,6 +80,15 @@ class PeerMap:
     bytes_per_second: float | None = None
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """A snapshot that is whole: which one of the run, its save, and where this rank's keeper listens then."""
+
+    number: int = 0
+    report: SaveReport = field(default_factory=lambda: SaveReport(""))
+    place: PeerAddress | None = None
+
+
 class SnapshotsAtPeers(NewestStays):
     """See the top of this file.
 
@@ -94,7 +98,7 @@ class SnapshotsAtPeers(NewestStays):
         ranks: the ranks
         timeouts: deadlines
         events: is told what is at its peers
-        on_first: called on all ranks, on the lane for memory, when a snapshot is at its peers for the first time
+        on_first: called on all ranks, on the thread that sends, when a snapshot is at its peers for the first time
     """
 
     def __init__(
@@ -114,122 +118,157 @@ class SnapshotsAtPeers(NewestStays):
         self._timeouts = timeouts
         self._events = events
         self._on_first = on_first
-        self._keeper, self._then = caller, _nothing
-        self._at_peers = ""
-        #: What was sent last, and whether it has arrived everywhere. If not, it stays until another one is sent, as
-        #: other ranks may know better.
-        self._sent, self._arrived = "", Future[bool]()
-        self._arrived.set_result(False)
-        #: The keeper's process, and where it listens.
-        self._place: tuple[int | None, PeerAddress | None] = None, None
+        #: For what follows, which two threads change.
+        self._changed = threading.Condition()
+        self._last = _Whole()
+        #: The number of the last one about which the ranks have agreed whether it is sent, and whether they do so.
+        self._asked, self._sending = 0, False
+        #: Paths. What was sent and has not arrived stays until another one is sent, as other ranks may know better.
+        self._at_peers = self._sent = ""
+        self._reports: dict[str, SaveReport] = {}
         self._closing = False
 
     def begin(self, keeper: MemoryCaller, then: Callable[[], None]) -> None:
         """See the base class."""
         self._keeper, self._then = keeper, then
+        # A daemon: the end of the run does not wait for what is being sent.
+        threading.Thread(target=self._run, name="ckpt-peers", daemon=True).start()
 
-    def whole(self, token: str, report: SaveReport) -> None:
-        """See the base class. If nobody is sending any more, this one is sent."""
-        super().whole(token, report)
-        message = {"idle": self._arrived.done(), "at": self._listening()}
-        try:
-            deadline = self._ranks.clock.now() + self._timeouts.stage
-            to = self._ranks.scatter(f"peers/{token}", message, self._choose, deadline)
-        except CheckpointError as error:
-            logger.warning("%s is in memory, and is not sent to its peers: %s", report.path, error)
-            return
-        if to is not None:
-            self._settle()
-            self._sent = report.path
-            self._start(token, report, [PeerAddress(*each) for each in to])
+    def whole(self, report: SaveReport) -> None:
+        """See the base class."""
+        super().whole(report)
+        place = self._listening()
+        with self._changed:
+            self._last = _Whole(self._last.number + 1, report, place)
+            self._reports = {path: told for path, told in self._reports.items() if path == self._sent}
+            self._reports[report.path] = report
+            self._changed.notify_all()
 
     def paths(self) -> Sequence[str]:
-        """The last one at its peers, the one that was sent last, and the newest, which may be one of them."""
-        self._settle()
-        return [*filter(None, (self._at_peers, self._sent, self._newest))]
+        """The last one at its peers, the one that was sent last, and the newest, which may be one of them.
+
+        First waits until it is known whether the newest one is sent: a snapshot that is, on any rank, stays on all.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_due or self._closing, self._timeouts.stage)
+            return [*filter(None, (self._at_peers, self._sent, self._newest))]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the ranks are to agree on the newest one, now."""
+        return not self._sending and self._last.number > self._asked
 
     def _listening(self) -> PeerAddress | None:
-        """Where this rank's keeper listens for other hosts; None, with a warning: it cannot."""
-        pid, place = self._place
-        if place is not None and pid == self._keeper.pid:
-            return place
+        """Where this rank's keeper, which may have been started again, listens for other hosts; None: nowhere."""
         try:
             port = self._keeper.listen(self._peers.secret, self._peers.address, self._timeouts.close)
         except CheckpointError as error:
             logger.warning("rank %d's keeper cannot be reached from other hosts: %s", self._ranks.rank, error)
             return None
-        place = PeerAddress(host_name(), self._peers.address, port, self._ranks.rank)
-        self._place = self._keeper.pid, place
-        return place
+        return PeerAddress(host_name(), self._peers.address, port, self._ranks.rank)
+
+    def _run(self) -> None:
+        """On a thread: send what is due, until the run ends."""
+        try:
+            for number in itertools.count(1):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_due or self._closing)
+                    if self._closing:
+                        return
+                    newest = self._last
+                self._send_next(f"peers/{number}", newest)
+        except _RunEnds:
+            pass
+        except Exception:
+            logger.exception("no more snapshots are sent to peers")
+        finally:
+            self.close()
+
+    def _send_next(self, tag: str, newest: _Whole) -> None:
+        number, path, to = self._agree(tag, newest)
+        with self._changed:
+            self._asked = number
+            if to:
+                self._sending, self._sent = True, path
+            self._changed.notify_all()
+        if not to:
+            return
+        arrived = self._send(f"{tag}/sent", path, to)
+        if arrived and not self._at_peers:
+            self._on_first()
+        with self._changed:
+            self._sending = False
+            if arrived:
+                self._at_peers = self._sent
+            self._changed.notify_all()
+        if arrived:
+            with contextlib.suppress(CheckpointError, RuntimeError):  # the run ends, and so does what stays
+                self._then()
+
+    def _agree(self, tag: str, newest: _Whole) -> tuple[int, str, list[PeerAddress]]:
+        """The number and the path of what all ranks send next, and where to; nowhere, if a keeper cannot be reached."""
+        message = {"number": newest.number, "path": newest.report.path, "at": newest.place}
+        try:
+            deadline = self._ranks.clock.now() + self._timeouts.stage
+            number, path, to = self._ranks.scatter(tag, message, self._choose, deadline)
+        except CheckpointError as error:
+            logger.log(self._level, "%s is in memory, and is not sent to its peers: %s", newest.report.path, error)
+            return newest.number, newest.report.path, []
+        return number, path, [PeerAddress(*each) for each in to]
 
     def _choose(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """On the leading rank: where each rank sends this snapshot; None: it is not sent."""
-        if not all(message["idle"] and message["at"] for message in messages):
-            return [None] * len(messages)
-        return [[messages[peer]["at"] for peer in peers] for peers in self._peers.of]
+        """On the leading rank: what each rank sends, and where to.
 
-    def _start(self, token: str, report: SaveReport, to: Sequence[PeerAddress]) -> None:
-        """Send a snapshot on a thread of its own, which the end of the run does not wait for."""
-        arrived = self._arrived = Future[bool]()
+        What is whole on one rank has been written on all of them, though some may not know yet that it is whole.
+        """
+        newest = max(messages, key=lambda message: message["number"])
+        is_possible = all(message["at"] for message in messages)
+        to = [[messages[peer]["at"] for peer in peers] if is_possible else [] for peers in self._peers.of]
+        return [[newest["number"], newest["path"], each] for each in to]
 
-        def run() -> None:
-            try:
-                arrived.set_result(self._send(token, report, to))
-            except BaseException as error:  # the run ends
-                arrived.set_exception(error)
-
-        arrived.add_done_callback(self._tell)
-        threading.Thread(target=run, name="ckpt-peers", daemon=True).start()
-
-    def _send(self, token: str, report: SaveReport, to: Sequence[PeerAddress]) -> bool:
-        """Returns whether a snapshot has arrived, from all ranks."""
+    def _send(self, tag: str, path: str, to: Sequence[PeerAddress]) -> bool:
+        """Send a snapshot; returns whether it has arrived, from all ranks."""
         own, limit = dict[str, Any](), self._peers.bytes_per_second
         deadline = self._ranks.clock.now() + self._timeouts.whole_save
 
         def send() -> None:
+            if self._closing:
+                raise _RunEnds
             try:
-                own.update(self._caller.replicate(report.path, to, limit, deadline))
+                own.update(self._caller.replicate(path, to, limit, deadline))
             except CheckpointError:
                 if self._closing:
                     raise _RunEnds from None  # no rank waits for this one's answer
                 raise
 
         try:
-            self._ranks.all_succeed(f"peers/{token}/sent", send, self._caller.progress, deadline)
-        except Exception as error:
-            defect = None if isinstance(error, CheckpointError) else error
+            self._ranks.all_succeed(tag, send, self._caller.progress, deadline)
+        except CheckpointError as error:
             text = "%s did not get to its peers; what they had before stays there: %s"
-            logger.log(logging.DEBUG if self._closing else logging.WARNING, text, report.path, error, exc_info=defect)
+            logger.log(self._level, text, path, error)
             return False
         at = time.time()
+        with self._changed:  # this rank may not know yet that it is whole
+            self._changed.wait_for(lambda: path in self._reports or self._closing, self._timeouts.stage)
+            report = self._reports.get(path) or SaveReport(path, time=at)
         self._events.at_peers(replace(report, sent=own["sent"], at_peers_s=at - report.time))
         if self._ranks.is_leader:
             text = "step %s is at its peers: %s sent by rank 0 in %.2f s"
             logger.info(text, report.step, amount(own["sent"]), own["seconds"])
         return True
 
-    def _tell(self, arrived: Future[bool]) -> None:
-        """What was at the peers before need not stay."""
-        if arrived.exception() is None and arrived.result():
-            with contextlib.suppress(CheckpointError, RuntimeError):  # the run ends, and so does what stays
-                self._then()
-
-    def _settle(self) -> None:
-        has_arrived = self._arrived.done() and self._arrived.exception() is None and self._arrived.result()
-        if has_arrived and self._at_peers != self._sent:
-            if not self._at_peers:
-                self._on_first()
-            self._at_peers = self._sent
+    @property
+    def _level(self) -> int:
+        """Of failures, which the end of a run brings about."""
+        return logging.DEBUG if self._closing else logging.WARNING
 
     def close(self) -> None:
         """Give up what is being sent. A keeper that lives on still sends it."""
-        self._closing = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._caller.close()
 
 
 class _RunEnds(BaseException):
     """What is being sent is given up, and the ranks do not agree on it."""
-
-
-def _nothing() -> None:
-    """Nobody is told."""

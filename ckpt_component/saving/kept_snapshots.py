@@ -199,9 +199,7 @@ class KeptSnapshots(SaveAttempts):
             raise CheckpointSaveError(f"{attempt.target} was committed without a snapshot of this rank.")
         snapshot.hold()
         self._snapshots[attempt.target] = snapshot
-        self._stays.whole(
-            attempt.token, report_of(staged.admitted.request, "committed", staged, committed.written, committed)
-        )
+        self._stays.whole(report_of(staged.admitted.request, "committed", staged, committed.written, committed))
         self.drop_others()
         return committed
 

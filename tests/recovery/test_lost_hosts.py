@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,11 @@ def test_two_copies_outlive_two_hosts_of_three(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_fewer_ranks_on_other_hosts_go_on_too(tmp_path: Path) -> None:
-    before = killed(tmp_path, ["a", "a", "b", "b"], overrides=PEERS)
+    state = {"state": {"resized": "keep"}}
+    killed(tmp_path, ["a", "a", "b", "b"], overrides=PEERS, **state)
     lose("a")
-    after = live(tmp_path, hosts=["b", "x"], overrides=PEERS)
-    goes_on_at_3(after, before[:2])
+    after = live(tmp_path, hosts=["b", "x"], overrides=PEERS, **state)
+    assert [life.restored[0] for life in after] == [3, 3] and after[1].restored[1] == "peer"
 
 
 @pytest.mark.soak
@@ -101,7 +103,7 @@ def test_a_damaged_copy_is_set_aside_by_all_ranks(tmp_path: Path) -> None:
     killed(tmp_path, ["a", "b"], overrides=PEERS, **state)
     lose("a")
     (keeper,) = keepers().values()
-    flip_images(keeper, bytes(range(4)))
+    flip_images(keeper, struct.pack("2f", 500.0, 501.0))
     begins_with_the_disk(live(tmp_path, hosts=["a", "b"], overrides=PEERS, **state))
 
 

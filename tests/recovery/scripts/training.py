@@ -18,6 +18,7 @@ import torch.distributed as dist
 from snapshots import MEMORY, tell
 
 from ckpt_component import CheckpointListener, LoadReport, PerRank, SaveReport, build_manager
+from ckpt_component.core.state.per_rank import WhenResized
 
 
 class Rng:
@@ -49,13 +50,15 @@ class Training:
     Args:
         small: number of tensors of four values, besides those of the model
         frozen: number of values of a weight that never changes
+        resized: what becomes of the generator's state when there are more ranks, or fewer
     """
 
-    def __init__(self, rank: int, *, small: int = 0, frozen: int = 0) -> None:
+    def __init__(self, rank: int, *, small: int = 0, frozen: int = 0, resized: WhenResized = "error") -> None:
         torch.manual_seed(7)
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.epochs, self.rng = Epochs(), Rng()
+        self.resized = resized
         self.small = {f"small{number}": torch.full((4,), float(number)) for number in range(small)}
         self.frozen = {"frozen": torch.arange(frozen, dtype=torch.float32)} if frozen else {}
         torch.manual_seed(100 + rank)
@@ -66,7 +69,7 @@ class Training:
             "model": self.model,
             "optimizer": self.optimizer,
             "epochs": self.epochs,
-            "rng": PerRank(self.rng),
+            "rng": PerRank(self.rng, when_resized=self.resized),
             "small": self.small,
             **self.frozen,
         }
