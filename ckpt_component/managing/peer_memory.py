@@ -64,9 +64,12 @@ class PeerMemory(RunMemory):
         self._offered.clear()
         for token, *keeper in (each for offer in offers for each in offer):
             self._offered.setdefault(token, []).append(keeper)
+        return super().look(offers)
+
+    def _look(self) -> tuple[RunContext, Scan] | None:
         for token, keepers in self._offered.items():
             self._know(token, keepers)
-        return super().look(offers)
+        return super()._look()
 
     def elsewhere(self, root: str) -> Sequence[Sequence[Any]]:
         """See the base class."""
