@@ -46,7 +46,7 @@ class OpenImage(NamedTuple):
     Attributes:
         piece: for reading
         sums: of its bytes without the tail, if they are known
-        same: other files of this keeper that are the same bytes of the same source
+        same: other files of this keeper that are the same bytes of the same file on disk
     """
 
     piece: LocalPiece
@@ -214,11 +214,14 @@ class KeptFiles(Keeper):
 
         with self._opened_where(is_own) as (entries, descriptors):
             with self._lock:
-                places = dict[object, list[str]]()
+                others = dict[tuple[object, ...], list[str]]()
                 for path, entry in self._files.items():
-                    if entry.home is None and path not in entries:
-                        places.setdefault(self._place_of(entry), []).append(path)
-                same = {path: places.get(self._place_of(entry), []) for path, entry in entries.items()}
+                    place = self._place_on_disk(entry.content)
+                    if place is not None and entry.home is None and path not in entries:
+                        others.setdefault(place, []).append(path)
+                same = {
+                    path: others.get(self._place_on_disk(entry.content) or (), []) for path, entry in entries.items()
+                }
             found = dict[str, tuple[OpenImage | bytes, float]]()
             for path, entry in entries.items():
                 content = _open_content(entry, descriptors)
@@ -284,11 +287,10 @@ class KeptFiles(Keeper):
             self._sources[entry.content.source].files += 1
         self._files[path] = entry
 
-    def _place_of(self, entry: _Entry) -> object:
-        """Which bytes of which file on disk, or of which memory, a file is; small files are equal to none."""
-        content = entry.content
-        if isinstance(content, bytes):
-            return entry
+    def _place_on_disk(self, content: ImageRange | bytes) -> tuple[object, ...] | None:
+        """Which bytes of which file on disk a file is; None: it is in an arena, which is filled again, or small."""
+        if isinstance(content, bytes) or content.source >= 0:
+            return None
         return self._sources[content.source].inode, content.base, content.length
 
     def _drop(self, paths: Sequence[str]) -> None:
