@@ -191,6 +191,16 @@ def test_what_the_last_save_of_a_dead_trainer_replaces_is_dropped_if_it_is_whole
     assert after == (before - {f"{ROOT}/iter_1/file"} if end == "committed" else before)
 
 
+def test_a_keeper_does_not_wait_where_nobody_can_decide() -> None:
+    keeper = SnapshotKeeper("/runs/one", ROOT, 1, 2, 10.0)
+    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
+    begin(attempt)
+    lock = SimpleNamespace(held_by_others=lambda: True)  # of a rank beside it; that of rank 0 is on another host
+    request = SimpleNamespace(attempt=attempt)
+    keeper.follow(cast(Any, SimpleNamespace(request=request, lock=lock, until=time.monotonic() + 1000)))
+    assert keeper.files.listed(f"{ROOT}/iter_2"), "whoever restores finds out what it is worth"
+
+
 class Kept:
     """What a keeper in this process has of a run that was killed, whose steps 1 to 3 are in its folder."""
 

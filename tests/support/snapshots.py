@@ -108,18 +108,17 @@ def keeper_of(rank: int) -> psutil.Process:
 
 def lose(*hosts: str) -> None:
     """Hosts are lost, whose trainers have ended: kill their keepers, and remove their sockets."""
-    for process in keepers().values():
-        if process.environ().get("CKPT_HOST") in hosts:
-            kill(process)
+    kill(*(process for process in keepers().values() if process.environ().get("CKPT_HOST") in hosts))
     for host in hosts:
         shutil.rmtree(Path(os.environ["CKPT_RUNTIME_DIR"], host))
 
 
-def kill(process: psutil.Process) -> None:
-    """Send SIGKILL, and wait until it is gone."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
-        process.kill()
-        gone(process)
+def kill(*processes: psutil.Process) -> None:
+    """Send SIGKILL, and wait until they are gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
+            process.kill()
+    gone(*processes)
 
 
 def gone(*processes: psutil.Process, seconds: float = 20) -> None:

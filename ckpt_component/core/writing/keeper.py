@@ -31,6 +31,7 @@ from ..processes.serve import serve
 from ..storage.memory.entrances import PeerEntrance
 from ..storage.memory.host_memory import HostMemory
 from ..storage.memory.keeper_server import KeeperServer
+from ..storage.memory.keeper_sockets import SocketPlace, split_root
 from ..storage.memory.kept_files import KeptFiles
 from ..storage.memory.peer_sockets import PeerAddress
 from ..storage.memory.remote_keeper import HostKeepers
@@ -186,7 +187,7 @@ class SnapshotKeeper:
         """
         attempt = undecided.request.attempt
         try:
-            while not (over := is_over(attempt)) and undecided.lock.held_by_others():
+            while not (over := is_over(attempt)) and undecided.lock.held_by_others() and self._decider_is_here():
                 if self.storage.clock.now() > undecided.until:
                     return
                 self.storage.clock.sleep(_POLL_SECONDS)
@@ -194,6 +195,11 @@ class SnapshotKeeper:
                 self.retire([*self._older, attempt.target])
         except (CheckpointError, OSError) as error:
             print(f"ckpt keeper: it is unknown whether {attempt.target} is whole: {error}", file=sys.stderr)
+
+    def _decider_is_here(self) -> bool:
+        """Whether the keeper of rank 0, which decides when the trainers have died, may be on this host."""
+        place = split_root(self._root)
+        return place is not None and 0 in SocketPlace(*place).ranks()
 
     def end_soon(self) -> None:
         """Do not outlive the trainer longer than it takes to finish its saves."""
