@@ -90,7 +90,7 @@ def test_two_copies_outlive_two_hosts_of_three(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_fewer_ranks_on_other_hosts_go_on_too(tmp_path: Path) -> None:
-    state = {"state": {"resized": "keep"}}
+    state: dict[str, Any] = {"state": {"resized": "keep"}}
     killed(tmp_path, ["a", "a", "b", "b"], overrides=PEERS, **state)
     lose("a")
     after = live(tmp_path, hosts=["b", "x"], overrides=PEERS, **state)
@@ -99,7 +99,7 @@ def test_fewer_ranks_on_other_hosts_go_on_too(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_damaged_copy_is_set_aside_by_all_ranks(tmp_path: Path) -> None:
-    state = {"state": {"frozen": 1 << 10}}
+    state: dict[str, Any] = {"state": {"frozen": 1 << 10}}
     killed(tmp_path, ["a", "b"], overrides=PEERS, **state)
     lose("a")
     (keeper,) = keepers().values()

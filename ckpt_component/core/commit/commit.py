@@ -95,12 +95,11 @@ def publish(
         attempt.staging,
         list[dict[str, Any]](),
     )
-    seen = [rank for rank in ranks if rank["rank"] not in unseen]
-    sizes = {entry["name"]: entry["size"] for rank in ranks for entry in rank["files"]}
-    sizes |= storage.sizes(staging, [entry["name"] for rank in seen for entry in rank["files"]])
+    names = [entry["name"] for rank in ranks if rank["rank"] not in unseen for entry in rank["files"]]
+    sizes = storage.sizes(staging, names)
     for rank in ranks:
         for entry in rank["files"]:
-            size = sizes[entry["name"]]
+            size = entry["size"] if rank["rank"] in unseen else sizes[entry["name"]]
             if size != entry["size"]:
                 path = os.path.join(staging, entry["name"])
                 if rank["rank"]:
