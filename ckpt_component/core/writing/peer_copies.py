@@ -16,10 +16,10 @@ import math
 import os
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -188,25 +188,25 @@ class _Sender:
         return TimeoutError(errno.ETIMEDOUT, f"{self._to} has not taken the copy in time; it is stopped, or too slow")
 
 
-@dataclass(eq=False)
 class _Block:
-    """Memory that has the images of a copy, or had.
+    """Memory that has the images of a copy, or had; freed with this object, unless files are in it.
+
+    Args:
+        nbytes: its size
 
     Attributes:
         pages: the memory
-        nbytes: its size
+        nbytes: see above
         source: its number in `KeptFiles`, a new one for each copy
         is_filling: whether a copy is on its way into it
     """
 
-    pages: SharedPages
-    nbytes: int
-    source: int
-    is_filling: bool = True
-
-    def close(self) -> None:
-        """Let go of the memory, which is freed when no file is in it."""
-        os.close(self.pages.fd)
+    def __init__(self, nbytes: int) -> None:
+        self.pages = SharedPages(nbytes)
+        self.nbytes = nbytes
+        self.source = 0
+        self.is_filling = True
+        weakref.finalize(self, os.close, self.pages.fd).atexit = False
 
 
 class CopyTaker:
@@ -341,7 +341,7 @@ class CopyTaker:
             is_new = block is None
             if block is None:
                 self._refuse_large(nbytes)
-                block = _Block(SharedPages(nbytes), nbytes, 0)
+                block = _Block(nbytes)
                 self._blocks.setdefault(home, []).append(block)
             block.is_filling, block.source = True, self._files.new_source()
         try:
@@ -350,7 +350,6 @@ class CopyTaker:
         except BaseException:
             with self._lock:
                 self._blocks[home].remove(block)
-            block.close()
             raise
         finally:
             block.is_filling = False
@@ -364,7 +363,6 @@ class CopyTaker:
                     found = block
                 else:
                     self._blocks[home].remove(block)
-                    block.close()
         return found
 
     def _refuse_large(self, nbytes: int) -> None:
