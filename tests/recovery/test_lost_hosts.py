@@ -107,6 +107,13 @@ def test_a_damaged_copy_is_set_aside_by_all_ranks(tmp_path: Path) -> None:
     begins_with_the_disk(live(tmp_path, hosts=["a", "b"], overrides=PEERS, **state))
 
 
+def test_a_run_ends_at_once_while_a_snapshot_is_being_sent(tmp_path: Path) -> None:
+    ended = live(tmp_path, hosts=["a", "b"], steps=3, overrides=SLOW)
+    assert not keepers() and not any("WARNING" in life.output or "ERROR" in life.output for life in ended)
+    live(tmp_path, hosts=["a", "b"], steps=3, end="raise", overrides=SLOW)
+    assert {life.restored for life in live(tmp_path, hosts=["a", "b"], overrides=PEERS)} >= {(3, "memory")}
+
+
 def test_with_one_host_all_is_as_without_peers(tmp_path: Path) -> None:
     killed_there = live(tmp_path, hosts=["a", "a"], steps=3, end="kill", overrides=PEERS)
     assert "all ranks are on one host" in killed_there[0].output
