@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import random
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from ckpt_component.core.storage.memory.file_sums import FileSums
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.keepers import Piece
+from ckpt_component.core.storage.memory.keepers import LocalPiece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress, connect_to_peer
@@ -134,7 +135,7 @@ def contents_of(files: KeptFiles) -> dict[str, bytes]:
 
 def image_of(seed: int) -> tuple[bytes, FileSums]:
     """Bytes with items in them, and their checksums."""
-    data = bytes(zlib.adler32(bytes([seed])) * number >> 7 & 255 for number in range(ITEMS * (ITEM + GAP) + 7))
+    data = random.Random(seed).randbytes(ITEMS * (ITEM + GAP) + 64)
     places = [(GAP + number * (ITEM + GAP), ITEM) for number in range(ITEMS)]
     sums = [zlib.crc32(data[offset : offset + length]) for offset, length in places]
     return data, FileSums("crc32", array("Q", [value for place in places for value in place]), array("Q", sums))
@@ -350,8 +351,8 @@ def test_memory_that_was_truncated_is_not_sent_as_if_it_were_whole(home: KeptFil
     with Peer() as peer:
         with home.opened(f"{STEP}/t1") as files:
             piece = files["data"]
-            assert isinstance(piece, Piece)
-            fd = os.open(f"/proc/self/fd/{piece.descriptor}", os.O_RDWR)  # type: ignore[attr-defined]
+            assert isinstance(piece, LocalPiece)
+            fd = os.open(f"/proc/self/fd/{piece.descriptor}", os.O_RDWR)
             os.ftruncate(fd, 100_000)
             os.close(fd)
         with pytest.raises(OSError, match="its memory ends after 99997 of"):
