@@ -24,7 +24,7 @@ from ckpt_component.core.storage.memory.file_sums import FileSums
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.keepers import LocalPiece
+from ckpt_component.core.storage.memory.keepers import Keeper, LocalPiece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress, connect_to_peer
@@ -189,7 +189,8 @@ class TestKeeperOverTcp(StorageContract):
 def test_a_copy_has_the_paths_the_bytes_and_the_dates_of_home(home: KeptFiles) -> None:
     with Peer() as peer:
         result = sent(home, peer.address)
-        assert peer.contents() == contents_of(home) and sorted(peer.files.listed("")) == sorted(home.listed(""))
+        assert peer.contents() == contents_of(home)
+        assert sorted(peer.files.listed("")) == sorted(file._replace(home=0) for file in home.listed(""))
         assert result.bytes == home.nbytes and result.sent == len(image_of(1)[0])
         assert sent(home, peer.address).sent == 0, "it is there"
         assert home.held() == set()
@@ -413,3 +414,17 @@ def test_two_ranks_send_to_one_keeper_at_once() -> None:
         assert peer.contents() == contents_of(homes[0]) | contents_of(homes[1])
     for files in homes:
         files.delete([file.path for file in files.listed("")])
+
+
+@pytest.mark.parametrize("at_home", [True, False], ids=["home", "lost"])
+def test_a_file_is_read_where_its_own_rank_has_it_and_else_where_a_copy_is(home: KeptFiles, at_home: bool) -> None:
+    with Peer() as peer:
+        sent(home, peer.address)
+        right = contents_of(home)[f"{STEP}/t1/data"]
+        copy = PeerKeeper(peer.address, SECRET)
+        keepers: list[Keeper] = [copy, home] if at_home else [copy]
+        with HostMemory(lambda _: keepers).open_files(f"{STEP}/t1") as files:
+            data = bytearray(files.size("data"))
+            assert files.fill("data", memoryview(data), 0) and bytes(data) == right
+        assert (copy.received == 0) == at_home
+        copy.close()
