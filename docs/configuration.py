@@ -21,7 +21,7 @@ HEAD = """# Configuration
 
 NOTES = """
 All parts combine, except that `stager=none`, where the writer reads the live tensors, needs `caller=inline`, and
-`recovery=host`, where the writer process keeps the [snapshot](memory.md), needs `caller=persistent`.
+`recovery=host` and `peers`, where the writer process keeps the [snapshot](memory.md), need `caller=persistent`.
 
 Sizes and times take units: `8MB` (10^6 bytes), `2GiB` (2^30), `90s`, `30m`, `2h`. `~` and `$VAR` in folders are expanded; for Hydra,
 quote `~`: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder; in a Hydra multirun,

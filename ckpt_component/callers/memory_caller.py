@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from ..core.processes.remote_error import as_local_error
+from ..core.storage.memory.peer_sockets import PeerAddress
 from ..core.writing.process import ByteProcess, WriterConnection
+from ..errors import CheckpointTimeoutError
 from .write_callers import ConnectedCaller
+
+#: How much longer than its deadline a keeper may take to say why it is late.
+_GRACE_SECONDS = 5.0
 
 
 class MemoryCaller(ConnectedCaller):
@@ -32,11 +39,12 @@ class MemoryCaller(ConnectedCaller):
         """Connect, and start the process again if it has ended."""
         self._running(timeout)
 
-    def retire(self, path: str, timeout: float) -> set[int]:
-        """Drop what this rank's keeper has of all snapshots but one.
+    def retire(self, keep: Sequence[str], timeout: float) -> set[int]:
+        """Drop what this rank's keeper has of all snapshots but these.
 
         Args:
-            path: of the snapshot that stays
+            keep: paths of the snapshots that stay, the newest last. A save that becomes whole after the trainer has
+                died replaces that one alone; one that must stay then, too, is named twice.
             timeout: seconds that it may take
 
         Returns:
@@ -44,16 +52,78 @@ class MemoryCaller(ConnectedCaller):
             Of one that a keeper had which has died since, nobody knows who reads it.
 
         Raises:
+            CheckpointSaveError: it could not
             WorkerDiedError: the keeper has died, and all snapshots with it
             CheckpointTimeoutError: it did not answer
         """
-        lane, number = self._process, next(self._numbers)
+        lane = self._process
         if lane is None:
             return set()
-        deadline = time.monotonic() + timeout
-        lane.send({"kind": "retire", "id": number, "path": path}, deadline)
-        held: list[int] = lane.receive(deadline, "timeouts.close")["held"]
+        header = {"kind": "retire", "keep": list(keep)}
+        held: list[int] = self._asked(lane, header, time.monotonic() + timeout, "timeouts.close")["held"]
         return self._arenas.keys() - held
+
+    def listen(self, secret: str, address: str, timeout: float) -> int:
+        """Have this rank's keeper let keepers and trainers of other hosts in. A second call changes nothing.
+
+        Args:
+            secret: of the run, which they must know
+            address: an address of this host that they reach
+            timeout: seconds that it may take
+
+        Returns:
+            The TCP port, another one when the keeper was started again.
+
+        Raises:
+            CheckpointSaveError: it cannot listen there
+            WorkerDiedError: the keeper has died
+            CheckpointTimeoutError: it did not answer
+        """
+        header = {"kind": "listen", "secret": secret, "address": address}
+        return int(
+            self._asked(self._running(timeout), header, time.monotonic() + timeout, "timeouts.worker_start")["port"]
+        )
+
+    def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, deadline: float) -> Mapping[str, Any]:
+        """Have other keepers keep what this rank's keeper has of a snapshot. Waits until all of them do.
+
+        Args:
+            path: of the snapshot, which is whole and stays until then
+            to: the keepers, one after the other
+            rate: most bytes to send in a second; None: no limit
+            deadline: monotonic seconds
+
+        Returns:
+            `bytes`, the size of this rank's files; `sent`, bytes of images that went over the network, to all keepers
+            together, as they have some files already; `seconds`.
+
+        Raises:
+            CheckpointSaveError: one of the keepers does not have it; it says why
+            WorkerDiedError: this rank's keeper has died
+            CheckpointTimeoutError: it did not answer
+        """
+        seconds = max(deadline - time.monotonic(), 0.0)
+        header = {
+            "kind": "replicate",
+            "path": path,
+            "to": [list(each) for each in to],
+            "rate": rate,
+            "seconds": seconds,
+        }
+        answer = self._asked(self._running(seconds), header, deadline + _GRACE_SECONDS, "timeouts.write")
+        return {name: answer[name] for name in ("bytes", "sent", "seconds")}
+
+    def _asked(self, lane: WriterConnection, header: Mapping[str, Any], deadline: float, key: str) -> dict[str, Any]:
+        """Send a frame to the keeper, and receive its answer; the connection is of no more use if that is late."""
+        try:
+            lane.send({**header, "id": next(self._numbers)}, deadline)
+            answer = lane.receive(deadline, key)
+        except CheckpointTimeoutError:
+            self.close()
+            raise
+        if answer["kind"] == "failed":
+            raise as_local_error(answer, f"The keeper could not {header['kind']}")  # type: ignore[arg-type]
+        return answer
 
     def close(self, timeout: float = 60.0) -> None:
         """Close the connection; the process belongs to another caller."""

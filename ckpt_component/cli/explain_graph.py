@@ -35,8 +35,10 @@ def processes(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
         life = "as long as the run" if parts.caller == "persistent" else "started for each save"
         priority = f"nice {caller['nice']}, I/O priority {caller['io_priority']}"
         yield f"writer process, {life}, {priority}: {writes}"
-        if settings.recovery.mode is RecoveryMode.host:
+        if settings.recovery.mode is not RecoveryMode.none:
             yield f"if the run fails, its writer process keeps the newest snapshot for {settings.recovery.lease:g} s"
+        if settings.recovery.mode is RecoveryMode.peers:
+            yield "thread ckpt-peers: has the writer process send snapshots to those of other hosts"
     elif parts.in_other_process:
         yield f"what {parts.caller} starts: {writes}"
     else:

@@ -79,6 +79,7 @@ def _rows(run: RunInMemory) -> Iterator[dict[str, Any]]:
         yield {
             **{"root": run.root, "token": run.token, "rank": rank, "answers": about is not None},
             **{"steps": [] if about is None else run.steps_of(rank), **known},
+            "copies": {} if about is None else run.copies_of(rank),
         }
 
 
@@ -96,11 +97,17 @@ def _lines(
             counted(present, "rank") if run.world_size is None else f"{present} of {counted(run.world_size, 'rank')}"
         )
         yield f"  {ranks} on {host}, run {run.token}"
+        if run.parts:
+            yield f"  of step {', '.join(map(str, run.parts))} only a part is here"
         cells = [(str(row["rank"]), _steps_text(row), _size_text(row), _trainer_text(row)) for row in rows[run.token]]
         yield from output.table(
             Table([("rank", "step", "size", "trainer"), *cells], left=(3,)),
             ["" if row["answers"] else "red" for row in rows[run.token]],
         )
+        for row in rows[run.token]:
+            if row["copies"]:
+                of = ", ".join(f"rank {rank} ({amount(nbytes)})" for rank, nbytes in row["copies"].items())
+                yield f"  rank {row['rank']} has copies of {of}"
 
 
 def _steps_text(row: Mapping[str, Any]) -> str:

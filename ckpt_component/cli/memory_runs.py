@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -78,6 +79,20 @@ class RunInMemory:
     def steps_of(self, rank: int) -> list[int]:
         """The steps of whole snapshots of which a rank's keeper has a part."""
         return [step for step in self.steps if self._answering[rank].listed(self.snapshots.paths[step])]
+
+    def copies_of(self, rank: int) -> dict[int, int]:
+        """The ranks of other hosts of which a rank's keeper has copies, with their bytes."""
+        copies = Counter[int]()
+        for file in self._answering[rank].listed(""):
+            if file.home is not None:
+                copies[file.home] += file.size
+        return dict(sorted(copies.items()))
+
+    @property
+    def parts(self) -> list[int]:
+        """The steps of snapshots of which this host has a part alone, as not all ranks are here."""
+        is_all = len(self.about) + len(self.silent) == self.world_size
+        return [] if is_all else sorted(step for step in self.snapshots.paths if step not in self.steps)
 
     def facts_of(self, step: int) -> tuple[float, int, int]:
         """When the snapshot of a step became whole, seconds since 1970; its bytes; and the ranks that took it."""

@@ -71,7 +71,7 @@ def _question(parsed: argparse.Namespace) -> Scenario:
     for name in ("ranks", "ranks_per_host", "storage_gbps", "restart_s"):
         if getattr(parsed, name) is not None:
             _refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
-    modes = [*GROUPS["recovery"]]
+    modes = [mode for mode in GROUPS["recovery"] if mode != "peers"]
     if parsed.recovery not in modes:
         raise CheckpointConfigError(invalid_choice("--recovery", parsed.recovery, modes))
     _refuse_unfit_recovery(parsed)

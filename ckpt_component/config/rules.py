@@ -110,13 +110,14 @@ RULES = (
     Rule(
         # A user's class may derive from PersistentCaller; the factory asks it.
         lambda settings, parts: _keeps_memory(settings) and (parts.caller == "temporal" or not parts.in_other_process),
-        "checkpoint/recovery=host keeps the newest snapshot in a writer process that outlives training, and "
-        "checkpoint/caller={caller} has none. Use checkpoint=async_persistent, or checkpoint/recovery=none.",
+        "checkpoint/recovery={settings.recovery.mode} keeps the newest snapshot in a writer process that outlives "
+        "training, and checkpoint/caller={caller} has none. Use checkpoint=async_persistent, or "
+        "checkpoint/recovery=none.",
     ),
     Rule(
         lambda settings, parts: _keeps_memory(settings) and parts.single_file,
-        "checkpoint/recovery=host keeps snapshots as checkpoints of several files, and checkpoint/writer={writer} "
-        "writes one file alone. Use checkpoint/writer=dcp, or checkpoint/recovery=none.",
+        "checkpoint/recovery={settings.recovery.mode} keeps snapshots as checkpoints of several files, and "
+        "checkpoint/writer={writer} writes one file alone. Use checkpoint/writer=dcp, or checkpoint/recovery=none.",
     ),
     Rule(
         lambda settings, parts: not _keeps_memory(settings) and settings.recovery.every_steps is not None,
@@ -129,11 +130,22 @@ RULES = (
         "checkpoint.recovery.lease={settings.recovery.lease:g} is how long a snapshot stays in memory, and "
         "checkpoint/recovery=none keeps none there. Use checkpoint/recovery=host, or leave it out.",
     ),
+    Rule(
+        lambda settings, parts: settings.recovery.mode is not RecoveryMode.peers and _says_who_has_copies(settings),
+        "checkpoint.recovery.replicas, peers and max_bytes_per_second say how copies of snapshots get to other hosts, "
+        "and checkpoint/recovery={settings.recovery.mode} sends none. Use checkpoint/recovery=peers, or leave them "
+        "out.",
+    ),
 )
 
 
 def _keeps_memory(settings: Checkpoint) -> bool:
-    return settings.recovery.mode is RecoveryMode.host
+    return settings.recovery.mode is not RecoveryMode.none
+
+
+def _says_who_has_copies(settings: Checkpoint) -> bool:
+    recovery = settings.recovery
+    return recovery.replicas != 1 or recovery.peers is not None or recovery.max_bytes_per_second is not None
 
 
 def _fails_on_replicas(settings: Checkpoint) -> bool:

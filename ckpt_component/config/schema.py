@@ -149,11 +149,17 @@ class Recovery:
     """What the next run finds in memory after this one has died; see [memory](memory.md)."""
 
     mode: RecoveryMode = RecoveryMode.none
-    """`host`: the newest snapshot stays in this host's memory, and the next run resumes from it; or `none`."""
+    """The newest snapshot stays in memory for the next run: on this `host`; on its `peers` too; or `none`."""
     every_steps: int | None = at_least(1, None)
     """Also take a snapshot every n-th step for memory alone; null: only what `save` writes stays in memory."""
     lease: float = above(0, 600.0, SECONDS)
     """How long the snapshot stays after its run has died, while no newer run uses it."""
+    replicas: int = at_least(1, 1)
+    """With `peers`: on how many other hosts a copy of each rank's snapshot stays."""
+    peers: Any = None
+    """With `peers`: which host has copies for which, such as {node1: node4}; null: the one half the hosts away."""
+    max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
+    """With `peers`: the most that each rank sends per second; null: no limit."""
 
 
 @dataclass

@@ -113,6 +113,7 @@ class RecoveryMode(Word):
 
     none = "none"  # nowhere: the next run reads what is durable
     host = "host"  # in this host's memory
+    peers = "peers"  # there, and a copy in the memory of another host
 
 
 class MetricMode(Word):

@@ -20,6 +20,7 @@ _REQUIRED = {
     "steps": ("first", "ends"),
     "save": ("path", "spans"),
     "load": ("path", "spans"),
+    "peers": ("path", "sent", "at_peers_s"),
 }
 _NULL = frozenset(("step", "error", "preset", "host", "pid"))
 
@@ -101,4 +102,5 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("rank", "world_size", "pid", "step", "first", "files", "items", "attempts"), _is_count),
     "lag_steps": _is_count,
     **dict.fromkeys(("bytes", "reused", "host_memory_bytes", "stall_s", "lost_s", "gbps", "seconds"), _is_number),
+    **dict.fromkeys(("sent", "at_peers_s"), _is_number),
 }

@@ -34,6 +34,9 @@ class CheckpointListener:
     def on_failed(self, report: SaveReport) -> None:
         """A save failed or was skipped; `report.outcome` and `report.error` say why."""
 
+    def on_at_peers(self, report: SaveReport) -> None:
+        """The snapshot of a save has copies in the memory of other hosts (`checkpoint/recovery=peers`)."""
+
     def on_restored(self, report: LoadReport) -> None:
         """`CheckpointManager.restore` or `Checkpointer.load` has loaded a checkpoint."""
 

@@ -112,6 +112,11 @@ class EventRecorder:
         self.note(report.event())
         self._tell("on_committed" if report.outcome == "committed" else "on_failed", report)
 
+    def at_peers(self, report: SaveReport) -> None:
+        """The snapshot of a save, which was told of before, is at its peers."""
+        self.note(report.peers_event())
+        self._tell("on_at_peers", report)
+
     def loaded(self, report: LoadReport) -> None:
         """A load has ended; only the event file has it."""
         self.note(report.event())

@@ -35,8 +35,9 @@ class SaveReport:
             ended; of several attempts, the last one's. A phase that did not take place is missing.
         lost_s: the stall, plus an estimate of how much longer than others the steps took that ran beside the save
         host_memory_bytes: host memory that this rank holds for snapshots
-        memory: whether the save was to the memory of this host alone (`checkpoint.recovery.every_steps`), and nothing
-            was written
+        memory: whether the save was to memory alone (`checkpoint.recovery.every_steps`), and nothing was written
+        sent: bytes that this rank has sent to its peers (`checkpoint/recovery=peers`), for `on_at_peers`; 0 before
+        at_peers_s: when the snapshots of all ranks were at their peers, for `on_at_peers`; 0 before
     """
 
     path: str
@@ -58,6 +59,8 @@ class SaveReport:
     lost_s: float = 0.0
     host_memory_bytes: int = 0
     memory: bool = False
+    sent: int = 0
+    at_peers_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -74,6 +77,10 @@ class SaveReport:
         names = "time step path memory outcome error bytes reused files items attempts spans stall_s lost_s"
         return {"event": "save", **_values(self, f"{names} host_memory_bytes"), "gbps": round(self.write_gbps, 3)}
 
+    def peers_event(self) -> dict[str, Any]:
+        """The record for the event file that a snapshot is at its peers."""
+        return {"event": "peers", **_values(self, "time step path bytes sent at_peers_s")}
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -85,7 +92,8 @@ class LoadReport:
         step: the step that was restored; of a load path by path, the step in the checkpoint's name, or None
         error: the error text of a failed load
         bytes: size of the checkpoint's files, whether this rank read all of them or not
-        source: `memory` if the bytes came from the memory of this host's keepers, else `storage`
+        source: `memory` if the bytes came from the memory of this host's keepers; `peer` if some of this rank's came
+            from those of another host; else `storage`
         verified: whether what was read was compared with the checkpoint's checksums
         proven: keys of the objects that gave back all that they were given, bit for bit; empty: nothing was compared
         differing: keys of the values that objects did not give back as they were given

@@ -111,8 +111,8 @@ def build_checkpointer(
     storage_of, policy, snapshots = storage_of or _storages(settings), error_policy(settings), _snapshot_parts(settings)
     if snapshots is not None:
         storage_of = snapshots.with_memory(storage_of)
-        text = "checkpoint/recovery=host: without a manager nothing stays in memory; loads take what others keep"
-        logger.info(text)
+        text = "%s: without a manager nothing stays in memory; loads take what others keep"
+        logger.info(text, snapshots.mode)
     run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
     context = SaveContext(ranks, storage_of, timeouts, run, policy, events, shown)
     base = _base(settings, storage_of)

@@ -1,9 +1,10 @@
-"""`SnapshotParts`: what `checkpoint/recovery=host` adds to the graph. Imported only by runs that keep snapshots."""
+"""`SnapshotParts`: what `checkpoint/recovery` adds to the graph. Imported only by runs that keep snapshots."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +14,19 @@ from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.schema import Checkpoint
 from ..core.coordination import Coordinator, Hosts
+from ..core.coordination.addresses import address_towards, is_loopback, own_address
+from ..core.options import RecoveryMode
 from ..core.storage.memory.host_memory import HostMemory
+from ..core.storage.memory.job_keepers import JobKeepers
 from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, split_root
 from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
 from ..core.storage.storage import Storage
-from ..loading.nearest import NearestReader
+from ..errors import CheckpointConfigError
+from ..loading.nearest import NearestReader, PeerReader
+from ..managing.peer_memory import PeerMemory
 from ..managing.run_context import RunContext
 from ..managing.run_memory import RunMemory
+from ..saving.at_peers import NewestStays, PeerMap, SnapshotsAtPeers
 from ..saving.kept_snapshots import KeepingLane
 from ..saving.save_lane import SaveLane
 from ..writers.base import Writer
@@ -34,17 +41,29 @@ class SnapshotParts:
         settings: the config
 
     Attributes:
-        reader: the class of the reader
         earlier: the keepers of the run before; set by `begin`
     """
-
-    reader = NearestReader
 
     def __init__(self, settings: Checkpoint) -> None:
         self._settings = settings.recovery
         self._arenas = settings.stager.get("arenas", 1)
-        self._memory = HostMemory()
+        self._keepers = JobKeepers()
+        self._memory = HostMemory(self._keepers)
+        #: Whether other hosts have copies; set by `begin`.
+        self._has_peers = False
         self.earlier: RunMemory | None = None
+
+    @property
+    def mode(self) -> str:
+        """`checkpoint/recovery=...`, for texts."""
+        return f"checkpoint/recovery={self._settings.mode}"
+
+    @property
+    def reader(self) -> Callable[..., NearestReader]:
+        """What makes the reader, given the arguments of `Reader`."""
+        if self._settings.mode is RecoveryMode.peers:
+            return partial(PeerReader, received=self._keepers.received)
+        return NearestReader
 
     def with_memory(self, storage_of: Callable[[str], Storage]) -> Callable[[str], Storage]:
         """The storage of a path, which may be in the memory of this host's keepers; there, to read only."""
@@ -58,12 +77,14 @@ class SnapshotParts:
         if place is None:
             raise ValueError(f"{root} is no root in memory")
         own = RemoteKeeper(SocketPlace(*place), rank, now=False)  # its process starts later
-        self.earlier = RunMemory(run)
+        self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
+        self.earlier = PeerMemory(run, self._keepers) if self._has_peers else RunMemory(run)
         return replace(run, memory=replace(run, fs=HostMemory(HostKeepers(besides=rank), own), root=root, remote=None))
 
     def room(self) -> dict[str, Any]:
-        """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written."""
-        return {"kept": 1, "in_flight": 1 if self._settings.every_steps is None else 2}
+        """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written, or sent."""
+        # With peers: the last one that is there, one that is being sent, and the newest.
+        return {"kept": 3 if self._has_peers else 1, "in_flight": 1 if self._settings.every_steps is None else 2}
 
     def lane(self, caller: WriteCaller, writer: Writer, ranks: Coordinator, run: RunContext) -> Callable[..., SaveLane]:
         """Have the writer process keep snapshots. Returns the `lane` of the pipeline."""
@@ -72,30 +93,103 @@ class SnapshotParts:
             return SaveLane
         if not isinstance(caller, PersistentCaller):
             raise HydraConfigError(
-                f"checkpoint/recovery=host keeps snapshots in the persistent writer process, and "
+                f"{self.mode} keeps snapshots in the persistent writer process, and "
                 f"{type(caller).__name__} has none; use checkpoint/caller=persistent."
             )
         if ranks.is_leader:
             self._tell(run.hosts)
         connect = caller.keep_snapshots(run.root, memory.root, ranks.rank, ranks.world_size, self._settings.lease)
+        stays, on_kept = NewestStays(), earlier.end_others
+        if self._has_peers:
+            # What the run before has at its peers is needed until this one has something there.
+            ends = earlier.end_others if run.hosts.leads(ranks.rank) else _nothing
+            peers, on_kept = self._peers(run), _nothing
+            stays = SnapshotsAtPeers(peers, MemoryCaller(connect), ranks, run.timeouts, run.events, ends)
         return partial(
             KeepingLane,
             caller=MemoryCaller(connect),
             writer=writer,
             memory=memory.fs,
             path_of=lambda path: memory.path_of(run.step_of(path)),
-            on_kept=lambda report: earlier.end_others(),
+            on_kept=lambda report: on_kept(),
+            stays=stays,
+        )
+
+    def _peers(self, run: RunContext) -> PeerMap:
+        """Agree on who has copies for whom."""
+        ranks, hosts, settings = run.ranks, run.hosts, self._settings
+        given = settings.peers or {}
+        deadline = ranks.clock.now() + run.timeouts.stage
+        begun = ranks.decide("peers/begin", _address(), _begin, deadline)
+        return PeerMap(
+            of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
+            unseen=hosts.elsewhere(ranks.rank),
+            address=begun["addresses"][ranks.rank],
+            secret=begun["secret"],
+            bytes_per_second=settings.max_bytes_per_second,
         )
 
     def _tell(self, hosts: Hosts) -> None:
         room = self.room()
         images = room["kept"] + max(self._arenas, room["in_flight"])
-        text = "checkpoint/recovery=host: each rank has up to %d images of its state in host memory, one of which stays"
-        logger.info(text, images)
-        if hosts.several:
+        if self._has_peers:
+            self._tell_of_peers(hosts, images)
+            return
+        text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
+        logger.info(text, self.mode, images)
+        if self._settings.mode is RecoveryMode.peers:
+            text = "checkpoint/recovery=peers: all ranks are on one host, so nobody has copies, and all is as with host"
+            logger.warning(text)
+        elif hosts.several:
             logger.warning(
                 "checkpoint/recovery=host: the %d ranks are on %d hosts, and a run is restored from memory only if all "
                 "are on one host; else from its checkpoints",
                 len(hosts.names),
                 len(set(hosts.names)),
             )
+
+    def _tell_of_peers(self, hosts: Hosts, images: int) -> None:
+        names, settings = [*dict.fromkeys(hosts.names)], self._settings
+        replicas = min(settings.replicas, len(names) - 1)
+        text = (
+            "checkpoint/recovery=peers: each rank has up to %d images of its state in host memory, of which up to "
+            "three stay, and up to %d copies of other ranks' images"
+        )
+        logger.info(text, images, 2 * replicas)
+        if replicas < settings.replicas:
+            text = "checkpoint.recovery.replicas=%d: the job has %d hosts, so each has its copies on %d others"
+            logger.warning(text, settings.replicas, len(names), replicas)
+        unknown = sorted({*(settings.peers or {}).values()} - {*names})
+        if unknown:
+            text = "checkpoint.recovery.peers names %s, and no rank is there; the hosts are %s"
+            logger.warning(text, ", ".join(unknown), ", ".join(names))
+
+
+def _address() -> str:
+    """Where other hosts reach this one; empty, with a warning: nowhere."""
+    try:
+        return own_address()
+    except OSError as error:
+        logger.warning("the address by which other hosts reach this one cannot be found: %s", error)
+        return ""
+
+
+def _begin(addresses: Sequence[str]) -> dict[str, Any]:
+    """On the leading rank: what the keepers of all ranks need to know each other.
+
+    Who reaches the job's store by the loopback is on this host, and others need another address of it.
+    """
+    if "" in addresses:
+        raise CheckpointConfigError(
+            f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its "
+            "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
+        )
+    far = next((address for address in addresses if not is_loopback(address)), None)
+    if far is not None:
+        own = address_towards(far)
+        addresses = [own if is_loopback(address) else address for address in addresses]
+    return {"secret": secrets.token_hex(32), "addresses": addresses}
+
+
+def _nothing() -> None:
+    """Nothing follows."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ..core.commit.manifest import read_manifest
+from ..core.commit.manifest import data_folder, read_manifest
 from ..core.state.flatten import StateDict
 from ..core.storage.locate import absolute
 from ..core.storage.memory.keeper_sockets import SCHEME, memory_root, tokens_of
@@ -41,8 +41,11 @@ def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Stor
         manifest = (read_manifest(storage, path) if tokens else None) or {}
         for token in tokens if manifest else ():
             near = os.path.join(memory_root(root, token), name)
-            kept = read_manifest(storage_of(near), near)
-            if kept is not None and _is_same(str(manifest.get("attempt")), str(kept.get("attempt"))):
+            memory = storage_of(near)
+            kept = read_manifest(memory, near)
+            if kept is None or not _is_same(str(manifest.get("attempt")), str(kept.get("attempt"))):
+                continue
+            if _is_whole(memory, near, kept):  # else other hosts have the rest
                 return near
     except OSError as error:
         raise CheckpointUnreadableError(f"The copy of {path} in memory cannot be found: {error}.") from error
@@ -82,6 +85,36 @@ class NearestReader(Reader):
             logger.warning("%s is loaded from its storage: %s", path, error)
             return None
         return near
+
+
+class PeerReader(NearestReader):
+    """A `NearestReader` of a run whose snapshots have copies on other hosts.
+
+    Args:
+        *arguments: as for `Reader`
+        received: returns how many bytes have come from other hosts so far
+        **options: as for `Reader`
+    """
+
+    def __init__(self, *arguments: Any, received: Callable[[], int], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._received = received
+
+    def read(
+        self, path: str, state_dict: StateDict | torch.nn.Module | None = None, **options: Any
+    ) -> tuple[Any, list[str]]:
+        """See `Reader.read`; says whether bytes came from other hosts."""
+        before = self._received()
+        read = super().read(path, state_dict, **options)
+        if self.last_read.get("source") == "memory" and self._received() > before:
+            self.last_read["source"] = "peer"
+        return read
+
+
+def _is_whole(memory: Storage, path: str, manifest: Mapping[str, Any]) -> bool:
+    """Whether all files of a checkpoint can be seen from here."""
+    names = [entry["name"] for entry in manifest["files"]]
+    return None not in memory.sizes(data_folder(memory, path, manifest), names).values()
 
 
 def _is_same(attempt: str, first: str) -> bool:

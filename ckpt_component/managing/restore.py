@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Where a snapshot in memory was, for the log.
+_PLACES = {"peer": "peers"}
+
 
 class Found(NamedTuple):
     """What the leading rank found, as JSON values for all ranks.
@@ -44,6 +47,7 @@ class Found(NamedTuple):
         suspects: damaged steps, to quarantine, with their paths
         occupied: all steps that a save would collide with
         in_memory: the root of the snapshots in memory; empty: there are none
+        keepers: where those keepers are that other hosts have
     """
 
     candidates: Sequence[tuple[int, str]]
@@ -51,6 +55,7 @@ class Found(NamedTuple):
     suspects: Sequence[tuple[int, str]]
     occupied: Sequence[int]
     in_memory: str = ""
+    keepers: Sequence[Sequence[Any]] = ()
 
 
 class Restorer:
@@ -99,7 +104,12 @@ class Restorer:
         ranks, timeouts = self._run.ranks, self._run.timeouts
         deadline = time.monotonic() + timeouts.stage + timeouts.close
         manifests: dict[str, Mapping[str, Any]] = {}
-        found = Found(**ranks.meet("restore", None, lambda _: self._look(manifests)._asdict(), deadline))
+        memory = self._memory
+        offer = None if memory is None else memory.offer()
+        look = partial(self._look, manifests)
+        found = Found(**ranks.meet("restore", offer, lambda offers: look(offers)._asdict(), deadline))
+        if memory is not None:
+            memory.join(found.in_memory, found.keepers)
         tag = f"restore/{ranks.meetings['restore']}"
         options, new = options or self._policy.load_options, new_optimizer_states(state)
         unused = "" if self._policy.is_exact or not found.candidates else " and ".join(options)
@@ -145,8 +155,8 @@ class Restorer:
         if found.in_memory:
             self.is_here = self.is_durable or _is_in(self.path, found.in_memory)
             self.is_durable = self.is_durable or any(step in steps for steps in found.committed)
-            if self._memory is not None and not _is_in(self.path, found.in_memory):
-                self._memory.let_go()
+            if memory is not None and not _is_in(self.path, found.in_memory):
+                memory.let_go()
         # Steps of a run that began elsewhere may start below those that the folder holds.
         self._folder.settled = self._saves and (step is None or self.is_here)
         if self.path is not None:
@@ -250,21 +260,23 @@ class Restorer:
                     verified = "not verified (checkpoint.verify=off)"
                 seconds = time.perf_counter() - started
                 text = "restored step %d from %s: %s in %.2f s, %s"
-                logger.info(text, step, "memory" if in_memory else path, amount(loaded.bytes), seconds, verified)
+                place = _PLACES.get(loaded.source, "memory") if in_memory else path
+                logger.info(text, step, place, amount(loaded.bytes), seconds, verified)
             return step, damaged
         return None, damaged
 
-    def _look(self, manifests: dict[str, Mapping[str, Any]]) -> Found:
+    def _look(self, manifests: dict[str, Mapping[str, Any]], offers: Sequence[Any]) -> Found:
         """On the leading rank: clean up and scan the folder.
 
         Args:
             manifests: takes those of committed checkpoints, by path
+            offers: what each rank's `RunMemory` has offered
 
         Raises:
             CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed
         """
         run = self._run
-        in_memory = None if self._memory is None else self._memory.look()
+        in_memory = None if self._memory is None else self._memory.look(offers)
         # What the writer of a dead run is still finishing is no newer than the snapshot that it was made of.
         waits = in_memory is None or not in_memory[1].committed
         local, remote = run.scan(self._clean_up(waits=waits)), run.scan_remote()
@@ -298,11 +310,13 @@ class Restorer:
         if self._saves:
             self._folder.refuse_following(candidates[0][0] if candidates else None, occupied)
         kept = "" if in_memory is None else in_memory[0].root
+        keepers = () if in_memory is None or self._memory is None else self._memory.elsewhere(kept)
         suspects = [
             (step, at.path_of(step)) for at, has in places if at.root != kept for step in {**has.damaged, **has.torn}
         ]
         self._folder.purge.found(local)
-        return Found(candidates, durable, suspects if self._policy.searches else [], occupied, kept)
+        suspects = suspects if self._policy.searches else []
+        return Found(candidates, durable, suspects, occupied, kept, keepers)
 
     def _refuse_unknown(self, local: Scan, remote: str) -> None:
         """The permanent folder cannot be listed: refuse to begin if the local one has nothing to begin with.

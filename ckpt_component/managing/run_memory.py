@@ -1,16 +1,18 @@
-"""What keepers of this host have of a run's folder: the snapshots of the run that owns it, and those of stale runs."""
+"""What keepers have of a run's folder: the snapshots of the run that owns it, and those of stale runs."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..core.commit.fencing import read_owner
 from ..core.commit.liveness import has_living_marks
 from ..core.commit.scan import Scan
 from ..core.storage.memory.keeper_sockets import memory_root, tokens_of
+from ..core.storage.memory.keepers import Keeper
 from ..core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
 from ..errors import CheckpointError
 from .run_context import RunContext
@@ -21,7 +23,9 @@ _POLL_SECONDS = 0.02
 
 
 class RunMemory:
-    """The snapshots in memory that a run may begin with. Used on the leading rank alone.
+    """The snapshots in this host's memory that a run may begin with. `PeerMemory` also knows of those on other hosts.
+
+    The leading rank looks; the others only offer, join and let go.
 
     Args:
         run: the run
@@ -37,12 +41,30 @@ class RunMemory:
         #: Whether the others were ended.
         self._is_first = False
 
-    def look(self) -> tuple[RunContext, Scan] | None:
+    def offer(self) -> Any:
+        """What this rank tells the leading one, as JSON values."""
+
+    def join(self, root: str, keepers: Sequence[Sequence[Any]]) -> None:
+        """Use what the leading rank has found, on this rank too.
+
+        Args:
+            root: of the snapshots in memory; empty: there are none
+            keepers: what `elsewhere` has said
+        """
+
+    def elsewhere(self, root: str) -> Sequence[Sequence[Any]]:
+        """On the leading rank: where the keepers of a root are that other hosts have, as JSON values."""
+        return ()
+
+    def look(self, offers: Sequence[Any]) -> tuple[RunContext, Scan] | None:
         """What the keepers of the run that owns the folder have; None: nothing. Keepers of other runs are stale.
 
         From now on they stay longer than their lease, until `let_go`, or the end of this process. First waits for a
         snapshot that they are still completing. What else is in memory than whole snapshots goes with its keepers, and
         nobody need hear of it.
+
+        Args:
+            offers: those of all ranks
         """
         self.let_go()
         try:
@@ -61,8 +83,8 @@ class RunMemory:
         return any(manifest.get("run") in self._later for manifest in scan.manifests.values())
 
     def _look(self) -> tuple[RunContext, Scan] | None:
-        run, owner = self._run, read_owner(self._run.fs, self._run.root)
-        here = () if owner is None else tokens_of(run.root)
+        owner = read_owner(self._run.fs, self._run.root)
+        here = () if owner is None else self._tokens()
         # A run that took the folder and died before its first snapshot was whole has left that of the run before it.
         self._later.clear()
         for token in () if owner is None else (owner.token, *owner.earlier):
@@ -71,13 +93,21 @@ class RunMemory:
             self._later.add(token)
         return None
 
-    def _of(self, token: str) -> tuple[RunContext, Scan]:
-        """What the keepers of a run have, which stay from now on."""
-        run, root = self._run, memory_root(self._run.root, token)
+    def _tokens(self) -> Collection[str]:
+        """The runs of the folder that have keepers."""
+        return tokens_of(self._run.root)
+
+    def _hold(self, root: str) -> None:
+        """Have this host's keepers of a root stay from now on."""
         for keeper in keepers_of(root):
             self._held.append(keeper)
             with contextlib.suppress(ConnectionError):  # it has ended since it was found
                 keeper.hold()
+
+    def _of(self, token: str) -> tuple[RunContext, Scan]:
+        """What the keepers of a run have, which stay from now on."""
+        run, root = self._run, memory_root(self._run.root, token)
+        self._hold(root)
         kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, memory=None)
         deadline = run.ranks.clock.now() + run.timeouts.close
         # An attempt without a mark has nobody who would complete it: its keeper has died.
@@ -95,11 +125,15 @@ class RunMemory:
     def drop(self, path: str) -> None:
         """Delete a snapshot from all keepers that have a part of it. A failure is logged."""
         try:
-            for keeper in _each(keepers_of(path)):
+            for keeper in self._keepers(path):
                 with contextlib.suppress(ConnectionError):  # it has ended
                     keeper.delete([file.path for file in keeper.listed(path)])
         except OSError as error:
             logger.warning("%s could not be dropped from memory: %s", path, error)
+
+    def _keepers(self, path: str) -> Iterable[Keeper]:
+        """The keepers that may have a part of a snapshot."""
+        return each_of(keepers_of(path))
 
     def drop_after(self, step: int | None) -> None:
         """Delete the snapshots of steps that follow this one; None: all."""
@@ -125,14 +159,14 @@ class RunMemory:
             return
         for token in others:
             try:
-                for keeper in _each(keepers_of(memory_root(self._run.root, token))):
+                for keeper in each_of(keepers_of(memory_root(self._run.root, token))):
                     with contextlib.suppress(ConnectionError):  # it has ended
                         keeper.end()
             except OSError as error:
                 logger.warning("a keeper of run %s, which is over, ends with its lease: %s", token, error)
 
 
-def _each(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:
+def each_of(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:
     """Each keeper; closes all of them."""
     try:
         yield from keepers

@@ -62,6 +62,7 @@ class SaveAttempts:
         self._context = context
         self._ranks = context.ranks
         self._leads = context.ranks.is_leader
+        self._awaits_folder = not self._leads and 0 not in context.unseen
         self._timeouts = context.timeouts
         self._clock = context.ranks.clock
         self._run = context.run
@@ -182,7 +183,7 @@ class SaveAttempts:
         encoded, storage, events = snapshot.encoded, request.storage, self._context.events
         name, tells = os.path.basename(request.path), events.has_listeners and request.is_told
         level = logging.INFO if request.is_told else logging.DEBUG
-        if not self._leads:
+        if self._awaits_folder:
             visible = partial(storage.is_folder, attempt.staging)
             wait_visible(visible, attempt.staging, self._timeouts.visible, self._clock)
         if wait_futures([snapshot.staged], self._timeouts.stage).not_done:
@@ -250,7 +251,7 @@ class SaveAttempts:
         request, sidecars = staged.admitted.request, self._indexes.sidecars
         fields = self._manifest_fields(staged)
         with self._typed_errors(request, sum(map(len, sidecars.values()))):
-            return commit.publish(attempt, votes, sidecars, fields, self._timeouts.visible)
+            return commit.publish(attempt, votes, sidecars, fields, self._timeouts.visible, self._context.unseen)
 
     @contextlib.contextmanager
     def _typed_errors(self, request: SaveRequest, needed: int) -> Iterator[None]:

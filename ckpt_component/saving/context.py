@@ -119,6 +119,7 @@ class SaveContext:
         replicas: what is compared between the ranks
         reuse: decides which files are shared with the last checkpoint; the stager has the same
         lane: begins the names of the ranks' questions about attempts, as two lanes may ask about one save at a time
+        unseen: the ranks whose files this rank cannot see, because they are in the memory of other hosts
     """
 
     ranks: Coordinator
@@ -131,3 +132,4 @@ class SaveContext:
     replicas: ReplicaPolicy = field(default_factory=ReplicaPolicy)
     reuse: FileReuse = field(default_factory=lambda: FileReuse(None))
     lane: str = ""
+    unseen: frozenset[int] = frozenset()

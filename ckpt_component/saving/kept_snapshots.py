@@ -1,4 +1,4 @@
-"""Keeps the newest snapshot in memory: a save becomes whole there first, on a lane beside that of its storage.
+"""Keeps snapshots in memory: a save becomes whole there first, on a lane beside that of its storage.
 
 A save to storage is staged once and goes to both lanes: in memory it may be whole, on all ranks, while an older one is
 still being written. A save to memory alone goes to that lane only.
@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..callers.memory_caller import MemoryCaller
@@ -22,6 +23,7 @@ from ..errors import CheckpointError, CheckpointSaveError
 from ..events import SaveReport
 from ..stagers.base import Snapshot
 from ..writers.base import Writer
+from .at_peers import NewestStays
 from .attempts import SaveAttempts
 from .context import Ownership, RunHooks, SaveContext
 from .in_flight import SaveHandle
@@ -51,6 +53,7 @@ class KeepingLane(SaveLane):
         memory: the storage of what is kept
         path_of: where a checkpoint is in memory, by its path in storage
         on_kept: called on rank 0, on the lane of the memory, when a snapshot is whole there; a failure is only logged
+        stays: which snapshots stay there; owned too
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class KeepingLane(SaveLane):
         memory: Storage,
         path_of: Callable[[str], str],
         on_kept: Callable[[SaveReport], None] = lambda report: None,
+        stays: NewestStays | None = None,
     ) -> None:
         super().__init__(attempts, context, in_background=in_background, add_report=add_report)
+        self._stays = NewestStays() if stays is None else stays
         beside = replace(
             context,
             run=MemoryHooks(context.run, on_kept),
@@ -75,13 +80,15 @@ class KeepingLane(SaveLane):
             timeouts=replace(context.timeouts, heartbeat=min(context.timeouts.heartbeat, _PATIENCE)),
             reuse=ProvedReuse(),
             lane="memory/",
+            unseen=self._stays.unseen,
         )
         self._storage = memory
         self._path_of = path_of
         self._caller = caller
         self._timeouts = context.timeouts
-        self._kept = KeptSnapshot(caller, writer, beside)
+        self._kept = KeptSnapshots(caller, writer, beside, self._stays)
         self._beside = SaveLane(self._kept, beside, in_background=True, add_report=add_report, name="ckpt-keep")
+        self._stays.begin(caller, partial(self._beside.run_after_saves, self._kept.drop_others))
         self._on_kept = beside.run.after_commit
         #: For the other lane, as `SaveLane` has them: of saves to storage.
         self._doubles: deque[Staged] = deque()
@@ -153,7 +160,8 @@ class KeepingLane(SaveLane):
         return super().drain(timeout)
 
     def close(self, *, wait: bool) -> None:
-        """End both threads, and let go of the snapshot that was kept: its keeper has it, or ends too."""
+        """End both threads, and let go of the snapshots that were kept: the keeper has them, or ends too."""
+        self._stays.close()
         super().close(wait=wait)
         with contextlib.suppress(CheckpointError, RuntimeError):  # the interpreter exits, which frees it too
             self._beside.run_after_saves(self._kept.release)  # there, because a save that was given up may end yet
@@ -161,24 +169,26 @@ class KeepingLane(SaveLane):
         self._caller.close(self._timeouts.close)
 
 
-class KeptSnapshot(SaveAttempts):
-    """Makes attempts in memory, and keeps what the last one was made of: then the one before is dropped.
+class KeptSnapshots(SaveAttempts):
+    """Makes attempts in memory, and keeps what those were made of that stay; the others are dropped.
 
     Args:
         caller: runs the write requests
         writer: the format
         context: what is the same for all saves to memory
+        stays: which ones stay
     """
 
-    def __init__(self, caller: MemoryCaller, writer: Writer, context: SaveContext) -> None:
+    def __init__(self, caller: MemoryCaller, writer: Writer, context: SaveContext, stays: NewestStays) -> None:
         super().__init__(caller, writer, context)
         self._keeper = caller
         self._timeout = context.timeouts.close
         self._start_timeout = context.timeouts.worker_start
-        self._snapshot: Snapshot | None = None
+        self._stays = stays
+        self._snapshots: dict[str, Snapshot] = {}
 
     def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
-        """Write and commit; see the base class. When this returns, the older snapshot is no longer in memory."""
+        """Write and commit; see the base class. When this returns, those that do not stay are no longer in memory."""
         snapshot = staged.snapshot
         try:
             self._keeper.prepare(self._start_timeout)  # the commit begins in the keeper of rank 0
@@ -188,22 +198,27 @@ class KeptSnapshot(SaveAttempts):
         if snapshot is None:
             raise CheckpointSaveError(f"{attempt.target} was committed without a snapshot of this rank.")
         snapshot.hold()
-        older, self._snapshot = self._snapshot, snapshot
-        unread = set[int]()
-        try:
-            unread = self._keeper.retire(attempt.target, self._timeout)
-        except CheckpointError as error:  # the new snapshot is whole on all ranks, whatever became of the older one
-            logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", attempt.target, error)
-        if older is not None:
-            arena = older.arena
-            older.release(reusable=arena is None or arena.number in unread)
+        self._snapshots[attempt.target] = snapshot
+        self._stays.whole(report_of(staged.admitted.request, "committed", staged, committed.written, committed))
+        self.drop_others()
         return committed
 
+    def drop_others(self) -> None:
+        """Drop the snapshots that do not stay any more."""
+        stay, unread = self._stays.paths(), set[int]()
+        try:
+            unread = self._keeper.retire(stay, self._timeout)
+        except CheckpointError as error:  # the newest one is whole on all ranks, whatever became of older ones
+            logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", stay[-1], error)
+        for path in self._snapshots.keys() - {*stay}:
+            older = self._snapshots.pop(path)
+            arena = older.arena
+            older.release(reusable=arena is None or arena.number in unread)
+
     def release(self) -> None:
-        """Let go of the snapshot."""
-        snapshot, self._snapshot = self._snapshot, None
-        if snapshot is not None:
-            snapshot.release()
+        """Let go of all snapshots."""
+        while self._snapshots:
+            self._snapshots.popitem()[1].release()
 
 
 class MemoryHooks:

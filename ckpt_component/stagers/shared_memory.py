@@ -123,7 +123,7 @@ class SharedMemoryStager(Stager):
                 self._arenas,
                 self._images * each / 1e9,
                 each / 1e9,
-                f", with {more} more for checkpoint/recovery=host" if more else "",
+                f", with {more} more for checkpoint/recovery" if more else "",
                 available / 1e9,
                 max(int(available // each) - more, 1),
                 " or checkpoint/recovery=none" if more else "",

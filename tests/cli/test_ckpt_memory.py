@@ -64,6 +64,11 @@ class Kept:
             keeper = self.keepers[path.suffix == ".distcp"]
             keeper.put(f"{self.memory}/{path.parent.name}/{path.name}", path.read_bytes())
 
+    def take_copies(self, step: int) -> None:
+        """Keep copies in the first keeper of what rank 7, on another host, has of a step."""
+        folder = f"{self.memory}/iter_{step:07}"
+        self.keepers[0].put_replica(7, folder, {f"{folder}/__7_0.distcp": (b"bytes", time.time())})
+
     def __enter__(self) -> Kept:
         for server in self._servers:
             server.start()
@@ -208,3 +213,9 @@ def test_who_has_no_checkpoint_left_begins_anew(ckpt: Ckpt, root: Path, kept: Ke
         path.rmdir()
     ran = ckpt("memory", "drop", root)
     assert ran.code == 0 and "has no checkpoint: the next start begins anew" in ran.out
+
+
+def test_ls_says_whose_copies_a_keeper_has(kept: Kept, ckpt: Ckpt) -> None:
+    kept.take_copies(2)
+    assert [row["copies"] for row in ckpt("memory", "ls", "--json").json["keepers"]] == [{"7": 5}, {}]
+    assert "  rank 0 has copies of rank 7 (5 bytes)" in ckpt("memory", "ls").out.splitlines()

@@ -122,7 +122,7 @@ def test_a_value_may_be_quoted() -> None:
             "async_persistent",
             "checkpoint/recovery=hots",
             "There is no checkpoint/recovery=hots. Did you mean checkpoint/recovery=host? checkpoint/recovery can be: "
-            "host, none.",
+            "host, none, peers.",
         ),
         (
             "async_persistent",

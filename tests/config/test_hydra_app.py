@@ -152,7 +152,7 @@ def test_help_lists_our_groups_without_the_schemas(app: Path) -> None:
     text = run(app, "--help").stdout
     assert f"checkpoint: {', '.join(PRESETS)}" in text
     assert "checkpoint/stager: lost, mine, none, pinned, shared_memory, zero_overhead" in text
-    assert "checkpoint/recovery: host, none" in text
+    assert "checkpoint/recovery: host, none, peers" in text
     assert "checkpoint/writer: dcp, safetensors, torch_save" in text
 
 

@@ -39,6 +39,32 @@ HOST = "checkpoint/recovery=host"
             "checkpoint.recovery.lease=120 is how long a snapshot stays in memory, and checkpoint/recovery=none keeps none "
             "there. Use checkpoint/recovery=host, or leave it out.",
         ),
+        (
+            "sync",
+            ["checkpoint/recovery=peers"],
+            "checkpoint/recovery=peers keeps the newest snapshot in a writer process that outlives training, and "
+            "checkpoint/caller=inline has none. Use checkpoint=async_persistent, or checkpoint/recovery=none.",
+        ),
+        *(
+            (
+                "async_persistent",
+                [HOST, f"checkpoint.recovery.{key}"],
+                "checkpoint.recovery.replicas, peers and max_bytes_per_second say how copies of snapshots get to other "
+                "hosts, and checkpoint/recovery=host sends none. Use checkpoint/recovery=peers, or leave them out.",
+            )
+            for key in ("replicas=2", "peers={a: b}", "max_bytes_per_second=1GB")
+        ),
+        (
+            "async_persistent",
+            ["checkpoint/recovery=peers", "checkpoint.recovery.peers={a: b, c: c}"],
+            "checkpoint.recovery.peers has c keep its own copies; give it another host, or leave it out.",
+        ),
+        (
+            "async_persistent",
+            ["checkpoint/recovery=peers", "checkpoint.recovery.peers=node4"],
+            "checkpoint.recovery.peers='node4' is not a dict of hosts; give each the one that has its copies: "
+            "'checkpoint.recovery.peers={node1:node4}'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(preset: str, overrides: list[str], text: str, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ),
         (
             {"recovery": {"mode": "hots"}},
-            "checkpoint.recovery.mode must be none or host, got hots. Did you mean checkpoint.recovery.mode=host?",
+            "checkpoint.recovery.mode must be none, host or peers, got hots. Did you mean checkpoint.recovery.mode=host?",
         ),
         (
             {"recovery": "host"},

@@ -24,10 +24,11 @@ def nothing_outlives_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def left_on_purpose() -> Iterator[None]:
     """Kill the keepers that the test leaves for their lease, and remove their sockets."""
     yield
-    for process in keepers().values():
+    left = keepers().values()
+    for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
             process.resume()
-        kill(process)
+    kill(*left)
     for path in sockets():
         if path.is_socket():
             path.unlink()

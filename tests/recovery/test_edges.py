@@ -210,9 +210,11 @@ def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None
     keeper.files.put_image(f"{ROOT}/iter_1/image", 7, image, 0, 5)
     os.close(image)
     with keeper.files.opened(f"{ROOT}/iter_1"):
-        assert keeper.retire(f"{ROOT}/iter_2") == {7}
+        assert keeper.retire([f"{ROOT}/iter_2", f"{ROOT}/iter_3"]) == {7}
+        assert sorted(file.path for file in keeper.files.listed("")) == [*stays, f"{ROOT}/iter_3/attempt/b"]
+        assert keeper.retire([f"{ROOT}/iter_2"]) == {7}
         assert sorted(file.path for file in keeper.files.listed("")) == stays
-    assert keeper.retire(f"{ROOT}/iter_2") == set()
+    assert keeper.retire([f"{ROOT}/iter_2"]) == set()
 
 
 class QuickClock(Clock):
@@ -243,7 +245,9 @@ def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_who
     end: str, others_decide: bool, waits: int
 ) -> None:
     keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
-    keeper.files.put(f"{ROOT}/iter_1/file", b"older")
+    for step in (0, 1):
+        keeper.files.put(f"{ROOT}/iter_{step}/file", b"older")
+    keeper.retire([f"{ROOT}/iter_0", f"{ROOT}/iter_1"])
     attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
     begin(attempt)
     commit = partial(publish, attempt, [{"rank": 0, "files": []}], {}, {})
@@ -261,6 +265,17 @@ def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_who
     assert clock.waits == waits
     assert keeper.storage.exists(f"{ROOT}/iter_2/manifest.json") == (end == "committed")
     assert keeper.storage.exists(f"{ROOT}/iter_1/file") != (end == "committed")
+    assert keeper.storage.exists(f"{ROOT}/iter_0/file"), "it stays for its peers"
+
+
+def test_a_keeper_does_not_wait_where_nobody_can_decide() -> None:
+    keeper = SnapshotKeeper("/runs/one", ROOT, 1, 2, 10.0)
+    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
+    begin(attempt)
+    lock = SimpleNamespace(held_by_others=lambda: True)  # of a rank beside it; that of rank 0 is on another host
+    request = SimpleNamespace(attempt=attempt)
+    keeper.follow(cast(Any, SimpleNamespace(request=request, lock=lock, until=time.monotonic() + 1000)))
+    assert keeper.files.listed(f"{ROOT}/iter_2"), "whoever restores finds out what it is worth"
 
 
 class Kept:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,12 +95,12 @@ class Keeper(MemoryCaller):
     def settle(self) -> None:
         """There is no process that would finish the save."""
 
-    def retire(self, path: str, timeout: float) -> set[int]:
-        self.events.append(f"only {os.path.basename(path)}")
+    def retire(self, keep: Sequence[str], timeout: float) -> set[int]:
+        self.events.append(f"only {' '.join(map(os.path.basename, keep))}")
         if self.refusal is not None:
             raise self.refusal
         older = [file.path for file in self.files.listed(IN_MEMORY) if "/iter_" in file.path]
-        self.files.delete([file for file in older if not file.startswith(f"{path}/")])
+        self.files.delete([file for file in older if not file.startswith(tuple(f"{path}/" for path in keep))])
         return {arena.number for arena in self.arenas} - self.files.held()
 
     def close(self, timeout: float = 60.0) -> None:

@@ -299,7 +299,7 @@ class Job:
                 life.acknowledged(self.number, at, in_memory=True)
                 if ranks.is_leader:
                     kept.end_others()
-                caller.retire(path, 10.0)
+                caller.retire([path], 10.0)
             if at % 2 == 0:
                 seen = ProcessFiles(process, plain)
                 durable.run(*self._staged(seen, os.path.join(ROOT, name), at, snapshot, token, owner), 1)

@@ -14,7 +14,7 @@ from simulation.recovery import RANKS, ROOT, Job, Life, newest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.keepers import Piece
+from ckpt_component.core.storage.memory.keepers import LocalPiece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 
 #: The token of a run that nobody knows of.
@@ -159,9 +159,9 @@ def image_of(life: Life, rank: int) -> Image | None:
         with KeptFiles.opened(keeper.files, os.path.dirname(file.path)) as files:
             piece = files[os.path.basename(file.path)]
             for arena in arenas:
-                if isinstance(piece, Piece) and is_same(arena, piece):
+                if isinstance(piece, LocalPiece) and is_same(arena, piece):
                     step = MEGATRON.step(os.path.basename(os.path.dirname(os.path.dirname(file.path))))
-                    return Image(step or 0, arena.shared_descriptor(), piece.base, piece.size)
+                    return Image(step or 0, arena.shared_descriptor(), piece.base, piece.length)
     return None
 
 
@@ -178,7 +178,7 @@ def keepers_of(life: Life) -> list[HostKeeper]:
     return [each for each in having if each.root == having[-1].root] or living
 
 
-def is_same(arena: Arena, piece: Piece) -> bool:
+def is_same(arena: Arena, piece: LocalPiece) -> bool:
     """Whether a piece is in the memory of an arena."""
     one, other = os.fstat(arena.shared_descriptor()), os.fstat(piece.descriptor)
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)

@@ -128,7 +128,7 @@ def test_a_warning_of_little_memory_counts_the_images_that_stay(
     stager.take(stager.inspect({"w": torch.zeros(3_000_000)})).release()
     stager.close()
     assert "stager.arenas=3 may take 0.05 GB" in caplog.text
-    assert ", with 1 more for checkpoint/recovery=host)" in caplog.text
+    assert ", with 1 more for checkpoint/recovery)" in caplog.text
     assert "use 2 or checkpoint/recovery=none" in caplog.text
 
 

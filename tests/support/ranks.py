@@ -45,12 +45,19 @@ def fork_server() -> Forker:
 
 
 def start_ranks(
-    script: Path, function: str, world_size: int, folder: Path, *, whole: bool = False, **env: str
+    script: Path,
+    function: str,
+    world_size: int,
+    folder: Path,
+    *,
+    whole: bool = False,
+    hosts: Sequence[str] = (),
+    **env: str,
 ) -> list[int]:
     """Start the ranks and return their process ids; `finish_ranks` must follow.
 
     They join their threads and run their exit handlers. What the interpreter does after that takes a second and a half
-    of each; with `whole` they do that too.
+    of each; with `whole` they do that too. With `hosts` this machine is several, of which each rank has one.
     """
     # As the test has it by now; the server has what was there when it began.
     env = {
@@ -60,7 +67,8 @@ def start_ranks(
     } | env
     arguments = {"script": str(script), "function": function, "world_size": world_size, "folder": str(folder)}
     fork, call = (fork_server().fork_program, "run_rank") if whole else (fork_server().fork, "run_rank_and_leave")
-    return [fork(f"ranks:{call}", env, rank=rank, **arguments) for rank in range(world_size)]
+    envs = [{**env, "CKPT_HOST": host} for host in hosts] or [env] * world_size
+    return [fork(f"ranks:{call}", envs[rank], rank=rank, **arguments) for rank in range(world_size)]
 
 
 def finish_ranks(ranks: Sequence[int], timeout: float = _SECONDS) -> list[Ended]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,15 @@ class Life:
         return self.told["restored"], self.told["source"]
 
 
-def start_lives(folder: Path, *, world_size: int = 1, **plan: Any) -> list[int]:
-    """Start a run in `folder / "run"`; see `scripts/training.py` for the plan. Returns its processes."""
+def start_lives(folder: Path, *, world_size: int = 1, hosts: Sequence[str] = (), **plan: Any) -> list[int]:
+    """Start a run in `folder / "run"`; see `scripts/training.py` for the plan. Returns its processes.
+
+    With `hosts`, each rank is on one of them.
+    """
     folder.mkdir(exist_ok=True)
-    return start_ranks(
-        TRAINING, "train", world_size, folder, whole=plan.get("end") == "outside", CKPT_TEST_PLAN=json.dumps(plan)
-    )
+    whole, told = plan.get("end") == "outside", json.dumps(plan)
+    size = len(hosts) or world_size
+    return start_ranks(TRAINING, "train", size, folder, whole=whole, hosts=hosts, CKPT_TEST_PLAN=told)
 
 
 def finish_lives(ranks: list[int], timeout: float = 60) -> list[Life]:
@@ -66,11 +70,11 @@ def finish_lives(ranks: list[int], timeout: float = 60) -> list[Life]:
     return lives
 
 
-def live(folder: Path, *, world_size: int = 1, **plan: Any) -> list[Life]:
+def live(folder: Path, *, world_size: int = 1, hosts: Sequence[str] = (), **plan: Any) -> list[Life]:
     """Run to the end, which the plan says. A rank that ends otherwise fails the test, with what all printed."""
-    lives = finish_lives(start_lives(folder, world_size=world_size, **plan))
+    lives = finish_lives(start_lives(folder, world_size=world_size, hosts=hosts, **plan))
     codes = {"kill": -signal.SIGKILL, "raise": 1, "outside": 1, "exit": 1}  # the fork server prints what is raised
-    expected = [codes.get(plan.get("end", "close"), 0)] * world_size
+    expected = [codes.get(plan.get("end", "close"), 0)] * len(lives)
     found = [life.code for life in lives]
     assert found == expected, "\n--- next rank\n".join(f"{life.code}: {life.output}" for life in lives)
     return lives
@@ -129,11 +133,19 @@ def keeper_of(rank: int) -> psutil.Process:
         keeper.close()
 
 
-def kill(process: psutil.Process) -> None:
-    """Send SIGKILL, and wait until it is gone."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
-        process.kill()
-        gone(process)
+def lose(*hosts: str) -> None:
+    """Hosts are lost, whose trainers have ended: kill their keepers, and remove their sockets."""
+    kill(*(process for process in keepers().values() if process.environ().get("CKPT_HOST") in hosts))
+    for host in hosts:
+        shutil.rmtree(Path(os.environ["CKPT_RUNTIME_DIR"], host))
+
+
+def kill(*processes: psutil.Process) -> None:
+    """Send SIGKILL, and wait until they are gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
+            process.kill()
+    gone(*processes)
 
 
 def gone(*processes: psutil.Process, seconds: float = 20) -> None:

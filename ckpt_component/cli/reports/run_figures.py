@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -50,6 +50,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "gbps": nbytes / 1e9 / write_s if write_s else None,
         "saves": saves,
         "in_memory": _in_memory(snapshots) if snapshots else None,
+        "at_peers": _at_peers(run.leader.at_peers) if run.leader.at_peers else None,
         "loads": [load.event() for load in run.leader.loads],
         "uploads": run.leader.uploads,
     }
@@ -64,6 +65,16 @@ def _in_memory(snapshots: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "stall_s": median(save["stall_s"] for save in snapshots),
         "whole_s": median(save["durable_s"] for save in whole) if whole else None,
         "errors": sorted({save["error"] for save in snapshots if save["error"] is not None}),
+    }
+
+
+def _at_peers(arrived: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the snapshots that were at their peers, as the leading rank has seen them."""
+    return {
+        "arrived": len(arrived),
+        "step": arrived[-1]["step"],
+        "at_peers_s": median(each["at_peers_s"] for each in arrived),
+        "sent": sum(each["sent"] for each in arrived),
     }
 
 

@@ -13,6 +13,8 @@ from ...events import FOLDER, LoadReport, SaveReport, checked_events
 
 #: The phases of a save, in order.
 PHASES = ("plan", "memory", "stage", "queue", "write", "sync", "vote", "commit")
+#: What is known of a snapshot that was at its peers.
+AT_PEERS = ("step", "bytes", "sent", "at_peers_s")
 #: What is known of an upload; of one that failed its time, maybe its step, and the error.
 UPLOAD = ("time", "step", "outcome", "error", "bytes", "seconds", "lag_steps")
 
@@ -54,6 +56,7 @@ class RankLog:
     pid: int | None = None
     ends: list[tuple[int, float]] = field(default_factory=list)
     saves: list[RecordedSave] = field(default_factory=list)
+    at_peers: list[Mapping[str, Any]] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
     uploads: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -116,6 +119,9 @@ class Run:
         elif kind == "save":
             log.saves.append(_report(RecordedSave, event, when))
             ended = log.saves[-1].end
+        elif kind == "peers":
+            log.at_peers.append({name: event.get(name) for name in AT_PEERS})
+            ended = when + event["at_peers_s"]
         elif kind == "load":
             log.loads.append(_report(LoadReport, event, when))
             ended = when + log.loads[-1].seconds

@@ -14,6 +14,8 @@ from .page import write_page
 from .run_records import Run
 from .run_timeline import picture_of
 
+#: Where a load was from, if not from the disk.
+_SOURCES = {"memory": " from memory", "peer": " from peers"}
 #: Saves that the text shows, the last ones.
 _SHOWN = 15
 #: Column -> the times of a save that it shows together.
@@ -90,14 +92,23 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     reused = f", {amount(run['reused'])} reused" if run["reused"] else ""
     yield f"saves: {', '.join(counts)}{written}{reused}"
     yield from _snapshots(run["in_memory"])
+    yield from _peers(run["at_peers"])
     yield from _uploads(run["uploads"])
     for load in run["loads"]:
         if load["error"] is not None:
             yield f"load of {load['path']} failed: {load['error']}"
         else:
             verified = "verified" if load["verified"] else "not verified"
-            size, source = amount(load["bytes"]), " from memory" if load["source"] == "memory" else ""
+            size, source = amount(load["bytes"]), _SOURCES.get(load["source"], "")
             yield f"loaded step {load['step']}{source}: {size} in {duration(load['seconds'])}, {verified}"
+
+
+def _peers(found: Mapping[str, Any] | None) -> Iterator[str]:
+    """Of the snapshots that were at their peers."""
+    if found is not None:
+        seconds, size = duration(found["at_peers_s"]), amount(found["sent"])
+        newest = f"the last: step {found['step']}"
+        yield f"at their peers: {found['arrived']}, {newest}; {seconds} after the save, {size} sent by rank 0"
 
 
 def _snapshots(found: Mapping[str, Any] | None) -> Iterator[str]:

@@ -146,6 +146,21 @@ def refuse_bad_rename(value: Any, key: str = "checkpoint.load.rename") -> None:
         )
 
 
+def refuse_bad_peers(value: Any) -> None:
+    """Refuse anything but a dict of hosts, of which none is its own peer."""
+    key = "checkpoint.recovery.peers"
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in [*value, *value.values()]):
+        raise HydraConfigError(
+            f"{key}={value!r:.200} is not a dict of hosts; give each the one that has its copies: "
+            f"'{key}={{node1:node4}}'"
+        )
+    for host, peer in value.items():
+        if host == peer:
+            raise HydraConfigError(f"{key} has {host} keep its own copies; give it another host, or leave it out.")
+
+
 def refuse_contradictions(config: Checkpoint) -> None:
     """Refuse two values that contradict each other."""
     times = config.timeouts

@@ -18,6 +18,7 @@ from .checks import (
     HYDRA_KEYS,
     refuse_bad_dir,
     refuse_bad_options,
+    refuse_bad_peers,
     refuse_bad_rename,
     refuse_bad_tiers,
     refuse_built,
@@ -71,6 +72,7 @@ def resolve_config(
     refuse_bad_options(checkpoint.storage.options)
     refuse_bad_rename(checkpoint.load.rename)
     refuse_bad_rename(checkpoint.export.rename, "checkpoint.export.rename")
+    refuse_bad_peers(checkpoint.recovery.peers)
     with for_hydra():
         checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
         if checkpoint.local.dir is not None:

@@ -131,7 +131,7 @@ class StoreConnection:
 
     def holder(self) -> str:
         """Describe the process that holds the store."""
-        store = _innermost(*self._store)
+        store = innermost_store(*self._store)
         who = "the torchrun agent" if _is_held_by_agent() else "rank 0"
         host, port = getattr(store, "host", None), getattr(store, "port", None)
         return who if host is None else f"{who} at {host}:{port}"
@@ -191,7 +191,7 @@ def _make_calls(calls: Queue, store: list[Any], opens: bool, clock: Clock) -> No
 
 def _is_listening(store: Any) -> bool:
     """Whether another connection to a store can be opened. torch keeps trying for minutes if its process has ended."""
-    store = _innermost(store)
+    store = innermost_store(store)
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     if host is None or port is None:
         return hasattr(store, "clone")
@@ -202,7 +202,7 @@ def _is_listening(store: Any) -> bool:
     return True
 
 
-def _innermost(store: Any) -> Any:
+def innermost_store(store: Any) -> Any:
     """The store that wrappers such as `PrefixStore` call."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

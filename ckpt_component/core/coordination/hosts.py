@@ -1,9 +1,9 @@
-"""`Hosts`: which ranks are on which host."""
+"""`Hosts`: which ranks are on which host, and which hosts keep copies for which."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -38,3 +38,30 @@ class Hosts:
     def leads(self, rank: int) -> bool:
         """Whether a rank is the first one on its host."""
         return self.names.index(self.names[rank]) == rank
+
+    def elsewhere(self, rank: int) -> frozenset[int]:
+        """The ranks on other hosts than a rank's."""
+        return frozenset(other for other, name in enumerate(self.names) if name != self.names[rank])
+
+    def peers_of(self, name: str, given: Mapping[str, str], replicas: int) -> list[str]:
+        """The hosts that have copies for a host: half the hosts away, as neighbours are often lost together.
+
+        Args:
+            name: the host
+            given: for some hosts, the one that comes first instead; one that is not of this job is passed over
+            replicas: how many there are; fewer, if there are not so many other hosts
+        """
+        order = [*dict.fromkeys(self.names)]
+        first = order.index(name) + len(order) // 2
+        others = [order[(first + more) % len(order)] for more in range(len(order))]
+        wanted = [given[name]] if given.get(name) in order else []
+        return [host for host in dict.fromkeys([*wanted, *others]) if host != name][:replicas]
+
+    def peer_ranks(self, rank: int, given: Mapping[str, str], replicas: int) -> list[int]:
+        """The ranks that have copies for a rank: on each of those hosts the one with the same place. See `peers_of`."""
+        name = self.names[rank]
+        place, peers = self.ranks_on(name).index(rank), list[int]()
+        for peer in self.peers_of(name, given, replicas):
+            there = self.ranks_on(peer)
+            peers.append(there[place % len(there)])
+        return peers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import select
 import socket
 import struct
@@ -67,14 +68,17 @@ class Channel:
         text = json.dumps(header, separators=(",", ":")).encode()
         head = _HEAD.pack(len(text), sum(map(len, blobs)))
         with self._sending:
-            # `receive` waits by itself, and never meets this timeout.
-            self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), _LONGEST_SECONDS))
+            self._limit_sending(deadline)
             if fds:
                 socket.send_fds(self._sock, [head], list(fds))
                 head = b""
             self._sock.sendall(head + text)
             for blob in blobs:
                 self._sock.sendall(blob)
+
+    def _limit_sending(self, deadline: float) -> None:
+        # `receive` waits by itself, and never meets this timeout.
+        self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), _LONGEST_SECONDS))
 
     def receive(self, deadline: float = math.inf) -> Frame | None:
         """Wait for the next frame; None if the other process has hung up or died.
@@ -105,16 +109,68 @@ class Channel:
 
     def _receive(self, length: int, deadline: float) -> bytearray | None:
         buffer = bytearray(length)
-        view = memoryview(buffer)
+        return buffer if self.receive_into(memoryview(buffer), deadline) else None
+
+    def receive_into(self, buffer: memoryview, deadline: float = math.inf) -> bool:
+        """Receive the bytes that follow a frame by agreement.
+
+        Args:
+            buffer: to be filled
+            deadline: when they must have arrived, monotonic seconds; see `patience`
+
+        Returns:
+            False if the other process has hung up or died before the buffer was full.
+
+        Raises:
+            TimeoutError: they have not arrived
+            OSError: the connection is broken
+        """
         position = 0
-        while position < length:
+        while position < buffer.nbytes:
             if not self._has_input(max(deadline, time.monotonic() + self._patience)):
-                return None
-            count = self._sock.recv_into(view[position : position + _CHUNK])
+                return False
+            count = self._sock.recv_into(buffer[position : position + _CHUNK])
             if count == 0:
-                return None
+                return False
             position += count
-        return buffer
+        return True
+
+    def send_file(self, descriptor: int, offset: int, length: int, deadline: float = math.inf) -> int:
+        """Send bytes of a file or memory to one that receives them by `receive_into`. No byte is copied here.
+
+        Args:
+            descriptor: where they are
+            offset: of the first one
+            length: how many; fewer are sent where the file ends earlier
+            deadline: monotonic seconds
+
+        Returns:
+            How many were sent.
+
+        Raises:
+            TimeoutError: the other process did not take them in time; the connection is then of no more use
+            OSError: the other process has closed the connection, or the bytes cannot be read
+        """
+        sent, poll = 0, select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        with self._sending:
+            self._limit_sending(deadline)
+            while sent < length:
+                if not poll.poll(max(min(deadline - time.monotonic(), _LONGEST_SECONDS), 0) * 1000):
+                    raise TimeoutError
+                try:
+                    count = os.sendfile(self._sock.fileno(), descriptor, offset + sent, length - sent)
+                except BlockingIOError:
+                    continue
+                if count == 0:
+                    break
+                sent += count
+        return sent
+
+    @property
+    def has_input(self) -> bool:
+        """Whether something has arrived, or the other process has hung up."""
+        return bool(self._poll.poll(0))
 
     def _has_input(self, deadline: float) -> bool:
         """Wait until the other process has sent something or hung up; False: it has died."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..storage.checksum import Checksum, find_checksum
+from ..storage.memory.file_sums import FileSums
 from ..storage.memory.kept_files import KeptFiles
 from .range_writer import SumCursor
-from .request import Lane, ReusedFile, WriteRequest, WriteResult
+from .request import Lane, ReusedFile, WriteRequest, WriteResult, WriteTable
 from .write_job import sizes_of, sum_objects, write_integrity
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.
@@ -55,10 +58,11 @@ def run_keep_job(
         sums += sum_objects(blob, data, checksum)
     for number, spec in enumerate(table.files):
         path, tail = os.path.join(folder, spec.name), tails.pop(spec.name, b"")
+        known = _sums_of(table, number, sums)
         if number in shared:
-            files.put_image(path, files.new_source(), _descriptor(shared[number]), 0, spec.size)
+            files.put_image(path, files.new_source(), _descriptor(shared[number]), 0, spec.size, sums=known)
         else:
-            files.put_image(path, image.number, image.descriptor, spec.base, spec.size, tail)
+            files.put_image(path, image.number, image.descriptor, spec.base, spec.size, tail, known)
     for name, content in tails.items():
         files.put(os.path.join(folder, name), content)
     summed_at = time.perf_counter()
@@ -81,6 +85,15 @@ def _descriptor(shared: ReusedFile) -> int:
     if isinstance(shared.held, str):  # of a bucket; the stager takes none where snapshots stay in memory
         raise TypeError(f"{shared.held} is not open, so it cannot be kept in memory")
     return shared.held
+
+
+def _sums_of(table: WriteTable, file: int, sums: Sequence[int]) -> FileSums:
+    """The checksums of a file of the table."""
+    places, values = array("Q"), array("Q")
+    for lane in sorted((lane for group in table.lanes for lane in group if lane.file == file), key=attrgetter("start")):
+        places.frombytes(lane.places.cast("B"))
+        values.extend(sums[lane.first : lane.first + len(lane.places) // 2])
+    return FileSums(table.checksum, places, values)
 
 
 def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:

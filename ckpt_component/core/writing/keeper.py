@@ -3,7 +3,8 @@
 It has two connections to its trainer, each with a `ByteWorker` of its own: one for files, one for memory, so that a
 snapshot becomes whole in memory while an older one is being written. The frame `lane` opens the second. What is kept is
 reached through a socket, by the trainers of this run and of the next one (`core/storage/memory`). `retire` drops all
-snapshots but one, and is answered by the arenas that other processes still read.
+snapshots but those that it names, and is answered by the arenas that other processes still read. `listen` lets keepers
+and trainers of other hosts in, `replicate` has them keep copies (`peer_copies`), on a lane of its own.
 
 A keeper ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
 seconds after its trainer has died, if no run that has restored from it is connected.
@@ -12,13 +13,14 @@ seconds after its trainer has died, if no run that has restored from it is conne
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointFencedError
@@ -26,13 +28,17 @@ from ..commit.commit import is_over
 from ..processes.framing import Channel
 from ..processes.remote_error import describe_failure
 from ..processes.serve import serve
+from ..storage.memory.entrances import PeerEntrance
 from ..storage.memory.host_memory import HostMemory
 from ..storage.memory.keeper_server import KeeperServer
+from ..storage.memory.keeper_sockets import SocketPlace, split_root
 from ..storage.memory.kept_files import KeptFiles
+from ..storage.memory.peer_sockets import PeerAddress
 from ..storage.memory.remote_keeper import HostKeepers
 from ..storage.storage import Storage
 from .keep_job import Image, run_keep_job
 from .orphan_commit import UndecidedSave
+from .peer_copies import CopyResult, CopyTaker, keeper_name, send_copy
 from .request import WriteRequest, WriteResult
 from .worker import ByteWorker, MappedArena
 
@@ -57,17 +63,24 @@ class SnapshotKeeper:
 
     def __init__(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> None:
         self.files = KeptFiles()
+        copies = CopyTaker(self.files, root, keeper_name(rank), lambda: self._checksum_home)
         self.storage = HostMemory(HostKeepers(besides=rank), own=self.files)
         self._root = root
+        self._rank = rank
         self._lease = lease
+        #: Where the package of the run's checksum is installed.
+        self._checksum_home: str | None = None
+        self._peers: PeerEntrance | None = None
         #: When the lease is over (monotonic), and when the trainer has died (seconds since 1970).
         self._until: float | None = None
         self._gone: float | None = None
+        #: The snapshots that stay when a newer one replaces the newest.
+        self._older: list[str] = []
         self._parent = os.getppid()
         self._lanes: list[threading.Thread] = []
         self._ends_soon = False
         self._fixed = {"root": folder, "world_size": world_size, "since": time.time()}
-        self._server = KeeperServer(self.files, root, rank, self.about)
+        self._server = KeeperServer(self.files, root, rank, self.about, copies.take)
 
     def start(self) -> None:
         """Answer on the socket from now on.
@@ -84,9 +97,61 @@ class SnapshotKeeper:
         self.files.delete([file.path for file in self.files.listed("")])
 
     def about(self) -> dict[str, Any]:
-        """Who this is, and how long it stays, as JSON values."""
+        """Who this is, how long it stays, and how other hosts reach it, as JSON values."""
+        peers = self._peers
         left = self._lease if self._until is None else max(self._until - time.monotonic(), 0.0)
-        return {**self._fixed, "lease": left, "alive": self._gone is None, "gone": self._gone}
+        return {
+            **self._fixed,
+            "lease": left,
+            "alive": self._gone is None,
+            "gone": self._gone,
+            "peer": None if peers is None else {"address": peers.address, "port": peers.port},
+            "secret": None if peers is None else peers.secret,
+        }
+
+    def listen(self, secret: str, address: str) -> int:
+        """Let those in who know a secret, and keep copies of their files. A second call changes nothing.
+
+        Args:
+            secret: of the run
+            address: an address of this host that other hosts reach
+
+        Returns:
+            The TCP port.
+
+        Raises:
+            OSError: it cannot listen there, or does so with another secret
+        """
+        peers = self._peers
+        if peers is None:
+            peers = PeerEntrance(address, secret)
+            self._server.open(peers)
+            self._peers = peers
+        if (peers.address, peers.secret) != (address, secret):
+            raise OSError(errno.EBUSY, f"this keeper listens on {peers.address} already, for others")
+        return peers.port
+
+    def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, seconds: float) -> CopyResult:
+        """Have peers keep what this rank has of a snapshot, one after the other.
+
+        Args:
+            path: of the snapshot
+            to: the peers
+            rate: most bytes to send in a second; None: no limit
+            seconds: how long it may take
+
+        Raises:
+            OSError: one of them does not have it; see `send_copy`
+        """
+        deadline, total, sent = time.monotonic() + seconds, 0, 0
+        if self._peers is None:
+            raise OSError(
+                errno.ENOTCONN, "this keeper has not been told to listen to peers, and does not know the secret"
+            )
+        for peer in to:
+            total, more = send_copy(self.files, self._rank, path, peer, self._peers.secret, rate, deadline)
+            sent += more
+        return CopyResult(total, sent)
 
     def start_lane(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
@@ -104,30 +169,37 @@ class SnapshotKeeper:
         """
         if self._server.ended.is_set():
             raise CheckpointFencedError(f"Another run has taken over; {request.attempt.target} is not kept in memory.")
+        self._checksum_home = checksum_home
         return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
 
-    def retire(self, path: str) -> set[int]:
-        """Drop all snapshots but that of a path; returns the arenas that other processes read."""
-        paths, kept = [file.path for file in self.files.listed(self._root)], f"{path}/"
+    def retire(self, keep: Sequence[str]) -> set[int]:
+        """Drop all snapshots but those of these paths, the newest last; returns the arenas that others read."""
+        self._older = [*keep[:-1]]
+        paths, stay = [file.path for file in self.files.listed(self._root)], tuple(f"{path}/" for path in keep)
         # What lies in the root itself marks an attempt as alive.
-        self.files.delete([file for file in paths if os.path.dirname(file) != self._root and not file.startswith(kept)])
+        self.files.delete([file for file in paths if os.path.dirname(file) != self._root and not file.startswith(stay)])
         return self.files.held()
 
     def follow(self, undecided: UndecidedSave) -> None:
-        """The trainer has died: drop what is older than a save, or the save itself, once it is decided which stays.
+        """The trainer has died: drop what the save replaces, or the save itself, once it is decided which stays.
 
         Both stay if nobody can decide any more; whoever restores finds out which of them all ranks have.
         """
         attempt = undecided.request.attempt
         try:
-            while not (over := is_over(attempt)) and undecided.lock.held_by_others():
+            while not (over := is_over(attempt)) and undecided.lock.held_by_others() and self._decider_is_here():
                 if self.storage.clock.now() > undecided.until:
                     return
                 self.storage.clock.sleep(_POLL_SECONDS)
             if over and attempt.protocol.is_committed(attempt):
-                self.retire(attempt.target)
+                self.retire([*self._older, attempt.target])
         except (CheckpointError, OSError) as error:
             print(f"ckpt keeper: it is unknown whether {attempt.target} is whole: {error}", file=sys.stderr)
+
+    def _decider_is_here(self) -> bool:
+        """Whether the keeper of rank 0, which decides when the trainers have died, may be on this host."""
+        place = split_root(self._root)
+        return place is not None and 0 in SocketPlace(*place).ranks()
 
     def end_soon(self) -> None:
         """Do not outlive the trainer longer than it takes to finish its saves."""
@@ -168,12 +240,30 @@ class KeeperWorker(ByteWorker):
         if kind == "lane":
             self._keeper.start_lane(fds[0])
         elif kind == "retire":
-            held = sorted(self._keeper.retire(header["path"]))
-            with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
-                self._trainer.send({"kind": "retired", "id": header["id"], "held": held})
+            self._answer(header, "retired", lambda: {"held": sorted(self._keeper.retire(header["keep"]))})
+        elif kind == "listen":
+            self._answer(
+                header, "listening", lambda: {"port": self._keeper.listen(header["secret"], header["address"])}
+            )
+        elif kind == "replicate":
+            self._answer(header, "replicated", lambda: self._replicate(header))
         else:
             return super()._handle(kind, header, blob, fds)
         return True
+
+    def _answer(self, header: Mapping[str, Any], kind: str, work: Callable[[], dict[str, Any]]) -> None:
+        """Answer a frame by what `work` returns, or by its failure."""
+        try:
+            answer = {"kind": kind, "id": header["id"], **work()}
+        except Exception as error:
+            answer = {"kind": "failed", "id": header["id"], **describe_failure(error)}
+        with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
+            self._trainer.send(answer)
+
+    def _replicate(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        started, to = time.perf_counter(), [PeerAddress(*each) for each in header["to"]]
+        copied = self._keeper.replicate(header["path"], to, header["rate"], header["seconds"])
+        return {**copied._asdict(), "seconds": time.perf_counter() - started}
 
     def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
         storage = self._keeper.storage

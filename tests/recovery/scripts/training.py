@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from snapshots import MEMORY, tell
 
-from ckpt_component import CheckpointListener, LoadReport, PerRank, build_manager
+from ckpt_component import CheckpointListener, LoadReport, PerRank, SaveReport, build_manager
+from ckpt_component.core.state.per_rank import WhenResized
 
 
 class Rng:
@@ -50,14 +51,24 @@ class Training:
         small: number of tensors of four values, besides those of the model
         frozen: number of values of a weight that never changes
         averages: whether ranks see other data, and average their gradients; False: a step needs no other rank
+        resized: what becomes of the generator's state when there are more ranks, or fewer
     """
 
-    def __init__(self, rank: int, *, small: int = 0, frozen: int = 0, averages: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        small: int = 0,
+        frozen: int = 0,
+        averages: bool = True,
+        resized: WhenResized = "first",
+    ) -> None:
         torch.manual_seed(7)
         self._averages = averages and dist.get_world_size() > 1
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.epochs, self.rng = Epochs(), Rng()
+        self.resized = resized
         self.small = {f"small{number}": torch.full((4,), float(number)) for number in range(small)}
         self.frozen = {"frozen": torch.arange(frozen, dtype=torch.float32)} if frozen else {}
         torch.manual_seed(100 + rank * averages)
@@ -68,7 +79,7 @@ class Training:
             "model": self.model,
             "optimizer": self.optimizer,
             "epochs": self.epochs,
-            "rng": PerRank(self.rng, when_resized="first"),
+            "rng": PerRank(self.rng, when_resized=self.resized),
             "small": self.small,
             **self.frozen,
         }
@@ -112,12 +123,16 @@ class Training:
 
 
 class Source(CheckpointListener):
-    """Where the last restore was from."""
+    """Where the last restore was from, and which step was at its peers last."""
 
     source: str | None = None
+    at_peers = 0
 
     def on_restored(self, report: LoadReport) -> None:
         self.source = report.source
+
+    def on_at_peers(self, report: SaveReport) -> None:
+        self.at_peers = report.step or 0
 
 
 def train(rank: int, world_size: int, folder: Path) -> None:
@@ -125,7 +140,8 @@ def train(rank: int, world_size: int, folder: Path) -> None:
 
     The plan: `steps` (the last step), `overrides`, `recovery` (False: none), `durable` (steps to save in the folder),
     `by_hand` (those of them to keep in memory first), `waits` (for each save), `pause` (after this step tell it by a
-    file `ready-RANK`, and go on when the file `go` is there), `together` (False: a rank ends without the others);
+    file `ready-RANK`, and go on when the file `go` is there), `together` (False: a rank ends without the others),
+    `at_peers` (a step, after which to wait until its snapshot is at its peers), `slow` (seconds after each step);
     `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (without a `with` block), `exit`, `hang` (pause,
     and close); `state`: arguments of `Training`; `ranks`: what is different on a rank.
     """
@@ -159,6 +175,12 @@ def train(rank: int, world_size: int, folder: Path) -> None:
                 manager.wait()
             if step == plan.get("pause"):
                 pause(folder, rank)
+            until = time.monotonic() + 30
+            while step == plan.get("at_peers") != source.at_peers:
+                assert time.monotonic() < until, "it is not at its peers"
+                time.sleep(0.01)
+            if plan.get("slow"):
+                time.sleep(plan["slow"])
         manager.wait()
         tell(losses=losses, digests=digests, steps=manager.steps())
         if plan.get("together", True):

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from ....errors import errno_of
 from ...processes.framing import Channel
 from ...processes.running import host_name
-from .keeper_sockets import SocketPlace, peer_of, split_root
-from .keepers import Piece
+from .entrances import Entrance, HostEntrance
+from .keeper_sockets import SocketPlace, split_root
+from .keepers import LocalPiece
 from .kept_files import KeptFiles
 
 #: How long a client may take to take an answer.
@@ -33,7 +33,7 @@ _Answer = tuple[dict[str, Any], list[bytes], list[int]]
 
 
 class KeeperServer:
-    """Listens on the socket of a rank. Each connection has a thread.
+    """Listens on the socket of a rank, and for keepers and trainers of other hosts. Each connection has a thread.
 
     Args:
         kept: what this process keeps
@@ -41,6 +41,7 @@ class KeeperServer:
         rank: the trainer's
         about: what clients are told of the run: `root` (its durable root), `world_size`, `since`, `lease`, `alive` and
             `gone`; called at each question
+        take_replica: answers the request `replica` of a keeper that sends its files; None: it is refused
         user: whose processes may connect; None: the user of this process
 
     Attributes:
@@ -48,7 +49,14 @@ class KeeperServer:
     """
 
     def __init__(
-        self, kept: KeptFiles, root: str, rank: int, about: Callable[[], Mapping[str, Any]], *, user: int | None = None
+        self,
+        kept: KeptFiles,
+        root: str,
+        rank: int,
+        about: Callable[[], Mapping[str, Any]],
+        take_replica: Callable[[Channel, Mapping[str, Any], memoryview], Iterator[dict[str, Any]]] | None = None,
+        *,
+        user: int | None = None,
     ) -> None:
         place = split_root(root)
         if place is None:
@@ -57,11 +65,11 @@ class KeeperServer:
         self._place = SocketPlace(*place)
         self._rank = rank
         self._about = about
+        self._take_replica = take_replica
         self._user = os.getuid() if user is None else user
         self._lock = threading.Lock()
-        self._listener: socket.socket | None = None
-        self._number = 0
-        self._connections: dict[Channel, threading.Thread] = {}
+        self._entrances: dict[Entrance, socket.socket] = {}
+        self._connections: dict[socket.socket, threading.Thread] = {}
         self._holding: set[Channel] = set()
         self.ended = threading.Event()
 
@@ -78,81 +86,90 @@ class KeeperServer:
             PermissionError: the folder of the sockets is another user's, or open to others
             OSError: the socket cannot be made
         """
-        self._listener, self._number = self._place.listen(self._rank)
-        threading.Thread(target=self._accept, args=(self._listener,), name="ckpt-keeper", daemon=True).start()
+        self.open(HostEntrance(self._place, self._rank, self._user))
+
+    def open(self, entrance: Entrance) -> None:
+        """Let clients in through one more entrance; raises OSError if it cannot be opened."""
+        listener = entrance.open()
+        with self._lock:
+            self._entrances[entrance] = listener
+        threading.Thread(target=self._accept, args=(entrance, listener), name="ckpt-keeper", daemon=True).start()
 
     def close(self) -> None:
         """Hang up on all clients, and remove the socket and the folders that are then empty. Safe to call twice."""
         with self._lock:
-            listener, self._listener = self._listener, None
+            entrances, self._entrances = self._entrances, {}
             connections = dict(self._connections)
-        if listener is None:
-            return
-        self._place.remove(self._rank, self._number)
-        with contextlib.suppress(OSError):  # wakes the thread that accepts; it may have ended
-            listener.shutdown(socket.SHUT_RDWR)
-        for channel in connections:
-            channel.hang_up(listens=False)
+        for entrance, listener in entrances.items():
+            entrance.close()
+            _shut(listener)  # wakes the thread that accepts
+        for sock in connections:
+            _shut(sock)
         until = time.monotonic() + _JOIN_SECONDS
         for thread in connections.values():
             thread.join(max(until - time.monotonic(), 0))
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, entrance: Entrance, listener: socket.socket) -> None:
         with listener:
             while True:
                 try:
                     sock, _ = listener.accept()
                 except OSError as error:
-                    if self._listener is None:
+                    if entrance not in self._entrances:
                         return
                     print(f"ckpt keeper: no connection could be taken: {error}", file=sys.stderr)
                     time.sleep(_PAUSE_SECONDS)  # descriptors may become free
                     continue
-                user, pid = peer_of(sock)
-                channel = Channel(sock, partial(_may_live, pid))
                 thread = threading.Thread(
-                    target=self._serve, args=(channel, user), name=f"ckpt-keeper-{pid}", daemon=True
+                    target=self._serve, args=(entrance, sock), name="ckpt-keeper-client", daemon=True
                 )
                 with self._lock:
-                    if self._listener is None:
-                        channel.close()
+                    if entrance not in self._entrances:
+                        sock.close()
                         return
-                    self._connections[channel] = thread
+                    self._connections[sock] = thread
                     thread.start()
 
-    def _serve(self, channel: Channel, user: int) -> None:
+    def _serve(self, entrance: Entrance, sock: socket.socket) -> None:
+        channel: Channel | None = None
         try:
-            with contextlib.suppress(OSError):  # it hung up
-                if user != self._user:
-                    text = f"this keeper belongs to user {self._user}, not to user {user}"
-                    channel.send(_failure(PermissionError(errno.EACCES, text)), time.monotonic() + _SEND_SECONDS)
-                    return
+            with contextlib.suppress(OSError):  # it hung up, or may not come in and was told so
+                channel = entrance.admit(sock)
                 self._answer_all(channel)
         finally:
             with self._lock:
-                self._connections.pop(channel, None)
-                self._holding.discard(channel)
-            channel.close()
+                self._connections.pop(sock, None)
+                if channel is not None:
+                    self._holding.discard(channel)
+            sock.close()
 
     def _answer_all(self, channel: Channel) -> None:
-        open_now = dict[int, ExitStack]()
+        open_now = dict[int, _OpenFolder]()
         with contextlib.ExitStack() as until_closed:
             until_closed.callback(_close_all, open_now)
             for number in itertools.count(1):
-                frame = channel.receive()
+                try:
+                    frame = channel.receive()
+                except ConnectionAbortedError as error:
+                    channel.send(failure_of(error), time.monotonic() + _SEND_SECONDS)
+                    raise
                 if frame is None:
                     return
                 header, blob, _ = frame
-                until = time.monotonic() + _SEND_SECONDS
                 try:
                     for answer, data, fds in self._answers(channel, header, blob, number, open_now):
-                        channel.send({"kind": "done", **answer}, until, data, fds)
+                        channel.send({"kind": "done", **answer}, time.monotonic() + _SEND_SECONDS, data, fds)
                 except Exception as error:
                     # If the client does not take the answer in time, this raises, and the connection ends.
-                    channel.send(_failure(error), until)
+                    channel.send(failure_of(error), time.monotonic() + _SEND_SECONDS)
 
     def _answers(
-        self, channel: Channel, header: Mapping[str, Any], blob: memoryview, number: int, open_now: dict[int, ExitStack]
+        self,
+        channel: Channel,
+        header: Mapping[str, Any],
+        blob: memoryview,
+        number: int,
+        open_now: dict[int, _OpenFolder],
     ) -> Iterator[_Answer]:
         """The frames that answer a request."""
         kept, ask = self._kept, header["ask"]
@@ -167,8 +184,12 @@ class KeeperServer:
             kept.delete(header["paths"])
             yield {}, [], []
         elif ask == "open":
-            open_now[number] = ExitStack()
-            yield from _opening(number, open_now[number].enter_context(kept.opened(header["path"])))
+            folder = open_now[number] = _OpenFolder(kept, header["path"])
+            yield from _opening(number, folder.files, passes_fds=header.get("descriptors", True))
+        elif ask == "read":
+            piece = open_now[header["number"]].piece(header["name"])
+            yield {}, [], []
+            _send_range(channel, piece, header["offset"], header["length"])
         elif ask == "release":
             open_now.pop(header["number"]).close()
             yield {}, [], []
@@ -181,6 +202,9 @@ class KeeperServer:
         elif ask == "end":
             self.ended.set()
             yield {}, [], []
+        elif ask == "replica" and self._take_replica is not None:
+            for answer in self._take_replica(channel, header, blob):
+                yield answer, [], []
         else:
             raise OSError(errno.EOPNOTSUPP, f"this keeper, of another release, does not know {ask!r:.100}")
 
@@ -196,22 +220,49 @@ class KeeperServer:
         }
 
 
-def _close_all(open_now: Mapping[int, ExitStack]) -> None:
+class _OpenFolder:
+    """The files of a folder, open for one client.
+
+    Args:
+        kept: has them
+        path: of the folder
+    """
+
+    def __init__(self, kept: KeptFiles, path: str) -> None:
+        with ExitStack() as until_closed:
+            self.files = until_closed.enter_context(kept.opened(path))
+            self._until_closed = until_closed.pop_all()
+
+    def piece(self, name: str) -> LocalPiece:
+        """A file that is no small one; raises FileNotFoundError."""
+        piece = self.files.get(name)
+        if not isinstance(piece, LocalPiece):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return piece
+
+    def close(self) -> None:
+        """Close them."""
+        self._until_closed.close()
+
+
+def _close_all(open_now: Mapping[int, _OpenFolder]) -> None:
     for each in open_now.values():
         each.close()
 
 
-def _opening(number: int, files: Mapping[str, Piece | bytes]) -> Iterator[_Answer]:
+def _opening(number: int, files: Mapping[str, LocalPiece | bytes], *, passes_fds: bool) -> Iterator[_Answer]:
     """The frames that answer `open`: the first one says what is where, and how many descriptors come."""
     small = {name: content for name, content in files.items() if isinstance(content, bytes)}
     pieces = {name: content for name, content in files.items() if not isinstance(content, bytes)}
     fds = list(dict.fromkeys(piece.descriptor for piece in pieces.values()))
     places = {fd: place for place, fd in enumerate(fds)}
+    fds = fds if passes_fds else []
     header = {
         "number": number,
         "descriptors": len(fds),
         "pieces": [
-            [name, places[piece.descriptor], piece.base, piece.size, len(piece.tail)] for name, piece in pieces.items()
+            [name, places[piece.descriptor], piece.base, piece.length, len(piece.tail), piece.is_replica]
+            for name, piece in pieces.items()
         ],
         "small": [[name, len(data)] for name, data in small.items()],
     }
@@ -220,18 +271,21 @@ def _opening(number: int, files: Mapping[str, Piece | bytes]) -> Iterator[_Answe
         yield {}, [], fds[start : start + _MOST_FDS]
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def _send_range(channel: Channel, piece: LocalPiece, offset: int, length: int) -> None:
+    """Send bytes of a file that lie before its tail; if there are fewer, the connection ends."""
+    until = time.monotonic() + _SEND_SECONDS
+    if channel.send_file(piece.descriptor, piece.base + offset, length, until) < length:
+        channel.hang_up(listens=False)
+
+
+def failure_of(error: Exception) -> dict[str, Any]:
+    """The answer to a request that failed."""
     path = getattr(error, "filename", None)
     text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return {"kind": "failed", "errno": errno_of(error), "error": text, "path": path}
 
 
-def _may_live(pid: int) -> bool:
-    """Whether a client's process lives. Its connection may outlive it, in a process that it forked."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # another user's, which is refused
-    return True
+def _shut(sock: socket.socket) -> None:
+    """End a connection, or what listens, in whichever thread uses it; that one closes it."""
+    with contextlib.suppress(OSError):  # it has ended
+        sock.shutdown(socket.SHUT_RDWR)

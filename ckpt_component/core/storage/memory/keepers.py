@@ -6,9 +6,11 @@ them: `host://runs/one@TOKEN/iter_0000200/manifest.json`.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -19,27 +21,80 @@ class KeptFile(NamedTuple):
         path: its path
         size: in bytes
         modified: when it was put, seconds since 1970
+        home: the rank whose file it is, if it is a replica from another host
     """
 
     path: str
     size: int
     modified: float
+    home: int | None = None
 
 
-class Piece(NamedTuple):
-    """Where the bytes of a file are.
+class Piece(ABC):
+    """A file that is open, wherever its bytes are. Thread-safe.
+
+    Attributes:
+        is_replica: whether it is a copy of another rank's, which is not read while that rank's keeper has it
+    """
+
+    is_replica: bool = False
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """In bytes."""
+
+    @abstractmethod
+    def fill(self, buffer: memoryview, offset: int) -> bool:
+        """Fill a buffer with the file's bytes from an offset, which lie within its size; False: it is too short.
+
+        Raises:
+            OSError: they cannot be read
+        """
+
+    def forget(self, offset: int, length: int) -> None:
+        """Have bytes come anew when they are read next, because those that came are damaged."""
+
+
+@dataclass(frozen=True)
+class LocalPiece(Piece):
+    """A file on this host.
+
+    It is read with `preadv`, which a memory that another process has truncated makes short, where a mapping would raise
+    SIGBUS.
 
     Attributes:
         descriptor: of memory or of a disk file, for reading
         base: where in it the file begins
-        size: how many of its bytes are the file's
+        length: how many of its bytes are the file's
         tail: the bytes that follow them
+        is_replica: see the base class
     """
 
     descriptor: int
     base: int
-    size: int
+    length: int
     tail: bytes = b""
+    is_replica: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.length + len(self.tail)
+
+    def fill(self, buffer: memoryview, offset: int) -> bool:
+        if offset + buffer.nbytes > self.length:
+            of_memory = max(self.length - offset, 0)
+            start = max(offset - self.length, 0)
+            buffer[of_memory:] = memoryview(self.tail)[start : start + buffer.nbytes - of_memory]
+            buffer = buffer[:of_memory]
+        position = self.base + offset
+        while buffer.nbytes:
+            count = os.preadv(self.descriptor, [buffer], position)
+            if count == 0:
+                return False
+            position += count
+            buffer = buffer[count:]
+        return True
 
 
 class Keeper(ABC):
@@ -69,5 +124,5 @@ class Keeper(ABC):
     def opened(self, folder: str) -> AbstractContextManager[Mapping[str, Piece | bytes]]:
         """Open the files directly in a folder, by name, to read them within a context.
 
-        Until it ends, their bytes stay as they are, whoever deletes the files. The descriptors are closed at its end.
+        Until it ends, their bytes stay as they are, whoever deletes the files. What is open is closed at its end.
         """

@@ -1,6 +1,7 @@
 """`KeptFiles`: the files that this process keeps: small ones as bytes, those of a snapshot as ranges of its image.
 
-The image is held by a descriptor of the memory that the trainer has staged into; nothing is copied.
+The image is held by a descriptor of the memory that the trainer has staged into; nothing is copied. Beside the files of
+the own rank there are replicas: files of ranks on other hosts, under the paths that they have at home.
 """
 
 from __future__ import annotations
@@ -10,23 +11,55 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...clock import CLOCK, Clock
 from ..safe_open import open_to_read
-from .keepers import Keeper, KeptFile, Piece
+from .file_sums import FileSums
+from .keepers import Keeper, KeptFile, LocalPiece
 
 
-class _ImageRange(NamedTuple):
-    """A range of a source, and the bytes that follow it in the file."""
+class ImageRange(NamedTuple):
+    """A range of a source, and the bytes that follow it in the file.
+
+    Attributes:
+        source: number of the source
+        base: where in it the file begins
+        length: how many of its bytes are the file's
+        tail: the bytes that follow them
+        sums: of the range, if they are known
+    """
 
     source: int
     base: int
-    size: int
-    tail: bytes
+    length: int
+    tail: bytes = b""
+    sums: FileSums | None = None
+
+
+class OpenImage(NamedTuple):
+    """A file of an image, to be copied to a peer.
+
+    Attributes:
+        piece: for reading
+        sums: of its bytes without the tail, if they are known
+        same: other files of this keeper that are the same bytes of the same file on disk
+    """
+
+    piece: LocalPiece
+    sums: FileSums | None
+    same: list[str]
+
+
+class _Entry(NamedTuple):
+    """A file: its bytes or where they are, when it was put, and whose replica it is; None: it is of the own rank."""
+
+    content: ImageRange | bytes
+    modified: float
+    home: int | None = None
 
 
 @dataclass
@@ -35,11 +68,13 @@ class _HeldImage:
 
     Attributes:
         descriptor: our own
+        inode: which file it is, among all that are open
         files: how many files are in it
         readers: how many readers have it open
     """
 
     descriptor: int
+    inode: tuple[int, int]
     files: int = 0
     readers: int = 0
 
@@ -56,22 +91,22 @@ class KeptFiles(Keeper):
         self._lock = threading.Lock()
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
-        self._files: dict[str, tuple[_ImageRange | bytes, float]] = {}
+        self._files: dict[str, _Entry] = {}
         self._sources: dict[int, _HeldImage] = {}
 
     def listed(self, prefix: str) -> list[KeptFile]:
         with self._lock:
             return [
-                KeptFile(path, _size(content), modified)
-                for path, (content, modified) in self._files.items()
+                KeptFile(path, _size(entry.content), entry.modified, entry.home)
+                for path, entry in self._files.items()
                 if not prefix or path == prefix or path.startswith(f"{prefix}/")
             ]
 
     def get(self, path: str, limit: int) -> bytes:
         with self._lock:
-            content, _ = self._files.get(path, (None, 0.0))
-            if content is None:
+            if path not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            content = self._files[path].content
             if _size(content) > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
             if isinstance(content, bytes):
@@ -84,13 +119,22 @@ class KeptFiles(Keeper):
             if new:
                 self._refuse_taken(path)
             self._drop([path])
-            self._files[path] = data, self._clock.date()
+            self._files[path] = _Entry(data, self._clock.date())
 
     def new_source(self) -> int:
         """A number for a source that is no arena."""
         return next(self._numbers)
 
-    def put_image(self, path: str, source: int, descriptor: int, base: int, size: int, tail: bytes = b"") -> None:
+    def put_image(
+        self,
+        path: str,
+        source: int,
+        descriptor: int,
+        base: int,
+        size: int,
+        tail: bytes = b"",
+        sums: FileSums | None = None,
+    ) -> None:
         """Keep a file that is a range of memory, or of an open file on disk, which must not change until it is deleted.
 
         Args:
@@ -100,6 +144,7 @@ class KeptFiles(Keeper):
             base: where in the memory the file begins
             size: how many bytes of the memory are the file's
             tail: the bytes that follow them, such as those of objects, whose length changes from save to save
+            sums: checksums of the range, for those who copy it
 
         Raises:
             FileExistsError: there is a file
@@ -108,34 +153,115 @@ class KeptFiles(Keeper):
         with self._lock:
             self._refuse_taken(path)
             if source not in self._sources:
-                self._sources[source] = _HeldImage(os.dup(descriptor))
-            self._sources[source].files += 1
-            self._files[path] = _ImageRange(source, base, size, tail), self._clock.date()
+                self._hold(source, descriptor)
+            self._add(path, _Entry(ImageRange(source, base, size, tail, sums), self._clock.date()))
+
+    def put_replica(
+        self,
+        home: int,
+        folder: str,
+        files: Mapping[str, tuple[ImageRange | bytes, float]],
+        image: tuple[int, int] | None = None,
+    ) -> None:
+        """Keep files of another rank, in one step, in the place of all that are there from this rank.
+
+        Args:
+            home: the rank
+            folder: all files are below it
+            files: what they are, and when they were put at home; those that the own rank has stay as they are
+            image: number and descriptor of a new source; the descriptor is duplicated
+
+        Raises:
+            OSError: there is no free descriptor; all is as it was
+        """
+        with self._lock:
+            if image is not None:
+                self._hold(*image)
+            older = [
+                (path, entry.content)
+                for path, entry in self._files.items()
+                if entry.home == home and path.startswith(f"{folder}/")
+            ]
+            for path, _ in older:
+                del self._files[path]
+            for path, (content, modified) in files.items():
+                if path not in self._files:
+                    self._add(path, _Entry(content, modified, home))
+            for _, content in older:  # now, as a source may be of use again
+                self._let_go(content)
+            if image is not None:
+                self._close_unused(image[0])
 
     def delete(self, paths: Sequence[str]) -> None:
         with self._lock:
             self._drop(paths)
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, Piece | bytes]]:
-        with ExitStack() as until_closed:
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalPiece | bytes]]:
+        with self._opened_where(lambda path, entry: os.path.dirname(path) == folder) as (entries, descriptors):
+            yield {os.path.basename(path): _open_content(entry, descriptors) for path, entry in entries.items()}
+
+    @contextlib.contextmanager
+    def opened_to_copy(self, folder: str) -> Iterator[Mapping[str, tuple[OpenImage | bytes, float]]]:
+        """Open the own rank's files below a folder, at any depth, within a context.
+
+        Returns:
+            By path, what they are, and when they were put.
+        """
+
+        def is_own(path: str, entry: _Entry) -> bool:
+            return entry.home is None and path.startswith(f"{folder}/")
+
+        with self._opened_where(is_own) as (entries, descriptors):
             with self._lock:
-                found = {
-                    os.path.basename(path): content
-                    for path, (content, _) in self._files.items()
-                    if os.path.dirname(path) == folder
+                others = dict[tuple[object, ...], list[str]]()
+                for path, entry in self._files.items():
+                    place = self._place_on_disk(entry.content)
+                    if place is not None and entry.home is None and path not in entries:
+                        others.setdefault(place, []).append(path)
+                same = {
+                    path: others.get(self._place_on_disk(entry.content) or (), []) for path, entry in entries.items()
                 }
-                sources = {content.source for content in found.values() if not isinstance(content, bytes)}
-                for source in sources:
-                    self._sources[source].readers += 1
-            until_closed.callback(self._leave, sources)
-            with self._opened(sources) as descriptors:
-                yield {
-                    name: content
-                    if isinstance(content, bytes)
-                    else Piece(descriptors[content.source], content.base, content.size, content.tail)
-                    for name, content in found.items()
-                }
+            found = dict[str, tuple[OpenImage | bytes, float]]()
+            for path, entry in entries.items():
+                content = _open_content(entry, descriptors)
+                if isinstance(content, bytes):
+                    found[path] = content, entry.modified
+                elif content.length == 0:
+                    found[path] = content.tail, entry.modified
+                elif isinstance(entry.content, ImageRange):
+                    found[path] = OpenImage(content, entry.content.sums, same[path]), entry.modified
+            yield found
+
+    @contextlib.contextmanager
+    def linked(self, home: int, candidates: Mapping[str, tuple[int, Sequence[str]]]) -> Iterator[dict[str, ImageRange]]:
+        """Find what is here already of the files of a rank, and hold it within a context.
+
+        Args:
+            home: the rank
+            candidates: by path, its length without the tail, and paths of files that are the same as it
+
+        Returns:
+            By path, where its bytes are; without those that are not here.
+        """
+        found = dict[str, ImageRange]()
+        with self._lock:
+            for path, (length, same) in candidates.items():
+                for entry in filter(None, map(self._files.get, same)):
+                    content = entry.content
+                    if entry.home == home and isinstance(content, ImageRange) and content.length == length:
+                        found[path] = content
+            sources = {content.source for content in found.values()}
+            self._enter(sources)
+        try:
+            yield found
+        finally:
+            self._leave(sources)
+
+    def has_source(self, number: int) -> bool:
+        """Whether a source has files or readers."""
+        with self._lock:
+            return number in self._sources
 
     def held(self) -> set[int]:
         """The sources that a reader has open now."""
@@ -146,18 +272,40 @@ class KeptFiles(Keeper):
     def nbytes(self) -> int:
         """Bytes of all files."""
         with self._lock:
-            return sum(_size(content) for content, _ in self._files.values())
+            return sum(_size(entry.content) for entry in self._files.values())
 
     def _refuse_taken(self, path: str) -> None:
         if path in self._files:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
+    def _hold(self, source: int, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        self._sources[source] = _HeldImage(os.dup(descriptor), (status.st_dev, status.st_ino))
+
+    def _add(self, path: str, entry: _Entry) -> None:
+        if isinstance(entry.content, ImageRange):
+            self._sources[entry.content.source].files += 1
+        self._files[path] = entry
+
+    def _place_on_disk(self, content: ImageRange | bytes) -> tuple[object, ...] | None:
+        """Which bytes of which file on disk a file is; None: it is in an arena, which is filled again, or small."""
+        if isinstance(content, bytes) or content.source >= 0:
+            return None
+        return self._sources[content.source].inode, content.base, content.length
+
     def _drop(self, paths: Sequence[str]) -> None:
         for path in paths:
-            content, _ = self._files.pop(path, (b"", 0.0))
-            if not isinstance(content, bytes):
-                self._sources[content.source].files -= 1
-                self._close_unused(content.source)
+            if path in self._files:
+                self._let_go(self._files.pop(path).content)
+
+    def _let_go(self, content: ImageRange | bytes) -> None:
+        if isinstance(content, ImageRange):
+            self._sources[content.source].files -= 1
+            self._close_unused(content.source)
+
+    def _enter(self, sources: Collection[int]) -> None:
+        for number in sources:
+            self._sources[number].readers += 1
 
     def _leave(self, sources: Collection[int]) -> None:
         with self._lock:
@@ -166,9 +314,23 @@ class KeptFiles(Keeper):
                 self._close_unused(number)
 
     def _close_unused(self, number: int) -> None:
-        source = self._sources[number]
-        if not (source.files or source.readers):
+        source = self._sources.get(number)
+        if source is not None and not (source.files or source.readers):
             os.close(self._sources.pop(number).descriptor)
+
+    @contextlib.contextmanager
+    def _opened_where(
+        self, is_wanted: Callable[[str, _Entry], bool]
+    ) -> Iterator[tuple[dict[str, _Entry], dict[int, int]]]:
+        """Open files, which stay: what they are by path, and the descriptors of their sources."""
+        with ExitStack() as until_closed:
+            with self._lock:
+                entries = {path: entry for path, entry in self._files.items() if is_wanted(path, entry)}
+                contents = [entry.content for entry in entries.values()]
+                sources = {content.source for content in contents if isinstance(content, ImageRange)}
+                self._enter(sources)
+            until_closed.callback(self._leave, sources)
+            yield entries, until_closed.enter_context(self._opened(sources))
 
     @contextlib.contextmanager
     def _opened(self, sources: Collection[int]) -> Iterator[dict[int, int]]:
@@ -181,15 +343,23 @@ class KeptFiles(Keeper):
             yield descriptors
 
 
-def _size(content: _ImageRange | bytes) -> int:
-    return len(content) if isinstance(content, bytes) else content.size + len(content.tail)
+def _open_content(entry: _Entry, descriptors: Mapping[int, int]) -> LocalPiece | bytes:
+    content = entry.content
+    if isinstance(content, bytes):
+        return content
+    is_replica = entry.home is not None
+    return LocalPiece(descriptors[content.source], content.base, content.length, content.tail, is_replica)
 
 
-def _read(descriptor: int, place: _ImageRange, path: str) -> bytes:
+def _size(content: ImageRange | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.length + len(content.tail)
+
+
+def _read(descriptor: int, place: ImageRange, path: str) -> bytes:
     data = bytearray()
-    while len(data) < place.size:
-        part = os.pread(descriptor, place.size - len(data), place.base + len(data))
+    while len(data) < place.length:
+        part = os.pread(descriptor, place.length - len(data), place.base + len(data))
         if not part:
-            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {place.size} bytes", path)
+            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {place.length} bytes", path)
         data += part
     return bytes(data) + place.tail

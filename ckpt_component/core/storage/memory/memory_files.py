@@ -1,8 +1,7 @@
 """`MemoryFiles`: the files of a folder of `HostMemory`, read from the memory that their keepers hold.
 
-The descriptors come with the first file that is asked for; from then on the bytes are there, even if a keeper ends.
-They are read with `preadv`, which a memory that another process has truncated makes short, where a mapping would raise
-SIGBUS.
+They are opened with the first file that is asked for; from then on the bytes that are on this host are there, even if a
+keeper ends.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ class MemoryFiles(FileSet):
 
     Args:
         folder: folder of the checkpoint
-        find: returns the keepers that may have some of them; of two that have the same one, the first counts
+        find: returns the keepers that may have some of them; of two that have the same one, the one whose own it is
+            counts, else the first
     """
 
     def __init__(self, folder: str, find: Callable[[], Sequence[Keeper]]) -> None:
@@ -44,7 +44,7 @@ class MemoryFiles(FileSet):
 
     def size(self, name: str) -> int:
         file = self._file(name)
-        return len(file) if isinstance(file, bytes) else file.size + len(file.tail)
+        return len(file) if isinstance(file, bytes) else file.size
 
     def stream(self, name: str) -> IO[bytes]:
         return io.BufferedReader(FileStream(self, name, self.size(name)), _STREAM_BYTES)
@@ -56,22 +56,10 @@ class MemoryFiles(FileSet):
         if isinstance(file, bytes):
             buffer[:] = memoryview(file)[offset : offset + buffer.nbytes]
             return True
-        if offset + buffer.nbytes > file.size:
-            of_memory = max(file.size - offset, 0)
-            start = max(offset - file.size, 0)
-            buffer[of_memory:] = memoryview(file.tail)[start : start + buffer.nbytes - of_memory]
-            buffer = buffer[:of_memory]
-        position = file.base + offset
         try:
-            while buffer.nbytes:
-                count = os.preadv(file.descriptor, [buffer], position)
-                if count == 0:
-                    return False
-                position += count
-                buffer = buffer[count:]
+            return file.fill(buffer, offset)
         except OSError as error:
             raise read_failure(os.path.join(self._folder, name), error) from error
-        return True
 
     def _file(self, name: str) -> Piece | bytes:
         path = self._path(name)
@@ -94,12 +82,16 @@ class MemoryFiles(FileSet):
                 except ConnectionError as error:  # its files are gone with it
                     logger.info("passed over what a keeper had: %s", error)
                     continue
-                files = {**found, **files}
+                for name, file in found.items():
+                    if name not in files or (_is_replica(files[name]) and not _is_replica(file)):
+                        files[name] = file
             self._until_closed = until_closed.pop_all()
         return files
 
     def _forget(self, name: str, offset: int, length: int) -> None:
-        pass  # nothing is between the memory and its reader
+        file = self._file(name)
+        if not isinstance(file, bytes):
+            file.forget(offset, length)
 
     def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
         return min(max(os.cpu_count() or 1, _LEAST_THREADS), _MOST_THREADS, len(ordered))
@@ -109,3 +101,7 @@ class MemoryFiles(FileSet):
         with self._lock:
             self._files = None
             self._until_closed.close()
+
+
+def _is_replica(file: Piece | bytes) -> bool:
+    return isinstance(file, Piece) and file.is_replica

@@ -1,35 +1,25 @@
 """`RemoteKeeper`: a keeper in another process of this user on this host, over its socket; and all those of a run.
 
-A request is a frame with `ask` and its arguments; the answer is `done`, or `failed` with an errno and a text. The
-answer to `open` has descriptors, a hundred in a frame; what is open stays as it is until `release` or the end of the
-connection.
+The answer to `open` has descriptors, a hundred in a frame.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import threading
-import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
 
-from ...processes.framing import Channel, Frame
+from ...processes.framing import Channel
+from .connected_keeper import ANSWER_SECONDS, ConnectedKeeper
 from .keeper_sockets import SocketPlace, peer_of, roots_here, split_root
-from .keepers import Keeper, KeptFile, Piece
-
-logger = logging.getLogger("ckpt_component.storage")
-
-#: How long a keeper may take to answer.
-ANSWER_SECONDS = 10.0
+from .keepers import LocalPiece, Piece
 
 
-class RemoteKeeper(Keeper):
-    """See the top of this file. Its requests go one at a time over one connection.
+class RemoteKeeper(ConnectedKeeper):
+    """See the top of this file.
 
     Args:
         place: where the sockets of its run are
@@ -54,37 +44,8 @@ class RemoteKeeper(Keeper):
         now: bool = True,
     ) -> None:
         self._place = place
-        self._rank = rank
         self._user = os.getuid() if user is None else user
-        self._seconds = seconds
-        self._lock = threading.Lock()
-        self._holds = False
-        self._channel: Channel | None = None
-        if now:
-            self._connect()
-
-    @property
-    def rank(self) -> int:
-        """Whose keeper it is."""
-        return self._rank
-
-    @property
-    def connected(self) -> bool:
-        """Whether the connection is of use, as far as is known."""
-        channel = self._channel  # another thread may hang up meanwhile
-        return channel is not None and self._process == os.getpid() and not channel.hung_up
-
-    def listed(self, prefix: str) -> list[KeptFile]:
-        return [KeptFile(*values) for values in self._asked("list", path=prefix)[0]["files"]]
-
-    def get(self, path: str, limit: int) -> bytes:
-        return bytes(self._asked("get", path=path, limit=limit)[1])
-
-    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
-        self._asked("put", data, path=path, new=new)
-
-    def delete(self, paths: Sequence[str]) -> None:
-        self._asked("delete", paths=list(paths))
+        super().__init__(rank, f"rank {rank}'s keeper", seconds, now=now)
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, Piece | bytes]]:
@@ -106,81 +67,13 @@ class RemoteKeeper(Keeper):
             for name, size in header["small"]:
                 files[name] = bytes(blob[position : position + size])
                 position += size
-            for name, source, base, size, more in header["pieces"]:
+            for name, source, base, length, more, is_replica in header["pieces"]:
                 tail = bytes(blob[position : position + more])
-                files[name] = Piece(descriptors[source], base, size, tail)
+                files[name] = LocalPiece(descriptors[source], base, length, tail, is_replica)
                 position += more
             yield files
 
-    def about(self) -> dict[str, Any]:
-        """What it is: root, token, rank, world_size, host, pid, since, bytes, lease, alive, and others."""
-        return dict(self._asked("about")[0]["about"])
-
-    def hold(self) -> None:
-        """Have it stay while this object is connected, longer than its lease if need be."""
-        self._holds = True
-        self._asked("hold")
-
-    def end(self) -> None:
-        """Tell it to end: a newer run does not need it."""
-        self._asked("end")
-
-    def close(self) -> None:
-        """Hang up."""
-        with self._lock:
-            self._hang_up()
-
-    def _asked(self, ask: str, data: bytes = b"", **arguments: Any) -> tuple[dict[str, Any], memoryview]:
-        with self._lock:
-            _, header, blob, _ = self._answer(ask, data, **arguments)
-        return header, blob
-
-    def _answer(
-        self, ask: str, data: bytes = b"", **arguments: Any
-    ) -> tuple[Channel, dict[str, Any], memoryview, list[int]]:
-        """Send a request and receive its answer, over a new connection after a fork or a late answer.
-
-        And after the keeper's end, as another one may have taken its place.
-        """
-        if not self.connected:
-            self._connect()
-            if self._holds and ask != "hold":
-                self._answer("hold")
-        channel = self._channel
-        if channel is None:
-            raise self._gone()
-        try:
-            channel.send({"ask": ask, **arguments}, time.monotonic() + self._seconds, [data] if data else [])
-        except TimeoutError:
-            raise self._silent() from None
-        except OSError as error:  # it has hung up, and may have said why
-            logger.debug("rank %d's keeper did not take a request: %s", self._rank, error)
-        return channel, *self._received(channel)
-
-    def _received(self, channel: Channel) -> Frame:
-        try:
-            frame = channel.receive(time.monotonic() + self._seconds)
-        except TimeoutError:
-            raise self._silent() from None
-        if frame is None:
-            raise self._gone()
-        header = frame[0]
-        if header["kind"] != "done":
-            code = header["errno"]
-            raise OSError(code, header["error"], header["path"]) if code else OSError(errno.EIO, header["error"])
-        return frame
-
-    def _release(self, channel: Channel, number: int) -> None:
-        """Give back what is open, which the end of the connection does, too."""
-        with self._lock:
-            if channel is self._channel and self.connected:
-                try:
-                    self._answer("release", number=number)
-                except OSError as error:  # it has hung up, and what was read is right
-                    logger.info("%s, after its files were read", error)
-
-    def _connect(self) -> None:
-        self._hang_up()
+    def _dial(self) -> Channel:
         sock = self._place.connect(self._rank, self._seconds)
         if sock is None:
             raise self._gone()
@@ -189,29 +82,8 @@ class RemoteKeeper(Keeper):
             sock.close()
             text = f"rank {self._rank}'s keeper is a process of user {user}, not of user {self._user}"
             raise PermissionError(errno.EACCES, text)
-        channel = Channel(sock, lambda: True)
-        self._channel, self._pid, self._process = channel, pid, os.getpid()
-        self._end = weakref.finalize(self, _close, channel, self._process)
-
-    def _hang_up(self) -> None:
-        if self._channel is not None:
-            self._end()
-            self._channel = None
-
-    def _silent(self) -> TimeoutError:
-        self._hang_up()
-        text = f"rank {self._rank}'s keeper (process {self._pid}) has not answered for {self._seconds:g} s"
-        return TimeoutError(errno.ETIMEDOUT, f"{text}; it is stopped, or its host is overloaded")
-
-    def _gone(self) -> ConnectionError:
-        self._hang_up()
-        return ConnectionResetError(errno.ECONNRESET, f"rank {self._rank}'s keeper has ended")
-
-
-def _close(channel: Channel, process: int) -> None:
-    """Close a connection, unless this is a fork of the process that made it and uses it still."""
-    if os.getpid() == process:
-        channel.close()
+        self._name = f"rank {self._rank}'s keeper (process {pid})"
+        return Channel(sock, lambda: True)
 
 
 def keepers_of(path: str) -> list[RemoteKeeper]:

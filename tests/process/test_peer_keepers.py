@@ -1,0 +1,141 @@
+"""Keepers in processes of their own send each other copies of real snapshots, as trainers tell them to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from waiting import eventually
+
+from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.core.commit.commit import begin, new_attempt
+from ckpt_component.core.image.arena import Arena
+from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.memory.host_memory import HostMemory
+from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace, memory_root, split_root
+from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
+from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
+from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper
+from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.writing.process import ByteProcess
+from ckpt_component.core.writing.request import (
+    FileSpec,
+    Lane,
+    ObjectBlob,
+    WriteOptions,
+    WriteRequest,
+    WriteTable,
+    places_of,
+)
+from ckpt_component.errors import CheckpointSaveError
+from ckpt_component.testing.conformance.leftovers import memfds, nothing_left
+
+ROOT = memory_root("/runs/one", "1f2e3d4c-0a0b0c0d")
+PLACE = SocketPlace(*split_root(ROOT) or ("", ""))
+SECRET = "of the run"
+ITEM = 70_000
+
+
+@pytest.fixture(autouse=True)
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+@contextmanager
+def keeper(rank: int) -> Iterator[tuple[ByteProcess, MemoryCaller, MemoryCaller]]:
+    """A keeper, the connection that saves, and the one that talks of peers."""
+    job = {"folder": "/runs/one", "root": ROOT, "rank": rank, "world_size": 2, "lease": 30.0}
+    process = ByteProcess(30, job)
+    saves, peers = MemoryCaller(lambda timeout: process), MemoryCaller(lambda timeout: process)
+    try:
+        yield process, saves, peers
+    finally:
+        saves.close()
+        peers.close()
+        process.close(10)
+
+
+def save(caller: MemoryCaller, rank: int, step: int, arena: Arena) -> None:
+    """Keep an image of four items in two files, and an object."""
+    own = HostMemory(own=RemoteKeeper(PLACE, rank))
+    attempt = new_attempt(own, f"{ROOT}/iter_{step}", new_token())
+    begin(attempt)
+    places = places_of([(0, ITEM), (ITEM, ITEM)])
+    files = [FileSpec("__0_0", 0, 2 * ITEM), FileSpec("__0_1", 2 * ITEM, 2 * ITEM)]
+    lanes = [[Lane(0, 0, 2 * ITEM, 0, places)], [Lane(1, 0, 2 * ITEM, 2, places)]]
+    objects = ObjectBlob("__0_1", 2 * ITEM, memoryview(b"an object"), [(2 * ITEM, 9)])
+    table = WriteTable(step, files, lanes, 4, b"[]")
+    caller.run(
+        WriteRequest(own, attempt, rank, 2, table, [objects], arena, WriteOptions(), {}, ResolvedTimeouts()),
+        time.monotonic() + 60,
+    )
+    own.write_new(f"{ROOT}/iter_{step}/manifest.json", b'{"step": %d}' % step)
+
+
+@pytest.mark.slow
+def test_a_snapshot_outlives_its_host_in_the_keeper_of_its_peer() -> None:
+    arenas = [Arena(4 * ITEM, shared=True) for _ in range(2)]
+    for number, arena in enumerate(arenas):
+        arena.memory[: 4 * ITEM] = bytes(range(number, number + 7)) * (4 * ITEM // 7)
+    with keeper(1) as (peer, _, ears):
+        port = ears.listen(SECRET, "127.0.0.1", 10)
+        assert ears.listen(SECRET, "127.0.0.1", 10) == port
+        with pytest.raises(CheckpointSaveError, match="could not listen: .*listens on 127.0.0.1 already, for others"):
+            ears.listen("another", "127.0.0.1", 10)
+        to = [PeerAddress("b", "127.0.0.1", port, 1)]
+        with keeper(0) as (home, saves, mouth):
+            save(saves, 0, 1, arenas[0])
+            with pytest.raises(
+                CheckpointSaveError, match="could not replicate: .*has not been told to listen to peers"
+            ):
+                mouth.replicate(f"{ROOT}/iter_1", to, None, time.monotonic() + 10)
+            with pytest.raises(CheckpointSaveError, match=r"cannot listen on '203.0.113.1', which is to be an address"):
+                mouth.listen(SECRET, "203.0.113.1", 10)
+            mouth.listen(SECRET, "127.0.0.1", 10)
+            for step in (1, 2):
+                if step == 2:
+                    save(saves, 0, step, arenas[1])
+                answer = mouth.replicate(f"{ROOT}/iter_{step}", to, None, time.monotonic() + 30)
+                assert answer["sent"] == 4 * ITEM and answer["bytes"] > 4 * ITEM + 9 and answer["seconds"] > 0
+            about = RemoteKeeper(PLACE, 0).about()
+            assert about["secret"] == SECRET and about["peer"]["address"] == "127.0.0.1"
+            paths = [file.path for file in RemoteKeeper(PLACE, 0).listed(ROOT) if "/iter_" in file.path]
+            saves.retire([f"{ROOT}/iter_1", f"{ROOT}/iter_2"], 10)
+            ears.retire([f"{ROOT}/iter_1", f"{ROOT}/iter_2"], 10)
+            home.kill()
+        there = PeerKeeper(to[0], SECRET)
+        assert sorted(file.path for file in there.listed(ROOT) if "/iter_" in file.path) == sorted(paths)
+        seen = HostMemory(lambda _: [there])
+        for step in (1, 2):
+            (folder,) = (name for name in seen.names(f"{ROOT}/iter_{step}") if "." not in name)
+            with seen.open_files(f"{ROOT}/iter_{step}/{folder}") as files:
+                image = bytes(arenas[step - 1].memory[: 4 * ITEM])
+                assert files.stream("__0_0").read() + files.stream("__0_1").read() == image + b"an object"
+        assert storage_at(ROOT).read(f"{ROOT}/iter_2/manifest.json", 99) == b'{"step": 2}', "on its host, by its socket"
+        assert len(memfds(peer.pid)) == 2
+        ears.retire([f"{ROOT}/iter_2"], 10)
+        eventually(lambda: seen.names(ROOT) == ["iter_2"])
+        there.close()
+    for arena in arenas:
+        arena.close()
+
+
+@pytest.mark.slow
+def test_a_keeper_sends_what_it_has_begun_to_send_although_its_trainer_dies() -> None:
+    arena = Arena(4 * ITEM, shared=True)
+    with nothing_left(), keeper(1) as (_, _, ears), keeper(0) as (home, saves, mouth):
+        to = [PeerAddress("b", "127.0.0.1", ears.listen(SECRET, "127.0.0.1", 10), 1)]
+        mouth.listen(SECRET, "127.0.0.1", 10)
+        save(saves, 0, 1, arena)
+        lane = home.open_lane(10)
+        request = {"path": f"{ROOT}/iter_1", "to": [list(each) for each in to], "rate": 500_000.0, "seconds": 30.0}
+        lane.send({"kind": "replicate", "id": 0, **request}, time.monotonic() + 10)
+        lane.hang_up()
+        there = PeerKeeper(to[0], SECRET)
+        eventually(lambda: any(file.path.endswith("/__0_1") for file in there.listed(ROOT)))
+        there.close()
+    arena.close()

@@ -1,0 +1,150 @@
+"""What stays in memory while snapshots are sent to peers, and which one is sent next."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+from rank_threads import rank_threads
+from waiting import eventually
+
+from ckpt_component import CheckpointListener, SaveReport, WorkerDiedError
+from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.core.coordination import Coordinator
+from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
+from ckpt_component.events import EventRecorder
+from ckpt_component.saving.at_peers import PeerMap, SnapshotsAtPeers
+
+TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)
+
+
+class Keeper(MemoryCaller):
+    """Sends at once, or when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda timeout: cast(Any, None))
+        self.sent: list[tuple[str, Sequence[PeerAddress]]] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.failure: Exception | None = None
+        self.deaf = False
+
+    def listen(self, secret: str, address: str, timeout: float) -> int:
+        assert secret == "secret"
+        if self.deaf:
+            raise WorkerDiedError("no port.")
+        return 4000
+
+    def replicate(
+        self, path: str, to: Sequence[PeerAddress], bytes_per_second: float | None, deadline: float
+    ) -> dict[str, Any]:
+        self.sent.append((path, to))
+        assert self.go_on.wait(20)
+        if self.failure is not None:
+            raise self.failure
+        return {"bytes": 9, "sent": 8, "seconds": 0.5}
+
+    def progress(self) -> int:
+        return 0
+
+
+class Heard(CheckpointListener):
+    def __init__(self) -> None:
+        self.heard: list[SaveReport] = []
+
+    def on_at_peers(self, report: SaveReport) -> None:
+        self.heard.append(report)
+
+
+class Rank:
+    """One of two ranks, each on a host."""
+
+    def __init__(self, ranks: Coordinator) -> None:
+        peers = PeerMap([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret")
+        self.keeper, self.listener, self.first, self.told = Keeper(), Heard(), list[str](), threading.Event()
+        events = EventRecorder(listeners=[self.listener], rank=ranks.rank)
+        self.copies = SnapshotsAtPeers(
+            peers, self.keeper, ranks, TIMEOUTS, events, lambda: self.first.append("at peers")
+        )
+        self.copies.begin(self.keeper, self.told.set)
+        self.rank = ranks.rank
+
+    def whole(self, step: int) -> list[str]:
+        self.copies.whole(SaveReport(f"step{step}", step=step))
+        return self.paths()
+
+    def arrived(self) -> list[str]:
+        assert self.told.wait(20)
+        self.told.clear()
+        return self.paths()
+
+    def paths(self) -> list[str]:
+        return [*dict.fromkeys(self.copies.paths())]
+
+
+@pytest.fixture
+def both() -> Any:
+    with rank_threads(2) as on_all:
+        ranks = on_all(Rank)
+
+        def call(function: Callable[[Rank], Any]) -> list[Any]:
+            return on_all(lambda coordinator: function(ranks[coordinator.rank]))
+
+        yield call
+        call(lambda rank: rank.keeper.go_on.set())
+        call(lambda rank: rank.copies.close())
+
+
+def test_the_newest_snapshot_is_sent_when_nobody_sends_and_those_in_between_are_skipped(both: Any) -> None:
+    assert both(lambda rank: rank.whole(1)) == [["step1"]] * 2
+    assert both(lambda rank: rank.arrived()) == [["step1"]] * 2
+    both(lambda rank: rank.keeper.go_on.clear())
+    assert both(lambda rank: rank.whole(2)) == [["step1", "step2"]] * 2
+    assert both(lambda rank: rank.whole(3)) == [["step1", "step2", "step3"]] * 2
+    assert both(lambda rank: rank.whole(4)) == [["step1", "step2", "step4"]] * 2
+    both(lambda rank: rank.keeper.go_on.set())
+    eventually(lambda: both(lambda rank: rank.paths()) == [["step4"]] * 2)
+    sent = both(lambda rank: rank.keeper.sent)
+    assert [path for path, _ in sent[0]] == ["step1", "step2", "step4"]
+    assert [to[0][1:] for _, to in sent[0]] == [("10.0.0.1", 4000, 1)] * 3, "where the other one listens"
+    assert both(lambda rank: rank.first) == [["at peers"]] * 2
+
+
+def test_listeners_and_the_log_are_told_what_is_at_its_peers(both: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    both(lambda rank: rank.whole(1))
+    eventually(lambda: all(both(lambda rank: bool(rank.listener.heard))))
+    report = both(lambda rank: rank.listener.heard[0])[1]
+    assert (report.step, report.sent) == (1, 8) and report.at_peers_s > 0
+    assert "step 1 is at its peers: 8 bytes sent by rank 0 in 0.50 s" in caplog.text
+
+
+def test_what_one_rank_cannot_send_is_at_no_peer_and_what_was_there_stays(
+    both: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    both(lambda rank: rank.whole(1))
+    both(lambda rank: rank.arrived())
+
+    def fail(rank: Rank) -> None:
+        if rank.rank == 1:
+            rank.keeper.failure = WorkerDiedError("the peer has died.")
+
+    both(fail)
+    both(lambda rank: rank.whole(2))
+    eventually(lambda: caplog.text.count("step2 did not get to its peers") == 2)
+    assert both(lambda rank: rank.paths()) == [["step1", "step2"]] * 2
+    both(lambda rank: setattr(rank.keeper, "failure", None))
+    assert both(lambda rank: rank.whole(3)) == [["step1", "step3"]] * 2
+    assert both(lambda rank: rank.arrived()) == [["step3"]] * 2
+    assert "the peer has died" in caplog.text
+
+
+def test_nothing_is_sent_while_a_rank_cannot_listen(both: Any, caplog: pytest.LogCaptureFixture) -> None:
+    both(lambda rank: setattr(rank.keeper, "deaf", rank.rank == 0))
+    assert both(lambda rank: rank.whole(1)) == [["step1"]] * 2
+    assert both(lambda rank: rank.keeper.sent) == [[]] * 2
+    assert "rank 0's keeper cannot be reached from other hosts: no port." in caplog.text
