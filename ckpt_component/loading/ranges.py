@@ -39,7 +39,7 @@ class RangeSource(Source):
 
     def __init__(self, index: Index, contents: Contents, access: Access) -> None:
         self.where, self.contents = index.where, contents
-        self._storage, self._folder, self._shared = index.storage, index.folder, access.shared
+        self._storage, self._folder, self._open_files = index.storage, index.folder, access.open_files
         self._items = list(map(TensorItems, map(attrgetter("tensors"), contents.columns)))
         #: By name, as ranges have it. Those of files of other programs have none.
         self._checksums: dict[str | None, Checksum] = {}
@@ -52,7 +52,7 @@ class RangeSource(Source):
         """Verify what some of the ranks wrote; the others' is verified by other ranks of this load."""
         columns = self.contents.columns[rank::world_size] if len(self.contents.columns) > 1 else self.contents.columns
         items = [item for each in columns for item in each.ranges()]
-        verify_items(self._storage, self._folder, items, _refuse, shared=self._shared)
+        verify_items(self._storage, self._folder, items, _refuse)
         self._checksums = {}
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
@@ -65,7 +65,7 @@ class RangeSource(Source):
         small = [(items.table[2] <= SMALL_BYTES).tolist() for items in self._items]
         coalesced: dict[int, list[tuple[int, Request]]] = defaultdict(list)
         reads = []
-        with self._storage.open_files(self._folder, shared=self._shared) as files:
+        with self._open_files(self._folder) as files:
             for request, place in wanted:
                 if type(place[0]) is int and request.offsets is None and request.address is not None:
                     rank, number = place
@@ -131,12 +131,15 @@ class RangeSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Verify and decode the objects."""
         archives: dict[str, memoryview] = {}
-        with self._storage.open_files(self._folder) as files:
+        reads = []
+        with self._open_files(self._folder) as files:
             for key in keys:
                 (piece,) = self.contents.objects[key].place
                 data = memoryview(bytearray(piece.length))
-                self._fill(piece, [data], key, files)
+                read = partial(self._fill, piece, [data], key, files)
+                reads.append(RangeRead(piece.file, piece.offset, piece.length, read))
                 archives[f"'{key}' in {os.path.join(self._folder, piece.file)}"] = data
+            files.read_all(reads)
         return dict(zip(keys, load_objects(archives), strict=True))
 
 

@@ -211,7 +211,8 @@ class Reader:
                 raise
             logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
             return self.open(pointed, mapped=mapped, verify=verify)
-        source = open_source(index, Access(verify, self._shared, mapped), self._rank, self._world_size)
+        access = Access(partial(storage.open_files, shared=self._shared), verify, mapped)
+        source = open_source(index, access, self._rank, self._world_size)
         self.last_read.update(bytes=index.nbytes, source="memory" if storage.verifies_first else "storage")
         if index.manifest is not None:
             self.last_read["verified"] = verify

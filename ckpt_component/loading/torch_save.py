@@ -52,7 +52,7 @@ class TorchSaveSource(RangeSource):
         if unknown := {*self._columns.dtypes} - DTYPES.keys():
             raise CheckpointLoadError(f"{self.where} has tensors of {min(unknown)}, which this torch does not have.")
         end = memoryview(bytearray(ends[0].length))
-        with self._storage.open_files(self._folder) as files, files.stream(name) as stream:
+        with self._open_files(self._folder) as files, files.stream(name) as stream:
             self._fill(ends[0], [end], "the pickle", files)
             outline = _FileWithoutTensors(stream, ends[0].offset, end, self._columns)
             self._state = StateSource(load_stream(outline, files.size(name), self.where), self.where)
