@@ -31,6 +31,7 @@ from ..core.options import (
     PageCache,
     Prove,
     Range,
+    ReadMode,
     RecoveryMode,
     ReplicaCheck,
     ReuseMode,
@@ -294,6 +295,8 @@ class Checkpoint:
     """How a checkpoint is committed: by `rename` of its folder, or by a `manifest` written last (mounted buckets)."""
     verify: Verify = Verify.on_read
     """When to verify checksums: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
+    read_once: ReadMode = ReadMode.auto
+    """On several hosts: `auto`: one rank reads what several want, and sends it to the others; `off`: each reads it."""
     check_replicas: ReplicaCheck = ReplicaCheck.sample
     """Compare replicas: a `sample` at some saves; `all` bytes at every save, for which training waits; or `off`."""
     on_different_replicas: OnDifferentReplicas = OnDifferentReplicas.warn

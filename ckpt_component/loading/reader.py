@@ -31,7 +31,7 @@ from ..core.state.wrapped_modules import canonical_state_of
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
-from .collective import CollectiveLoad, Phase
+from .collective import CollectiveLoad, OpenFiles, Phase
 from .foreign.archives import RefusedObject
 from .foreign.dcp import StockDcpSource
 from .foreign.megatron import MegatronSource
@@ -122,9 +122,8 @@ class Reader:
         wanted, clock = LoadOptions(**options), time.perf_counter
         marks = [("open", clock())]
         self.last_read = {}
-        phase: Phase = nullcontext
-        if self._collective is not None and not wanted.alone:
-            phase = self._collective(path, wanted.tag).phase
+        load = None if self._collective is None or wanted.alone else self._collective(path, wanted.tag)
+        phase: Phase = nullcontext if load is None else load.phase
         with phase("open"):
             refuse_fake_tensors()
             to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
@@ -132,10 +131,10 @@ class Reader:
             verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
             if wanted.visible is not None:
                 wait_visible(partial(self._storage_of(path).exists, path), path, wanted.visible)
-            source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
+            source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest, load=load)
             if source.verifies_first:
                 marks.append(("verify", clock()))
-                source.verify(*((self._rank, self._world_size) if phase is not nullcontext else (0, 1)))
+                source.verify(*((0, 1) if load is None else (self._rank, self._world_size)))
         marks.append(("read" if state_dict is None else "match", clock()))
         target: Target | None = None
         missing: list[str] = []
@@ -189,7 +188,13 @@ class Reader:
         return verify_checkpoint(self._storage_of(path), path, self._progress)
 
     def open(
-        self, path: str, *, mapped: bool = False, verify: bool = True, manifest: Mapping[str, Any] | None = None
+        self,
+        path: str,
+        *,
+        mapped: bool = False,
+        verify: bool = True,
+        manifest: Mapping[str, Any] | None = None,
+        load: CollectiveLoad | None = None,
     ) -> Source:
         """Open what this rank loads of a checkpoint, or of the newest in a folder with a pointer file.
 
@@ -198,6 +203,7 @@ class Reader:
             mapped: as for `Access`
             verify: as for `Access`
             manifest: that of the checkpoint, if it was read already
+            load: the load that all ranks make; None: this rank loads by itself
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
@@ -210,9 +216,11 @@ class Reader:
             if pointed is None:
                 raise
             logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
-            return self.open(pointed, mapped=mapped, verify=verify)
-        access = Access(partial(storage.open_files, shared=self._shared), verify, mapped)
-        source = open_source(index, access, self._rank, self._world_size)
+            return self.open(pointed, mapped=mapped, verify=verify, load=load)
+        open_files: OpenFiles = partial(storage.open_files, shared=self._shared)
+        if load is not None:
+            open_files = load.opens(open_files, index, verify)
+        source = open_source(index, Access(open_files, verify, mapped), self._rank, self._world_size)
         self.last_read.update(bytes=index.nbytes, source="memory" if storage.verifies_first else "storage")
         if index.manifest is not None:
             self.last_read["verified"] = verify
