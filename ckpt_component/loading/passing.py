@@ -34,6 +34,8 @@ logger = logging.getLogger("ckpt_component.readers")
 
 #: Most batches of a rank that are on their way to others, and most that it takes ahead of what its reads wait for.
 _IN_FLIGHT = 8
+#: From so many failed reads on, a rank reads no more for others: they may take a minute each.
+_MOST_FAILURES = 3
 #: At the end of a message: whether its bytes were read, and their checksum.
 _TRAILER = struct.Struct("<?Q")
 
@@ -96,6 +98,9 @@ class Passing:
         self._arrived: dict[int, memoryview | None] = {}
         self._left: dict[int, int] = {}
         self._needed = 0
+        self._awaited: list[int] = []
+        #: When a batch came last, or was given up.
+        self._moved = time.monotonic()
         self._is_drained = False
         self._sent: deque[_Sent] = deque()
         self._ended: set[int] = set()
@@ -105,6 +110,7 @@ class Passing:
         self._lost: set[int] = set()
         self._passed: set[int] = set()
         self._files: FileSet | None = None
+        self._failures = 0
 
     def start(self, left: Mapping[int, int]) -> None:
         """Begin to read, to send and to take.
@@ -120,15 +126,25 @@ class Passing:
 
     def take(self, number: int) -> memoryview | None:
         """Wait for the bytes of a batch that this rank wants; None: they do not come, or were all taken before."""
-        until = time.monotonic() + self._waits
+        reader, began = self._plan[number].reader, time.monotonic()
+        # A rank that hangs in a read of its own tries it once more before the others give it up.
+        seconds = self._waits / 2 if reader == self._rank else self._waits
         with self._changed:
             self._needed = max(self._needed, self._place[number])
+            self._awaited.append(number)
             self._changed.notify_all()
-            while number not in self._arrived and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
+            try:
+                while number not in self._arrived:
+                    left = max(began, self._moved) + seconds - time.monotonic()
+                    # Who is to send a later batch may itself wait for the first one.
+                    if left <= 0 and number == min(self._awaited):
+                        break
+                    self._changed.wait(left if left > 0 else seconds)
+            finally:
+                self._awaited.remove(number)
             if number in self._arrived:
                 return self._arrived[number]
-        self._give_up(self._plan[number].reader)
+        self._give_up(reader)
         return None
 
     def taken(self, number: int, nbytes: int) -> None:
@@ -202,6 +218,7 @@ class Passing:
         with self._changed:
             if number not in self._arrived:
                 self._arrived[number] = data if is_whole and not self._is_drained else None
+                self._moved = time.monotonic()
                 self._changed.notify_all()
 
     def _give_up(self, reader: int) -> None:
@@ -210,7 +227,7 @@ class Passing:
             is_new = reader not in self._lost
             stuck = [number for number in self._receiving if self._plan[number].reader == reader]
         self.is_broken = True
-        self._lose(reader, f"it sent nothing for {self._waits:g} s")
+        self._lose(reader, "it takes too long (checkpoint.timeouts.stall)")
         for _ in stuck if is_new else ():
             self._run(self._receive)
 
@@ -221,6 +238,7 @@ class Passing:
             self._lost.add(reader)
             missing = [n for n in self.wanted if self._plan[n].reader == reader and n not in self._arrived]
             self._arrived.update(dict.fromkeys(missing))
+            self._moved = time.monotonic()
             self._changed.notify_all()
         nbytes = amount(sum(self._plan[number].nbytes for number in missing))
         logger.warning("rank %d passes nothing on: %s; %s are read from storage instead", reader, why, nbytes)
@@ -237,10 +255,10 @@ class Passing:
             with self._open_files() as self._files:
                 self._files.read_all(reads, batch_bytes=1)
         except Exception as error:  # whatever it is, the others must not wait for what was to be read
-            logger.warning("rank %d cannot read for others, which then read for themselves: %s", self._rank, error)
+            self._fail(error)
         for number in self._to_read:
             if number not in self._passed:
-                self._send(number, _buffer(self._plan[number].nbytes, is_read=False))
+                self._send(number, _buffer(self._plan[number].nbytes))
         while self._sent:
             self._await(self._sent.popleft())
 
@@ -250,20 +268,29 @@ class Passing:
             self._await(oldest)
         batch = self._plan[number]
         message = _buffer(batch.nbytes)
-        view, place = tensor_bytes(message), 0
-        try:
-            for start, end, _ in batch.stretches:
-                part = view[place : place + end - start]
-                if self._files is None or not self._files.fill(batch.file, part, start):
-                    raise CheckpointError(f"{batch.file} is too short.")
-                place += part.nbytes
-        except (CheckpointError, OSError) as error:
-            logger.warning("rank %d cannot read for others, which then read for themselves: %s", self._rank, error)
-            message = _buffer(batch.nbytes, is_read=False)
-        else:
-            self.read_bytes += place
-            self._seal(message)
+        if self._failures < _MOST_FAILURES:
+            try:
+                self._fill(message, batch)
+            except (CheckpointError, OSError) as error:
+                self._fail(error)
+            else:
+                self._seal(message)
         self._send(number, message)
+
+    def _fill(self, message: torch.Tensor, batch: Batch) -> None:
+        """Read a batch into a message."""
+        view, place = tensor_bytes(message), 0
+        for start, end, _ in batch.stretches:
+            part = view[place : place + end - start]
+            if self._files is None or not self._files.fill(batch.file, part, start):
+                raise CheckpointError(f"{batch.file} is too short.")
+            place += part.nbytes
+        self.read_bytes += place
+
+    def _fail(self, error: Exception) -> None:
+        self._failures += 1
+        level = logging.WARNING if self._failures == 1 else logging.DEBUG
+        logger.log(level, "rank %d cannot read for others, which read that for themselves: %s", self._rank, error)
 
     def _admit(self, number: int) -> _Sent | None:
         """Wait for the turn of a batch; or return one that is on its way, to be waited for first."""
@@ -327,10 +354,10 @@ class Passing:
             self._changed.notify_all()
 
 
-def _buffer(nbytes: int, *, is_read: bool = True) -> torch.Tensor:
-    """Memory for a message, with a trailer that says whether its bytes are worth anything."""
+def _buffer(nbytes: int) -> torch.Tensor:
+    """Memory for a message, which says that its bytes were not read."""
     message = torch.empty(nbytes + _TRAILER.size, dtype=torch.uint8, device="cpu")
-    _TRAILER.pack_into(tensor_bytes(message), nbytes, is_read, 0)
+    message[nbytes:] = 0
     return message
 
 

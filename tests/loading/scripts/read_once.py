@@ -6,17 +6,18 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckpt_component import CheckpointError, build_checkpointer, build_manager
+from ckpt_component import CheckpointError, build_checkpointer
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError
@@ -116,18 +117,26 @@ def stored(folder: Path) -> int:
 
 
 def load(
-    folder: Path, layout: str, rank: int, before: Before = lambda name, nbytes: None, *overrides: str
+    path: Path,
+    layout: str,
+    before: Before = lambda name, nbytes: None,
+    *overrides: str,
+    objects: tuple[str, ...] = ("about",),
 ) -> tuple[bool, list[int], str]:
     """Load on all ranks; returns whether all is there, the bytes that each read, and the error, if there is one."""
     storage, error = CountedStorage(before), ""
-    state = {**placed(layout, values(1)), "about": {"step": 0}}
+    state: dict[str, Any] = {**placed(layout, values(1)), **{key: {"step": 0} for key in objects}}
     with build_checkpointer("sync", overrides, storage_of=lambda _: storage) as checkpointer:
         try:
-            checkpointer.load(folder, state)
+            checkpointer.load(path, state)
         except CheckpointError as failure:
             error = f"{type(failure).__name__}: {failure}"
-    about = state.pop("about")
-    return is_whole(state) and (bool(error) or about == {"step": 3}), all_of(storage.counted), error
+    about = [state.pop(key) for key in objects]
+    return (
+        is_whole(state) and (bool(error) or all(value == {"step": 3} for value in about)),
+        all_of(storage.counted),
+        error,
+    )
 
 
 def matrix(rank: int, world_size: int, folder: Path) -> None:
@@ -138,6 +147,156 @@ def matrix(rank: int, world_size: int, folder: Path) -> None:
             path = folder / str(number)
             save(path, written, rank)
             for layout in ("replicated", "fsdp", "tp"):
-                whole, counts, error = load(path, layout, rank)
+                whole, counts, error = load(path, layout)
                 found[f"{written} to {layout}"] = [whole, counts, error, stored(path)]
     print(json.dumps(found))
+
+
+class Watched:
+    """A message on its way, until it is waited for."""
+
+    def __init__(self, work: Any, number: int, on_way: list[int]) -> None:
+        self._work, self._number, self._on_way = work, number, on_way
+
+    def wait(self, timeout: Any) -> Any:
+        try:
+            return self._work.wait(timeout)
+        finally:
+            self._on_way.remove(self._number)
+
+
+@contextmanager
+def watching(flips: int | None = None) -> Iterator[list[int]]:
+    """Gives the most batches that this rank had on their way, and the bytes of its largest message; flips one bit."""
+    sends, count, on_way, most = dist.isend, iter(range(1 << 30)), list[int](), [0, 0]
+
+    def isend(tensor: torch.Tensor, *arguments: Any, tag: int, **options: Any) -> Any:
+        if next(count) == flips:
+            tensor = tensor.clone()
+            tensor[len(tensor) // 2] ^= 4
+        on_way.append(tag)
+        most[:] = max(most[0], len({*on_way})), max(most[1], tensor.nbytes)
+        return Watched(sends(tensor, *arguments, tag=tag, **options), tag, on_way)
+
+    dist.isend = isend
+    try:
+        yield most
+    finally:
+        dist.isend = sends
+
+
+def troubles(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 has a trouble in each load; prints what came of it on every rank."""
+    found = {}
+
+    def attempt(name: str, before: Before, *overrides: str, path: Path = folder / "whole") -> None:
+        nothing = lambda name, nbytes: None  # noqa: E731
+        whole, counts, error = load(path, "replicated", before if rank == 1 else nothing, *overrides)
+        found[name] = [all_of(whole), counts, all_of(error), stored(path)]
+
+    def fails_at(*numbers: int) -> Before:
+        count = iter(range(1 << 30))
+
+        def before(name: str, nbytes: int) -> None:
+            if next(count) in numbers:
+                raise CheckpointUnreadableError(f"{name} is not here today.")
+
+        return before
+
+    def waits(seconds: float, number: int | None = None) -> Before:
+        count = iter(range(1 << 30))
+        return lambda name, nbytes: time.sleep(seconds if number in (None, next(count)) else 0)
+
+    with hosts(rank):
+        save(folder / "whole", "replicated", rank)
+        with watching() as most:
+            attempt("fine", waits(0))
+        found["most"] = all_of(most)
+        attempt("cannot read once", fails_at(2))
+        attempt("slow", waits(0.01))
+        for name, override in (("flip", "checkpoint.verify=on_read"), ("flip, unverified", "checkpoint.verify=off")):
+            with watching(flips=3 if rank == 1 else None):
+                attempt(name, waits(0), override)
+        attempt("hangs", waits(3, 2), "checkpoint.timeouts.stall=1")
+        attempt("off", waits(0), "checkpoint.read_once=off")
+        attempt("cannot read", fails_at(*range(1000)))
+        attempt("afterwards", waits(0))
+        if rank == 0:
+            data = max(folder.glob("whole/*.distcp"), key=lambda path: path.stat().st_size)
+            damaged = bytearray(data.read_bytes())
+            damaged[len(damaged) // 2] ^= 1
+            data.write_bytes(damaged)
+        dist.barrier()
+        attempt("damaged", waits(0))
+    with hosts(0):
+        save(folder / "other", "replicated", rank)
+        attempt("one host", waits(0), path=folder / "other")
+    print(json.dumps(found))
+
+
+def own_files(rank: int, world_size: int, folder: Path) -> None:
+    """Files of another program: the same ones for all hosts, and then those that each host has under one path."""
+    path, found = folder / "model.safetensors", {}
+    with hosts(rank):
+        if rank == 0:
+            save_file(values(), path)
+        dist.barrier()
+        for name, verify in (("together", "on_read"), ("unverified", "off")):
+            whole, counts, error = load(path, "replicated", lambda *_: None, f"checkpoint.verify={verify}", objects=())
+            found[name] = [all_of(whole), counts, error, path.stat().st_size]
+        own = folder / f"host{rank}"
+        own.mkdir()
+        os.chdir(own)  # of the same size, under the same relative path
+        save_file(values(rank), "model.safetensors")
+        state = placed("replicated", values(100))
+        with build_checkpointer("sync") as checkpointer:
+            checkpointer.load("model.safetensors", state)
+        found["own"] = all_of(is_whole(state, rank))
+    print(json.dumps(found))
+
+
+def killed(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 is killed while it reads for the others, who have all bytes nevertheless, and an error in time."""
+    with hosts(rank):
+        save(folder / "whole", "replicated", rank)
+        count = iter(range(1 << 30))
+
+        def before(name: str, nbytes: int) -> None:
+            if rank == 1 and next(count) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        storage, error = CountedStorage(before), ""
+        state: dict[str, Any] = placed("replicated", values(1))
+        checkpointer = build_checkpointer("sync", ["checkpoint.timeouts.heartbeat=2"], storage_of=lambda _: storage)
+        try:
+            checkpointer.load(folder / "whole", state)
+        except CheckpointError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        print(json.dumps([is_whole(state), storage.counted, error, stored(folder / "whole")]), flush=True)
+        (folder / f"{rank}.done").touch()
+        until = time.monotonic() + 20
+        while rank == 0 and len([*folder.glob("*.done")]) < world_size - 1 and time.monotonic() < until:
+            time.sleep(0.05)  # the store lives in this process
+        os._exit(0)
+
+
+def system_reads(rank: int, world_size: int, folder: Path) -> None:
+    """What each process reads of one large tensor, with all and then alone."""
+
+    def read_so_far() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+    with hosts(rank):
+        with build_checkpointer("sync", alone=True) as checkpointer:
+            if rank == 0:
+                checkpointer.save({"large": torch.randn(4 << 20)}, folder / "one")
+        dist.barrier()
+        counts = []
+        with build_checkpointer("sync") as checkpointer:
+            checkpointer.load(folder / "one", {"large": torch.zeros(4 << 20)})  # what is imported at the first load
+            for alone in (False, True):
+                before = read_so_far()
+                checkpointer.load(folder / "one", {"large": torch.zeros(4 << 20)}, alone=alone)
+                counts.append(read_so_far() - before)
+        print(json.dumps(all_of([*counts, stored(folder / "one")])))
