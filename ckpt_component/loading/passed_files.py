@@ -26,7 +26,7 @@ _PADDING_BYTES = 4096
 Plans = Callable[[Wanted], tuple[Sequence[Batch], Passing] | None]
 
 
-class _Piece(NamedTuple):
+class _ComingRange(NamedTuple):
     """A range of a file that comes with a batch.
 
     Attributes:
@@ -62,7 +62,7 @@ class PassedFiles(FileSet):
         self._rank = rank
         self._plans = plans
         self._passing: Passing | None = None
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[_ComingRange]] = {}
         self._again: list[tuple[str, int, int]] = []
 
     def size(self, name: str) -> int:
@@ -102,7 +102,7 @@ class PassedFiles(FileSet):
             passing.taken(piece.number, part.nbytes)
         return True
 
-    def _pieces_in(self, name: str, start: int, end: int) -> Iterator[_Piece]:
+    def _pieces_in(self, name: str, start: int, end: int) -> Iterator[_ComingRange]:
         """The pieces that a range consists of, in order. All of it was wanted, so there are no gaps."""
         pieces = self._pieces.get(name, [])
         for number in range(max(bisect_right(pieces, start, key=attrgetter("start")) - 1, 0), len(pieces)):
@@ -142,13 +142,13 @@ class PassedFiles(FileSet):
             self._passing.drain()
             self._passing = None
 
-    def _come_with(self, plan: Sequence[Batch], numbers: Sequence[int]) -> dict[str, list[_Piece]]:
+    def _come_with(self, plan: Sequence[Batch], numbers: Sequence[int]) -> dict[str, list[_ComingRange]]:
         """What comes with these batches, by file and in order."""
-        pieces: dict[str, list[_Piece]] = defaultdict(list)
+        pieces: dict[str, list[_ComingRange]] = defaultdict(list)
         for number in numbers:
             place = 0
             for start, end in plan[number].part_of(self._rank):
-                pieces[plan[number].file].append(_Piece(start, end, number, place))
+                pieces[plan[number].file].append(_ComingRange(start, end, number, place))
                 place += end - start
         return pieces
 

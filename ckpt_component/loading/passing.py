@@ -67,7 +67,6 @@ class Passing:
     Attributes:
         wanted: numbers of the batches that this rank wants some of, in order
         is_broken: whether a message may still be on its way, so that the group is to be given up
-        read_bytes: bytes that this rank has read
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class Passing:
         receivers = [batch.ranks for batch in plan]
         self.wanted = [number for number, ranks in enumerate(receivers) if rank in ranks]
         self.is_broken = False
-        self.read_bytes = 0
         self._place = {number: place for place, number in enumerate(self.wanted)}
         self._to_read = [number for number, batch in enumerate(plan) if batch.reader == rank]
         self._turn = {number: turn for turn, number in enumerate(self._to_read)}
@@ -285,7 +283,6 @@ class Passing:
             if self._files is None or not self._files.fill(batch.file, part, start):
                 raise CheckpointError(f"{batch.file} is too short.")
             place += part.nbytes
-        self.read_bytes += place
 
     def _fail(self, error: Exception) -> None:
         self._failures += 1

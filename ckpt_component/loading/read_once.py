@@ -31,6 +31,7 @@ from ..core.processes.running import host_name
 from ..core.storage.checksum import Checksum, fastest
 from ..core.storage.file_set import FileSet
 from ..core.storage.safe_open import read_failure
+from ..core.storage.space import amount
 from ..errors import CheckpointError
 from .collective import CollectiveLoad, OpenFiles
 from .passed_files import PassedFiles
@@ -204,6 +205,10 @@ class _LoadOnce(CollectiveLoad):
             if value is not None and value[0] == identity:
                 wants[other] = value[1]
         plan = plan_reads(wants)
+        if self._ranks.is_leader and plan:
+            shared, all_bytes = (sum(batch.nbytes for batch in plan if len(batch.ranks) > n) for n in (1, 0))
+            text = "%d ranks read %s together; %s of it are wanted by several, and read by one"
+            logger.info(text, len(wants), amount(all_bytes), amount(shared))
         takes_part = ({*batch.ranks, batch.reader} for batch in plan)
         if not any(rank in ranks and len(ranks) > 1 for ranks in takes_part):
             return None
