@@ -46,7 +46,7 @@ from ..core.storage.locate import Storages, absolute, expanded, is_url, path_tex
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
 from ..events import EventFile, EventRecorder
-from ..loading.collective import CollectiveLoad
+from ..loading.collective import CollectiveLoads
 from ..loading.reader import Reader, shares_host
 from ..managing.manager import CheckpointManager
 from ..managing.policies import ResumePolicy, SavePolicy
@@ -363,13 +363,13 @@ def _build_graph(
 
 def _collective(
     settings: Checkpoint, ranks: Coordinator, timeouts: ResolvedTimeouts, hosts: Hosts | None
-) -> Callable[[str, str | None], CollectiveLoad]:
+) -> CollectiveLoads:
     """What makes the loads of all ranks; which hosts they are on, they ask at the first load if it is unknown."""
     if settings.read_once is ReadMode.off or (hosts is not None and not hosts.several):
-        return partial(CollectiveLoad, ranks, timeouts)
+        return CollectiveLoads(ranks, timeouts)
     from ..loading.read_once import ReadOnce  # which imports torch.distributed
 
-    return ReadOnce(ranks, timeouts).load
+    return ReadOnce(ranks, timeouts)
 
 
 def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:

@@ -110,6 +110,26 @@ class CollectiveLoad:
         return worst
 
 
+class CollectiveLoads:
+    """Makes the loads that all ranks make.
+
+    Args:
+        ranks: the ranks, which make their loads in the same order
+        timeouts: as for `CollectiveLoad`
+    """
+
+    def __init__(self, ranks: Coordinator, timeouts: ResolvedTimeouts) -> None:
+        self._ranks = ranks
+        self._timeouts = timeouts
+
+    def load(self, about: str, tag: str | None = None, name: str = "load") -> CollectiveLoad:
+        """The next load; arguments as for `CollectiveLoad`."""
+        return CollectiveLoad(self._ranks, self._timeouts, about, tag, name)
+
+    def close(self) -> None:
+        """Close what loads have left open for those that follow. Safe to call twice."""
+
+
 def _outcome_of(failure: Exception) -> tuple[int, str]:
     """How bad a failure is, by the number of its kind, and its text."""
     kinds = (CheckpointUnreadableError, CheckpointCorruptError, CheckpointNotFoundError)  # the first is a second too

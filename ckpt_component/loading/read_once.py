@@ -33,7 +33,7 @@ from ..core.storage.file_set import FileSet
 from ..core.storage.safe_open import read_failure
 from ..core.storage.space import amount
 from ..errors import CheckpointError
-from .collective import CollectiveLoad, OpenFiles
+from .collective import CollectiveLoad, CollectiveLoads, OpenFiles
 from .passed_files import PassedFiles
 from .passing import Passing
 from .read_plan import Batch, Wanted, plan_reads
@@ -45,8 +45,8 @@ logger = logging.getLogger("ckpt_component.readers")
 _READY, _NEW, _ALONE, _END = "ready", "new", "alone", "end"
 
 
-class ReadOnce:
-    """Makes the loads of all ranks of a checkpointer, and keeps the process group that they pass bytes over.
+class ReadOnce(CollectiveLoads):
+    """Makes loads whose ranks read together, and keeps the process group that they pass bytes over.
 
     Args:
         ranks: the ranks, which make their loads in the same order
@@ -54,17 +54,16 @@ class ReadOnce:
     """
 
     def __init__(self, ranks: Coordinator, timeouts: ResolvedTimeouts) -> None:
-        self._ranks = ranks
-        self._timeouts = timeouts
+        super().__init__(ranks, timeouts)
         self._reads_alone = False
         self._group: Any = None
         self._has_failed = False
 
-    def load(self, about: str, tag: str | None = None) -> CollectiveLoad:
-        """The next load; arguments as for `CollectiveLoad`."""
+    def load(self, about: str, tag: str | None = None, name: str = "load") -> CollectiveLoad:
+        """As for `CollectiveLoads`."""
         if self._reads_alone:
-            return CollectiveLoad(self._ranks, self._timeouts, about, tag)
-        return _LoadOnce(self, self._ranks, self._timeouts, about, tag)
+            return super().load(about, tag, name)
+        return _LoadOnce(self, self._ranks, self._timeouts, about, tag, name)
 
     def meet(self, tag: str, has_read: bool, is_broken: bool) -> str:
         """Meet the other ranks; returns what all do next, and makes their group if they need one.
@@ -84,17 +83,17 @@ class ReadOnce:
             value = [host_name(), state, has_read]
             step: str = self._ranks.decide(tag, value, _next_step, now + timeouts.stage + timeouts.write)
         except CheckpointError:
-            self._part()
+            self.close()
             raise
         if step == _NEW or is_broken:
-            self._part()
+            self.close()
         if step == _NEW:
             self._make_group()
         self._reads_alone |= step == _ALONE
         return step
 
-    def _part(self) -> None:
-        """Give the group up, and end all that still waits for it. Safe to call twice."""
+    def close(self) -> None:
+        """Give the group up, and end all that still waits for something in it. Safe to call twice."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -132,7 +131,7 @@ class ReadOnce:
             dist.all_gather_object(found, value, group=self._group)
         except (RuntimeError, ValueError) as error:
             logger.warning("rank %d reads all by itself: what others want cannot be told (%s)", self._ranks.rank, error)
-            self._part()
+            self.close()
             return values
         return found
 
@@ -155,9 +154,9 @@ class _LoadOnce(CollectiveLoad):
     """
 
     def __init__(
-        self, once: ReadOnce, ranks: Coordinator, timeouts: ResolvedTimeouts, about: str, tag: str | None = None
+        self, once: ReadOnce, ranks: Coordinator, timeouts: ResolvedTimeouts, about: str, tag: str | None, name: str
     ) -> None:
-        super().__init__(ranks, timeouts, about, tag)
+        super().__init__(ranks, timeouts, about, tag, name)
         self._once = once
         self._passing: Passing | None = None
         self._meetings = 0

