@@ -165,10 +165,10 @@ class _LoadOnce(CollectiveLoad):
     def opens(self, open_files: OpenFiles, index: Index, verified: bool) -> OpenFiles:
         """Files whose reads all ranks of this load plan together."""
         checksum = None if verified and index.manifest is not None else fastest()
-        return partial(self._opened, open_files, _identity(index), checksum)
+        return partial(self._opened, open_files, index, checksum)
 
-    def _opened(self, open_files: OpenFiles, identity: str, checksum: Checksum | None, folder: str) -> FileSet:
-        plans = partial(self._plan, partial(open_files, folder), identity, checksum)
+    def _opened(self, open_files: OpenFiles, index: Index, checksum: Checksum | None, folder: str) -> FileSet:
+        plans = partial(self._plan, partial(open_files, folder), index, checksum)
         return PassedFiles(folder, open_files(folder), self._ranks.rank, plans)
 
     @contextlib.contextmanager
@@ -177,9 +177,15 @@ class _LoadOnce(CollectiveLoad):
         with super().phase(name):
             try:
                 yield
-            finally:
-                while name == "read" and self._meet(has_read=True) not in (_ALONE, _END):
-                    self._once.exchange(("", {}))
+            except Exception:
+                self._wait_for_readers(name)
+                raise
+            self._wait_for_readers(name)
+
+    def _wait_for_readers(self, phase: str) -> None:
+        """Take part in what others still read together."""
+        while phase == "read" and self._meet(has_read=True) not in (_ALONE, _END):
+            self._once.exchange(("", {}))
 
     def _meet(self, has_read: bool) -> str:
         """What all ranks do next; when they meet, each has what was passed on since they met last."""
@@ -191,15 +197,17 @@ class _LoadOnce(CollectiveLoad):
         self._step = self._once.meet(f"{self._tag}/together/{self._meetings}", has_read, is_broken)
         if before is not None:
             before.end(self._timeouts.close)
+            if before.is_broken and not is_broken:
+                self._once.close()
         return self._step
 
     def _plan(
-        self, open_files: Callable[[], FileSet], identity: str, checksum: Checksum | None, wanted: Wanted
+        self, open_files: Callable[[], FileSet], index: Index, checksum: Checksum | None, wanted: Wanted
     ) -> tuple[Sequence[Batch], Passing] | None:
         """The plan of all ranks that now read the same checkpoint; None: it has nothing that this one shares."""
         if self._meet(has_read=False) == _ALONE:
             return None
-        rank, wants = self._ranks.rank, dict[int, Wanted]()
+        rank, identity, wants = self._ranks.rank, _identity(index), dict[int, Wanted]()
         for other, value in enumerate(self._once.exchange((identity, dict(wanted)))):
             if value is not None and value[0] == identity:
                 wants[other] = value[1]

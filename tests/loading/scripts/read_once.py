@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckpt_component import CheckpointError, build_checkpointer, load_weights
+from ckpt_component import CheckpointError, build_checkpointer, build_manager, load_weights
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError
@@ -139,6 +139,17 @@ def load(
     )
 
 
+def restored(folder: Path) -> list[Any]:
+    """What a manager restores."""
+    settings = [f"checkpoint.dir={folder}", "checkpoint.save.every_steps=1"]
+    with build_manager("async_persistent", settings) as manager:
+        manager.save(1, placed("replicated", values()))
+    storage, state = CountedStorage(), placed("replicated", values(1))
+    with build_manager("async_persistent", settings, storage_of=lambda _: storage) as manager:
+        error = "" if manager.restore(state) == 1 else "nothing was restored"
+    return [is_whole(state), all_of(storage.counted), error, stored(folder)]
+
+
 def matrix(rank: int, world_size: int, folder: Path) -> None:
     """Load checkpoints of as many ranks and of one rank into every layout."""
     found = {}
@@ -149,6 +160,7 @@ def matrix(rank: int, world_size: int, folder: Path) -> None:
             for layout in ("replicated", "fsdp", "tp"):
                 whole, counts, error = load(path, layout)
                 found[f"{written} to {layout}"] = [whole, counts, error, stored(path)]
+        found["a run"] = restored(folder / "run")
     print(json.dumps(found))
 
 
