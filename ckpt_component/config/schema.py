@@ -296,7 +296,7 @@ class Checkpoint:
     verify: Verify = Verify.on_read
     """When to verify checksums: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
     read_once: ReadMode = ReadMode.auto
-    """On several hosts: `auto`: one rank reads what several want, and sends it to the others; `off`: each reads it."""
+    """`auto`: on several hosts, one rank reads what several want, and passes it on; or `off`."""
     check_replicas: ReplicaCheck = ReplicaCheck.sample
     """Compare replicas: a `sample` at some saves; `all` bytes at every save, for which training waits; or `off`."""
     on_different_replicas: OnDifferentReplicas = OnDifferentReplicas.warn
