@@ -86,7 +86,7 @@ def worlds() -> Iterator[Wants]:
     for which in itertools.combinations_with_replacement(chosen, 3):
         yield {rank: {"a": [each for each, w in zip(ranges, which[rank], strict=True) if w]} for rank in range(3)}
     random.seed(55)
-    for _ in range(150):
+    for _ in range(60):
         wants: dict[int, dict[str, list[tuple[int, int]]]] = {}
         for rank in range(random.randint(1, 9)):
             wants[rank] = {}

@@ -71,7 +71,7 @@ def placed(layout: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if layout == "replicated":
         return {key: tensor.clone() for key, tensor in tensors.items()}
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for number, (key, tensor) in enumerate(tensors.items()):
         tensor_parallel = [Shard(1), Shard(0), Replicate()][number % 3]
         found[key] = distribute_tensor(tensor, mesh, [Shard(0) if layout == "fsdp" else tensor_parallel])
@@ -180,7 +180,8 @@ class Watched:
 @contextmanager
 def watching(flips: int | None = None) -> Iterator[list[int]]:
     """Gives the most batches that this rank had on their way, and the bytes of its largest message; flips one bit."""
-    sends, count, on_way, most = dist.isend, iter(range(1 << 30)), list[int](), [0, 0]
+    sends: Any = dist.isend
+    count, on_way, most = iter(range(1 << 30)), list[int](), [0, 0]
 
     def isend(tensor: torch.Tensor, *arguments: Any, tag: int, **options: Any) -> Any:
         if next(count) == flips:
@@ -190,7 +191,7 @@ def watching(flips: int | None = None) -> Iterator[list[int]]:
         most[:] = max(most[0], len({*on_way})), max(most[1], tensor.nbytes)
         return Watched(sends(tensor, *arguments, tag=tag, **options), tag, on_way)
 
-    dist.isend = isend
+    dist.isend = isend  # type: ignore[assignment]
     try:
         yield most
     finally:
