@@ -181,7 +181,7 @@ class Passing:
                 work: Any = dist.irecv(message, batch.reader, group=self._group, tag=number)
                 work.wait(self._lasts)
             except (RuntimeError, ValueError) as error:
-                self._lose(batch.reader, f"its connection ended ({_short(error)})")
+                self._lose(batch.reader, f"its connection ended ({str(error).partition('. ')[0][-200:]})")
             else:
                 self._arrive(number, message)
             finally:
@@ -356,7 +356,3 @@ def _buffer(nbytes: int) -> torch.Tensor:
     message = torch.empty(nbytes + _TRAILER.size, dtype=torch.uint8, device="cpu")
     message[nbytes:] = 0
     return message
-
-
-def _short(error: Exception) -> str:
-    return str(error).partition(". ")[0][-200:]

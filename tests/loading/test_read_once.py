@@ -53,8 +53,8 @@ def test_what_goes_wrong_on_the_way_costs_these_bytes_once_more_and_nothing_else
             assert stored < total <= stored + 2 * CELL, (name, counts)
         elif name == "flip":  # rank 2 read an item again, of which it cannot say what is damaged
             assert counts[0] + counts[1] <= 0.75 * stored and counts[2] <= 1.3 * stored, counts
-        elif name == "hangs":  # what rank 1 was to read, all others read, and itself
-            assert total <= stored + 3 * 1.1 * part, counts
+        elif name == "hangs":  # what rank 1 was to read, all read; on a busy machine, another rank may seem to hang too
+            assert total <= stored + 3 * 2 * 1.1 * part, counts
         if name in ("cannot read", "damaged"):
             kind = "Unreadable" if name == "cannot read" else "Corrupt"
             assert all(error.startswith(f"Checkpoint{kind}Error") for error in errors), errors

@@ -230,7 +230,7 @@ def troubles(rank: int, world_size: int, folder: Path) -> None:
         for name, override in (("flip", "checkpoint.verify=on_read"), ("flip, unverified", "checkpoint.verify=off")):
             with watching(flips=3 if rank == 1 else None):
                 attempt(name, waits(0), override)
-        attempt("hangs", waits(3, 2), "checkpoint.timeouts.stall=1")
+        attempt("hangs", waits(5, 2), "checkpoint.timeouts.stall=2")
         attempt("off", waits(0), "checkpoint.read_once=off")
         attempt("cannot read", fails_at(*range(1000)))
         attempt("afterwards", waits(0))
