@@ -246,7 +246,11 @@ class Checkpointer(ABC):
         """
         if not self._owner.closed and self._owner.is_here:
             self._owner.closed = True
-            self.saver.close()
+            try:
+                self.saver.close()
+            finally:
+                if isinstance(self._reader, Reader):
+                    self._reader.close()
 
     def __enter__(self: Self) -> Self:
         return self

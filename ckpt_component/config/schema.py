@@ -31,6 +31,7 @@ from ..core.options import (
     PageCache,
     Prove,
     Range,
+    ReadMode,
     RecoveryMode,
     ReplicaCheck,
     ReuseMode,
@@ -300,6 +301,8 @@ class Checkpoint:
     """How a checkpoint is committed: by `rename` of its folder, or by a `manifest` written last (mounted buckets)."""
     verify: Verify = Verify.on_read
     """When to verify checksums: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
+    read_once: ReadMode = ReadMode.auto
+    """`auto`: on several hosts, one rank reads what several want, and passes it on; or `off`."""
     check_replicas: ReplicaCheck = ReplicaCheck.sample
     """Compare replicas: a `sample` at some saves; `all` bytes at every save, for which training waits; or `off`."""
     on_different_replicas: OnDifferentReplicas = OnDifferentReplicas.warn

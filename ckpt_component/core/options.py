@@ -86,6 +86,13 @@ class Prove(Word):
     off = "off"
 
 
+class ReadMode(Word):
+    """Whether ranks on several hosts read a checkpoint together."""
+
+    auto = "auto"  # each byte that several ranks want is read by one, and passed on
+    off = "off"  # each rank reads what it wants
+
+
 class OnLag(Word):
     """What happens when uploads fall too far behind."""
 

@@ -23,7 +23,7 @@ class LoadedBlocks(TensorBlocks):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index, ())
-        self._source = open_source(index, Access())
+        self._source = open_source(index, Access(index.storage.open_files))
 
     def of(self, entry: Entry) -> Iterator[memoryview]:
         """As `TensorBlocks.of`; one whole tensor is in memory."""

@@ -31,7 +31,7 @@ def torch_file(name: str, index: Index, selected: Selected) -> tuple[File, list[
         The file, and the keys of the objects that safe loading does not create, which are left out.
     """
     keys = [entry.key for _, entry in selected.objects]
-    objects = open_source(index, Access()).read_objects(keys) if keys else {}
+    objects = open_source(index, Access(index.storage.open_files)).read_objects(keys) if keys else {}
     refused = [key for key in keys if isinstance(objects[key], RefusedObject)]
     values: dict[Any, Any] = {path: objects[entry.key] for path, entry in selected.objects if entry.key not in refused}
     streamed = {}

@@ -38,7 +38,7 @@ from ..core.coordination import Coordinator, Hosts, LocalCoordinator
 from ..core.image.file_reuse import FileReuse, Find
 from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
-from ..core.options import Commit, Durability, OnLag, RecoveryMode, ReuseMode
+from ..core.options import Commit, Durability, OnLag, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
 from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.unchanged_tensors import UnchangedTensors
@@ -46,7 +46,7 @@ from ..core.storage.locate import Storages, absolute, expanded, is_url, path_tex
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
 from ..events import EventFile, EventRecorder
-from ..loading.collective import CollectiveLoad
+from ..loading.collective import CollectiveLoads
 from ..loading.reader import Reader, shares_host
 from ..managing.manager import CheckpointManager
 from ..managing.policies import ResumePolicy, SavePolicy
@@ -229,7 +229,7 @@ def build_manager(
             base = _base(settings, storage_of)
             find = BaseFiles(partial(_bases, roots[0], base, job), saves_to, names).find
             kept_run = run if save.enabled else None
-            checkpointer = _build_graph(settings, parts, storage_of, context, find, snapshots, kept_run)
+            checkpointer = _build_graph(settings, parts, storage_of, context, find, snapshots, kept_run, run.hosts)
             restorer = Restorer(checkpointer, folder, save.enabled, None if snapshots is None else snapshots.earlier)
         except BaseException:
             ranks.close()
@@ -321,6 +321,7 @@ def _build_graph(
     find: Find,
     snapshots: SnapshotParts | None = None,
     run: RunContext | None = None,
+    hosts: Hosts | None = None,
 ) -> Checkpointer:
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
     if writer.single_file and ranks.world_size > 1:
@@ -353,11 +354,22 @@ def _build_graph(
         progress=context.progress,
         prove=settings.load.prove,
         may_differ=settings.load.may_differ,
-        collective=partial(CollectiveLoad, ranks, timeouts) if ranks.world_size > 1 else None,
+        collective=_collective(settings, ranks, timeouts, hosts) if ranks.world_size > 1 else None,
     )
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)
+
+
+def _collective(
+    settings: Checkpoint, ranks: Coordinator, timeouts: ResolvedTimeouts, hosts: Hosts | None
+) -> CollectiveLoads:
+    """What makes the loads of all ranks; which hosts they are on, they ask at the first load if it is unknown."""
+    if settings.read_once is ReadMode.off or (hosts is not None and not hosts.several):
+        return CollectiveLoads(ranks, timeouts)
+    from ..loading.read_once import ReadOnce  # which imports torch.distributed
+
+    return ReadOnce(ranks, timeouts)
 
 
 def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:

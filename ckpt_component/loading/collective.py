@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..core.coordination import Coordinator
+from ..core.formats.index import Index
 from ..core.options import ResolvedTimeouts
+from ..core.storage.file_set import FileSet
 from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -17,6 +19,8 @@ from ..errors import (
     describe_error,
 )
 
+#: Opens the files of a folder.
+OpenFiles = Callable[[str], FileSet]
 #: Makes the context of a phase of a load, by the phase's name.
 Phase = Callable[[str], contextlib.AbstractContextManager[object]]
 
@@ -53,6 +57,16 @@ class CollectiveLoad:
         self._about = about
         self._tag = tag
         self._name = name
+
+    def opens(self, open_files: OpenFiles, index: Index, verified: bool) -> OpenFiles:
+        """What opens the files of the checkpoint for its reads.
+
+        Args:
+            open_files: opens them for this rank alone, see `Storage.open_files`
+            index: the checkpoint
+            verified: whether what is read is compared with checksums of the checkpoint
+        """
+        return open_files
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -94,6 +108,26 @@ class CollectiveLoad:
         worst = self._ranks.meet(call, outcome, _worst_of, now + timeouts.stage, self._about)
         self._tag = f"{self._name}/{self._ranks.meetings[call]}"
         return worst
+
+
+class CollectiveLoads:
+    """Makes the loads that all ranks make.
+
+    Args:
+        ranks: the ranks, which make their loads in the same order
+        timeouts: as for `CollectiveLoad`
+    """
+
+    def __init__(self, ranks: Coordinator, timeouts: ResolvedTimeouts) -> None:
+        self._ranks = ranks
+        self._timeouts = timeouts
+
+    def load(self, about: str, tag: str | None = None, name: str = "load") -> CollectiveLoad:
+        """The next load; arguments as for `CollectiveLoad`."""
+        return CollectiveLoad(self._ranks, self._timeouts, about, tag, name)
+
+    def close(self) -> None:
+        """Close what loads have left open for those that follow. Safe to call twice."""
 
 
 def _outcome_of(failure: Exception) -> tuple[int, str]:

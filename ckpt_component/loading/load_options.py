@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .collective import CollectiveLoad
 from .source import Source
 
 
@@ -25,6 +26,7 @@ class LoadOptions:
         narrow: returns the part of the checkpoint that the target is compared with, under its new keys; None: all
         manifest: that of the checkpoint, if it was read already
         alone: this rank loads by itself, and agrees on nothing with others
+        part_of: the load of all ranks that this is a part of, and which has its phases; None: it has its own
         tag: names what ranks agree on; None: they have not met for this load yet
         visible: seconds to wait for a checkpoint that another rank has seen; None: it is there, or there is none
     """
@@ -40,5 +42,6 @@ class LoadOptions:
     narrow: Callable[[Source], Source] | None = None
     manifest: Mapping[str, Any] | None = None
     alone: bool = False
+    part_of: CollectiveLoad | None = None
     tag: str | None = None
     visible: float | None = None

@@ -75,7 +75,7 @@ class NearestReader(Reader):
     def _nearest(self, path: str, alone: bool) -> str | None:
         phase: Phase = nullcontext
         if self._collective is not None and not alone:
-            phase = self._collective(path, None).phase
+            phase = self._collective.load(path).phase
         try:
             with phase("nearest"):
                 near = copy_in_memory(path, self._storage_of(path), self._storage_of)

@@ -40,10 +40,9 @@ class RangeSource(Source):
 
     def __init__(self, index: Index, contents: Contents, access: Access) -> None:
         self.where, self.contents = index.where, contents
-        self._folder = index.folder
+        self._storage, self._folder = index.storage, index.folder
         #: Opens the files.
-        self._open: Callable[[], AbstractContextManager[FileSet]]
-        self._open = partial(index.storage.open_files, index.folder, shared=access.shared)
+        self._open: Callable[[], AbstractContextManager[FileSet]] = partial(access.open_files, index.folder)
         self._items = list(map(TensorItems, map(attrgetter("tensors"), contents.columns)))
         #: By name, as ranges have it. Those of files of other programs have none.
         self._checksums: dict[str | None, Checksum] = {}
@@ -57,7 +56,7 @@ class RangeSource(Source):
         """Verify what some of the ranks wrote; the others' is verified by other ranks of this load."""
         columns = self.contents.columns[rank::world_size] if len(self.contents.columns) > 1 else self.contents.columns
         items = [item for each in columns for item in each.ranges()]
-        with self._open() as files:
+        with self._storage.open_files(self._folder) as files:
             verify_open_items(files, self._folder, items, _refuse)
             again = nullcontext(files)
             self._checksums, self._open = {}, lambda: again
@@ -139,12 +138,15 @@ class RangeSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Verify and decode the objects."""
         archives: dict[str, memoryview] = {}
+        reads = []
         with self._open() as files:
             for key in keys:
                 (piece,) = self.contents.objects[key].place
                 data = memoryview(bytearray(piece.length))
-                self._fill(piece, [data], key, files)
+                read = partial(self._fill, piece, [data], key, files)
+                reads.append(RangeRead(piece.file, piece.offset, piece.length, read))
                 archives[f"'{key}' in {os.path.join(self._folder, piece.file)}"] = data
+            files.read_all(reads)
         return dict(zip(keys, load_objects(archives), strict=True))
 
 

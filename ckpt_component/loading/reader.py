@@ -31,7 +31,7 @@ from ..core.state.wrapped_modules import canonical_state_of
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
-from .collective import CollectiveLoad, Phase
+from .collective import CollectiveLoad, CollectiveLoads, OpenFiles, Phase
 from .foreign.archives import RefusedObject
 from .foreign.dcp import StockDcpSource
 from .foreign.megatron import MegatronSource
@@ -64,7 +64,7 @@ class Reader:
         progress: follows what loads read
         prove: when to compare what objects give back with what they were given
         may_differ: keys whose values may differ then; `*` stands for any text
-        collective: returns the load that all ranks make, for its path and tag; None: this rank loads by itself
+        collective: makes the loads that all ranks make, and is closed with this; None: this rank loads by itself
 
     Attributes:
         last_read: what the last `read` adds to its `LoadReport`: `bytes`, `verified`, `proven`, `differing` and `spans`
@@ -81,7 +81,7 @@ class Reader:
         progress: Progress = no_progress,
         prove: Prove = Prove.on_resume,
         may_differ: Sequence[str] = (),
-        collective: Callable[[str, str | None], CollectiveLoad] | None = None,
+        collective: CollectiveLoads | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -122,9 +122,11 @@ class Reader:
         wanted, clock = LoadOptions(**options), time.perf_counter
         marks = [("open", clock())]
         self.last_read = {}
+        load: CollectiveLoad | None = wanted.part_of
         phase: Phase = nullcontext
-        if self._collective is not None and not wanted.alone:
-            phase = self._collective(path, wanted.tag).phase
+        if load is None and self._collective is not None and not wanted.alone:
+            load = self._collective.load(path, wanted.tag)
+            phase = load.phase
         with ExitStack() as until_read:
             with phase("open"):
                 refuse_fake_tensors()
@@ -133,7 +135,8 @@ class Reader:
                 verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
                 if wanted.visible is not None:
                     wait_visible(partial(self._storage_of(path).exists, path), path, wanted.visible)
-                source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
+                is_target = state_dict is not None
+                source = self.open(path, mapped=is_target, verify=verify, manifest=wanted.manifest, load=load)
                 if source.verifies_first:
                     marks.append(("verify", clock()))
                     share = (self._rank, self._world_size) if phase is not nullcontext else (0, 1)
@@ -186,12 +189,23 @@ class Reader:
         self.last_read["spans"] = _spans([*marks, ("", clock())])
         return state_dict, missing
 
+    def close(self) -> None:
+        """Close what loads have left open for those that follow. Safe to call twice."""
+        if self._collective is not None:
+            self._collective.close()
+
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
         return verify_checkpoint(self._storage_of(path), path, self._progress)
 
     def open(
-        self, path: str, *, mapped: bool = False, verify: bool = True, manifest: Mapping[str, Any] | None = None
+        self,
+        path: str,
+        *,
+        mapped: bool = False,
+        verify: bool = True,
+        manifest: Mapping[str, Any] | None = None,
+        load: CollectiveLoad | None = None,
     ) -> Source:
         """Open what this rank loads of a checkpoint, or of the newest in a folder with a pointer file.
 
@@ -200,6 +214,7 @@ class Reader:
             mapped: as for `Access`
             verify: as for `Access`
             manifest: that of the checkpoint, if it was read already
+            load: the load that all ranks make; None: this rank loads by itself
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
@@ -212,8 +227,11 @@ class Reader:
             if pointed is None:
                 raise
             logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
-            return self.open(pointed, mapped=mapped, verify=verify)
-        source = open_source(index, Access(verify, self._shared, mapped), self._rank, self._world_size)
+            return self.open(pointed, mapped=mapped, verify=verify, load=load)
+        open_files: OpenFiles = partial(storage.open_files, shared=self._shared)
+        if load is not None:
+            open_files = load.opens(open_files, index, verify)
+        source = open_source(index, Access(open_files, verify, mapped), self._rank, self._world_size)
         self.last_read.update(bytes=index.nbytes, source="memory" if storage.verifies_first else "storage")
         if index.manifest is not None:
             self.last_read["verified"] = verify

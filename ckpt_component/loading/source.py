@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from ..core.formats.index import Contents, Entry
 from ..core.progress import Progress, no_progress
 from ..core.state.dense_tensors import BATCH, plain_address, plain_addresses
 from ..core.state.regions import Region
+from ..core.storage.file_set import FileSet
 from ..errors import CheckpointLoadError
 
 #: By the name after `torch.`. Names from a file are looked up here: attributes of torch can import modules.
@@ -28,13 +29,13 @@ class Access(NamedTuple):
     """How the files of a checkpoint are read.
 
     Attributes:
+        open_files: opens those of a folder, as `Storage.open_files`
         verify: compare checksums, where there are any
-        shared: as for `Storage.open_files`
         mapped: tensors are only copied from, so that a file may be mapped into memory
     """
 
+    open_files: Callable[[str], FileSet]
     verify: bool = True
-    shared: bool = True
     mapped: bool = False
 
 

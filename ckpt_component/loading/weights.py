@@ -97,10 +97,16 @@ def load_weights(
     if not isinstance(key, str):
         raise CheckpointTypeError(f"key is {key!r:.100}; pass a name such as 'model', or '' for a bare state dict.")
     text, timeouts = path_text(path), ResolvedTimeouts()
-    with contextlib.closing(_ranks_of_call(alone, timeouts)) as ranks:
+    with contextlib.ExitStack() as until_closed:
+        ranks = until_closed.enter_context(contextlib.closing(_ranks_of_call(alone, timeouts)))
+        load: CollectiveLoad | None = None
         phase: Phase = contextlib.nullcontext
         if ranks.world_size > 1:
-            phase = CollectiveLoad(ranks, timeouts, text, name="load_weights").phase
+            from .read_once import ReadOnce  # which imports torch.distributed
+
+            loads = until_closed.enter_context(contextlib.closing(ReadOnce(ranks, timeouts)))
+            load = loads.load(text, name="load_weights")
+            phase = load.phase
         with phase("find"):
             checkpoint = find_checkpoint(text, storage_options)
         found, step = checkpoint.path, _step_of(checkpoint)
@@ -130,6 +136,7 @@ def load_weights(
                 strict=strict,
                 allow_unexpected=not strict if allow_unexpected is None else allow_unexpected,
                 allow_dtype_cast=allow_dtype_cast,
+                part_of=load,
                 rename=rename,
                 prefix=prefix,
                 ignore=ignore,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cloud.proxy import Answer, CutAfter, CutBefore, CutBody, FaultProxy, Request
 from cloud.server import Bucket
+from ranks import run_ranks
 
 from ckpt_component import build_checkpointer, build_manager
 from ckpt_component.core.formats import open_index
@@ -44,6 +45,17 @@ def test_one_tensor_of_many_is_one_ranged_read(bucket: Bucket, proxy: FaultProxy
     (read,) = filter(is_read, proxy.log)
     first, last = map(int, read.headers["range"].removeprefix("bytes=").split("-"))
     assert 1_000_000 <= last + 1 - first < 1_010_000
+
+
+def test_two_hosts_fetch_each_byte_once(bucket: Bucket, proxy: FaultProxy, tmp_path: Path) -> None:
+    saved(f"{bucket.url}/one")
+    proxy.clear()
+    script = Path(__file__).parent / "two_ranks.py"
+    assert (
+        run_ranks(script, "load_on_two_hosts", 2, tmp_path, BUCKET=bucket.url) == [f"{20 + sum(range(20)):.1f}\n"] * 2
+    )
+    fetched = [map(int, read.headers["range"].removeprefix("bytes=").split("-")) for read in filter(is_read, proxy.log)]
+    assert 20_000_000 <= sum(last + 1 - first for first, last in fetched) < 20_400_000
 
 
 @pytest.mark.parametrize(

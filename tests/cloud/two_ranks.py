@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ckpt_component import build_manager
+from ckpt_component import build_checkpointer, build_manager
 
 
 def save_and_restore(rank: int, world_size: int, folder: Path) -> None:
@@ -22,3 +22,12 @@ def save_and_restore(rank: int, world_size: int, folder: Path) -> None:
     with build_manager("async_persistent", url) as manager:
         restored = manager.restore(state)
     print(restored, state["all"][0].item(), state[f"of_{rank}"][0].item())
+
+
+def load_on_two_hosts(rank: int, world_size: int, folder: Path) -> None:
+    """Load what is whole on one rank, each rank on a host of its own."""
+    os.environ["CKPT_HOST"] = f"host{rank}"
+    state = {f"layer.{number}": torch.zeros(250_000) for number in range(20)}
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.load(f"{os.environ['BUCKET']}/one", state)
+    print(sum(value[0].item() for value in state.values()))

@@ -33,7 +33,7 @@ from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.writing.request import WriteRequest
 from ckpt_component.core.writing.write_job import run_write_job
 from ckpt_component.events import EventRecorder
-from ckpt_component.loading.collective import CollectiveLoad
+from ckpt_component.loading.collective import CollectiveLoad, CollectiveLoads
 from ckpt_component.loading.reader import Reader
 from ckpt_component.managing.policies import ResumePolicy
 from ckpt_component.managing.restore import Restorer
@@ -159,6 +159,17 @@ class PhasedLoad(CollectiveLoad):
                 self._life.phase_of[self._process] = "agree"
 
 
+class PhasedLoads(CollectiveLoads):
+    """Makes them."""
+
+    def __init__(self, life: Life, process: SimulatedProcess, ranks: StoreCoordinator) -> None:
+        super().__init__(ranks, TIMEOUTS)
+        self._life, self._process = life, process
+
+    def load(self, about: str, tag: str | None = None, name: str = "load") -> CollectiveLoad:
+        return PhasedLoad(self._life, self._process, self._ranks, self._timeouts, about, tag, name)
+
+
 class Loader(Checkpointer):
     """Loads by a reader alone."""
 
@@ -254,7 +265,7 @@ class Job:
             shared=False,
             storage_of=storage_of,
             prove=Prove.off,
-            collective=lambda path, tag: PhasedLoad(life, process, ranks, TIMEOUTS, path, tag),
+            collective=PhasedLoads(life, process, ranks),
         )
         kept = RunMemory(run)
         restorer = Restorer(Loader(ranks, events, reader), folder, True, kept)

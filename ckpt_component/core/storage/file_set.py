@@ -7,6 +7,7 @@ several threads, directly into their destinations.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -178,12 +179,14 @@ class FileSet(ABC):
         progress: Progress = no_progress,
         *,
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        batch_bytes: float = math.inf,
     ) -> None:
         """Read many ranges in file order, in several threads where that is faster.
 
         Args:
             reads: the ranges
             progress: follows the bytes
+            batch_bytes: a thread takes no further range when it has so many bytes; threads take what comes next
             inside: makes the context that each thread reads in, such as `torch.no_grad`
 
         Raises:
@@ -196,7 +199,7 @@ class FileSet(ABC):
         total = sum(map(attrgetter("length"), ordered))
         threads = self._choose_ways(ordered) if total > _FEW_BYTES else 1
         even = max(total / (threads * 4) + 1, self._least_batch_bytes)
-        batches = _batches(ordered, min(even, self._batch_bytes))
+        batches = _batches(ordered, min(even, self._batch_bytes, batch_bytes))
         self._begin(batches)
 
         def read_batch(number: int) -> None:

@@ -32,12 +32,12 @@ class StockDcpSource(Source):
     """
 
     def __init__(self, index: StockDcp, access: Access) -> None:
-        self._storage, self._shared = index.storage, access.shared
+        self._open_files = access.open_files
         self.where, self.contents = index.where, index.sharded
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Load the chunks of every tensor, and copy their overlap with the requested parts."""
-        with self._storage.open_files(self.where, shared=self._shared) as files:
+        with self._open_files(self.where) as files:
 
             def read(request: Request, place: StoredRange, common: Any) -> None:
                 source, target, _ = common
@@ -62,7 +62,7 @@ class StockDcpSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Load the objects, each with `weights_only`."""
         archives = {}
-        with self._storage.open_files(self.where) as files:
+        with self._open_files(self.where) as files:
             for key in keys:
                 (place,) = self.contents.objects[key].place
                 archives[self._name(key, place)] = self._bytes(files, place, key)
@@ -71,7 +71,7 @@ class StockDcpSource(Source):
     def load(self, key: str) -> Any:
         """Load one object, with inert `Record`s in it for what safe loading refuses."""
         (place,) = self.contents.objects[key].place
-        with self._storage.open_files(self.where) as files:
+        with self._open_files(self.where) as files:
             return load_archive(self._bytes(files, place, key), self._name(key, place))
 
     def _chunks(self, request: Request) -> list[tuple[StoredRange, Any]]:

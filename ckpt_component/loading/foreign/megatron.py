@@ -49,9 +49,8 @@ class MegatronSource(StockDcpSource):
             value = _data(MEGATRON_COMMON_KEY, self.load(MEGATRON_COMMON_KEY))
             return StateSource(value, f"'{MEGATRON_COMMON_KEY}' in {self.where}")
         if index.has_common_file:
-            return TorchFileSource(
-                index.storage, os.path.join(index.folder, MEGATRON_COMMON_FILE), Access(verify=False)
-            )
+            path = os.path.join(index.folder, MEGATRON_COMMON_FILE)
+            return TorchFileSource(index.storage, path, Access(index.storage.open_files, verify=False))
         return StateSource({}, self.where)
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
