@@ -86,12 +86,6 @@ def test_files_of_other_programs_are_read_once_and_never_mistaken_for_those_of_a
 
 
 @pytest.mark.slow
-def test_snapshots_in_memory_are_verified_once_and_read_once(tmp_path: Path) -> None:
-    is_whole, counts, stored = printed_by("memory", 2, tmp_path)
-    assert all(is_whole) and 1.96 * stored < sum(counts) <= 2 * stored, counts
-
-
-@pytest.mark.slow
 def test_what_a_rank_reads_from_the_system_is_its_part_of_the_checkpoint(tmp_path: Path) -> None:
     """By `/proc/PID/io`, and not by what our own code says that it reads."""
     if not os.path.exists("/proc/self/io"):

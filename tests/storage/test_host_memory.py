@@ -245,7 +245,7 @@ class SlowlyClosed(KeptFiles):
     is_closed = False
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, Piece | bytes]]:
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalPiece | bytes]]:
         with super().opened(folder) as files:
             yield files
         time.sleep(0.05)

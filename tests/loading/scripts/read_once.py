@@ -19,10 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckpt_component import CheckpointError, build_checkpointer, build_manager, load_weights
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.memory.host_memory import HostMemory
-from ckpt_component.core.storage.memory.keepers import Keeper
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
-from ckpt_component.core.storage.memory.memory_files import MemoryFiles
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError
 
@@ -47,25 +43,6 @@ class CountedFiles(OpenFiles):
     def fill_block(self, name: str, offset: int, length: int) -> int | None:
         self._storage.note(name, length)
         return super().fill_block(name, offset, length)
-
-
-class CountedMemory(HostMemory):
-    """The memory of keepers, whose reads are counted."""
-
-    def __init__(self, keepers: list[Keeper]) -> None:
-        super().__init__(lambda _: keepers)
-        self.counted = 0
-        self._kept_by = keepers
-
-    def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
-        memory = self
-
-        class Counted(MemoryFiles):
-            def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
-                memory.counted += buffer.nbytes
-                return super().fill(name, buffer, offset)
-
-        return Counted(folder, lambda: memory._kept_by)
 
 
 class CountedStorage(FileStorage):
@@ -273,23 +250,6 @@ def troubles(rank: int, world_size: int, folder: Path) -> None:
 def system_reads_so_far() -> int:
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
-
-
-def memory(rank: int, world_size: int, folder: Path) -> None:
-    """Load what keepers have in memory, of which each rank reaches all."""
-    with hosts(rank):
-        save(folder / "one", "replicated", rank)
-        kept, path = KeptFiles(), "host://runs/one@1f2e3d4c-0a0b0c0d/iter_0000003"
-        for file in (folder / "one").iterdir():
-            kept.put(f"{path}/{file.name}", file.read_bytes())
-        storage: Any = CountedMemory([kept])
-        state: dict[str, Any] = {**placed("replicated", values(1)), "about": {"step": 0}}
-        with build_checkpointer("sync", storage_of=lambda _: storage) as checkpointer:
-            checkpointer.load(path, state)
-    about = state.pop("about")
-    print(
-        json.dumps([all_of(is_whole(state) and about == {"step": 3}), all_of(storage.counted), stored(folder / "one")])
-    )
 
 
 def own_files(rank: int, world_size: int, folder: Path) -> None:
