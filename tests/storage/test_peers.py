@@ -428,3 +428,20 @@ def test_a_file_is_read_where_its_own_rank_has_it_and_else_where_a_copy_is(home:
             assert files.fill("data", memoryview(data), 0) and bytes(data) == right
         assert (copy.received == 0) == at_home
         copy.close()
+
+
+def test_what_has_come_for_a_load_does_not_come_again_while_it_lasts(home: KeptFiles) -> None:
+    with Peer() as peer:
+        sent(home, peer.address)
+        copy = PeerKeeper(peer.address, SECRET)
+        memory, received = HostMemory(lambda _: [copy]), list[int]()
+        for _ in range(3):
+            with memory.open_files(f"{STEP}/t1") as files:
+                assert files.fill("data", memoryview(bytearray(files.size("data"))), 0)
+            received.append(copy.received)
+        assert received[0] == received[1] == received[2] > 0
+        copy.forget()
+        with memory.open_files(f"{STEP}/t1") as files:
+            assert files.fill("data", memoryview(bytearray(files.size("data"))), 0)
+        assert copy.received == 2 * received[0]
+        copy.close()
