@@ -19,7 +19,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,8 +43,8 @@ _STALL_SECONDS = 10.0
 #: Bytes to send at once, unless their rate is limited.
 _PIECE_BYTES = 4 << 20
 _LEAST_PIECE_BYTES = 64 << 10
-#: Still in the core's cache when their checksum is computed.
-_CACHED_BYTES = 512 << 10
+#: Bytes whose checksum is computed while the next ones come: still in a cache of the processor.
+_CACHED_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 
 
@@ -312,17 +312,21 @@ class CopyTaker:
         checksum = find_checksum(header["algorithm"] or "crc32", self._checksum_home())
         found = [checksum.of(memoryview(b""))] * len(right)
         cursor = SumCursor(Lane(0, 0, memory.nbytes, 0, memoryview(places)), checksum, found)
-        for start in range(0, memory.nbytes, _CACHED_BYTES):
-            piece = memory[start : start + _CACHED_BYTES]
-            if time.monotonic() > until:
-                raise TimeoutError(errno.ETIMEDOUT, "it was not here in time", path)
-            try:
-                is_there = channel.receive_into(piece, time.monotonic() + _STALL_SECONDS)
-            except TimeoutError as error:
-                raise _stalled(path) from error
-            if not is_there:
-                raise _hung_up()
-            cursor.feed([piece])
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as helper:
+            summing = list[Future[None]]()
+            for start in range(0, memory.nbytes, _CACHED_BYTES):
+                piece = memory[start : start + _CACHED_BYTES]
+                if time.monotonic() > until:
+                    raise TimeoutError(errno.ETIMEDOUT, "it was not here in time", path)
+                try:
+                    is_there = channel.receive_into(piece, time.monotonic() + _STALL_SECONDS)
+                except TimeoutError as error:
+                    raise _stalled(path) from error
+                if not is_there:
+                    raise _hung_up()
+                summing.append(helper.submit(cursor.feed, [piece]))
+            for each in summing:
+                each.result(_STALL_SECONDS)
         for number, value in enumerate(right):
             if found[number] != value:
                 raise self._damaged(path, f"the item at byte {places[2 * number]}")
