@@ -62,7 +62,7 @@ class SnapshotParts:
     def reader(self) -> Callable[..., NearestReader]:
         """What makes the reader, given the arguments of `Reader`."""
         if self._settings.mode is RecoveryMode.peers:
-            return partial(PeerReader, received=self._keepers.received)
+            return partial(PeerReader, keepers=self._keepers)
         return NearestReader
 
     def with_memory(self, storage_of: Callable[[str], Storage]) -> Callable[[str], Storage]:

@@ -13,6 +13,7 @@ import torch
 from ..core.commit.manifest import data_folder, read_manifest
 from ..core.state.flatten import StateDict
 from ..core.storage.locate import absolute
+from ..core.storage.memory.job_keepers import JobKeepers
 from ..core.storage.memory.keeper_sockets import SCHEME, memory_root, tokens_of
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
@@ -92,21 +93,24 @@ class PeerReader(NearestReader):
 
     Args:
         *arguments: as for `Reader`
-        received: returns how many bytes have come from other hosts so far
+        keepers: those of all hosts
         **options: as for `Reader`
     """
 
-    def __init__(self, *arguments: Any, received: Callable[[], int], **options: Any) -> None:
+    def __init__(self, *arguments: Any, keepers: JobKeepers, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._received = received
+        self._keepers = keepers
 
     def read(
         self, path: str, state_dict: StateDict | torch.nn.Module | None = None, **options: Any
     ) -> tuple[Any, list[str]]:
         """See `Reader.read`; says whether bytes came from other hosts."""
-        before = self._received()
-        read = super().read(path, state_dict, **options)
-        if self.last_read.get("source") == "memory" and self._received() > before:
+        before = self._keepers.received()
+        try:
+            read = super().read(path, state_dict, **options)
+        finally:
+            self._keepers.end_load()
+        if self.last_read.get("source") == "memory" and self._keepers.received() > before:
             self.last_read["source"] = "peer"
         return read
 

@@ -54,6 +54,9 @@ def test_a_group_of_keys_says_where_it_was_chosen(capsys: pytest.CaptureFixture[
     usual = {
         "every_steps": {"value": None, "origin": "default"},
         "lease": {"value": 600.0, "origin": "default"},
+        "replicas": {"value": 1, "origin": "default"},
+        "peers": {"value": None, "origin": "default"},
+        "max_bytes_per_second": {"value": None, "origin": "default"},
     }
     for words, option, origin in (
         ((), "none", "preset async_persistent"),

@@ -32,6 +32,7 @@ EXCEPTIONS = {
     "core/storage/memory/keeper_sockets.py": "sockets, and their folders",
     "core/storage/faults/operation_log.py": "the log in which the tests count operations; unset in production",
     "core/memory/huge_pages.py": "memory (memfd), no file",
+    "core/processes/framing.py": "sends bytes over a socket",
     "core/writing/keeper.py": "/dev/null, for its output",
     "compat/host_image.py": "memory (memfd), no file",
     "core/memory/scratch.py": "memory (memfd), no file",

@@ -32,9 +32,11 @@ from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root, tokens_of
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.keeper import SnapshotKeeper
+from ckpt_component.core.writing.peer_copies import send_copy
 from ckpt_component.core.writing.process import ByteProcess
 from ckpt_component.errors import (
     CheckpointCorruptError,
@@ -196,6 +198,10 @@ def test_a_keeper_of_a_run_that_was_replaced_keeps_no_more() -> None:
         request = cast(Any, SimpleNamespace(attempt=SimpleNamespace(target=f"{ROOT}/iter_1")))
         with pytest.raises(CheckpointFencedError, match="Another run has taken over; .*iter_1 is not kept"):
             keeper.keep(request, cast(Any, None), None)
+        other, to = KeptFiles(), PeerAddress("a", "127.0.0.1", keeper.listen("secret", "127.0.0.1"), 0)
+        other.put(f"{ROOT}/iter_1/file", b"bytes")
+        with pytest.raises(OSError, match="Another run has taken over; .*iter_1 is not kept"):
+            send_copy(other, 1, f"{ROOT}/iter_1", to, "secret", None, time.monotonic() + 20)
     finally:
         keeper.close()
 

@@ -75,10 +75,15 @@ class Peer:
 
 
 class Way:
-    """The network between two keepers, which damages what the first one sends, at one byte."""
+    """The network between two keepers, which damages what the first one sends, or what comes back at once."""
 
-    def __init__(self, to: PeerAddress, damage: Callable[[socket.socket, bytearray, int], bool]) -> None:
-        self._to, self._damage = to, damage
+    def __init__(
+        self,
+        to: PeerAddress,
+        damage: Callable[[socket.socket, bytearray, int], bool] = lambda *_: True,
+        back: Callable[[bytes], bytes] = bytes,
+    ) -> None:
+        self._to, self._damage, self._back = to, damage, back
         self.count = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = to._replace(port=self._listener.getsockname()[1])
@@ -111,7 +116,7 @@ class Way:
     def _return(self, theirs: socket.socket, ours: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := theirs.recv(1 << 16):
-                ours.sendall(data)
+                ours.sendall(self._back(data))
         shut(ours)
 
 
@@ -240,6 +245,30 @@ def test_what_came_once_is_read_again_from_memory_and_the_rest_needs_the_keeper(
     keeper.close()
 
 
+def test_bytes_that_were_damaged_on_their_way_to_a_reader_come_once_more(home: KeptFiles) -> None:
+    data, whole = image_of(1)[0], dict[str, bool]()
+
+    def back(part: bytes) -> bytes:
+        if len(part) < 10_000 or whole:
+            return part
+        whole["the next time"] = True
+        return part[:-1000] + bytes(1000)
+
+    with Peer() as peer, Way(peer.address, back=back) as way:
+        sent(home, peer.address)
+        keeper = PeerKeeper(way.address, SECRET)
+        with HostMemory(lambda _: [keeper]).open_files(f"{STEP}/t1") as files:
+            buffer, reads = memoryview(bytearray(len(data))), list[bool]()
+
+            def damage() -> str | None:
+                files.fill("data", buffer, 0)
+                reads.append(bytes(buffer) == data)
+                return None if reads[-1] else "all"
+
+            assert files.verified("data", 0, len(data), damage) is None and reads == [False, True]
+        keeper.close()
+
+
 def test_who_does_not_know_the_secret_of_the_run_is_refused_in_words(home: KeptFiles) -> None:
     with Peer() as peer:
         with pytest.raises(PermissionError, match="rank 5's keeper on b .* belongs to another run"):
@@ -272,7 +301,7 @@ def test_what_is_no_keeper_is_said_to_be_none_and_who_is_silent_to_be_late() -> 
 def refused_with_flipped_bits(home: KeptFiles, positions: Callable[[int], Iterable[int]]) -> set[str]:
     """What is said where a bit has flipped at each of these positions, of all bytes that are sent."""
     with Peer() as peer:
-        with Way(peer.address, lambda *_: True) as way:
+        with Way(peer.address) as way:
             sent(home, way.address)
         peer.files.delete([file.path for file in peer.files.listed("")])
         memory, words = memfds(os.getpid()), set[str]()
@@ -427,4 +456,21 @@ def test_a_file_is_read_where_its_own_rank_has_it_and_else_where_a_copy_is(home:
             data = bytearray(files.size("data"))
             assert files.fill("data", memoryview(data), 0) and bytes(data) == right
         assert (copy.received == 0) == at_home
+        copy.close()
+
+
+def test_what_has_come_for_a_load_does_not_come_again_while_it_lasts(home: KeptFiles) -> None:
+    with Peer() as peer:
+        sent(home, peer.address)
+        copy = PeerKeeper(peer.address, SECRET)
+        memory, received = HostMemory(lambda _: [copy]), list[int]()
+        for _ in range(3):
+            with memory.open_files(f"{STEP}/t1") as files:
+                assert files.fill("data", memoryview(bytearray(files.size("data"))), 0)
+            received.append(copy.received)
+        assert received[0] == received[1] == received[2] > 0
+        copy.forget()
+        with memory.open_files(f"{STEP}/t1") as files:
+            assert files.fill("data", memoryview(bytearray(files.size("data"))), 0)
+        assert copy.received == 2 * received[0]
         copy.close()

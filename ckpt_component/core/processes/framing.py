@@ -24,7 +24,7 @@ _MAX_FDS = 128
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.5
 #: The longest timeout of a socket, which counts milliseconds in an int.
-_LONGEST_SECONDS = 1e6
+LONGEST_SECONDS = 1e6
 
 #: Bytes, or views of bytes, which arrive as one.
 Blobs = Sequence[bytes | memoryview]
@@ -68,17 +68,14 @@ class Channel:
         text = json.dumps(header, separators=(",", ":")).encode()
         head = _HEAD.pack(len(text), sum(map(len, blobs)))
         with self._sending:
-            self._limit_sending(deadline)
+            # `receive` waits by itself, and never meets this timeout.
+            self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), LONGEST_SECONDS))
             if fds:
                 socket.send_fds(self._sock, [head], list(fds))
                 head = b""
             self._sock.sendall(head + text)
             for blob in blobs:
                 self._sock.sendall(blob)
-
-    def _limit_sending(self, deadline: float) -> None:
-        # `receive` waits by itself, and never meets this timeout.
-        self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), _LONGEST_SECONDS))
 
     def receive(self, deadline: float = math.inf) -> Frame | None:
         """Wait for the next frame; None if the other process has hung up or died.
@@ -93,23 +90,19 @@ class Channel:
             if not self._has_input(deadline):
                 return None
             data, fds, _, _ = socket.recv_fds(self._sock, _HEAD.size, _MAX_FDS)
-            rest = self._receive(_HEAD.size - len(data), deadline)
-            if not data or rest is None:
+            rest = bytearray(_HEAD.size - len(data))
+            if not data or not self.receive_into(memoryview(rest), deadline):
                 return None
             text_length, blob_length = _HEAD.unpack(data + rest)
-            body = self._receive(text_length + blob_length, deadline)
+            body = bytearray(text_length + blob_length)
+            if not self.receive_into(memoryview(body), deadline):
+                return None
         except TimeoutError:
             raise
         except OSError:
             return None
-        if body is None:
-            return None
         view = memoryview(body)
         return json.loads(bytes(view[:text_length])), view[text_length:], list(fds)
-
-    def _receive(self, length: int, deadline: float) -> bytearray | None:
-        buffer = bytearray(length)
-        return buffer if self.receive_into(memoryview(buffer), deadline) else None
 
     def receive_into(self, buffer: memoryview, deadline: float = math.inf) -> bool:
         """Receive the bytes that follow a frame by agreement.
@@ -154,9 +147,9 @@ class Channel:
         sent, poll = 0, select.poll()
         poll.register(self._sock, select.POLLOUT)
         with self._sending:
-            self._limit_sending(deadline)
+            self._sock.settimeout(LONGEST_SECONDS)  # so that no call waits
             while sent < length:
-                if not poll.poll(max(min(deadline - time.monotonic(), _LONGEST_SECONDS), 0) * 1000):
+                if not poll.poll(max(min(deadline - time.monotonic(), LONGEST_SECONDS), 0) * 1000):
                     raise TimeoutError
                 try:
                     count = os.sendfile(self._sock.fileno(), descriptor, offset + sent, length - sent)

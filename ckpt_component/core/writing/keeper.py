@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointFencedError
@@ -63,7 +63,7 @@ class SnapshotKeeper:
 
     def __init__(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> None:
         self.files = KeptFiles()
-        copies = CopyTaker(self.files, root, keeper_name(rank), lambda: self._checksum_home)
+        self._copies = CopyTaker(self.files, root, keeper_name(rank), lambda: self._checksum_home)
         self.storage = HostMemory(HostKeepers(besides=rank), own=self.files)
         self._root = root
         self._rank = rank
@@ -80,7 +80,7 @@ class SnapshotKeeper:
         self._lanes: list[threading.Thread] = []
         self._ends_soon = False
         self._fixed = {"root": folder, "world_size": world_size, "since": time.time()}
-        self._server = KeeperServer(self.files, root, rank, self.about, copies.take)
+        self._server = KeeperServer(self.files, root, rank, self.about, self._take_copy)
 
     def start(self) -> None:
         """Answer on the socket from now on.
@@ -171,6 +171,12 @@ class SnapshotKeeper:
             raise CheckpointFencedError(f"Another run has taken over; {request.attempt.target} is not kept in memory.")
         self._checksum_home = checksum_home
         return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
+
+    def _take_copy(self, channel: Channel, header: Mapping[str, Any], blob: memoryview) -> Iterator[dict[str, Any]]:
+        """Take a copy of a peer's files, unless a newer run has a snapshot of its own; see `CopyTaker.take`."""
+        if self._server.ended.is_set():
+            raise CheckpointFencedError(f"Another run has taken over; {header['path']} is not kept in memory.")
+        yield from self._copies.take(channel, header, blob)
 
     def retire(self, keep: Sequence[str]) -> set[int]:
         """Drop all snapshots but those of these paths, the newest last; returns the arenas that others read."""

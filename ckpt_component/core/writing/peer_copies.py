@@ -19,7 +19,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,8 +43,8 @@ _STALL_SECONDS = 10.0
 #: Bytes to send at once, unless their rate is limited.
 _PIECE_BYTES = 4 << 20
 _LEAST_PIECE_BYTES = 64 << 10
-#: Still in the core's cache when their checksum is computed.
-_CACHED_BYTES = 512 << 10
+#: Bytes whose checksum is computed while the next ones come: still in a cache of the processor.
+_CACHED_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 
 
@@ -188,7 +188,7 @@ class _Sender:
         return TimeoutError(errno.ETIMEDOUT, f"{self._to} has not taken the copy in time; it is stopped, or too slow")
 
 
-class _Block:
+class _CopyMemory:
     """Memory that has the images of a copy, or had; freed with this object, unless files are in it.
 
     Args:
@@ -236,7 +236,7 @@ class CopyTaker:
         self._checksum_home = checksum_home
         self._available = available
         self._lock = threading.Lock()
-        self._blocks: dict[int, list[_Block]] = {}
+        self._blocks: dict[int, list[_CopyMemory]] = {}
 
     def take(self, channel: Channel, header: Mapping[str, Any], blob: memoryview) -> Iterator[dict[str, Any]]:
         """Take a copy: the answers to the frame `replica`.
@@ -312,17 +312,21 @@ class CopyTaker:
         checksum = find_checksum(header["algorithm"] or "crc32", self._checksum_home())
         found = [checksum.of(memoryview(b""))] * len(right)
         cursor = SumCursor(Lane(0, 0, memory.nbytes, 0, memoryview(places)), checksum, found)
-        for start in range(0, memory.nbytes, _CACHED_BYTES):
-            piece = memory[start : start + _CACHED_BYTES]
-            if time.monotonic() > until:
-                raise TimeoutError(errno.ETIMEDOUT, "it was not here in time", path)
-            try:
-                is_there = channel.receive_into(piece, time.monotonic() + _STALL_SECONDS)
-            except TimeoutError as error:
-                raise _stalled(path) from error
-            if not is_there:
-                raise _hung_up()
-            cursor.feed([piece])
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as helper:
+            summing = list[Future[None]]()
+            for start in range(0, memory.nbytes, _CACHED_BYTES):
+                piece = memory[start : start + _CACHED_BYTES]
+                if time.monotonic() > until:
+                    raise TimeoutError(errno.ETIMEDOUT, "it was not here in time", path)
+                try:
+                    is_there = channel.receive_into(piece, time.monotonic() + _STALL_SECONDS)
+                except TimeoutError as error:
+                    raise _stalled(path) from error
+                if not is_there:
+                    raise _hung_up()
+                summing.append(helper.submit(cursor.feed, [piece]))
+            for each in summing:
+                each.result(_STALL_SECONDS)
         for number, value in enumerate(right):
             if found[number] != value:
                 raise self._damaged(path, f"the item at byte {places[2 * number]}")
@@ -334,14 +338,14 @@ class CopyTaker:
         return OSError(errno.EBADMSG, text, path)
 
     @contextlib.contextmanager
-    def _block(self, home: int, nbytes: int) -> Iterator[_Block]:
+    def _block(self, home: int, nbytes: int) -> Iterator[_CopyMemory]:
         """Memory for a copy, into which nothing else comes until it is free of files again."""
         with self._lock:
             block = self._free_block(home, nbytes)
             is_new = block is None
             if block is None:
                 self._refuse_large(nbytes)
-                block = _Block(nbytes)
+                block = _CopyMemory(nbytes)
                 self._blocks.setdefault(home, []).append(block)
             block.is_filling, block.source = True, self._files.new_source()
         try:
@@ -354,9 +358,9 @@ class CopyTaker:
         finally:
             block.is_filling = False
 
-    def _free_block(self, home: int, nbytes: int) -> _Block | None:
+    def _free_block(self, home: int, nbytes: int) -> _CopyMemory | None:
         """A block of the right size without files; others without files are freed."""
-        found: _Block | None = None
+        found: _CopyMemory | None = None
         for block in [*self._blocks.get(home, ())]:
             if not (block.is_filling or self._files.has_source(block.source)):
                 if found is None and nbytes <= block.nbytes < 2 * nbytes:
@@ -371,7 +375,7 @@ class CopyTaker:
             raise OSError(errno.ENOMEM, f"{self._name} has {left} bytes of memory left, too few for a copy of {nbytes}")
 
     @contextlib.contextmanager
-    def _allocating(self, block: _Block) -> Iterator[None]:
+    def _allocating(self, block: _CopyMemory) -> Iterator[None]:
         """Allocate memory in a thread, ahead of the bytes that come."""
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pages") as pool:
             allocated = pool.submit(block.pages.allocate, 1)
@@ -380,7 +384,7 @@ class CopyTaker:
             except OSError:
                 block.pages.stop()
                 try:
-                    allocated.result()
+                    allocated.result(_STALL_SECONDS)
                 except OSError as error:  # why bytes could not be received
                     raise OSError(error.errno, f"{self._name} has no memory for a copy: {error.strerror}") from error
                 raise

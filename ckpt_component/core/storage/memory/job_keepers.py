@@ -50,9 +50,17 @@ class JobKeepers:
 
     def received(self) -> int:
         """Bytes of files that have come from other hosts."""
+        return self._received + sum(keeper.received for keeper in self._far())
+
+    def end_load(self) -> None:
+        """Free the memory of what has come from other hosts: a load is over."""
+        for keeper in self._far():
+            keeper.forget()
+
+    def _far(self) -> list[PeerKeeper]:
         with self._lock:
             known = [keeper for keepers in self._known.values() for keeper in keepers.values()]
-            return self._received + sum(keeper.received for keeper in known if keeper is not None)
+        return [keeper for keeper in known if keeper is not None]
 
     def __call__(self, path: str) -> list[ConnectedKeeper]:
         """The keepers of the run to whose memory a path belongs, by rank. Raises as `HostKeepers`."""

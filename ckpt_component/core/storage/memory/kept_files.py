@@ -54,7 +54,7 @@ class OpenImage(NamedTuple):
     same: list[str]
 
 
-class _Entry(NamedTuple):
+class _KeptEntry(NamedTuple):
     """A file: its bytes or where they are, when it was put, and whose replica it is; None: it is of the own rank."""
 
     content: ImageRange | bytes
@@ -91,7 +91,7 @@ class KeptFiles(Keeper):
         self._lock = threading.Lock()
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
-        self._files: dict[str, _Entry] = {}
+        self._files: dict[str, _KeptEntry] = {}
         self._sources: dict[int, _HeldImage] = {}
 
     def listed(self, prefix: str) -> list[KeptFile]:
@@ -119,7 +119,7 @@ class KeptFiles(Keeper):
             if new:
                 self._refuse_taken(path)
             self._drop([path])
-            self._files[path] = _Entry(data, self._clock.date())
+            self._files[path] = _KeptEntry(data, self._clock.date())
 
     def new_source(self) -> int:
         """A number for a source that is no arena."""
@@ -154,7 +154,7 @@ class KeptFiles(Keeper):
             self._refuse_taken(path)
             if source not in self._sources:
                 self._hold(source, descriptor)
-            self._add(path, _Entry(ImageRange(source, base, size, tail, sums), self._clock.date()))
+            self._add(path, _KeptEntry(ImageRange(source, base, size, tail, sums), self._clock.date()))
 
     def put_replica(
         self,
@@ -186,7 +186,7 @@ class KeptFiles(Keeper):
                 del self._files[path]
             for path, (content, modified) in files.items():
                 if path not in self._files:
-                    self._add(path, _Entry(content, modified, home))
+                    self._add(path, _KeptEntry(content, modified, home))
             for _, content in older:  # now, as a source may be of use again
                 self._let_go(content)
             if image is not None:
@@ -209,7 +209,7 @@ class KeptFiles(Keeper):
             By path, what they are, and when they were put.
         """
 
-        def is_own(path: str, entry: _Entry) -> bool:
+        def is_own(path: str, entry: _KeptEntry) -> bool:
             return entry.home is None and path.startswith(f"{folder}/")
 
         with self._opened_where(is_own) as (entries, descriptors):
@@ -282,7 +282,7 @@ class KeptFiles(Keeper):
         status = os.fstat(descriptor)
         self._sources[source] = _HeldImage(os.dup(descriptor), (status.st_dev, status.st_ino))
 
-    def _add(self, path: str, entry: _Entry) -> None:
+    def _add(self, path: str, entry: _KeptEntry) -> None:
         if isinstance(entry.content, ImageRange):
             self._sources[entry.content.source].files += 1
         self._files[path] = entry
@@ -320,8 +320,8 @@ class KeptFiles(Keeper):
 
     @contextlib.contextmanager
     def _opened_where(
-        self, is_wanted: Callable[[str, _Entry], bool]
-    ) -> Iterator[tuple[dict[str, _Entry], dict[int, int]]]:
+        self, is_wanted: Callable[[str, _KeptEntry], bool]
+    ) -> Iterator[tuple[dict[str, _KeptEntry], dict[int, int]]]:
         """Open files, which stay: what they are by path, and the descriptors of their sources."""
         with ExitStack() as until_closed:
             with self._lock:
@@ -343,7 +343,7 @@ class KeptFiles(Keeper):
             yield descriptors
 
 
-def _open_content(entry: _Entry, descriptors: Mapping[int, int]) -> LocalPiece | bytes:
+def _open_content(entry: _KeptEntry, descriptors: Mapping[int, int]) -> LocalPiece | bytes:
     content = entry.content
     if isinstance(content, bytes):
         return content

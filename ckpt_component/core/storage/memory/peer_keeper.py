@@ -1,7 +1,7 @@
 """`PeerKeeper`: a keeper on another host, over TCP; and its files, whose bytes come when they are first read.
 
-A load reads all bytes twice, as it verifies them before it changes a tensor. So what came once stays in memory until
-the files are closed.
+A load opens files more than once, as it verifies all bytes before it changes a tensor. So what came once stays in
+memory until `forget`, when the load is over: no byte is sent twice, and what is used is what was verified.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class PeerKeeper(ConnectedKeeper):
         self.address = address
         self._secret = secret
         self.received = 0
+        #: What has come, by folder and name. A file in memory never changes.
+        self._fetched: dict[tuple[str, str], _FetchedBytes] = {}
         super().__init__(address.rank, str(address), seconds, now=now)
 
     @contextlib.contextmanager
@@ -60,9 +62,21 @@ class PeerKeeper(ConnectedKeeper):
                 position += size
             for name, _, _, length, more, is_replica in header["pieces"]:
                 place, tail = (channel, number, name), bytes(blob[position:][:more])
-                files[name] = _FetchedPiece(self, place, length, tail, is_replica)
+                fetched = self._fetched.get((folder, name))
+                if fetched is None or fetched.nbytes != length:
+                    fetched = self._fetched[folder, name] = _FetchedBytes(length)
+                files[name] = _FetchedPiece(self, place, fetched, tail, is_replica)
                 position += more
             yield files
+
+    def forget(self) -> None:
+        """Free the memory of what has come, once nobody reads it any more."""
+        self._fetched.clear()
+
+    def close(self) -> None:
+        """Hang up, and free the memory."""
+        super().close()
+        self.forget()
 
     def fetch(self, channel: Channel, number: int, name: str, offset: int, buffer: memoryview) -> None:
         """Receive bytes of a file that is open.
@@ -95,30 +109,42 @@ class PeerKeeper(ConnectedKeeper):
         return connect_to_peer(self.address, self._secret, self._seconds)
 
 
+class _FetchedBytes:
+    """Memory for the bytes of a file, and which chunks of them have come.
+
+    Args:
+        nbytes: how many there are
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        #: Takes memory as far as bytes have come.
+        self.memory = memoryview(map_private(nbytes) if nbytes else b"")
+        chunks = -(-nbytes // _CHUNK_BYTES)
+        self.has_come = bytearray(chunks)
+        self.coming = [threading.Lock() for _ in range(chunks)]
+
+
 class _FetchedPiece(Piece):
     """A file of a `PeerKeeper`.
 
     Args:
         keeper: has it
         place: the connection on which it is open, the number of its folder there, and its name
-        length: how many bytes are fetched
-        tail: those that follow them
+        fetched: what has come of it
+        tail: the bytes that follow
         is_replica: see the base class
     """
 
     def __init__(
-        self, keeper: PeerKeeper, place: tuple[Channel, int, str], length: int, tail: bytes, is_replica: bool
+        self, keeper: PeerKeeper, place: tuple[Channel, int, str], fetched: _FetchedBytes, tail: bytes, is_replica: bool
     ) -> None:
         self.is_replica = is_replica
         self._keeper = keeper
         self._place = place
-        self._length = length
+        self._fetched = fetched
+        self._length = fetched.nbytes
         self._tail = tail
-        #: As large as the file; takes memory as far as bytes have come.
-        self._memory = memoryview(map_private(length) if length else b"")
-        chunks = -(-length // _CHUNK_BYTES)
-        self._has_come = bytearray(chunks)
-        self._coming = [threading.Lock() for _ in range(chunks)]
 
     @property
     def size(self) -> int:
@@ -127,18 +153,18 @@ class _FetchedPiece(Piece):
     def fill(self, buffer: memoryview, offset: int) -> bool:
         end = min(offset + buffer.nbytes, self._length)
         for chunk in range(offset // _CHUNK_BYTES, -(-end // _CHUNK_BYTES)):
-            with self._coming[chunk]:  # whoever fetches it has a deadline
-                if not self._has_come[chunk]:
+            with self._fetched.coming[chunk]:  # whoever fetches it has a deadline
+                if not self._fetched.has_come[chunk]:
                     start = chunk * _CHUNK_BYTES
-                    self._keeper.fetch(*self._place, start, self._memory[start : start + _CHUNK_BYTES])
-                    self._has_come[chunk] = True
+                    self._keeper.fetch(*self._place, start, self._fetched.memory[start : start + _CHUNK_BYTES])
+                    self._fetched.has_come[chunk] = True
         of_memory = max(end - offset, 0)
-        buffer[:of_memory] = self._memory[offset : offset + of_memory]
+        buffer[:of_memory] = self._fetched.memory[offset : offset + of_memory]
         start = max(offset - self._length, 0)
         buffer[of_memory:] = memoryview(self._tail)[start : start + buffer.nbytes - of_memory]
         return True
 
     def forget(self, offset: int, length: int) -> None:
         for chunk in range(offset // _CHUNK_BYTES, -(-min(offset + length, self._length) // _CHUNK_BYTES)):
-            with self._coming[chunk]:
-                self._has_come[chunk] = False
+            with self._fetched.coming[chunk]:
+                self._fetched.has_come[chunk] = False

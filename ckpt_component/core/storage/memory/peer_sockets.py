@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...processes.framing import Blobs, Channel, Frame
+from ...processes.framing import LONGEST_SECONDS, Blobs, Channel, Frame
 
 #: What a keeper says first; the number is that of the protocol.
 _HELLO = b"ckpt keeper 1\n"
@@ -85,7 +85,7 @@ class SignedChannel(Channel):
         with self._sending:
             key, number = self._sending_key, self._sent
             self._sent += 1
-            self._limit_sending(deadline)
+            self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), LONGEST_SECONDS))
             self._sock.sendall(head + _signature(key, number, head) + text)
             for blob in blobs:
                 self._sock.sendall(blob)
@@ -103,18 +103,18 @@ class SignedChannel(Channel):
         try:
             if not self._has_input(deadline):
                 return None
-            head = self._receive(_HEAD.size + _PROOF_BYTES, deadline)
-            if head is None:
+            head = bytearray(_HEAD.size + _PROOF_BYTES)
+            if not self.receive_into(memoryview(head), deadline):
                 return None
             lengths = bytes(head[: _HEAD.size])
             self._check(head[_HEAD.size :], _signature(key, number, lengths))
             text_length, blob_length = _HEAD.unpack(lengths)
-            body = self._receive(text_length + blob_length + _PROOF_BYTES, deadline)
+            body = bytearray(text_length + blob_length + _PROOF_BYTES)
+            if not self.receive_into(memoryview(body), deadline):
+                return None
         except (TimeoutError, ConnectionAbortedError):
             raise
         except OSError:
-            return None
-        if body is None:
             return None
         view = memoryview(body)
         content = view[: text_length + blob_length]
