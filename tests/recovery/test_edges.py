@@ -267,7 +267,11 @@ def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_who
         decide()
     keeper.storage.clock = clock = QuickClock(decide)
     lock = SimpleNamespace(held_by_others=lambda: others_decide)
-    keeper.follow(cast(Any, SimpleNamespace(request=SimpleNamespace(attempt=attempt), lock=lock, until=5.0)))
+    keeper.start()
+    try:
+        keeper.follow(cast(Any, SimpleNamespace(request=SimpleNamespace(attempt=attempt), lock=lock, until=5.0)))
+    finally:
+        keeper.close()
     assert clock.waits == waits
     assert keeper.storage.exists(f"{ROOT}/iter_2/manifest.json") == (end == "committed")
     assert keeper.storage.exists(f"{ROOT}/iter_1/file") != (end == "committed")
@@ -497,8 +501,12 @@ def test_a_path_is_read_from_memory_if_it_is_the_same_attempt(kept: Kept, caplog
         data.rename(f"{data}.away")
     assert read()["epoch"] == 3, "nobody read the file"
     phases = list[str]()
-    load = SimpleNamespace(phase=lambda name: nullcontext(phases.append(name)))  # type: ignore[func-returns-value]
-    reader = NearestReader(0, 1, storage_of=storage_at, collective=cast(Any, lambda path, tag: load))
+    load = SimpleNamespace(
+        phase=lambda name: nullcontext(phases.append(name)),  # type: ignore[func-returns-value]
+        opens=lambda open_files, index, verify: open_files,
+    )
+    loads = SimpleNamespace(load=lambda path, tag=None: load)
+    reader = NearestReader(0, 1, storage_of=storage_at, collective=cast(Any, loads))
     assert reader.read(path, alone=True)[0]["epoch"] == 3 and phases == []
     assert reader.read(path)[0]["epoch"] == 3 and phases[0] == "nearest"
     for data in kept.folder.glob("iter_0000003/*.away"):
