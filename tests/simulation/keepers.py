@@ -72,13 +72,17 @@ class SimulatedNames:
     def __init__(self, clock: SimulatedTime) -> None:
         self._clock = clock
         self._names = dict[SimulatedProcess, SimulatedName]()
+        self._by_key = dict[str, SimulatedName]()
 
     def current(self) -> SimulatedName:
         process = _running(self._clock.simulation)
-        return self._names.setdefault(process, SimulatedName(process, len(self._names)))
+        if process not in self._names:
+            name = self._names[process] = SimulatedName(process, len(self._names))
+            self._by_key[name.key] = name
+        return self._names[process]
 
     def of_key(self, key: str) -> SimulatedName | None:
-        return next((name for name in self._names.values() if name.key == key), None)
+        return self._by_key.get(key)
 
 
 def _running(simulation: Simulation | None) -> SimulatedProcess:
