@@ -21,6 +21,13 @@ visited: set[tuple[str, str, int]] = set()
 recording = False
 
 
+def record(on: bool) -> None:
+    """Begin or end. Threads have been given `note` already; this one does without while nothing is recorded."""
+    global recording
+    recording = on
+    sys.setprofile(note if on else None)
+
+
 def note(frame: FrameType, event: str, _: object) -> None:
     """Called at each call of a Python function. Some work is on no save's and no restore's way, in a thread of its own."""
     if recording and event == "call" and not threading.current_thread().name.startswith(ASIDE):
@@ -42,7 +49,6 @@ def distance() -> dict[str, int]:
 
 def main(folder: str) -> None:
     """Save three times, and restore what was saved."""
-    global recording
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
@@ -51,21 +57,20 @@ def main(folder: str) -> None:
     settings = [f"checkpoint.dir={folder}", "checkpoint.save.every_steps=1", "checkpoint.keep.last=2"]
     with build_manager("async_persistent", overrides=settings) as manager:
         for step in (1, 2, 3):
-            recording = step == 3
+            record(step == 3)
             manager.maybe_save(step, state)
             manager.wait()
-        recording = False
+        record(False)
         save = distance()
     with build_manager("async_persistent", overrides=settings) as manager:
-        recording = True
+        record(True)
         step_restored = manager.restore(state)
-        recording = False
+        record(False)
     print(json.dumps({"step": step_restored, "save": save, "restore": distance()}))
 
 
 if __name__ == "__main__":
     threading.setprofile(note)
-    sys.setprofile(note)
     from ckpt_component import build_manager
 
     main(sys.argv[1])
