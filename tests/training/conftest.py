@@ -75,6 +75,7 @@ def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str
         *arguments: str, tiny: Sequence[str] = TINY, ranks: int | None = None, torchrun: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun]
+        launcher += [f"--log-dir={tmp_path}"]  # else in /tmp, and left there when it is killed
         return subprocess.Popen(
             [
                 sys.executable,
