@@ -14,8 +14,9 @@ from cloud.test_object_requests import ALL, is_manifest
 from strides import first_of
 
 from ckpt_component import build_manager
+from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
-from ckpt_component.background.upload_process import RunWatch, Uploader
+from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps

@@ -1,0 +1,321 @@
+"""Each host has a local folder of its own, and a process that uploads its files: the checkpoint gets there whole or not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parted import save_on_hosts
+
+from ckpt_component import build_manager
+from ckpt_component.background.upload_policy import UploadPolicy
+from ckpt_component.core.commit.commit import new_attempt
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.part_notes import PartNote, note_path, write_note
+from ckpt_component.core.commit.protocol import Attempt
+from ckpt_component.core.commit.retention import RetentionPolicy
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.formats.verification import verify_checkpoint
+from ckpt_component.core.processes.start import Child, start_in_background
+from ckpt_component.core.storage.locate import file_storage
+from ckpt_component.events import read_events
+
+HOSTS = ("host-a", "host-b", "host-c")
+SECONDS = 60.0
+
+
+class Uploads:
+    """The processes of the uploads of all hosts, of a run that has ended.
+
+    Args:
+        folder: of the local folders, and of the target, `slow`
+        hosts: the hosts of the run
+        **values: of the policy
+    """
+
+    def __init__(self, folder: Path, hosts: Sequence[str], **values: Any) -> None:
+        self.folder, self.target, self.hosts = folder, str(folder / "slow"), hosts
+        self.values = {"run": "me", "events": True, "durable": False, "silent_seconds": 30.0, **values}
+        self.storage = file_storage(durable=False, atomic_rename=self.values.get("atomic_rename", True))
+        self.running: dict[str, Child] = {}
+        self.messages: list[dict[str, Any]] = []
+
+    def start(self, *hosts: str, **values: Any) -> None:
+        for host in hosts:
+            policy = UploadPolicy(
+                str(self.folder / host),
+                self.target,
+                MEGATRON,
+                RetentionPolicy(last=1),
+                hosts=tuple(self.hosts),
+                host=host,
+                rank=self.hosts.index(host),
+                **{**self.values, **values},
+            )
+            self.running[host] = start_in_background("ckpt_component.background.upload_process", asdict(policy))
+            self.running[host].hang_up()
+
+    def said(self, host: str, what: str) -> dict[str, Any]:
+        """Wait for a message of the process of a host."""
+        deadline = time.monotonic() + SECONDS
+        while (frame := self.running[host].receive(deadline)) is not None:
+            self.messages.append({"host": host, **frame[0]})
+            if what in frame[0]:
+                return frame[0]
+        raise AssertionError(f"{host} has ended and did not say {what}: {self.messages}")
+
+    def end(self) -> None:
+        """Wait until all processes have ended by themselves."""
+        for host, process in self.running.items():
+            deadline = time.monotonic() + SECONDS
+            while (frame := process.receive(deadline)) is not None:
+                self.messages.append({"host": host, **frame[0]})
+            assert process.wait(SECONDS) == 0
+
+    def told(self, what: str) -> list[Any]:
+        return [message[what] for message in self.messages if what in message]
+
+    def attempt(self, step: int) -> tuple[Attempt, dict[str, Any]]:
+        """The upload of a step, as each host finds it, and its manifest."""
+        name = MEGATRON.folder(step)
+        manifest = read_manifest(self.storage, str(self.folder / self.hosts[0] / name))
+        assert manifest is not None
+        return new_attempt(self.storage, os.path.join(self.target, name), manifest["attempt"]), manifest
+
+    def committed(self) -> list[int]:
+        """The steps that the target has; each is whole, and nothing else is in its folder."""
+        scan = scan_steps(self.storage, self.target, MEGATRON)
+        assert not (scan.damaged or scan.torn or scan.unusable)
+        for step in scan.committed:
+            path, manifest = os.path.join(self.target, MEGATRON.folder(step)), scan.manifests[step]
+            assert verify_checkpoint(self.storage, path)
+            assert "hosts" not in manifest and manifest["world_size"] == len(self.hosts)
+            folder = os.path.join(path, manifest.get("at", ""))
+            assert {*self.storage.names(folder)} - {"manifest.json"} == {each["name"] for each in manifest["files"]}
+        return scan.committed
+
+
+@pytest.fixture
+def uploads(tmp_path: Path) -> Iterator[Callable[..., Uploads]]:
+    """Makes the processes of hosts that have saved steps 1 and 2."""
+    made = list[Uploads]()
+
+    def make(
+        hosts: Sequence[str] = HOSTS[:2], *, steps: Sequence[int] = (1, 2), size: int = 1000, **values: Any
+    ) -> Uploads:
+        save_on_hosts(tmp_path, hosts, *steps, elements=size)
+        made.append(Uploads(tmp_path, hosts, **values))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for process in each.running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("atomic_rename", [True, False])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_checkpoint_of_several_hosts_gets_there_whole(
+    uploads: Callable[..., Uploads], count: int, atomic_rename: bool
+) -> None:
+    job = uploads(HOSTS[:count], atomic_rename=atomic_rename)
+    job.start(*job.hosts)
+    job.end()
+    assert job.committed() == [2] and job.told("failed") == []
+    assert job.told("uploaded") == [2] and job.told("sent") == [2] * (count - 1)
+    assert Path(job.target, MEGATRON.pointer).read_text() == "2"
+    _, manifest = job.attempt(2)
+    sizes = {entry["name"]: entry["size"] for entry in manifest["files"]}
+    for rank, host in enumerate(job.hosts):
+        (event,) = [event for event in read_events(job.folder / host) if event["event"] == "upload"]
+        names = manifest["hosts"][host] if rank else sizes
+        assert (event["rank"], event["step"]) == (rank, 2) and event["outcome"] == ("sent" if rank else "uploaded")
+        assert event["bytes"] == sum(sizes[name] for name in names) and event["lag_steps"] == 0
+
+
+def test_a_host_without_a_process_leaves_the_step_not_uploaded_until_it_has_one(
+    uploads: Callable[..., Uploads],
+) -> None:
+    job = uploads(HOSTS, silent_seconds=0.3)
+    job.start("host-a", "host-c")
+    assert "host-b has not begun to send its files of iter_0000002 for 0.3 s" in job.said("host-a", "failed")["error"]
+    assert job.committed() == []
+    job.start("host-b")
+    job.end()
+    assert job.committed() == [2]
+    assert len(job.told("began")) >= 4  # the leader has tried again
+
+
+def test_a_process_that_is_stopped_is_waited_for_no_longer_than_that_and_goes_on_later(
+    uploads: Callable[..., Uploads],
+) -> None:
+    job = uploads(silent_seconds=0.3)
+    job.start("host-b", max_bytes_per_second=2000)
+    job.start("host-a")
+    assert "began" in job.said("host-b", "began")
+    os.kill(job.running["host-b"].pid, signal.SIGSTOP)
+    until(lambda: "host-b has not" in job.said("host-a", "failed")["error"])
+    assert job.committed() == []
+    os.kill(job.running["host-b"].pid, signal.SIGCONT)
+    job.end()
+    assert job.committed() == [2]
+
+
+def test_a_process_that_is_killed_goes_on_with_the_files_that_are_there(uploads: Callable[..., Uploads]) -> None:
+    job = uploads(steps=[1])
+    attempt, manifest = job.attempt(1)
+    job.start("host-b", max_bytes_per_second=500)
+    job.start("host-a")
+    small = [entry["name"] for entry in manifest["files"] if entry["name"] in manifest["hosts"]["host-b"]]
+    sent = {name: Path(attempt.staging, name) for name in small}
+    until(lambda: any(path.exists() and path.stat().st_size for path in sent.values()))
+    job.running["host-b"].kill()
+    assert job.committed() == []
+    sizes = {entry["name"]: entry["size"] for entry in manifest["files"]}
+    whole = {
+        name: path.stat().st_ino for name, path in sent.items() if path.exists() and path.stat().st_size == sizes[name]
+    }
+    job.start("host-b")
+    job.end()
+    assert job.committed() == [1]
+    assert {name: Path(job.target, "iter_0000001", name).stat().st_ino for name in whole} == whole
+
+
+def make_nothing(folder: str, manifest: dict[str, Any]) -> None:
+    pass
+
+
+def make_short_files(folder: str, manifest: dict[str, Any]) -> None:
+    for name in manifest["hosts"]["host-b"]:
+        Path(folder, name).write_bytes(b"short")
+
+
+def make_wrong_bytes(folder: str, manifest: dict[str, Any]) -> None:
+    for entry in manifest["files"]:
+        if entry["name"] in manifest["hosts"]["host-b"]:
+            Path(folder, entry["name"]).write_bytes(b"?" * entry["size"])
+
+
+@pytest.mark.parametrize("atomic_rename", [True, False])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (make_nothing, "has 0 bytes instead of"),
+        (make_short_files, "has 5 bytes instead of"),
+        (make_wrong_bytes, "integrity-1.json"),
+    ],
+)
+def test_a_host_that_says_what_is_not_so_is_not_believed(
+    uploads: Callable[..., Uploads],
+    make: Callable[[str, dict[str, Any]], None],
+    text: str,
+    atomic_rename: bool,
+) -> None:
+    job = uploads(steps=[1], silent_seconds=0.3, atomic_rename=atomic_rename)
+    attempt, manifest = job.attempt(1)
+    job.start("host-a", silent_seconds=0.3)
+    job.said("host-a", "began")
+    until(lambda: Path(attempt.staging).exists())
+    make(attempt.staging, manifest)
+    write_note(job.storage, note_path(attempt, manifest, "host-b"), PartNote(attempt=attempt.token))
+    until(lambda: text in job.said("host-a", "failed")["error"])
+    assert all("host-b" in message["error"] for message in job.messages if "failed" in message)
+    assert job.committed() == []
+    job.start("host-b")
+    job.end()
+    assert job.committed() == [1]
+
+
+def test_another_run_that_takes_the_target_stops_all_hosts(uploads: Callable[..., Uploads]) -> None:
+    job = uploads(max_bytes_per_second=500, silent_seconds=0.3)
+    job.start(*job.hosts)
+    job.said("host-b", "began")
+    FencingToken(job.storage, job.target, MEGATRON).acquire()
+    for host in job.hosts:
+        assert "Another run took over" in job.said(host, "fenced")["fenced"]
+    job.end()
+    assert job.committed() == []
+
+
+def test_another_run_that_takes_the_local_folder_of_a_host_stops_its_process(uploads: Callable[..., Uploads]) -> None:
+    job = uploads(max_bytes_per_second=500)
+    job.start(*job.hosts)
+    job.said("host-b", "began")
+    FencingToken(job.storage, str(job.folder / "host-b"), MEGATRON).acquire()
+    assert "Another run took over" in job.said("host-b", "fenced")["fenced"]
+    assert job.running["host-b"].wait(SECONDS) == 0
+
+
+def test_the_leading_host_alone_deletes_what_the_target_no_longer_keeps(
+    uploads: Callable[..., Uploads], tmp_path: Path
+) -> None:
+    job = uploads(steps=[1])
+    job.start(*job.hosts)
+    job.end()
+    save_on_hosts(tmp_path, job.hosts, 2)
+    job.start(*job.hosts)
+    job.end()
+    assert job.committed() == [2]
+    assert not [name for name in os.listdir(job.target) if name.startswith(".ckpt-") and "owner" not in name]
+
+
+def test_files_of_a_host_that_is_not_of_the_run_are_not_waited_for(uploads: Callable[..., Uploads]) -> None:
+    job = uploads(HOSTS)
+    job.hosts = HOSTS[:2]
+    job.start(*job.hosts)
+    job.end()
+    assert job.committed() == [] and job.told("failed") == job.told("began") == []
+
+
+def test_a_checkpoint_that_is_whole_in_the_leading_hosts_folder_is_uploaded_by_it_alone(tmp_path: Path) -> None:
+    with build_manager("sync", ["checkpoint.durability=process_crash"], dir=tmp_path / "host-a") as manager:
+        manager.save(7, {"value": 1})
+    (tmp_path / "host-b").mkdir()
+    job = Uploads(tmp_path, HOSTS[:2])
+    job.start(*job.hosts)
+    job.end()
+    assert os.listdir(Path(job.target)) and job.told("uploaded") == [7] and job.told("sent") == []
+
+
+def test_a_newer_step_does_not_wait_for_an_older_one_that_a_host_cannot_send(
+    uploads: Callable[..., Uploads], tmp_path: Path
+) -> None:
+    job = uploads(steps=[1], silent_seconds=0.3)
+    job.start("host-a")
+    job.said("host-a", "failed")
+    save_on_hosts(tmp_path, job.hosts, 2)
+    job.start("host-b")
+    job.end()
+    assert job.committed() == [2]
+
+
+def test_damage_of_what_a_host_had_sent_before_is_found_by_itself(uploads: Callable[..., Uploads]) -> None:
+    job = uploads(steps=[1])
+    attempt, manifest = job.attempt(1)
+    job.start("host-a")
+    until(lambda: Path(attempt.staging).exists())
+    (name,) = [name for name in manifest["hosts"]["host-b"] if name.endswith("_0.distcp")]
+    size = next(entry["size"] for entry in manifest["files"] if entry["name"] == name)
+    Path(attempt.staging, name).write_bytes(bytes(size))  # as after a power cut
+    job.start("host-b")
+    job.end()
+    assert job.committed() == [1]
+    assert [message["error"] for message in job.messages if message.get("host") == "host-b" and "failed" in message]
