@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from parted import save_on_hosts
+from strides import first_of
 
 from ckpt_component import build_manager
 from ckpt_component.background.upload_policy import UploadPolicy
@@ -47,6 +49,7 @@ class Uploads:
         self.values = {"run": "me", "events": True, "durable": False, "silent_seconds": 30.0, **values}
         self.storage = file_storage(durable=False, atomic_rename=self.values.get("atomic_rename", True))
         self.running: dict[str, Child] = {}
+        self._started: list[Child] = []
         self.messages: list[dict[str, Any]] = []
 
     def start(self, *hosts: str, **values: Any) -> None:
@@ -63,6 +66,14 @@ class Uploads:
             )
             self.running[host] = start_in_background("ckpt_component.background.upload_process", asdict(policy))
             self.running[host].hang_up()
+            self._started.append(self.running[host])
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        for process in self._started:
+            if process.alive:
+                os.kill(process.pid, signal.SIGCONT)
+            process.end(0)
 
     def said(self, host: str, what: str) -> dict[str, Any]:
         """Wait for a message of the process of a host."""
@@ -118,10 +129,7 @@ def uploads(tmp_path: Path) -> Iterator[Callable[..., Uploads]]:
 
     yield make
     for each in made:
-        for process in each.running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
-            process.kill()
+        each.close()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -292,7 +300,8 @@ def test_a_checkpoint_that_is_whole_in_the_leading_hosts_folder_is_uploaded_by_i
     job = Uploads(tmp_path, HOSTS[:2])
     job.start(*job.hosts)
     job.end()
-    assert os.listdir(Path(job.target)) and job.told("uploaded") == [7] and job.told("sent") == []
+    job.close()
+    assert Path(job.target, "iter_0000007").exists() and job.told("uploaded") == [7] and job.told("sent") == []
 
 
 def test_a_newer_step_does_not_wait_for_an_older_one_that_a_host_cannot_send(
@@ -319,3 +328,21 @@ def test_damage_of_what_a_host_had_sent_before_is_found_by_itself(uploads: Calla
     job.end()
     assert job.committed() == [1]
     assert [message["error"] for message in job.messages if message.get("host") == "host-b" and "failed" in message]
+
+
+@pytest.mark.turns(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", HOSTS[:2])
+@pytest.mark.parametrize("by_rename", [True, False])
+def test_a_process_that_is_killed_at_any_operation_is_replaced_by_the_next(
+    tmp_path: Path, by_rename: bool, victim: str
+) -> None:
+    save_on_hosts(tmp_path, HOSTS[:2], 2)
+    script = Path(__file__).parent / "scripts" / "killed_host_uploads.py"
+    stride = 6
+    arguments = [tmp_path, tmp_path / "slow", int(by_rename), victim, first_of(stride), stride]
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 10
