@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+from ..core.commit.awaited_parts import wait_for_parts
 from ..core.commit.cleanup import discard
 from ..core.commit.commit import abandon, new_attempt
 from ..core.commit.copying import Continued, copy_checkpoint
 from ..core.commit.fencing import FencingToken
 from ..core.commit.host_parts import part_of
 from ..core.commit.manifest import data_folder
-from ..core.commit.part_notes import PartNote, wait_for_parts
+from ..core.commit.part_notes import PartNote
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
 from ..core.formats.verification import small_files, verify_part

@@ -8,123 +8,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from host_processes import SECONDS, HostProcesses
 from parted import save_on_hosts
 from strides import first_of
 
 from ckpt_component import build_manager
-from ckpt_component.background.upload_policy import UploadPolicy
-from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.fencing import FencingToken
-from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.part_notes import PartNote, note_path, write_note
-from ckpt_component.core.commit.protocol import Attempt
-from ckpt_component.core.commit.retention import RetentionPolicy
-from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.core.formats.verification import verify_checkpoint
-from ckpt_component.core.processes.start import Child, start_in_background
-from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.events import read_events
 
 HOSTS = ("host-a", "host-b", "host-c")
-SECONDS = 60.0
-
-
-class Uploads:
-    """The processes of the uploads of all hosts, of a run that has ended.
-
-    Args:
-        folder: of the local folders, and of the target, `slow`
-        hosts: the hosts of the run
-        **values: of the policy
-    """
-
-    def __init__(self, folder: Path, hosts: Sequence[str], **values: Any) -> None:
-        self.folder, self.target, self.hosts = folder, str(folder / "slow"), hosts
-        self.values = {"run": "me", "events": True, "durable": False, "silent_seconds": 30.0, **values}
-        self.storage = file_storage(durable=False, atomic_rename=self.values.get("atomic_rename", True))
-        self.running: dict[str, Child] = {}
-        self._started: list[Child] = []
-        self.messages: list[dict[str, Any]] = []
-
-    def start(self, *hosts: str, **values: Any) -> None:
-        for host in hosts:
-            policy = UploadPolicy(
-                str(self.folder / host),
-                self.target,
-                MEGATRON,
-                RetentionPolicy(last=1),
-                hosts=tuple(self.hosts),
-                host=host,
-                rank=self.hosts.index(host),
-                **{**self.values, **values},
-            )
-            self.running[host] = start_in_background("ckpt_component.background.upload_process", asdict(policy))
-            self.running[host].hang_up()
-            self._started.append(self.running[host])
-
-    def close(self) -> None:
-        """End all processes, whatever they do."""
-        for process in self._started:
-            if process.alive:
-                os.kill(process.pid, signal.SIGCONT)
-            process.end(0)
-
-    def said(self, host: str, what: str) -> dict[str, Any]:
-        """Wait for a message of the process of a host."""
-        deadline = time.monotonic() + SECONDS
-        while (frame := self.running[host].receive(deadline)) is not None:
-            self.messages.append({"host": host, **frame[0]})
-            if what in frame[0]:
-                return frame[0]
-        raise AssertionError(f"{host} has ended and did not say {what}: {self.messages}")
-
-    def end(self) -> None:
-        """Wait until all processes have ended by themselves."""
-        for host, process in self.running.items():
-            deadline = time.monotonic() + SECONDS
-            while (frame := process.receive(deadline)) is not None:
-                self.messages.append({"host": host, **frame[0]})
-            assert process.wait(SECONDS) == 0
-
-    def told(self, what: str) -> list[Any]:
-        return [message[what] for message in self.messages if what in message]
-
-    def attempt(self, step: int) -> tuple[Attempt, dict[str, Any]]:
-        """The upload of a step, as each host finds it, and its manifest."""
-        name = MEGATRON.folder(step)
-        manifest = read_manifest(self.storage, str(self.folder / self.hosts[0] / name))
-        assert manifest is not None
-        return new_attempt(self.storage, os.path.join(self.target, name), manifest["attempt"]), manifest
-
-    def committed(self) -> list[int]:
-        """The steps that the target has; each is whole, and nothing else is in its folder."""
-        scan = scan_steps(self.storage, self.target, MEGATRON)
-        assert not (scan.damaged or scan.torn or scan.unusable)
-        for step in scan.committed:
-            path, manifest = os.path.join(self.target, MEGATRON.folder(step)), scan.manifests[step]
-            assert verify_checkpoint(self.storage, path)
-            assert "hosts" not in manifest and manifest["world_size"] == len(self.hosts)
-            folder = os.path.join(path, manifest.get("at", ""))
-            assert {*self.storage.names(folder)} - {"manifest.json"} == {each["name"] for each in manifest["files"]}
-        return scan.committed
 
 
 @pytest.fixture
-def uploads(tmp_path: Path) -> Iterator[Callable[..., Uploads]]:
+def uploads(tmp_path: Path) -> Iterator[Callable[..., HostProcesses]]:
     """Makes the processes of hosts that have saved steps 1 and 2."""
-    made = list[Uploads]()
+    made = list[HostProcesses]()
 
     def make(
         hosts: Sequence[str] = HOSTS[:2], *, steps: Sequence[int] = (1, 2), size: int = 1000, **values: Any
-    ) -> Uploads:
+    ) -> HostProcesses:
         save_on_hosts(tmp_path, hosts, *steps, elements=size)
-        made.append(Uploads(tmp_path, hosts, **values))
+        made.append(HostProcesses(tmp_path, hosts, **values))
         return made[-1]
 
     yield make
@@ -142,7 +52,7 @@ def until(condition: Callable[[], object]) -> None:
 @pytest.mark.parametrize("atomic_rename", [True, False])
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_checkpoint_of_several_hosts_gets_there_whole(
-    uploads: Callable[..., Uploads], count: int, atomic_rename: bool
+    uploads: Callable[..., HostProcesses], count: int, atomic_rename: bool
 ) -> None:
     job = uploads(HOSTS[:count], atomic_rename=atomic_rename)
     job.start(*job.hosts)
@@ -160,7 +70,7 @@ def test_a_checkpoint_of_several_hosts_gets_there_whole(
 
 
 def test_a_host_without_a_process_leaves_the_step_not_uploaded_until_it_has_one(
-    uploads: Callable[..., Uploads],
+    uploads: Callable[..., HostProcesses],
 ) -> None:
     job = uploads(HOSTS, silent_seconds=0.3)
     job.start("host-a", "host-c")
@@ -173,7 +83,7 @@ def test_a_host_without_a_process_leaves_the_step_not_uploaded_until_it_has_one(
 
 
 def test_a_process_that_is_stopped_is_waited_for_no_longer_than_that_and_goes_on_later(
-    uploads: Callable[..., Uploads],
+    uploads: Callable[..., HostProcesses],
 ) -> None:
     job = uploads(silent_seconds=0.3)
     job.start("host-b", max_bytes_per_second=2000)
@@ -187,10 +97,10 @@ def test_a_process_that_is_stopped_is_waited_for_no_longer_than_that_and_goes_on
     assert job.committed() == [2]
 
 
-def test_a_process_that_is_killed_goes_on_with_the_files_that_are_there(uploads: Callable[..., Uploads]) -> None:
+def test_a_process_that_is_killed_goes_on_with_the_files_that_are_there(uploads: Callable[..., HostProcesses]) -> None:
     job = uploads(steps=[1])
     attempt, manifest = job.attempt(1)
-    job.start("host-b", max_bytes_per_second=500)
+    job.start("host-b", max_bytes_per_second=3000)
     job.start("host-a")
     small = [entry["name"] for entry in manifest["files"] if entry["name"] in manifest["hosts"]["host-b"]]
     sent = {name: Path(attempt.staging, name) for name in small}
@@ -232,7 +142,7 @@ def make_wrong_bytes(folder: str, manifest: dict[str, Any]) -> None:
     ],
 )
 def test_a_host_that_says_what_is_not_so_is_not_believed(
-    uploads: Callable[..., Uploads],
+    uploads: Callable[..., HostProcesses],
     make: Callable[[str, dict[str, Any]], None],
     text: str,
     atomic_rename: bool,
@@ -252,8 +162,8 @@ def test_a_host_that_says_what_is_not_so_is_not_believed(
     assert job.committed() == [1]
 
 
-def test_another_run_that_takes_the_target_stops_all_hosts(uploads: Callable[..., Uploads]) -> None:
-    job = uploads(max_bytes_per_second=500, silent_seconds=0.3)
+def test_another_run_that_takes_the_target_stops_all_hosts(uploads: Callable[..., HostProcesses]) -> None:
+    job = uploads(max_bytes_per_second=4000, silent_seconds=0.3)
     job.start(*job.hosts)
     job.said("host-b", "began")
     FencingToken(job.storage, job.target, MEGATRON).acquire()
@@ -263,8 +173,10 @@ def test_another_run_that_takes_the_target_stops_all_hosts(uploads: Callable[...
     assert job.committed() == []
 
 
-def test_another_run_that_takes_the_local_folder_of_a_host_stops_its_process(uploads: Callable[..., Uploads]) -> None:
-    job = uploads(max_bytes_per_second=500)
+def test_another_run_that_takes_the_local_folder_of_a_host_stops_its_process(
+    uploads: Callable[..., HostProcesses],
+) -> None:
+    job = uploads(max_bytes_per_second=2000)
     job.start(*job.hosts)
     job.said("host-b", "began")
     FencingToken(job.storage, str(job.folder / "host-b"), MEGATRON).acquire()
@@ -273,7 +185,7 @@ def test_another_run_that_takes_the_local_folder_of_a_host_stops_its_process(upl
 
 
 def test_the_leading_host_alone_deletes_what_the_target_no_longer_keeps(
-    uploads: Callable[..., Uploads], tmp_path: Path
+    uploads: Callable[..., HostProcesses], tmp_path: Path
 ) -> None:
     job = uploads(steps=[1])
     job.start(*job.hosts)
@@ -285,7 +197,7 @@ def test_the_leading_host_alone_deletes_what_the_target_no_longer_keeps(
     assert not [name for name in os.listdir(job.target) if name.startswith(".ckpt-") and "owner" not in name]
 
 
-def test_files_of_a_host_that_is_not_of_the_run_are_not_waited_for(uploads: Callable[..., Uploads]) -> None:
+def test_files_of_a_host_that_is_not_of_the_run_are_not_waited_for(uploads: Callable[..., HostProcesses]) -> None:
     job = uploads(HOSTS)
     job.hosts = HOSTS[:2]
     job.start(*job.hosts)
@@ -297,7 +209,7 @@ def test_a_checkpoint_that_is_whole_in_the_leading_hosts_folder_is_uploaded_by_i
     with build_manager("sync", ["checkpoint.durability=process_crash"], dir=tmp_path / "host-a") as manager:
         manager.save(7, {"value": 1})
     (tmp_path / "host-b").mkdir()
-    job = Uploads(tmp_path, HOSTS[:2])
+    job = HostProcesses(tmp_path, HOSTS[:2])
     job.start(*job.hosts)
     job.end()
     job.close()
@@ -305,7 +217,7 @@ def test_a_checkpoint_that_is_whole_in_the_leading_hosts_folder_is_uploaded_by_i
 
 
 def test_a_newer_step_does_not_wait_for_an_older_one_that_a_host_cannot_send(
-    uploads: Callable[..., Uploads], tmp_path: Path
+    uploads: Callable[..., HostProcesses], tmp_path: Path
 ) -> None:
     job = uploads(steps=[1], silent_seconds=0.3)
     job.start("host-a")
@@ -316,7 +228,7 @@ def test_a_newer_step_does_not_wait_for_an_older_one_that_a_host_cannot_send(
     assert job.committed() == [2]
 
 
-def test_damage_of_what_a_host_had_sent_before_is_found_by_itself(uploads: Callable[..., Uploads]) -> None:
+def test_damage_of_what_a_host_had_sent_before_is_found_by_itself(uploads: Callable[..., HostProcesses]) -> None:
     job = uploads(steps=[1])
     attempt, manifest = job.attempt(1)
     job.start("host-a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ckpt_component import build_checkpointer
+from ckpt_component.core.commit.awaited_parts import wait_for_parts
 from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.copying import Continued, copy_checkpoint, copy_part
@@ -12,7 +13,7 @@ from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.host_parts import part_of
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.part_notes import Beat, PartNote, note_path, wait_for_parts, write_note
+from ckpt_component.core.commit.part_notes import Beat, PartNote, note_path, write_note
 from ckpt_component.testing import Disk, DiskFile, Fault, PowerCut, SimulatedObjects
 
 from .world import FROZEN, ROOT, Run, Workload, storage_on

@@ -7,19 +7,17 @@ the commit the call and the notes are deleted. All of it is on disk, so a proces
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import CheckpointCorruptError
 from ..storage.new_names import NEW_PREFIX
 from ..storage.storage import Storage
-from .host_parts import hosts_of, part_of
+from .host_parts import hosts_of
 from .protocol import Attempt
 
 logger = logging.getLogger("ckpt_component.storage")
@@ -31,8 +29,6 @@ _MAX_BYTES = 1 << 20
 BEAT_SECONDS = 5.0
 #: For how long without a byte a copy counts as work: a large part that is on its way to a bucket.
 _STUCK_SECONDS = 600.0
-#: Polling intervals.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 
 @dataclass(frozen=True)
@@ -77,9 +73,10 @@ def note_path(attempt: Attempt, manifest: Mapping[str, Any], host: str) -> str:
 def read_note(storage: Storage, path: str) -> PartNote | None:
     """What a note says; None: there is none, or it is not whole yet."""
     try:
-        return PartNote(**json.loads(storage.read(path, _MAX_BYTES)))
+        note = PartNote(**json.loads(storage.read(path, _MAX_BYTES)))
     except (FileNotFoundError, ValueError, TypeError):
         return None
+    return note if all(type(value) is type(vars(PartNote())[name]) for name, value in vars(note).items()) else None
 
 
 def write_note(storage: Storage, path: str, note: PartNote) -> None:
@@ -134,76 +131,3 @@ class Beat:
                 write_note(self._storage, self._path, PartNote(beat))
             except OSError as error:
                 logger.info("the note %s could not be changed: %s", self._path, error)
-
-
-def wait_for_parts(
-    attempt: Attempt,
-    manifest: Mapping[str, Any],
-    own: str,
-    silent_seconds: float,
-    check: Callable[[Mapping[str, Any]], None],
-) -> list[PartNote]:
-    """Wait until all other hosts have copied their files; then delete the notes.
-
-    Args:
-        attempt: the attempt
-        manifest: of the checkpoint
-        own: the host of this process
-        silent_seconds: how long a host may be silent
-        check: called with the part of a host whose files are there with their sizes; raises CheckpointCorruptError if
-            one is damaged
-
-    Returns:
-        What the hosts said; nothing if the checkpoint is in a single folder.
-
-    Raises:
-        OSError: a host was silent, says that it cannot go on, or that it is done although a file is not there or
-            damaged; such a note is deleted, so that the host looks after its files again. Or from the storage.
-    """
-    waiting = [host for host in sorted(hosts_of(manifest)) if host != own]
-    if not waiting:
-        return []
-    storage, clock, name = attempt.protocol.storage, attempt.protocol.storage.clock, os.path.basename(attempt.target)
-    heard: dict[str, tuple[PartNote | None, float]] = dict.fromkeys(waiting, (None, clock.now()))
-    done, pause = list[PartNote](), _FIRST_PAUSE
-    while waiting:
-        for host in [*waiting]:
-            path, part = note_path(attempt, manifest, host), part_of(manifest, host)
-            note = read_note(storage, path)
-            if note != heard[host][0]:
-                heard[host], pause = (note, clock.now()), _FIRST_PAUSE
-            if note is not None and note.error:
-                raise OSError(f"{host} cannot send its files of {name}: {note.error}")
-            is_done = note is not None and note.attempt == attempt.token
-            wrong = _wrong(attempt, part) if is_done else ""
-            if note is not None and is_done and not wrong:
-                try:
-                    check(part)
-                except CheckpointCorruptError as error:
-                    storage.unlink(path)
-                    raise OSError(f"{host} says that it has sent its files of {name}: {error}") from error
-                done.append(note)
-                waiting.remove(host)
-            elif clock.now() - heard[host][1] > silent_seconds:
-                if wrong:
-                    storage.unlink(path)
-                    raise TimeoutError(f"{host} says that it has sent its files of {name}, and {wrong}")
-                what = "begun to send" if note is None else "gone on sending"
-                raise TimeoutError(f"{host} has not {what} its files of {name} for {silent_seconds:g} s")
-        if waiting:
-            clock.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-    # The call first: it is the last in the order of names.
-    for entry in sorted(filter(is_note, storage.names(attempt.staging)), reverse=True):
-        with contextlib.suppress(FileNotFoundError):
-            storage.unlink(os.path.join(attempt.staging, entry))
-    return done
-
-
-def _wrong(attempt: Attempt, part: Mapping[str, Any]) -> str:
-    """Which file of a part is not there with its size, for a text; empty if all are."""
-    sizes = attempt.protocol.storage.sizes(attempt.staging, [entry["name"] for entry in part["files"]])
-    for entry in part["files"]:
-        if sizes[entry["name"]] != entry["size"]:
-            return f"{entry['name']} has {sizes[entry['name']] or 0} bytes instead of {entry['size']}"
-    return ""
