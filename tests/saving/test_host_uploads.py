@@ -74,7 +74,7 @@ def test_a_host_without_a_process_leaves_the_step_not_uploaded_until_it_has_one(
 ) -> None:
     job = uploads(HOSTS, silent_seconds=0.3)
     job.start("host-a", "host-c")
-    assert "host-b has not begun to send its files of iter_0000002 for 0.3 s" in job.said("host-a", "failed")["error"]
+    job.fails("host-a", "host-b has not begun to send its files of iter_0000002 for 0.3 s")
     assert job.committed() == []
     job.start("host-b")
     job.end()
@@ -90,7 +90,7 @@ def test_a_process_that_is_stopped_is_waited_for_no_longer_than_that_and_goes_on
     job.start("host-a")
     assert "began" in job.said("host-b", "began")
     os.kill(job.running["host-b"].pid, signal.SIGSTOP)
-    until(lambda: "host-b has not" in job.said("host-a", "failed")["error"])
+    job.fails("host-a", "host-b has not")
     assert job.committed() == []
     os.kill(job.running["host-b"].pid, signal.SIGCONT)
     job.end()
@@ -154,7 +154,7 @@ def test_a_host_that_says_what_is_not_so_is_not_believed(
     until(lambda: Path(attempt.staging).exists())
     make(attempt.staging, manifest)
     write_note(job.storage, note_path(attempt, manifest, "host-b"), PartNote(attempt=attempt.token))
-    until(lambda: text in job.said("host-a", "failed")["error"])
+    job.fails("host-a", text)
     assert all("host-b" in message["error"] for message in job.messages if "failed" in message)
     assert job.committed() == []
     job.start("host-b")

@@ -79,6 +79,11 @@ class HostProcesses:
                 return frame[0]
         raise AssertionError(f"{host} has ended and did not say {what}: {self.messages}")
 
+    def fails(self, host: str, because: str) -> None:
+        """Wait until the process of a host says that it has failed, and why."""
+        while because not in self.said(host, "failed")["error"]:
+            pass
+
     def end(self) -> None:
         """Wait until all processes have ended by themselves."""
         for host, process in self.running.items():
