@@ -23,7 +23,7 @@ from ..storage.space import refuse_without_room
 from ..storage.storage import Storage
 from .commit import abandon, begin, new_attempt, publish
 from .fencing import FencingToken
-from .host_parts import HOSTS, part_of
+from .host_parts import part_of
 from .liveness import AttemptLock
 from .manifest import check_files, data_folder
 from .part_notes import call_for_parts, is_note
@@ -35,7 +35,7 @@ _STEP_BYTES = 64 << 20
 #: The same where the bytes go through memory, or at a bounded rate.
 _SMALL_STEP_BYTES = 8 << 20
 #: Values of a manifest that belong to one commit; the copy has its own.
-_OF_COMMIT = frozenset({"attempt", "at", "files", "version", HOSTS})
+_OF_COMMIT = frozenset({"attempt", "at", "files", "hosts", "version"})
 
 
 def _no_share(name: str, path: str) -> bool:

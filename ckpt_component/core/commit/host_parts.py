@@ -1,27 +1,21 @@
-"""A checkpoint over the folders of several hosts: each folder has the manifest, and the files of its host alone.
-
-The manifest then has a field `hosts`: for each host the names of its files. One in a single folder has no such field.
-"""
+"""The parts of a checkpoint over the folders of several hosts: each has the manifest, and the files of its host alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: The field of the manifest.
-HOSTS = "hosts"
-
 
 def hosts_of(manifest: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
     """The names of each host's files; empty for a checkpoint in a single folder."""
-    hosts: Mapping[str, Sequence[str]] = manifest.get(HOSTS, {})
+    hosts: Mapping[str, Sequence[str]] = manifest.get("hosts", {})
     return hosts
 
 
 def part_of(manifest: Mapping[str, Any], host: str) -> Mapping[str, Any]:
     """The manifest as if there were only the files of one host; itself, if the checkpoint is in a single folder."""
-    if HOSTS not in manifest:
+    if "hosts" not in manifest:
         return manifest
     names = {*hosts_of(manifest).get(host, ())}
     files = [entry for entry in manifest["files"] if entry["name"] in names]
-    return {**{name: value for name, value in manifest.items() if name != HOSTS}, "files": files}
+    return {**{name: value for name, value in manifest.items() if name != "hosts"}, "files": files}
