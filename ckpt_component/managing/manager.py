@@ -17,6 +17,7 @@ from ..background.exports import BackgroundExports
 from ..background.uploads import BackgroundUploads
 from ..callers.write_callers import PersistentCaller
 from ..checkpointer import Checkpointer
+from ..core.memory.gc_control import collector_paused
 from ..core.processes.owner_process import OwnerProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
@@ -138,6 +139,7 @@ class CheckpointManager(StoppableLoop):
         if self._checkpointer is not None:
             self._checkpointer.wait_staged(timeout)
 
+    @collector_paused()  # a full collection, for which what a restore makes is enough, takes a third of its time
     def restore(
         self,
         state: dict[str, Any],
