@@ -32,6 +32,10 @@ class HostCommit(ManifestCommit):
         """A new attempt, which a writer process finds in the folder of its host."""
         return HostAttempt(self, target, token, self.staging(target, token), owner, file)
 
+    def refuse_taken(self, target: str, file: str = "") -> None:
+        """See the base class. Asks no other host, as each save calls it: what was committed has its manifest here."""
+        ManifestCommit(self.storage.files).refuse_taken(self.storage.here(target), file)
+
     def join(self, attempt: Attempt, seconds: float) -> None:
         """Make the attempt's folder on this host, and on that of the leading rank wait for it."""
         storage = self.storage

@@ -82,7 +82,7 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
         )
     if "at" in content and not is_token(content["at"]):
         raise CheckpointCorruptError(f"{path} names {content['at']!r:.200} as the folder of its files.")
-    if not _are_of_hosts(content.get("hosts", {}), names):
+    if "hosts" in content and not _are_of_hosts(content["hosts"], names):
         raise CheckpointCorruptError(f"{path} gives {content['hosts']!r:.200} as the files of each host.")
     return content
 
@@ -136,6 +136,12 @@ def data_folder(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> s
     return path
 
 
+def hosts_missing(manifest: Mapping[str, Any], missing: set[str]) -> dict[str, list[str]]:
+    """The hosts none of whose files are here, and their files; `missing`: the files that are not here."""
+    hosts: Mapping[str, list[str]] = manifest.get("hosts", {})
+    return {host: files for host, files in hosts.items() if files and missing.issuperset(files)}
+
+
 def check_files(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> None:
     """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data.
 
@@ -149,12 +155,10 @@ def check_files(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> N
         no_files = {name: storage.exists(os.path.join(folder, name)) for name, size in sizes.items() if size is None}
     except OSError as error:
         raise read_failure(str(error.filename or folder), error) from error
-    missing = {
-        host: files
-        for host, files in manifest.get("hosts", {}).items()
-        if files and all(sizes.get(name, 0) is None and not no_files[name] for name in files)
-    }
-    elsewhere = {name for files in missing.values() for name in files}
+    missing, elsewhere = dict[str, list[str]](), set[str]()
+    if "hosts" in manifest:
+        missing = hosts_missing(manifest, {name for name, is_other in no_files.items() if not is_other})
+        elsewhere.update(*missing.values())
     for entry in manifest["files"]:
         path, size = os.path.join(folder, entry["name"]), sizes[entry["name"]]
         if entry["name"] in elsewhere:

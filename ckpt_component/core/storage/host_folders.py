@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ckpt_component.storage")
 
+_MOST_MADE = 256
+
 
 class HostFolders(KeeperUnion):
     """See the top of this file. Paths outside of `root` are those of this host. Thread-safe.
@@ -36,7 +38,7 @@ class HostFolders(KeeperUnion):
         rank: this rank
 
     Attributes:
-        root, folder, hosts: see above
+        files, root, folder, hosts: see above
         leads: whether this is the host of the leading rank
     """
 
@@ -54,14 +56,14 @@ class HostFolders(KeeperUnion):
         self.folder = folder
         self.hosts = hosts
         self.leads = hosts[rank] == hosts[0]
-        self._files = files
+        self.files = files
         self._others = others
-        #: Files that this process has made, which no other host has.
-        self._made = set[str]()
+        #: Files that this process has made, which no other host has: the last ones, in their order.
+        self._made: dict[str, None] = {}
 
     @property
     def has_direct_io(self) -> bool:
-        return self._files.has_direct_io
+        return self.files.has_direct_io
 
     def holds(self, path: str) -> bool:
         return f"{path}/".startswith(f"{self.root}/")
@@ -73,23 +75,26 @@ class HostFolders(KeeperUnion):
     # Folders
 
     def make_folders(self, path: str) -> None:
-        self._files.make_folders(self.here(path))
+        self.files.make_folders(self.here(path))
 
     def make_folder(self, path: str) -> None:
-        self._files.make_folder(self.here(path))
+        self.files.make_folder(self.here(path))
 
     def sync_folder(self, path: str) -> None:
-        self._files.sync_folder(self.here(path))
+        try:
+            self.files.sync_folder(self.here(path))
+        except FileNotFoundError:
+            if path == self.root or not super().is_folder(path):
+                raise  # else other hosts have it alone, and deletions there are durable
 
     def remove_folder(self, path: str) -> None:
-        self._files.remove_folder(self.here(path))
+        self.files.remove_folder(self.here(path))
 
     def remove_tree(self, path: str) -> None:
         here = self.here(path)
-        is_here = self._files.exists(here)
+        is_here = self.files.exists(here)
         if is_here:
-            self._files.remove_tree(here)
-            self._made = {made for made in self._made if not made.startswith(f"{path}/")}
+            self.files.remove_tree(here)
         try:
             super().remove_tree(path)
         except FileNotFoundError:
@@ -97,90 +102,95 @@ class HostFolders(KeeperUnion):
                 raise
 
     def names(self, path: str) -> list[str]:
-        return sorted({*self._files.names(self.here(path)), *super().names(path)})
+        return sorted({*self.files.names(self.here(path)), *super().names(path)})
 
     def exists(self, path: str) -> bool:
-        return self._files.exists(self.here(path)) or bool(self._listed(path))
+        return self.files.exists(self.here(path)) or bool(self._listed(path))
 
     def is_folder(self, path: str) -> bool:
-        return self._files.is_folder(self.here(path)) or super().is_folder(path)
+        return self.files.is_folder(self.here(path)) or super().is_folder(path)
 
     def is_real_folder(self, path: str) -> bool:
         here = self.here(path)
-        if self._files.exists(here):
-            return self._files.is_real_folder(here)
+        if self.files.exists(here):
+            return self.files.is_real_folder(here)
         return super().is_folder(path)
 
     # Large files, which are on this host
 
     def create(self, path: str, size: int = 0) -> int:
-        fd = self._files.create(self.here(path), size)
-        self._made.add(path)
+        fd = self.files.create(self.here(path), size)
+        self._made[path] = None
+        if len(self._made) > _MOST_MADE:
+            self._made.pop(next(iter(self._made)), None)
         return fd
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        self._files.write(fd, buffers, offset)
+        self.files.write(fd, buffers, offset)
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
-        self._files.start_writeback(fd, offset, length)
+        self.files.start_writeback(fd, offset, length)
 
     def sync(self, fd: int) -> None:
-        self._files.sync(fd)
+        self.files.sync(fd)
 
     def open_direct(self, path: str) -> int:
-        return self._files.open_direct(self.here(path))
+        return self.files.open_direct(self.here(path))
 
     def truncate(self, fd: int, size: int) -> None:
-        self._files.truncate(fd, size)
+        self.files.truncate(fd, size)
 
     def drop_cached(self, fd: int) -> None:
-        self._files.drop_cached(fd)
+        self.files.drop_cached(fd)
 
     def close(self, fd: int) -> None:
-        self._files.close(fd)
+        self.files.close(fd)
 
     def hold(self, path: str) -> Held | None:
         here = self.here(path)
-        return self._files.hold(here) if self._files.exists(here) else None  # another host's cannot be shared here
+        return self.files.hold(here) if self.files.exists(here) else None  # another host's cannot be shared here
 
     def share(self, held: Held, path: str) -> bool:
-        return self._files.share(held, self.here(path))
+        return self.files.share(held, self.here(path))
 
     def read_held(self, held: Held, buffer: memoryview, offset: int) -> None:
-        self._files.read_held(held, buffer, offset)
+        self.files.read_held(held, buffer, offset)
 
     def release(self, held: Held) -> None:
-        self._files.release(held)
+        self.files.release(held)
 
     def open_files(self, folder: str, *, shared: bool = True) -> HostFiles:
         from .host_files import HostFiles  # processes that only write do not load it
 
         here = self.here(folder)
-        is_here = partial(_is_in, self._files, here)
-        return HostFiles(folder, self._files.open_files(here, shared=shared), is_here, self._keepers(folder))
+        is_here = partial(_is_in, self.files, here)
+        return HostFiles(folder, self.files.open_files(here, shared=shared), is_here, self._keepers(folder))
 
     # Small files
 
     def read(self, path: str, limit: int) -> bytes:
         try:
-            return self._files.read(self.here(path), limit)
+            return self.files.read(self.here(path), limit)
         except FileNotFoundError:
             return super().read(path, limit)
 
     def read_again(self, path: str, limit: int) -> bytes:
         try:
-            return self._files.read_again(self.here(path), limit)
+            return self.files.read_again(self.here(path), limit)
         except FileNotFoundError:
             return super().read(path, limit)
 
     def write_over(self, path: str, data: bytes) -> None:
         """See the base class; on all hosts, first on this one."""
-        self._files.write_over(self.here(path), data)
+        here = self.here(path)
+        if self.holds(path) and not self.files.exists(os.path.dirname(here)) and self.exists(os.path.dirname(path)):
+            self.files.make_folders(os.path.dirname(here))  # other hosts have it alone
+        self.files.write_over(here, data)
         self._put_elsewhere(path, data)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
         """See the base class; on this host. The others get it then, whatever they had there."""
-        self._files.put_new(self.here(path), data, self.here(draft))
+        self.files.put_new(self.here(path), data, self.here(draft))
         self._put_elsewhere(path, data)
 
     def _put_elsewhere(self, path: str, data: bytes) -> None:
@@ -191,17 +201,17 @@ class HostFolders(KeeperUnion):
                 logger.warning("%s is not on all hosts: %s", path, error)
 
     def append(self, path: str, data: bytes) -> None:
-        self._files.append(self.here(path), data)
+        self.files.append(self.here(path), data)
 
     def unlink(self, path: str) -> None:
         here = self.here(path)
         if path in self._made:
-            self._made.discard(path)
-            self._files.unlink(here)
+            self._made.pop(path, None)
+            self.files.unlink(here)
             return
-        is_here = self._files.exists(here)
+        is_here = self.files.exists(here)
         if is_here:
-            self._files.unlink(here)
+            self.files.unlink(here)
         try:
             super().unlink(path)
         except FileNotFoundError:
@@ -209,26 +219,26 @@ class HostFolders(KeeperUnion):
                 raise
 
     def size(self, path: str) -> int | None:
-        size = self._files.size(self.here(path))
+        size = self.files.size(self.here(path))
         return super().size(path) if size is None else size
 
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
-        found = self._files.sizes(self.here(folder), names)
+        found = self.files.sizes(self.here(folder), names)
         missing = [name for name, size in found.items() if size is None]
         return {**found, **(super().sizes(folder, missing) if missing else {})}
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
         here, own = self.here(path), set[str]()
-        for file in self._files.files_below(here):
+        for file in self.files.files_below(here):
             own.add(path + file.path[len(here) :])
             yield file._replace(path=path + file.path[len(here) :])
         yield from (file for file in super().files_below(path) if file.path not in own)
 
     def modified(self, path: str) -> float:
         here, times = self.here(path), list[float]()
-        if self._files.exists(here):
-            times.append(self._files.modified(here))
-            if self._files.size(here) is not None:
+        if self.files.exists(here):
+            times.append(self.files.modified(here))
+            if self.files.size(here) is not None:
                 return times[0]
         try:
             times.append(super().modified(path))
@@ -239,24 +249,24 @@ class HostFolders(KeeperUnion):
 
     def changed(self, path: str) -> float:
         here = self.here(path)
-        return self._files.changed(here) if self._files.exists(here) else super().modified(path)
+        return self.files.changed(here) if self.files.exists(here) else super().modified(path)
 
     def touch(self, path: str) -> None:
-        self._files.touch(self.here(path))
+        self.files.touch(self.here(path))
 
     # Properties of a folder: those of this host
 
     def try_folder(self, path: str, name: str) -> float:
-        return self._files.try_folder(self.here(path), name)
+        return self.files.try_folder(self.here(path), name)
 
     def free_bytes(self, path: str) -> int | None:
-        return self._files.free_bytes(self.here(path))
+        return self.files.free_bytes(self.here(path))
 
     def in_memory(self, path: str) -> bool:
-        return self._files.in_memory(self.here(path))
+        return self.files.in_memory(self.here(path))
 
     def device(self, path: str) -> int:
-        return self._files.device(self.here(path))
+        return self.files.device(self.here(path))
 
     def _keepers(self, path: str) -> Sequence[Keeper]:
         """The folders of other hosts, if a path is in them."""
