@@ -100,13 +100,13 @@ class WriteAccess:
         if not run.ranks.is_leader:
             try:
                 wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible)
-            except OSError as error:  # it is on another host
-                failure = str(error)
             except CheckpointError:
                 failure = (
                     f"{self._named} is another folder than that of rank 0. All ranks must share it: the disk of a host "
                     "is for the ranks of one host, a parallel file system for those of several."
                 )
+            except OSError as error:  # each host has its own, and is asked for it
+                failure = f"{self._named}: {error}"
         try:
             run.ranks.decide("root/shared", failure, refuse_failed, deadline)
         finally:
