@@ -50,4 +50,4 @@ def test_a_run_goes_on_from_the_folders_of_its_hosts(tmp_path: Path) -> None:
     after = run(tmp_path, FOUR)
     has(after, 3, before)
     assert "each host has a folder of its own" in after[0].output
-    assert not any("WARNING" in life.output or "ERROR" in life.output for life in after)
+    assert [line for life in after for line in life.output.splitlines() if "WARNING" in line or "ERROR" in line] == []

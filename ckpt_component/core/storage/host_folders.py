@@ -147,8 +147,12 @@ class HostFolders(KeeperUnion):
         self.files.close(fd)
 
     def hold(self, path: str) -> Held | None:
-        here = self.here(path)
-        return self.files.hold(here) if self.files.exists(here) else None  # another host's cannot be shared here
+        try:
+            return self.files.hold(self.here(path))
+        except FileNotFoundError:
+            if super().size(path) is None:
+                raise
+            return None  # another host's cannot be shared here
 
     def share(self, held: Held, path: str) -> bool:
         return self.files.share(held, self.here(path))
@@ -230,8 +234,9 @@ class HostFolders(KeeperUnion):
     def files_below(self, path: str) -> Iterator[StoredFile]:
         here, own = self.here(path), set[str]()
         for file in self.files.files_below(here):
-            own.add(path + file.path[len(here) :])
-            yield file._replace(path=path + file.path[len(here) :])
+            at = path + file.path[len(here) :]
+            own.add(at)
+            yield StoredFile(at, file.size, 1, at)
         yield from (file for file in super().files_below(path) if file.path not in own)
 
     def modified(self, path: str) -> float:
