@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import logging
 import os
@@ -19,6 +21,7 @@ from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON, integrity_name
 from ckpt_component.core.commit.protocols import attempt_here
 from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.storage.faults.failpoints import EFFECTS
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.folder_keeper import FolderKeeper
 from ckpt_component.core.storage.host_folders import HostFolders
@@ -28,7 +31,12 @@ from ckpt_component.core.storage.memory.keeper_sockets import memory_root
 from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.errors import CheckpointExistsError, CheckpointPartError, CheckpointUnreadableError
+from ckpt_component.errors import (
+    CheckpointExistsError,
+    CheckpointPartError,
+    CheckpointSaveError,
+    CheckpointUnreadableError,
+)
 from ckpt_component.testing.conformance.storage_contract import StorageContract
 
 SECRET, TOKEN = "0123456789abcdef", "1f2e3d4c-0a0b0c0d"
@@ -45,12 +53,13 @@ class Cluster:
         servers: by host
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, leader: FileStorage | None = None) -> None:
+        self.leader = leader or FileStorage()
         self.folders = {host: folder / host / "run" for host in "ab"}
         self.root = str(self.folders["a"])
         self.servers, places = dict[str, KeeperServer](), dict[str, PeerAddress]()
         for number, (host, path) in enumerate(self.folders.items()):
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
             keeper, entrance = FolderKeeper(FileStorage(), str(path), self.root), PeerEntrance("127.0.0.1", SECRET)
             self.servers[host] = KeeperServer(keeper, memory_root(self.root, TOKEN), 2 * number, dict)
             self.servers[host].open(entrance)
@@ -59,9 +68,13 @@ class Cluster:
         self.storages = [self._storage(rank, host, places) for rank, host in enumerate(HOSTS)]
 
     def _storage(self, rank: int, own: str, places: dict[str, PeerAddress]) -> HostFolders:
-        others = [PeerKeeper(place, SECRET, now=False, seconds=5) for host, place in places.items() if host != own]
+        kind = MortalKeeper if rank == 0 and isinstance(self.leader, Mortal) else PeerKeeper
+        others = [kind(place, SECRET, now=False, seconds=5) for host, place in places.items() if host != own]
+        for each in others:
+            each.disk = self.leader  # type: ignore[attr-defined]
         self.keepers += others
-        return HostFolders(FileStorage(), self.root, str(self.folders[own]), others, HOSTS, rank)
+        files = FileStorage() if rank else self.leader
+        return HostFolders(files, self.root, str(self.folders[own]), others, HOSTS, rank)
 
     def close(self) -> None:
         for each in [*self.keepers, *self.servers.values()]:
@@ -81,13 +94,52 @@ class Cluster:
         for rank, attempt in enumerate(attempts):
             if rank:
                 attempt.protocol.join(attempt, 1.0)
-            here = attempt_here(FileStorage(), attempt.to_plain())  # as in the writer process
+            here = attempt_here(FileStorage() if rank else self.leader, attempt.to_plain())  # as in the writer process
             files = {f"__{rank}_0.distcp": bytes([rank]) * 10, integrity_name(rank): b"{}"}
             for name, data in files.items():
-                FileStorage().write_new(os.path.join(here.staging, name), data)
+                here.protocol.storage.write_new(os.path.join(here.staging, name), data)
             votes.append({"rank": rank, "files": [{"name": name, "size": len(data)} for name, data in files.items()]})
         commit.publish(attempts[0], votes, {".metadata": b"m"}, {"format": "dcp"}, 1.0, unseen=(2, 3))
         return target
+
+
+class Mortal(FileStorage):
+    """The disk of a host that dies with an operation, and does nothing from then on.
+
+    Args:
+        lives: so many operations that change something
+    """
+
+    def __init__(self, lives: int) -> None:
+        super().__init__()
+        self.left = lives
+
+    def live(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.EIO, "the host is dead")
+
+
+def _mortal(operation: str) -> Any:
+    def run(disk: Mortal, *arguments: Any, **more: Any) -> Any:
+        disk.live()
+        return getattr(FileStorage, operation)(disk, *arguments, **more)
+
+    return run
+
+
+for _operation in EFFECTS:
+    setattr(Mortal, _operation, _mortal(_operation))
+
+
+class MortalKeeper(PeerKeeper):
+    """Is asked nothing more by a host that is dead."""
+
+    disk: Mortal
+
+    def _asked(self, ask: str, data: bytes = b"", **arguments: Any) -> Any:
+        self.disk.live()
+        return super()._asked(ask, data, **arguments)
 
 
 @pytest.fixture
@@ -212,3 +264,31 @@ def test_a_keeper_serves_its_folder_alone(path: str, cluster: Cluster) -> None:
     for ask in (lambda at: keeper.get(at, 10), lambda at: keeper.put(at, b""), lambda at: keeper.delete([at])):
         with pytest.raises(PermissionError):
             ask(path.format(root=cluster.root))
+
+
+def test_whenever_the_leading_host_dies_a_step_is_whole_or_absent_on_all_ranks(tmp_path: Path) -> None:
+    outcomes = set[bool]()
+    for lives in itertools.count():
+        folder, disk = tmp_path / str(lives), Mortal(lives)
+        with contextlib.closing(Cluster(folder, disk)) as dying:
+            try:
+                dying.save(3)
+            except OSError:
+                pass
+            except CheckpointSaveError as error:
+                assert "dead" in str(error)
+        with contextlib.closing(Cluster(folder)) as after:
+            found = [committed(each, after.root) for each in after.storages]
+            assert found in ([[3]] * 4, [[]] * 4), f"after {lives} operations"
+            outcomes.add(found[0] == [3])
+            for each in after.folders.values():
+                assert not scan_steps(FileStorage(), str(each), MEGATRON).damaged, f"after {lives} operations"
+            after.save(4, "0a0a0a0a-0a0b0c0d-o")
+            if found[0]:
+                assert discard(after.storages[2], f"{after.root}/iter_0000003")
+            else:
+                after.save(3, "0b0b0b0b-0a0b0c0d-o")
+            assert [committed(each, after.root) for each in after.storages] == [[4] if found[0] else [3, 4]] * 4
+        if disk.left >= 0:
+            break
+    assert outcomes == {True, False} and lives > 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckpt_component.storage")
 
 _MOST_MADE = 256
+#: To so many hosts a small file is sent at a time: each makes it durable.
+_MOST_AT_ONCE = 16
 
 
 class HostFolders(KeeperUnion):
@@ -105,7 +108,9 @@ class HostFolders(KeeperUnion):
         return sorted({*self.files.names(self.here(path)), *super().names(path)})
 
     def exists(self, path: str) -> bool:
-        return self.files.exists(self.here(path)) or bool(self._listed(path))
+        return self.files.exists(self.here(path)) or any(
+            listed for _, listed in self._answers(path, lambda keeper: keeper.listed(path))
+        )
 
     def is_folder(self, path: str) -> bool:
         return self.files.is_folder(self.here(path)) or super().is_folder(path)
@@ -198,11 +203,16 @@ class HostFolders(KeeperUnion):
         self._put_elsewhere(path, data)
 
     def _put_elsewhere(self, path: str, data: bytes) -> None:
-        for keeper in self._keepers(path):
+        def put(keeper: Keeper) -> None:
             try:
                 keeper.put(path, data, new=False)
             except OSError as error:
                 logger.warning("%s is not on all hosts: %s", path, error)
+
+        keepers = self._keepers(path)
+        if keepers:
+            with ThreadPoolExecutor(min(len(keepers), _MOST_AT_ONCE), thread_name_prefix="ckpt-put") as pool:
+                list(pool.map(put, keepers))
 
     def append(self, path: str, data: bytes) -> None:
         self.files.append(self.here(path), data)

@@ -39,7 +39,9 @@ class KeeperUnion(Storage):
         return sorted({file.path[below:].partition("/")[0] for file in self._listed(path)} - {FOLDER_MARK, ""})
 
     def is_folder(self, path: str) -> bool:
-        return any(file.path != path for file in self._listed(path))
+        return any(
+            file.path != path for _, files in self._answers(path, lambda keeper: keeper.listed(path)) for file in files
+        )
 
     # Files
 
