@@ -78,12 +78,10 @@ def test_what_is_lost_with_a_disk_comes_from_the_peers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hosts", [["a", "b"], ["b", "b", "a", "x"]], ids=lambda hosts: "".join(hosts))
 def test_another_number_of_ranks_goes_on_too(hosts: list[str], tmp_path: Path) -> None:
-    state: dict[str, Any] = {"state": {"resized": "keep"}}
-    before = run(tmp_path, ["a", "a", "b"], steps=3, durable=[3], end="kill", **state)
-    after = run(tmp_path, hosts, steps=4, durable=[4], **state)
-    assert {life.restored[0] for life in after} == {3}
-    assert before[0].told["digests"]["3"] == after[0].told["began"]
-    assert {life.restored[0] for life in run(tmp_path, hosts, **state)} == {4}
+    before = run(tmp_path, ["a", "a", "b"], steps=3, durable=[3], end="kill")
+    after = run(tmp_path, hosts, steps=4, durable=[4])
+    assert {(life.restored[0], life.told["began"]) for life in after} == {(3, before[0].told["digests"]["3"])}
+    has(run(tmp_path, hosts), 4, after)
 
 
 def test_one_host_alone_does_not_begin_beside_a_part(tmp_path: Path) -> None:
