@@ -7,27 +7,22 @@ import errno
 import itertools
 import json
 import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from host_cluster import SECRET, Cluster
 
-from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
-from ckpt_component.core.commit.fencing import FencingToken, read_owner
+from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.commit.manifest import read_manifest
-from ckpt_component.core.commit.names import MEGATRON, integrity_name
-from ckpt_component.core.commit.protocols import attempt_here
+from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.faults.failpoints import EFFECTS
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.folder_keeper import FolderKeeper
-from ckpt_component.core.storage.host_folders import HostFolders
-from ckpt_component.core.storage.memory.entrances import PeerEntrance
-from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import memory_root
 from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.storage import Storage
@@ -38,69 +33,6 @@ from ckpt_component.errors import (
     CheckpointUnreadableError,
 )
 from ckpt_component.testing.conformance.storage_contract import StorageContract
-
-SECRET, TOKEN = "0123456789abcdef", "1f2e3d4c-0a0b0c0d"
-#: Of each rank.
-HOSTS = ("a", "a", "b", "b")
-
-
-class Cluster:
-    """Two hosts on this machine, whose folders have other names; that of host a is the name for all.
-
-    Attributes:
-        folders: by host
-        storages: of each rank
-        servers: by host
-    """
-
-    def __init__(self, folder: Path, leader: FileStorage | None = None) -> None:
-        self.leader = leader or FileStorage()
-        self.folders = {host: folder / host / "run" for host in "ab"}
-        self.root = str(self.folders["a"])
-        self.servers, places = dict[str, KeeperServer](), dict[str, PeerAddress]()
-        for number, (host, path) in enumerate(self.folders.items()):
-            path.mkdir(parents=True, exist_ok=True)
-            keeper, entrance = FolderKeeper(FileStorage(), str(path), self.root), PeerEntrance("127.0.0.1", SECRET)
-            self.servers[host] = KeeperServer(keeper, memory_root(self.root, TOKEN), 2 * number, dict)
-            self.servers[host].open(entrance)
-            places[host] = PeerAddress(host, "127.0.0.1", entrance.port, 2 * number)
-        self.keepers = list[PeerKeeper]()
-        self.storages = [self._storage(rank, host, places) for rank, host in enumerate(HOSTS)]
-
-    def _storage(self, rank: int, own: str, places: dict[str, PeerAddress]) -> HostFolders:
-        kind = MortalKeeper if rank == 0 and isinstance(self.leader, Mortal) else PeerKeeper
-        others = [kind(place, SECRET, now=False, seconds=5) for host, place in places.items() if host != own]
-        for each in others:
-            each.disk = self.leader  # type: ignore[attr-defined]
-        self.keepers += others
-        files = FileStorage() if rank else self.leader
-        return HostFolders(files, self.root, str(self.folders[own]), others, HOSTS, rank)
-
-    def close(self) -> None:
-        for each in [*self.keepers, *self.servers.values()]:
-            each.close()
-
-    def lose(self, host: str) -> None:
-        """It does not answer any more."""
-        self.servers[host].close()
-
-    def save(self, step: int, token: str = "01020304-0a0b0c0d-o", lost: Sequence[int] = ()) -> str:
-        """Commit a checkpoint; returns its path."""
-        target, votes = f"{self.root}/{MEGATRON.folder(step)}", []
-        owner = FencingToken(self.storages[0], self.root, token="0123")
-        owner.acquire()
-        attempts = [commit.new_attempt(each, target, token, owner.token) for each in self.storages]
-        commit.begin(attempts[0])
-        for rank, attempt in enumerate(attempts):
-            if rank:
-                attempt.protocol.join(attempt, 1.0)
-            here = attempt_here(FileStorage() if rank else self.leader, attempt.to_plain())  # as in the writer process
-            files = {f"__{rank}_0.distcp": bytes([rank]) * 10, integrity_name(rank): b"{}"}
-            for name, data in files.items():
-                here.protocol.storage.write_new(os.path.join(here.staging, name), data)
-            votes.append({"rank": rank, "files": [{"name": name, "size": len(data)} for name, data in files.items()]})
-        commit.publish(attempts[0], votes, {".metadata": b"m"}, {"format": "dcp"}, 1.0, unseen=(2, 3))
-        return target
 
 
 class Mortal(FileStorage):
@@ -135,10 +67,12 @@ for _operation in EFFECTS:
 class MortalKeeper(PeerKeeper):
     """Is asked nothing more by a host that is dead."""
 
-    disk: Mortal
+    def __init__(self, disk: Mortal, place: PeerAddress) -> None:
+        super().__init__(place, SECRET, now=False)
+        self._disk = disk
 
     def _asked(self, ask: str, data: bytes = b"", **arguments: Any) -> Any:
-        self.disk.live()
+        self._disk.live()
         return super()._asked(ask, data, **arguments)
 
 
@@ -251,8 +185,6 @@ def test_a_host_that_does_not_answer_is_no_lost_one(cluster: Cluster, caplog: py
 
 
 def test_a_part_says_so_to_who_opens_it(cluster: Cluster) -> None:
-    from ckpt_component.core.formats.verification import verify_checkpoint
-
     cluster.save(3)
     with pytest.raises(CheckpointPartError, match="of host a are not here"):
         verify_checkpoint(FileStorage(), str(cluster.folders["b"] / "iter_0000003"))
@@ -270,7 +202,7 @@ def test_whenever_the_leading_host_dies_a_step_is_whole_or_absent_on_all_ranks(t
     outcomes = set[bool]()
     for lives in itertools.count():
         folder, disk = tmp_path / str(lives), Mortal(lives)
-        with contextlib.closing(Cluster(folder, disk)) as dying:
+        with contextlib.closing(Cluster(folder, disk, partial(MortalKeeper, disk))) as dying:
             try:
                 dying.save(3)
             except OSError:

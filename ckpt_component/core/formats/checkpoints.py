@@ -152,6 +152,8 @@ class Root:
             missing = f"has no checkpoint of step {step}{self._near(step)}."
         elif word == NEWEST:
             step, missing = self.newest, f"has no checkpoint; ckpt ls {self.path} shows what is there."
+            if step is None:  # whoever opens it is told that it is a part
+                step = max((part for scan in self.scans.values() for part in scan.parts), default=None)
         elif word == BEST:
             why = "its config has no checkpoint.keep.best.metric"
             if self.best_policy is not None:
