@@ -213,8 +213,9 @@ def build_manager(
             )
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
-                if run.hosts.several and (files := local_files(storages[0])) is not None and not own_storage:
-                    tier = _host_tier(files, roots[0], run, saves=save.enabled)
+                disk = local_files(storages[0])
+                if run.hosts.several and disk is not None and not own_storage:
+                    tier = _host_tier(disk, roots[0], run, saves=save.enabled)
                     storages[0], roots[0] = tier.storage, tier.root
                     storage_of = partial(_storage_in, storages[0], storage_of)
                 run = replace(run, fs=storages[0], root=roots[0], remote=run, elsewhere=storage_of)

@@ -67,8 +67,10 @@ class Cluster:
         return HostFolders(files, self.root, str(self.folders[own]), others, self.hosts, rank)
 
     def close(self) -> None:
-        for each in [*self.keepers, *self.servers.values()]:
-            each.close()
+        for keeper in self.keepers:
+            keeper.close()
+        for server in self.servers.values():
+            server.close()
 
     def lose(self, host: str) -> None:
         """It does not answer any more."""
