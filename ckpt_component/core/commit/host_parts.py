@@ -1,4 +1,4 @@
-"""The parts of a checkpoint over the folders of several hosts: each has the manifest, and the files of its host alone."""
+"""The parts of a checkpoint over the folders of several hosts: each has the manifest, and its own files alone."""
 
 from __future__ import annotations
 
