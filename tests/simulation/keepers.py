@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -22,6 +23,8 @@ import ckpt_component.managing.run_memory as run_memory
 from ckpt_component.callers import memory_caller, write_callers
 from ckpt_component.core.commit import liveness
 from ckpt_component.core.processes.framing import Channel
+from ckpt_component.core.storage.memory import keeper_server
+from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import split_root
 from ckpt_component.core.storage.memory.keepers import Keeper, KeptFile, Piece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
@@ -107,13 +110,24 @@ class SimulatedEvent:
 
 
 class SimulatedThreading:
-    """Stands for the module `threading` in the keeper's: its threads are those of the keeper that is being made."""
+    """Stands for the module `threading`: its threads are those of the process that runs, or is being made."""
 
     def __init__(self, process: Callable[[], SimulatedProcess]) -> None:
         self._process = process
 
-    def Thread(self, *, target: Callable[[], None], name: str, daemon: bool) -> SimulatedStart:
-        return SimulatedStart(self._process(), target, name)
+    def Thread(
+        self, *, target: Callable[..., None], name: str, daemon: bool, args: tuple[Any, ...] = ()
+    ) -> SimulatedStart:
+        return SimulatedStart(self._process(), partial(target, *args), name)
+
+    def Lock(self) -> Any:
+        return self._process().clock.lock()
+
+    def Event(self) -> SimulatedEvent:
+        return SimulatedEvent(self._process())
+
+    def Condition(self) -> SimulatedCondition:
+        return SimulatedCondition(self._process().clock)
 
 
 class SimulatedStart:
@@ -121,9 +135,49 @@ class SimulatedStart:
 
     def __init__(self, process: SimulatedProcess, target: Callable[[], None], name: str) -> None:
         self._process, self._target, self._name = process, target, name
+        self._thread: Any = None
 
     def start(self) -> None:
-        self._process.clock.start(self._name, self._target)
+        self._thread = self._process.clock.start(self._name, self._target)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout: float = 1e9) -> None:
+        self._thread.join(timeout)
+
+
+class SimulatedCondition:
+    """Stands for a `threading.Condition`."""
+
+    def __init__(self, clock: Any) -> None:
+        self._clock, self._lock = clock, clock.lock()
+        self._waiting = list[Any]()
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.__exit__(*exception)
+
+    def wait(self, timeout: float | None = None) -> None:
+        latch = self._clock.latch()
+        self._waiting.append(latch)
+        self._lock.__exit__()
+        latch.wait(1e9 if timeout is None else timeout)
+        if latch in self._waiting:
+            self._waiting.remove(latch)
+        self._lock.__enter__()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
+        until = self._clock.now() + timeout
+        while not predicate() and self._clock.now() < until:
+            self.wait(until - self._clock.now())
+        return predicate()
+
+    def notify_all(self) -> None:
+        while self._waiting:
+            self._waiting.pop().set()
 
 
 class KeeperFiles(KeptFiles):
@@ -169,7 +223,6 @@ class HostKeeper:
         self.process = host.simulation.process(f"keeper {rank} of {root.rpartition('@')[2]}")
         self.seen = KeeperProcess(self, trainer)
         self.holding = list[SimulatedProcess]()
-        self.ended = SimulatedEvent(self.process)
         self._lanes = list[Any]()
         self.files = KeeperFiles(self)
         host.making = self
@@ -179,17 +232,10 @@ class HostKeeper:
         host.making = None
         self.process.clock.start("keeper", self._live)
 
-    # What `SnapshotKeeper` needs of its server
-
-    @property
-    def holders(self) -> int:
-        return sum(not client.is_dead for client in self.holding)
-
-    def start(self) -> None:
-        """It is found from the beginning."""
-
-    def close(self) -> None:
-        """It is not found when its process has ended."""
+    def serve(self, *arguments: Any) -> SimulatedServer:
+        """In the place of `KeeperServer`."""
+        self.server = SimulatedServer(self, *arguments)
+        return self.server
 
     def works(self, what: str) -> None:
         """An operation of this process, if it is the one that runs."""
@@ -218,6 +264,25 @@ class HostKeeper:
             lane.join(1e6)
         self.snapshots.outlive()
         self.process.kill()
+
+
+class SimulatedServer(KeeperServer):
+    """The server of a keeper, which is found from the beginning by all processes of its host."""
+
+    def __init__(self, keeper: HostKeeper, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._keeper = keeper
+
+    @property
+    def holders(self) -> int:
+        return super().holders + sum(not client.is_dead for client in self._keeper.holding)
+
+    def start(self) -> None:
+        """It is found from the beginning."""
+
+    def tell(self) -> dict[str, Any]:
+        """What clients are told of it."""
+        return self._all_about()
 
 
 class SimulatedChild:
@@ -252,7 +317,7 @@ class KeeperProcess:
 class Wire:
     """A socket pair between two processes."""
 
-    def __init__(self, one: SimulatedProcess, other: SimulatedProcess, copies: list[int]) -> None:
+    def __init__(self, one: SimulatedProcess, other: SimulatedProcess, copies: list[tuple[int, int]]) -> None:
         self.ends = {one: WireEnd(one, other, self), other: WireEnd(other, one, self)}
         self.copies = copies
 
@@ -277,7 +342,7 @@ class WireEnd:
         if self._peer.is_dead or other._is_closed:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         copies = [os.dup(fd) for fd in fds]
-        self._wire.copies.extend(copies)
+        self._wire.copies.extend((fd, os.fstat(fd).st_ino) for fd in copies)
         other._frames.append((json.dumps(header), b"".join(map(bytes, blobs)), copies))
         if other._waiting is not None:
             other._waiting.set()
@@ -305,6 +370,10 @@ class ReachedKeeper(Keeper):
     def __init__(self, keeper: HostKeeper, process: SimulatedProcess) -> None:
         self.keeper, self._process = keeper, process
 
+    @property
+    def rank(self) -> int:
+        return self.keeper.rank
+
     def listed(self, prefix: str) -> list[KeptFile]:
         return self._asked(lambda: KeptFiles.listed(self.keeper.files, prefix))
 
@@ -327,13 +396,13 @@ class ReachedKeeper(Keeper):
             yield self._asked(lambda: stack.enter_context(self.keeper.files.opened(folder)))
 
     def about(self) -> dict[str, Any]:
-        return self._asked(self.keeper.snapshots.about)
+        return self._asked(self.keeper.server.tell)
 
     def hold(self) -> None:
         self._asked(lambda: self.keeper.holding.append(self._process))
 
     def end(self) -> None:
-        self._asked(self.keeper.ended.set)
+        self._asked(self.keeper.server.ended.set)
 
     def close(self) -> None:
         with contextlib.suppress(ValueError):
@@ -372,7 +441,7 @@ class Host:
 
     Attributes:
         keepers: all that there were
-        copies: descriptors that were passed on
+        copies: descriptors that were passed on, each with its inode
         full_until: until when there is no memory left
         belongs_to_another: whether the folder of the sockets is another user's
     """
@@ -382,7 +451,7 @@ class Host:
         self.operation = operation
         self.keepers = list[HostKeeper]()
         self.making: HostKeeper | None = None
-        self.copies = list[int]()
+        self.copies = list[tuple[int, int]]()
         self.full_until = 0.0
         self.belongs_to_another = False
         self._thread = threading.get_ident()
@@ -441,9 +510,9 @@ class Host:
         """Free what the processes held, all of which have ended; `arenas` are descriptors of the trainers'."""
         for keeper in self.keepers:
             KeptFiles.delete(keeper.files, [file.path for file in KeptFiles.listed(keeper.files, "")])
-        for fd in {*self.copies} - arenas:
+        for fd, inode in {*self.copies}:
             with contextlib.suppress(OSError):  # closed by its receiver
-                if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:ckpt-arena"):
+                if fd not in arenas and os.fstat(fd).st_ino == inode:
                     os.close(fd)
 
 
@@ -465,9 +534,10 @@ class HostPatches:
         patch.setattr(liveness, "ProcessName", SimulatedNames(self.time))
         patch.setattr(keeper_module, "KeptFiles", lambda: self._made().files)
         patch.setattr(keeper_module, "HostKeepers", lambda besides: self._find())
-        patch.setattr(keeper_module, "KeeperServer", lambda *arguments: self._made())
+        patch.setattr(keeper_module, "KeeperServer", lambda *arguments: self._made().serve(*arguments))
         patch.setattr(keeper_module, "be_silent", lambda: None)
-        patch.setattr(keeper_module, "threading", SimulatedThreading(lambda: self._made().process))
+        for module in (keeper_module, keeper_server):
+            patch.setattr(module, "threading", SimulatedThreading(self._running))
         patch.setattr(os, "urandom", lambda size: self._set().simulation.random.randbytes(size))  # a seed is a life
         patch.setattr(run_memory, "keepers_of", lambda path: self._set().keepers_at(path))
         patch.setattr(run_memory, "tokens_of", lambda root: self._set().tokens(root))
@@ -479,6 +549,11 @@ class HostPatches:
     def _set(self) -> Host:
         assert self.host is not None
         return self.host
+
+    def _running(self) -> SimulatedProcess:
+        """The process that runs; or the keeper that it is making, whose threads are its own."""
+        host = self._set()
+        return host.simulation.current.process if host.making is None else host.making.process
 
     def _made(self) -> HostKeeper:
         made = self._set().making
