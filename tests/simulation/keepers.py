@@ -221,6 +221,7 @@ class HostKeeper:
         self.host, self.trainer, self.root, self.rank = host, trainer, root, rank
         self.place = split_root(root)
         self.process = host.simulation.process(f"keeper {rank} of {root.rpartition('@')[2]}")
+        host.at(self.process)
         self.seen = KeeperProcess(self, trainer)
         self.holding = list[SimulatedProcess]()
         self._lanes = list[Any]()
@@ -455,6 +456,9 @@ class Host:
         self.full_until = 0.0
         self.belongs_to_another = False
         self._thread = threading.get_ident()
+
+    def at(self, process: SimulatedProcess) -> None:
+        """A process is on this host."""
 
     @property
     def in_simulation(self) -> bool:

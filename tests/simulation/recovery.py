@@ -80,12 +80,12 @@ def blank(ranks: int = RANKS) -> dict[str, Any]:
 class RankStagers:
     """Takes the snapshots of the ranks; the plans stay for all lives."""
 
-    def __init__(self, ranks: int = RANKS, arenas: int = 16) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
         self.writer = DcpWriter(workers=1)
         self.ranks = ranks
         #: Descriptors of all memory that they have staged into.
         self.descriptors = set[int]()
-        self._stagers = [SharedMemoryStager(arenas=arenas) for _ in range(ranks)]
+        self._stagers = [SharedMemoryStager(arenas=16) for _ in range(ranks)]
         for rank, stager in enumerate(self._stagers):
             stager.connect(
                 self.writer, ranks=cast(Any, SimpleNamespace(rank=rank, world_size=ranks)), shared=True, timeout=10.0
@@ -408,9 +408,7 @@ class Life:
 
     def operation(self, process: SimulatedProcess, what: str) -> None:
         """Count an operation, and let happen what is to happen at it."""
-        usual = self.phase_of.get(process, "agree")
-        is_saving = usual in ("stage", "commit")
-        phase = what if what == "keep" else ("vote" if is_saving else "agree") if what == "store" else usual
+        phase = self.phase(process, what)
         self.operations[phase] += 1
         self._since[phase] += 1
         if self._troubles and self._since[phase] == self._troubles[0].number and phase == self._troubles[0].phase:
@@ -418,6 +416,12 @@ class Life:
             self._since.clear()
             self.happened.append(trouble)
             trouble.befall(self)
+
+    def phase(self, process: SimulatedProcess, what: str) -> str:
+        """The phase of an operation."""
+        usual = self.phase_of.get(process, "agree")
+        is_saving = usual in ("stage", "commit")
+        return what if what == "keep" else ("vote" if is_saving else "agree") if what == "store" else usual
 
     def take(self, rank: int, job: int, step: int) -> Snapshot:
         snapshot = self.stagers.take(rank, job, step)
