@@ -120,11 +120,11 @@ class SnapshotParts:
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
         deadline = ranks.clock.now() + run.timeouts.stage
-        begun = ranks.decide("peers/begin", _address(), _begin, deadline)
+        begun = ranks.scatter("peers/begin", _address(), _begin, deadline)
         return PeerMap(
             of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
             unseen=hosts.elsewhere(ranks.rank),
-            address=begun["addresses"][ranks.rank],
+            address=begun["address"],
             secret=begun["secret"],
             bytes_per_second=settings.max_bytes_per_second,
         )
@@ -174,8 +174,8 @@ def _address() -> str:
         return ""
 
 
-def _begin(addresses: Sequence[str]) -> dict[str, Any]:
-    """On the leading rank: what the keepers of all ranks need to know each other.
+def _begin(addresses: Sequence[str]) -> list[Any]:
+    """On the leading rank: what the keeper of each rank needs so that others know it.
 
     Who reaches the job's store by the loopback is on this host, and others need another address of it.
     """
@@ -188,7 +188,8 @@ def _begin(addresses: Sequence[str]) -> dict[str, Any]:
     if far is not None:
         own = address_towards(far)
         addresses = [own if is_loopback(address) else address for address in addresses]
-    return {"secret": secrets.token_hex(32), "addresses": addresses}
+    secret = secrets.token_hex(32)
+    return [{"secret": secret, "address": address} for address in addresses]
 
 
 def _nothing() -> None:

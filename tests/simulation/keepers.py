@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -31,6 +30,7 @@ from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.writing import process as process_module, worker
 from ckpt_component.core.writing.process import WriterConnection
 from ckpt_component.managing import restore
+from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 T = TypeVar("T")
@@ -91,93 +91,6 @@ class SimulatedNames:
 def _running(simulation: Simulation | None) -> SimulatedProcess:
     assert simulation is not None
     return simulation.current.process
-
-
-class SimulatedEvent:
-    """Stands for a `threading.Event` of a keeper."""
-
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._latch = process.clock.latch()
-
-    def set(self) -> None:
-        self._latch.set()
-
-    def is_set(self) -> bool:
-        return self._latch.is_set
-
-    def wait(self, seconds: float = 1e9) -> bool:
-        return self._latch.wait(seconds)
-
-
-class SimulatedThreading:
-    """Stands for the module `threading`: its threads are those of the process that runs, or is being made."""
-
-    def __init__(self, process: Callable[[], SimulatedProcess]) -> None:
-        self._process = process
-
-    def Thread(
-        self, *, target: Callable[..., None], name: str, daemon: bool, args: tuple[Any, ...] = ()
-    ) -> SimulatedStart:
-        return SimulatedStart(self._process(), partial(target, *args), name)
-
-    def Lock(self) -> Any:
-        return self._process().clock.lock()
-
-    def Event(self) -> SimulatedEvent:
-        return SimulatedEvent(self._process())
-
-    def Condition(self) -> SimulatedCondition:
-        return SimulatedCondition(self._process().clock)
-
-
-class SimulatedStart:
-    """A thread that is not started yet."""
-
-    def __init__(self, process: SimulatedProcess, target: Callable[[], None], name: str) -> None:
-        self._process, self._target, self._name = process, target, name
-        self._thread: Any = None
-
-    def start(self) -> None:
-        self._thread = self._process.clock.start(self._name, self._target)
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self, timeout: float = 1e9) -> None:
-        self._thread.join(timeout)
-
-
-class SimulatedCondition:
-    """Stands for a `threading.Condition`."""
-
-    def __init__(self, clock: Any) -> None:
-        self._clock, self._lock = clock, clock.lock()
-        self._waiting = list[Any]()
-
-    def __enter__(self) -> None:
-        self._lock.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.__exit__(*exception)
-
-    def wait(self, timeout: float | None = None) -> None:
-        latch = self._clock.latch()
-        self._waiting.append(latch)
-        self._lock.__exit__()
-        latch.wait(1e9 if timeout is None else timeout)
-        if latch in self._waiting:
-            self._waiting.remove(latch)
-        self._lock.__enter__()
-
-    def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
-        until = self._clock.now() + timeout
-        while not predicate() and self._clock.now() < until:
-            self.wait(until - self._clock.now())
-        return predicate()
-
-    def notify_all(self) -> None:
-        while self._waiting:
-            self._waiting.pop().set()
 
 
 class KeeperFiles(KeptFiles):

@@ -78,7 +78,11 @@ class Network:
         self._port = 20_000
 
     def link(self, one: str, other: str) -> Link:
-        return self._links.setdefault(frozenset((one, other)), Link())
+        hosts = frozenset((one, other))
+        if hosts not in self._links:
+            cuts = [(self.simulation.now, 1e12)] if hosts & self.lost else []
+            self._links[hosts] = Link(cuts)
+        return self._links[hosts]
 
     def lose(self, host: str) -> None:
         """Let a host be gone, with its processes."""
@@ -119,7 +123,7 @@ class Network:
         here = self.host_of[process]
         there = "" if listener is None else self.host_of[listener.process]
         link = self.link(here, there)
-        while there in self.lost or link.is_cut(simulation.now):
+        while link.is_cut(simulation.now):
             if simulation.now >= until:
                 raise TimeoutError("timed out (simulated)")
             simulation.park(min(until, link.heals(simulation.now)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +18,9 @@ from typing import Any, cast
 
 import simulation.recovery as one_host
 from simulation.gloo import SimulatedGloo
-from simulation.keepers import LEASE, Host, HostKeeper, HostPatches, KeeperProcess, ReachedKeeper, SimulatedThreading
+from simulation.keepers import LEASE, Host, HostKeeper, HostPatches, KeeperProcess, ReachedKeeper
 from simulation.network import Network
 from simulation.recovery import (
-    MOST_JOBS,
     ROOT,
     TIMEOUTS,
     DurableCaller,
@@ -39,7 +38,6 @@ import ckpt_component.core.writing.keeper as keeper_module
 import ckpt_component.managing.peer_memory as peer_memory
 from ckpt_component import CheckpointError
 from ckpt_component.callers.write_callers import PersistentCaller
-from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.names import MEGATRON, owned_token
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
@@ -53,7 +51,7 @@ from ckpt_component.core.storage.memory import (
     peer_keeper,
     peer_sockets,
 )
-from ckpt_component.core.storage.memory.keeper_sockets import SCHEME, SocketPlace, memory_root
+from ckpt_component.core.storage.memory.keeper_sockets import SCHEME, SocketPlace
 from ckpt_component.core.storage.memory.keepers import Keeper
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing import peer_copies
@@ -71,8 +69,8 @@ from ckpt_component.managing.run_folder import RunFolder
 from ckpt_component.saving import at_peers, save_lane
 from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import NoRun, SaveContext
-from ckpt_component.saving.records import Admitted, SaveRequest, Staged
 from ckpt_component.testing.process_files import ProcessFiles
+from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess
 
 PHASES = ("keep", "commit", "replicate", "find", "verify", "copy")
@@ -467,6 +465,8 @@ class PeerLife(Life):
         self.peer_claims = list[Claim]()
         #: From when until when links were not well.
         self.unwell = list[tuple[float, float]]()
+        #: When keepers were lost.
+        self.losses = list[float]()
         super().__init__(patches, stagers, troubles)
 
     def make_host(self, patches: HostPatches) -> Host:
@@ -518,6 +518,7 @@ class PeerLife(Life):
 
     def lose(self, host: str) -> None:
         """What the keepers of a host had is gone."""
+        self.losses.append(self.simulation.now)
         for claim in (*self.memory_claims, *self.peer_claims):
             claim.lost |= {host} & {*claim.hosts}
 
@@ -525,7 +526,7 @@ class PeerLife(Life):
         """The least step that a job must begin with."""
         in_memory, at_peers, durable = map(min, job.claims, self.claimed())
         unwell = any(start <= self.simulation.now and end >= job.began for start, end in self.unwell)
-        unwell |= any(when >= job.began for when in self.cluster.network.flipped)
+        unwell |= any(when >= job.began for when in (*self.cluster.network.flipped, *self.losses))
         return durable if unwell else max(in_memory, at_peers, durable)
 
     def came_back(self, job: PeerJob, resumed: Resumed) -> None:
