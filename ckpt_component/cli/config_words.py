@@ -1,0 +1,33 @@
+"""A config on the command line of `ckpt`: a preset and overrides, as for a Hydra app."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
+from ..errors import CheckpointConfigError
+
+#: The preset that is meant if none is named.
+USUAL = "async_persistent"
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--config`, whose words are `config` of what is parsed; empty without it."""
+    more = "the config of the run: a preset and overrides, as for ckpt explain"
+    parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="PRESET|OVERRIDE", help=more)
+
+
+def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The preset and the overrides; `checkpoint=sync` is a preset too, as on the command line of an app.
+
+    Raises:
+        CheckpointConfigError: there are two presets
+    """
+    presets = [word for word in words if re.fullmatch(r"(\+?checkpoint=)?[^=~]+", word)]
+    names = [word.rpartition("=")[2] for word in presets]
+    if len(names) > 1:
+        raise CheckpointConfigError(
+            f"{' and '.join(names)} are two presets; give one, and overrides such as checkpoint/stager=pinned."
+        )
+    return (names or [USUAL])[0], [word for word in words if word not in presets]
