@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..config.hydra.compose import compose_checkpoint
 from ..config.hydra.origins import origins_of
@@ -20,14 +21,19 @@ class ComposedConfig:
     """A config, and what is known of its parts.
 
     Attributes:
-        preset: its name
+        words: the preset and the overrides that make it
         settings: what it says
         facts: what the rules ask of the parts
     """
 
-    preset: str
+    words: tuple[str, list[str]]
     settings: Checkpoint
     facts: PartFacts
+
+    @cached_property
+    def preset(self) -> str:
+        """The preset, which a recipe may have chosen."""
+        return origins_of(*self.words).preset
 
     @property
     def sizes(self) -> PartSizes:
@@ -47,8 +53,8 @@ def composed(words: Sequence[str]) -> ComposedConfig:
     Raises:
         CheckpointConfigError: an override is invalid, or the parts do not fit together, as the factory says
     """
-    preset, overrides = split_words(words)
-    settings = resolve_config(compose_checkpoint(preset, overrides))
+    preset_and_overrides = split_words(words)
+    settings = resolve_config(compose_checkpoint(*preset_and_overrides))
     facts = facts_of(settings)
     refuse_unfit(settings, facts)
-    return ComposedConfig(origins_of(preset, overrides).preset, settings, facts)
+    return ComposedConfig(preset_and_overrides, settings, facts)

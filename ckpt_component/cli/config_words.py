@@ -1,4 +1,4 @@
-"""A config on the command line of `ckpt`: a preset and overrides, as for a Hydra app."""
+"""A config on the command line of `ckpt`: a preset and overrides; and quantities with units."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
+from ..config.quantities import quantity
 from ..errors import CheckpointConfigError
 
 #: The preset that is meant if none is named.
@@ -31,3 +32,28 @@ def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
             f"{' and '.join(names)} are two presets; give one, and overrides such as checkpoint/stager=pinned."
         )
     return (names or [USUAL])[0], [word for word in words if word not in presets]
+
+
+def with_unit(text: str, unit: str, name: str, example: str) -> float:
+    """A quantity above 0 that has a unit.
+
+    Args:
+        text: as it was typed
+        unit: BYTES or SECONDS
+        name: of the option
+        example: a quantity, for errors
+
+    Raises:
+        CheckpointConfigError: it is not one; the text says what to type instead
+    """
+    if text.replace(".", "").isdigit():
+        raise CheckpointConfigError(f"{name}={text} has no unit; type one, as in {name}={example}.")
+    value = quantity(text, unit, name)
+    refuse_below_zero(name, value)
+    return value
+
+
+def refuse_below_zero(name: str, value: float) -> None:
+    """Refuse a value of an option that is not a finite one above 0."""
+    if not 0 < value < float("inf"):
+        raise CheckpointConfigError(f"{name}={value:g} must be above 0.")

@@ -23,13 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..config.config_files import presets
-from ..config.quantities import BYTES, SECONDS, quantity
+from ..config.quantities import BYTES, SECONDS
 from ..config.schema import GROUPS, Recovery
 from ..core.options import RecoveryMode
 from ..core.spelling import invalid_choice
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
-from .config_words import USUAL, add_config
+from .config_words import USUAL, add_config, refuse_below_zero, with_unit
 from .host_list import host_names
 from .output import Output, width
 from .planning.formulas import DALY
@@ -93,10 +93,10 @@ def _question(parsed: argparse.Namespace) -> Scenario:
         raise CheckpointConfigError(invalid_choice("--preset", parsed.preset, names))
     for name in ("ranks", "ranks_per_host", "storage_gbps", "local_gbps", "restart_s"):
         if getattr(parsed, name) is not None:
-            _refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
+            refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
     if parsed.recovery is not None and parsed.recovery not in GROUPS["recovery"]:
         raise CheckpointConfigError(invalid_choice("--recovery", parsed.recovery, list(GROUPS["recovery"])))
-    state = _with_unit(parsed.state, BYTES, "--state", "1.2TB")
+    state = with_unit(parsed.state, BYTES, "--state", "1.2TB")
     preset, parts, recovery, tiered = _planned_config(parsed)
     _refuse_unfit_recovery(parsed, preset, parts or PartSizes.of_preset(preset), recovery)
     folders = [folder.expanduser() for folder in parsed.measured or ()]
@@ -116,7 +116,7 @@ def _question(parsed: argparse.Namespace) -> Scenario:
         restart_s=parsed.restart_s,
         recovery=recovery,
         memory_every=_memory_every(parsed, recovery, step or restores.step_s),
-        link=None if parsed.link is None else _with_unit(parsed.link, BYTES, "--link", "10GB/s"),
+        link=None if parsed.link is None else with_unit(parsed.link, BYTES, "--link", "10GB/s"),
         step_s=step,
         rates=measured_rates(folders, preset) if folders else None,
         restores=restores,
@@ -181,20 +181,7 @@ def _refuse_unfit_recovery(parsed: argparse.Namespace, preset: str, sizes: PartS
 
 
 def _time(text: str | None, name: str, example: str) -> float | None:
-    return None if text is None else _with_unit(text, SECONDS, name, example)
-
-
-def _with_unit(text: str, unit: str, name: str, example: str) -> float:
-    if text.replace(".", "").isdigit():
-        raise CheckpointConfigError(f"{name}={text} has no unit; type one, as in {name}={example}.")
-    value = quantity(text, unit, name)
-    _refuse_below_zero(name, value)
-    return value
-
-
-def _refuse_below_zero(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise CheckpointConfigError(f"{name}={value:g} must be above 0.")
+    return None if text is None else with_unit(text, SECONDS, name, example)
 
 
 def _notes(question: Scenario, values: dict[str, float | None]) -> Iterator[str]:
