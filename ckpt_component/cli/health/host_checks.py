@@ -130,12 +130,12 @@ def _memory(job: JobPlace) -> Finding:
         copies = f", and {images.copies} copies of others" if images.copies else ""
         lacks = "--hosts, --state=40GB and --ranks" if not job.names else "--state=40GB and --ranks"
         return Finding(what, OK, f"up to {each}{copies}; whether they fit is compared with {lacks}")
-    own, copies, others = images.own * job.host_bytes, 0.0, ""
+    own, copied, others = images.own * job.host_bytes, 0.0, ""
     if images.copies:
         host, homes = Counter(peer for peers in _peer_map(job).values() for peer in peers).most_common(1)[0]
-        copies = 2 * homes * job.host_bytes
+        copied = 2 * homes * job.host_bytes
         at = f" on {host}" if homes > images.copies // 2 else ""
-        others = f", and {amount(round(copies))} for copies of {counted(homes, 'host')}{at}"
+        others = f", and {amount(round(copied))} for copies of {counted(homes, 'host')}{at}"
     text = f"up to {amount(round(own))} for {each}{others} ({job.source})"
     try:
         free = available_bytes()
@@ -145,7 +145,7 @@ def _memory(job: JobPlace) -> Finding:
     if own > free:
         fix = "checkpoint/recovery=none has fewer images, or take more hosts"
         return Finding(what, FAILS, text, fix)
-    if own + copies > free:
+    if own + copied > free:
         return Finding(what, NOTE, f"{text}: copies would be refused", "fewer replicas, or more hosts")
     return Finding(what, OK, text)
 
