@@ -7,7 +7,7 @@
 # FOLDER, by default a new one, and all processes are ended, after Ctrl-C too.
 set -euo pipefail
 
-script=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/hosts.py
+script=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/one_host.py
 python=$(command -v "${PYTHON:-python}") || { echo "there is no ${PYTHON:-python}; set PYTHON" >&2; exit 2; }
 [ $# -le 1 ] || { echo "hosts.sh takes one folder, not $*" >&2; exit 2; }
 folder=${1:-$(mktemp -d)}
