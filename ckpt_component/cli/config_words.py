@@ -19,6 +19,11 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="PRESET|OVERRIDE", help=more)
 
 
+def is_override(word: str) -> bool:
+    """Whether a word sets a key or picks an option of a config."""
+    return re.match(r"[+~]*(checkpoint|recipe)\b[^=]*=", word) is not None
+
+
 def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
     """The preset and the overrides; `checkpoint=sync` is a preset too, as on the command line of an app.
 

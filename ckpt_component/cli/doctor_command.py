@@ -26,7 +26,7 @@ from ..core.options import RecoveryMode
 from ..core.processes.running import host_name
 from ..core.storage.locate import absolute, expanded, is_url, storage_at
 from ..errors import CheckpointConfigError
-from .config_words import add_config, with_unit
+from .config_words import add_config, is_override, with_unit
 from .health.bucket_checks import check_bucket
 from .health.finding import FAILS, NOTE, OK, Finding
 from .health.folder_checks import check_folder
@@ -57,6 +57,8 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     Raises:
         CheckpointConfigError: ROOT is empty, or a URL whose scheme has no package here; or an option is invalid
     """
+    if parsed.root is not None and is_override(parsed.root) and not os.path.lexists(parsed.root):
+        raise CheckpointConfigError(f"'{parsed.root}' is no folder; did you mean --config {parsed.root}?")
     job = _job(parsed)
     images = None if job is None or job.settings.recovery.mode is RecoveryMode.none else job.images
     findings = [*check_machine(), *check_memory(images), *check_packages()]

@@ -10,7 +10,7 @@ from ..errors import CheckpointConfigError
 #: More would be a mistake.
 _MOST = 100_000
 #: A name, whose numbers may be in brackets: `node[01-16,20]`.
-_PART = re.compile(r"([\w.-]+)?(?:\[([\d,-]+)\])?([\w.-]*)")
+_PART = re.compile(r"(\w[\w.-]*)?(?:\[([\d,-]+)\])?([\w.-]*)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 

@@ -334,6 +334,7 @@ def test_the_newest_checkpoint_tells_how_large_the_state_is(
     ("words", "text"),
     [
         ("--hosts 3", "error: --hosts=3 is for checking a config; type one too, such as --config +recipe=many_hosts."),
+        ("checkpoint/recovery=peers", "is no folder; did you mean --config checkpoint/recovery=peers?"),
         ("--config checkpoint/recovry=peers", "Did you mean checkpoint/recovery=peers?"),
         ("--config checkpoint/recovery=peers --hosts n[1-", "is not a number of hosts, and not their names; type --h"),
         ("--config checkpoint/recovery=peers --ranks 0", "error: --ranks=0 must be above 0."),

@@ -261,6 +261,8 @@ def test_a_run_with_another_preset_is_refused(capsys: pytest.CaptureFixture[str]
         ("--state 1TB --link 10", "error: --link=10 has no unit; type one, as in --link=10GB/s."),
         ("--state 1TB --hsts 4", "error: ckpt plan does not take '--hsts'; did you mean --hosts?"),
         ("--state 1TB --config checkpoint/recovry=peers", "Did you mean checkpoint/recovery=peers?"),
+        ("--state 1TB checkpoint/recovery=peers", "did you mean --config checkpoint/recovery=peers?"),
+        ("--state 1TB --hosts -4", "error: --hosts=-4 is not a number of hosts"),
         ("--state 1TB --config asink", "error: There is no checkpoint=asink."),
         ("--state 1TB --config sync --preset sync", "error: sync and sync are two presets"),
         ("--state 1TB --config checkpoint/recovery=host checkpoint.recovery.every_steps=5", "type --step=1.5s, or"),
