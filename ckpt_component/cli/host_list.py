@@ -10,7 +10,7 @@ from ..errors import CheckpointConfigError
 #: More would be a mistake.
 _MOST = 100_000
 #: A name, whose numbers may be in brackets: `node[01-16,20]`.
-_PART = re.compile(r"(\w[\w.-]*)?(?:\[([\d,-]+)\])?([\w.-]*)")
+_PART = re.compile(r"(\w[\w.-]*)?(?:\[([\d,-]+)\]([\w.-]*))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -39,7 +39,7 @@ def _names(part: str, text: str) -> Iterator[str]:
             f"--hosts={text} is not a number of hosts, and not their names; type --hosts=8, --hosts=node1,node2 or "
             "--hosts=node[1-8]."
         )
-    before, numbers, after = match[1] or "", match[2], match[3]
+    before, numbers, after = match[1] or "", match[2], match[3] or ""
     if numbers is None:
         yield part
         return
