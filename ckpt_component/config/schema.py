@@ -124,7 +124,7 @@ class Local:
     """A fast folder that checkpoints are saved to first. They are uploaded to `checkpoint.dir` in the background."""
 
     dir: str | None = field(default=None, metadata={"path": True})
-    """A fast folder to save to, which all ranks must see; null: save to `checkpoint.dir` itself."""
+    """A fast folder to save to, one for all ranks or one on each host; null: save to `checkpoint.dir` itself."""
     keep_last: int = at_least(1, 2)
     """Keep this many of the newest, and those of `keep.best`, in `local.dir`. In `checkpoint.dir`, `keep` applies."""
 

@@ -42,6 +42,8 @@ from ..core.options import Commit, Durability, OnLag, ReadMode, RecoveryMode, Re
 from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.unchanged_tensors import UnchangedTensors
+from ..core.storage.files import FileStorage, local_files
+from ..core.storage.host_folders import HostFolders
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -66,6 +68,7 @@ from .recorded_config import recorded_config
 from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
 
 if TYPE_CHECKING:
+    from ..managing.host_tier import HostTier
     from .recovery import SnapshotParts
 
 logger = logging.getLogger(__name__)
@@ -170,6 +173,7 @@ def build_manager(
         storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings))
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
     checkpointer, restorer, exports, uploads = None, None, None, None
+    tier: HostTier | None = None
     ranks: Coordinator = LocalCoordinator()
     run = RunContext(storages[0], absolute(roots[0]), names, ranks, timeouts, best)
     if settings.enabled:
@@ -209,7 +213,12 @@ def build_manager(
             )
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
-                run = replace(run, fs=storages[0], root=roots[0], remote=run)
+                disk = local_files(storages[0])
+                if run.hosts.several and disk is not None and not own_storage:
+                    tier = _host_tier(disk, roots[0], run, saves=save.enabled)
+                    storages[0], roots[0] = tier.storage, tier.root
+                    storage_of = partial(_storage_in, storages[0], storage_of)
+                run = replace(run, fs=storages[0], root=roots[0], remote=run, elsewhere=storage_of)
                 if save.enabled and ranks.is_leader:
                     uploads = _uploads(settings, run, keep)
                 keep = RetentionPolicy(settings.local.keep_last)
@@ -225,7 +234,8 @@ def build_manager(
             saves_to = run.fs
             shown = _progress(ranks)
             place_of = (lambda _: saves_to) if run.memory is None else partial(_place_of, saves_to, run.memory)
-            context = SaveContext(ranks, place_of, timeouts, folder, policy, events, shown)
+            unseen = frozenset[int]() if tier is None else tier.unseen
+            context = SaveContext(ranks, place_of, timeouts, folder, policy, events, shown, unseen=unseen)
             base = _base(settings, storage_of)
             find = BaseFiles(partial(_bases, roots[0], base, job), saves_to, names).find
             kept_run = run if save.enabled else None
@@ -233,8 +243,10 @@ def build_manager(
             restorer = Restorer(checkpointer, folder, save.enabled, None if snapshots is None else snapshots.earlier)
         except BaseException:
             ranks.close()
+            if tier is not None:
+                tier.close(waits=False)
             raise
-    manager = CheckpointManager(checkpointer, run, save, restorer, exports, uploads)
+    manager = CheckpointManager(checkpointer, run, save, restorer, exports, uploads, tier)
     record(manager)
     return manager
 
@@ -379,6 +391,24 @@ def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:
     from .recovery import SnapshotParts  # which runs without recovery need not wait for
 
     return SnapshotParts(settings)
+
+
+def _host_tier(files: FileStorage, folder: str, run: RunContext, *, saves: bool) -> HostTier:
+    """The local folders of several hosts; raises as `HostTier.begin`."""
+    from ..managing.host_tier import HostTier  # which runs on one host need not wait for
+
+    tier = HostTier(files, folder, run.ranks, run.hosts, run.timeouts)
+    try:
+        tier.begin(saves=saves)
+    except BaseException:
+        tier.close(waits=False)
+        raise
+    return tier
+
+
+def _storage_in(storage: Storage, elsewhere: Callable[[str], Storage], path: str) -> Storage:
+    """A storage for the paths in it, and that of others elsewhere."""
+    return storage if isinstance(storage, HostFolders) and storage.holds(path) else elsewhere(path)
 
 
 def _place_of(storage: Storage, memory: RunContext, path: str) -> Storage:

@@ -15,7 +15,7 @@ from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.image_count import ImageCount
 from ..config.schema import Checkpoint
 from ..core.coordination import Coordinator, Hosts
-from ..core.coordination.addresses import address_towards, is_loopback, own_address
+from ..core.coordination.addresses import offered_address, reachable
 from ..core.options import RecoveryMode
 from ..core.storage.memory.host_memory import HostMemory
 from ..core.storage.memory.job_keepers import JobKeepers
@@ -122,7 +122,7 @@ class SnapshotParts:
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
         deadline = ranks.clock.now() + run.timeouts.stage
-        begun = ranks.decide("peers/begin", _address(), _begin, deadline)
+        begun = ranks.decide("peers/begin", offered_address(), _begin, deadline)
         return PeerMap(
             of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
             unseen=hosts.elsewhere(ranks.rank),
@@ -165,30 +165,14 @@ class SnapshotParts:
             logger.warning(text, ", ".join(unknown), ", ".join(names))
 
 
-def _address() -> str:
-    """Where other hosts reach this one; empty, with a warning: nowhere."""
-    try:
-        return own_address()
-    except OSError as error:
-        logger.warning("the address by which other hosts reach this one cannot be found: %s", error)
-        return ""
-
-
 def _begin(addresses: Sequence[str]) -> dict[str, Any]:
-    """On the leading rank: what the keepers of all ranks need to know each other.
-
-    Who reaches the job's store by the loopback is on this host, and others need another address of it.
-    """
+    """On the leading rank: what the keepers of all ranks need to know each other."""
     if "" in addresses:
         raise CheckpointConfigError(
             f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its "
             "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
         )
-    far = next((address for address in addresses if not is_loopback(address)), None)
-    if far is not None:
-        own = address_towards(far)
-        addresses = [own if is_loopback(address) else address for address in addresses]
-    return {"secret": secrets.token_hex(32), "addresses": addresses}
+    return {"secret": secrets.token_hex(32), "addresses": reachable(addresses)}
 
 
 def _nothing() -> None:

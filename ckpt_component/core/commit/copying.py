@@ -31,7 +31,7 @@ _STEP_BYTES = 64 << 20
 #: The same where the bytes go through memory, or at a bounded rate.
 _SMALL_STEP_BYTES = 8 << 20
 #: Values of a manifest that belong to one commit; the copy has its own.
-_OF_COMMIT = frozenset({"attempt", "at", "files", "version"})
+_OF_COMMIT = frozenset({"attempt", "at", "files", "hosts", "version"})
 
 
 @dataclass(frozen=True)
