@@ -199,8 +199,7 @@ def _simulate(job: _Job) -> None:
     for module, name, value in (
         (at_peers, "threading", SimulatedThreading(running)),
         (recovery, "MemoryCaller", _NoKeeper),
-        (recovery, "own_address", lambda: "10.100.100.100"),
-        (recovery, "address_towards", lambda _: "10.100.100.100"),
+        (recovery, "offered_address", lambda: "10.100.100.100"),
         (peer_memory, "tokens_of", lambda _: [_TOKEN]),
         (peer_memory, "keepers_of", lambda _: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
     ):
