@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ...errors import (
@@ -67,7 +67,9 @@ class ManifestCommit(CommitProtocol):
         """The folder of the attempt, which stays."""
         return attempt.staging
 
-    def manifest_fields(self, attempt: Attempt) -> Mapping[str, Any]:
+    def manifest_fields(
+        self, attempt: Attempt, ranks: Sequence[Mapping[str, Any]], sidecars: Collection[str]
+    ) -> Mapping[str, Any]:
         return {"at": attempt.token}
 
     def commit(self, attempt: Attempt, manifest: bytes, timeout: float) -> None:
