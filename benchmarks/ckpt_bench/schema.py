@@ -22,7 +22,7 @@ from ckpt_component.config.hydra.store import (
     registered,
     store_files,
 )
-from ckpt_component.config.quantities import SECONDS
+from ckpt_component.config.quantities import BYTES, SECONDS
 from ckpt_component.config.schema import above, at_least
 from ckpt_component.core.spelling import invalid_choice
 from ckpt_component.core.storage.locate import expanded
@@ -38,6 +38,7 @@ _TRAINED = ("large", "tiny")
 #: Numbers of ranks, if none are given.
 _RANKS = (1, 2, 10, 30, 100, 300, 1_000)
 _RANKS_KILLED = (1, 2)
+_HOSTS = (2, 4)
 _FOLDERS = ("dir", "tmpfs_dir", "peers_dir", "results")
 
 
@@ -49,6 +50,7 @@ class Action(Enum):
     peers = "peers"
     growth = "growth"
     recovery = "recovery"
+    hosts = "hosts"
 
 
 class Device(Enum):
@@ -65,7 +67,7 @@ class Bench:
     action: Action = Action.run
     """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
     `growth`: measure what grows with the number of items and of ranks; `recovery`: kill jobs, and measure how they
-    come back."""
+    come back; `hosts`: copies to peers beside a plain TCP stream, and loads whose hosts read each byte once."""
     state: Any = field(default_factory=lambda: ["large"])
     """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
     target: Any = field(default_factory=lambda: ["disk"])
@@ -103,7 +105,9 @@ class Bench:
     """For `growth`: numbers of tensors of one rank; `[]` leaves them out."""
     ranks: Any = None
     """Numbers of ranks. For `growth`, from 1 to 1,000 by default: rank 0 is a process, threads of others are the rest,
-    and `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes."""
+    and `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes. For `hosts`, 2 and 4: one rank each."""
+    storage_rate: float = above(0, 0.5e9, BYTES)
+    """For `hosts`: bytes in a second that storage gives to all hosts together."""
     results: str | None = None
     """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
 
@@ -140,7 +144,8 @@ def read(config: DictConfig) -> BenchRequest:
         folders = {key: expanded(values[key], key) for key in _FOLDERS if isinstance(values[key], str)}
     bench = read_values(Bench, {**values, **folders}, "")
     kills = bench.action is Action.recovery
-    ranks = [*(_RANKS_KILLED if kills else _RANKS)] if bench.ranks is None else bench.ranks
+    usual = {Action.recovery: _RANKS_KILLED, Action.hosts: _HOSTS}.get(bench.action, _RANKS)
+    ranks = [*usual] if bench.ranks is None else bench.ranks
     return BenchRequest(
         bench=bench,
         states=_names("state", bench.state, _TRAINED if kills else list(STATES)),

@@ -19,8 +19,11 @@ from .read_plan import Batch
 
 logger = logging.getLogger("ckpt_component.readers")
 
-#: Most batches that a rank takes ahead of what its reads wait for.
-AHEAD = 8
+#: Most batches that a rank reads or takes ahead of what its reads wait for. Storage has something to do as long as
+#: they are on their way, however late a busy processor passes one on.
+_AHEAD = 16
+#: Most batches that come at the same time.
+_MOST_THREADS = 8
 
 
 class Arrivals:
@@ -36,7 +39,7 @@ class Arrivals:
 
     Attributes:
         wanted: numbers of the batches that this rank wants some of, in order
-        changed: for all waits for something here; notified when a batch comes, or is needed
+        changed: for waits for a place, of batches to be read or taken; notified when there may be one
         is_broken: whether a message may still be on its way when all threads that could end have ended
     """
 
@@ -53,7 +56,9 @@ class Arrivals:
         self._plan, self._rank, self._messages, self._run = plan, rank, messages, run
         self._waits, self._lasts = waits, lasts
         self.wanted = [number for number, batch in enumerate(plan) if rank in batch.ranks]
-        self.changed = threading.Condition()
+        # Two of one lock, so that a batch that comes wakes nobody but those who read it.
+        lock = threading.RLock()
+        self.changed, self._came = threading.Condition(lock), threading.Condition(lock)
         self.is_broken = False
         self._place = {number: place for place, number in enumerate(self.wanted)}
         self._to_take = deque(number for number in self.wanted if plan[number].reader != rank)
@@ -72,7 +77,7 @@ class Arrivals:
     def start(self, left: Mapping[int, int]) -> None:
         """Begin to take; argument as for `Passing.start`."""
         self._left = dict(left)
-        for _ in range(min(AHEAD, len(self._to_take))):
+        for _ in range(min(_MOST_THREADS, len(self._to_take))):
             self._run(self._receive)
 
     def take(self, number: int) -> memoryview | None:
@@ -81,16 +86,17 @@ class Arrivals:
         # A rank that hangs in a read of its own tries it once more before the others give it up.
         seconds = self._waits / 2 if reader == self._rank else self._waits
         with self.changed:
-            self._needed = max(self._needed, self._place[number])
+            if self._place[number] > self._needed:
+                self._needed = self._place[number]
+                self.changed.notify_all()
             self._awaited.append(number)
-            self.changed.notify_all()
             try:
                 while number not in self._arrived:
                     left = max(began, self._moved) + seconds - time.monotonic()
                     # Who is to send a later batch may itself wait for the first one.
                     if left <= 0 and number == min(self._awaited):
                         break
-                    self.changed.wait(left if left > 0 else seconds)
+                    self._came.wait(left if left > 0 else seconds)
             finally:
                 self._awaited.remove(number)
             if number in self._arrived:
@@ -125,7 +131,7 @@ class Arrivals:
             if number not in self._arrived:
                 self._arrived[number] = None if self._is_drained else data
                 self._moved = time.monotonic()
-                self.changed.notify_all()
+                self._came.notify_all()
 
     def _receive(self) -> None:
         while (number := self._next()) is not None:
@@ -157,7 +163,7 @@ class Arrivals:
         return None
 
     def _is_near(self, number: int) -> bool:
-        return self._is_drained or self._place[number] <= self._needed + AHEAD
+        return self._is_drained or self._place[number] <= self._needed + _AHEAD
 
     def _give_up(self, reader: int) -> None:
         """Wait no longer for a rank. The threads that wait for what it sends cannot be called back: others go on."""
@@ -177,6 +183,7 @@ class Arrivals:
             missing = [n for n in self.wanted if self._plan[n].reader == reader and n not in self._arrived]
             self._arrived.update(dict.fromkeys(missing))
             self._moved = time.monotonic()
+            self._came.notify_all()
             self.changed.notify_all()
         nbytes = amount(sum(self._plan[number].nbytes for number in missing))
         logger.warning("rank %d passes nothing on: %s; %s are read from storage instead", reader, why, nbytes)
