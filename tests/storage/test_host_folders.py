@@ -7,7 +7,7 @@ import errno
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.faults.failpoints import EFFECTS
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.memory.keepers import KeptFile
 from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.storage import Storage
@@ -71,9 +72,17 @@ class MortalKeeper(PeerKeeper):
         super().__init__(place, SECRET, now=False)
         self._disk = disk
 
-    def _asked(self, ask: str, data: bytes = b"", **arguments: Any) -> Any:
+    def listed(self, prefix: str) -> list[KeptFile]:
         self._disk.live()
-        return super()._asked(ask, data, **arguments)
+        return super().listed(prefix)
+
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        self._disk.live()
+        super().put(path, data, new=new)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._disk.live()
+        super().delete(paths)
 
 
 @pytest.fixture
