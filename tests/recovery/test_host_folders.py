@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import Life, live, lose
+from snapshots import Life, finish_lives, live, lose, start_lives
 
 pytestmark = [pytest.mark.usefixtures("left_on_purpose"), pytest.mark.slow]
 
@@ -114,3 +114,42 @@ def test_hosts_that_share_a_folder_go_on_from_it(tmp_path: Path) -> None:
     after = live(tmp_path, **plan)
     has(after, 3, before)
     assert "all hosts share one folder" in after[0].output
+
+
+@pytest.fixture
+def dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the process that does this operation die with it."""
+
+    def at(operation: str) -> None:
+        monkeypatch.setenv("CKPT_FAILPOINT", f"{operation}:action=kill")
+        monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "operations"))
+
+    return at
+
+
+def test_a_host_that_dies_before_it_has_the_manifest_has_the_checkpoint(
+    dies: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies("replace:process=trainer:path=disks/b/run/iter_0000003/manifest.json")
+    lives = run(tmp_path, ["a", "b", "b"], steps=3, durable=[3], end="kill", together=False)
+    assert "is not on all hosts" in lives[0].output
+    assert not (disk(tmp_path, "b") / "iter_0000003" / "manifest.json").exists()
+    monkeypatch.delenv("CKPT_FAILPOINT")
+    after = run(tmp_path, ["a", "b", "b"])
+    assert {life.restored for life in after} == {(3, "storage")}
+    assert after[0].told["began"] == lives[0].told["digests"]["3"]
+
+
+def test_a_host_that_dies_while_it_writes_leaves_the_step_before(
+    dies: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies("sync_folder:process=trainer:path=disks/b/run/iter_0000003")
+    ranks = start_lives(
+        tmp_path, hosts=["a", "b", "b"], recovery=False, steps=3, durable=[2, 3], overrides=local(tmp_path)
+    )
+    lives = finish_lives(ranks)
+    assert all(life.code != 0 for life in lives) and "3" not in lives[0].told.get("digests", {})
+    monkeypatch.delenv("CKPT_FAILPOINT")
+    after = run(tmp_path, ["a", "b", "b"], steps=3, durable=[3])
+    assert {life.restored for life in after} == {(2, "storage")}
+    has(run(tmp_path, ["a", "b", "b"]), 3, after)

@@ -169,6 +169,15 @@ def test_a_lost_folder_leaves_a_part_that_a_new_save_replaces(cluster: Cluster) 
     assert committed(cluster.storages[3], cluster.root) == [3]
 
 
+def test_a_manifest_alone_is_a_part_and_can_be_deleted(cluster: Cluster) -> None:
+    cluster.save(3)
+    folder = cluster.folders["b"]
+    FileStorage().remove_tree(str(folder / "iter_0000003" / "01020304-0a0b0c0d-o"))
+    assert scan_steps(FileStorage(), str(folder), MEGATRON).parts.keys() == {3}
+    assert scan_steps(cluster.storages[0], cluster.root, MEGATRON).parts.keys() == {3}
+    assert discard(FileStorage(), str(folder / "iter_0000003")) and not (folder / "iter_0000003").exists()
+
+
 def test_what_another_host_has_of_an_older_attempt_does_not_count(cluster: Cluster) -> None:
     cluster.save(3)
     FileStorage().remove_tree(str(cluster.folders["a"]))  # the leading rank is on a new disk
