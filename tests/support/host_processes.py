@@ -44,7 +44,7 @@ class HostProcesses:
         renames = self.values.get("atomic_rename", True)
         self.storage = storage_at(self.target, durable=False, atomic_rename=renames)
         self.running: dict[str, Child] = {}
-        self._started: list[Child] = []
+        self.begun: list[Child] = []
         self.messages: list[dict[str, Any]] = []
 
     def start(self, *hosts: str, **values: Any) -> None:
@@ -61,11 +61,11 @@ class HostProcesses:
             )
             self.running[host] = start_in_background("ckpt_component.background.upload_process", asdict(policy))
             self.running[host].hang_up()
-            self._started.append(self.running[host])
+            self.begun.append(self.running[host])
 
     def close(self) -> None:
         """End all processes, whatever they do."""
-        for process in self._started:
+        for process in self.begun:
             if process.alive:
                 os.kill(process.pid, signal.SIGCONT)
             process.end(0)
