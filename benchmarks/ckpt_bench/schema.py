@@ -38,6 +38,7 @@ _TRAINED = ("large", "tiny")
 #: Numbers of ranks, if none are given.
 _RANKS = (1, 2, 10, 30, 100, 300, 1_000)
 _RANKS_KILLED = (1, 2)
+_HOSTS = (2, 10, 30, 100, 300, 1_000, 4_096)
 _FOLDERS = ("dir", "tmpfs_dir", "peers_dir", "results")
 
 
@@ -64,7 +65,7 @@ class Bench:
 
     action: Action = Action.run
     """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
-    `growth`: measure what grows with the number of items and of ranks; `recovery`: kill jobs, and measure how they
+    `growth`: measure what grows with the number of items, ranks and hosts; `recovery`: kill jobs, and measure how they
     come back."""
     state: Any = field(default_factory=lambda: ["large"])
     """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
@@ -104,6 +105,8 @@ class Bench:
     ranks: Any = None
     """Numbers of ranks. For `growth`, from 1 to 1,000 by default: rank 0 is a process, threads of others are the rest,
     and `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes."""
+    hosts: Any = field(default_factory=lambda: [*_HOSTS])
+    """For `growth`: numbers of hosts, each with one rank and copies at a peer, all simulated; `[]` leaves them out."""
     results: str | None = None
     """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
 
@@ -146,7 +149,11 @@ def read(config: DictConfig) -> BenchRequest:
         states=_names("state", bench.state, _TRAINED if kills else list(STATES)),
         targets=_names("target", bench.target, TARGETS),
         rows=_restart_rows(bench.rows) if kills else _saving_rows(bench.rows),
-        sizes={"items": _sizes("items", bench.items), "ranks": _sizes("ranks", ranks)},
+        sizes={
+            "items": _sizes("items", bench.items),
+            "ranks": _sizes("ranks", ranks),
+            "hosts": _sizes("hosts", bench.hosts),
+        },
     )
 
 

@@ -45,9 +45,12 @@ class NewestStays:
         """Called before the first snapshot.
 
         Args:
-            keeper: calls this rank's keeper; used only within `whole`
+            keeper: calls this rank's keeper; used only within `prepare`
             then: to be called, on another thread, when fewer snapshots stay
         """
+
+    def prepare(self) -> None:
+        """On the lane for memory: a snapshot is about to be written, by a keeper that has started."""
 
     def whole(self, report: SaveReport) -> None:
         """On all ranks, on the lane for memory: the snapshot of a save is whole."""
@@ -118,6 +121,7 @@ class SnapshotsAtPeers(NewestStays):
         self._timeouts = timeouts
         self._events = events
         self._on_first = on_first
+        self._place: PeerAddress | None = None
         #: For what follows, which two threads change.
         self._changed = threading.Condition()
         self._last = _Whole()
@@ -134,12 +138,15 @@ class SnapshotsAtPeers(NewestStays):
         # A daemon: the end of the run does not wait for what is being sent.
         threading.Thread(target=self._run, name="ckpt-peers", daemon=True).start()
 
+    def prepare(self) -> None:
+        """See the base class. A snapshot is whole when rank 0 says so, and from then on all hosts may look for it."""
+        self._place = self._listening()
+
     def whole(self, report: SaveReport) -> None:
         """See the base class."""
         super().whole(report)
-        place = self._listening()
         with self._changed:
-            self._last = _Whole(self._last.number + 1, report, place)
+            self._last = _Whole(self._last.number + 1, report, self._place)
             self._reports = {path: told for path, told in self._reports.items() if path == self._sent}
             self._reports[report.path] = report
             self._changed.notify_all()

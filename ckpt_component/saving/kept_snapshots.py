@@ -192,6 +192,7 @@ class KeptSnapshots(SaveAttempts):
         snapshot = staged.snapshot
         try:
             self._keeper.prepare(self._start_timeout)  # the commit begins in the keeper of rank 0
+            self._stays.prepare()
         except CheckpointError as error:
             staged = replace(staged, snapshot=None, error=error)  # so that all ranks hear of it
         committed = super().run(staged, attempt, number)

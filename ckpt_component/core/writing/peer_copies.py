@@ -96,6 +96,7 @@ def send_copy(
         header = {
             "ask": "replica",
             "rank": rank,
+            "host": host_name(),
             "path": path,
             "seconds": deadline - time.monotonic(),
             "small": [[name, modified, len(content)] for name, modified, content in small],
