@@ -47,19 +47,24 @@ class HostProcesses:
         self.begun: list[Child] = []
         self.messages: list[dict[str, Any]] = []
 
+    def policy_of(self, host: str, **values: Any) -> UploadPolicy:
+        """What the process of a host uploads."""
+        return UploadPolicy(
+            str(self.folder / host),
+            self.target,
+            MEGATRON,
+            RetentionPolicy(last=1),
+            hosts=tuple(self.hosts),
+            host=host,
+            rank=self.hosts.index(host),
+            **{**self.values, **values},
+        )
+
     def start(self, *hosts: str, **values: Any) -> None:
+        """Start the processes of hosts; `values` are of their policy."""
         for host in hosts:
-            policy = UploadPolicy(
-                str(self.folder / host),
-                self.target,
-                MEGATRON,
-                RetentionPolicy(last=1),
-                hosts=tuple(self.hosts),
-                host=host,
-                rank=self.hosts.index(host),
-                **{**self.values, **values},
-            )
-            self.running[host] = start_in_background("ckpt_component.background.upload_process", asdict(policy))
+            policy = asdict(self.policy_of(host, **values))
+            self.running[host] = start_in_background("ckpt_component.background.upload_process", policy)
             self.running[host].hang_up()
             self.begun.append(self.running[host])
 
