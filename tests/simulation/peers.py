@@ -478,6 +478,10 @@ class PeerLife(Life):
     def new_job(self, number: int, count: int) -> PeerJob:
         return PeerJob(self, number, count)
 
+    def pause_after(self, number: int) -> float:
+        """Longer and longer, as links heal."""
+        return min(4.0 ** (number - 1), 40.0)
+
     def operation(self, process: SimulatedProcess, what: str) -> None:
         if process is self._launcher:
             return
