@@ -35,7 +35,7 @@ from ..storage.memory.keepers import LocalPiece
 from ..storage.memory.kept_files import ImageRange, KeptFiles, OpenImage
 from ..storage.memory.peer_sockets import PeerAddress, connect_to_peer
 from .range_writer import SumCursor, Throttle
-from .request import Lane
+from .write_table import Lane
 
 _CONNECT_SECONDS = 10.0
 #: How long who takes a copy waits for its next bytes, and for the end of a connection over which it has refused one.
