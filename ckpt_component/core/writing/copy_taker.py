@@ -24,7 +24,7 @@ from ..storage.memory.keeper_server import failure_of
 from ..storage.memory.kept_files import ImageRange, KeptFiles
 from .copy_memory import CopyBlock, CopyMemory
 from .range_writer import SumCursor
-from .request import Lane
+from .write_table import Lane
 
 #: How long a copy's next bytes may take, and the end of a connection over which one was refused.
 _STALL_SECONDS = 10.0
