@@ -274,6 +274,7 @@ class WriteRequest:
             the trainers die
         shared: files that are not written, because an earlier checkpoint has them
         kept: numbers of the files that later checkpoints may share, so that their checksums are returned
+        sees_all: whether the files of all ranks can be seen from here, so that the writer process can commit
     """
 
     fs: Storage
@@ -289,6 +290,7 @@ class WriteRequest:
     sidecars: Mapping[str, bytes] | None = None
     shared: Sequence[ReusedFile] = ()
     kept: Sequence[int] = ()
+    sees_all: bool = True
 
     def to_parts(self) -> tuple[dict[str, Any], list[memoryview]]:
         """Return JSON values and the bytes of the blobs.
@@ -315,6 +317,7 @@ class WriteRequest:
                 [each.file, each.held if isinstance(each.held, str) else None, list(each.sums)] for each in self.shared
             ],
             "kept": list(self.kept),
+            "sees_all": self.sees_all,
         }
         return plain, parts
 
@@ -349,6 +352,7 @@ class WriteRequest:
                 for file, path, sums in plain["shared"]
             ],
             kept=plain["kept"],
+            sees_all=plain["sees_all"],
         )
 
 
