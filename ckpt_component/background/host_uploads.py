@@ -11,7 +11,7 @@ from .upload_policy import UploadPolicy
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_SECONDS = 5.0
+_AGAIN_SECONDS = 1.0
 
 
 class HostUploads:
@@ -47,8 +47,9 @@ class HostUploads:
         elif "fenced" in message:
             logger.warning("uploads of %s have stopped: %s", host, message["fenced"])
         elif message.get("ended"):
-            text = "the process of the uploads of %s ended with code %d, and is started again in %g s"
-            logger.warning(text, host, message["ended"], _AGAIN_SECONDS)
+            logger.warning(
+                "the process of the uploads of %s ended with code %d; it is started again", host, message["ended"]
+            )
         elif "failed" in message and not self._failed:
             self._failed = True
             text = "%s cannot send its files to %s, and tries again: %s"

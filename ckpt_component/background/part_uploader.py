@@ -13,6 +13,7 @@ from ..core.commit.copying import copy_part
 from ..core.commit.fencing import check_owner, read_owner
 from ..core.commit.host_parts import part_of
 from ..core.commit.manifest import data_folder, read_manifest
+from ..core.commit.names import MANIFEST
 from ..core.commit.part_notes import Beat, PartNote, is_called, note_path, read_note, write_note
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, scan_steps
@@ -39,30 +40,33 @@ class PartUploader(Uploading):
 
     def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(policy, run, report)
-        #: Steps that the target was seen to have.
-        self._uploaded = set[int]()
-        #: Steps that are or may be in progress, when the target is looked at again, and after which pause then.
-        self._pending: list[int] = []
+        #: Tokens of the attempts whose steps the target was seen to have.
+        self._uploaded = set[str]()
+        #: Other steps with theirs, the newest first; when to look for them in the target, and after which pause then.
+        self._pending: dict[int, str] = {}
         self._look_at, self._pause = 0.0, _FIRST_LOOK_SECONDS
+        #: When the manifests of the local folder were made.
+        self._seen = dict[str, float]()
         #: When to look, once the run has ended, whether anything is left to do.
         self._end_at = 0.0
         #: Whether the run was seen to own the target.
         self._owned = False
 
     def _next(self, local: Scan, *, ended: bool) -> int | None:
-        pending = [step for step in reversed(local.committed) if step not in self._uploaded]
+        tokens = {step: str(local.manifests[step]["attempt"]) for step in reversed(local.committed)}
+        pending = {step: token for step, token in tokens.items() if token not in self._uploaded}
         if pending != self._pending:
             self._pending, self._look_at, self._pause = pending, 0.0, _FIRST_LOOK_SECONDS
-        if not pending or time.monotonic() < self._look_at or not self._owns_target():
+        if not pending or time.monotonic() < self._look_at:
             return None
-        for step in pending:
+        self._look_at = time.monotonic() + self._pause
+        self._pause = min(1.5 * self._pause, _LONGEST_LOOK_SECONDS)
+        for step, token in pending.items() if self._owns_target() else ():
             if read_manifest(self._storage, self._path(self._policy.target, step)) is not None:
-                self._uploaded.add(step)
+                self._uploaded.add(token)
                 self._end_at = 0.0
             elif self._is_wanted(step, local):
                 return step
-        self._look_at = time.monotonic() + self._pause
-        self._pause = min(1.5 * self._pause, _LONGEST_LOOK_SECONDS)
         return None
 
     def _is_wanted(self, step: int, local: Scan) -> bool:
@@ -79,8 +83,20 @@ class PartUploader(Uploading):
             target = scan_steps(self._storage, self._policy.target, self._policy.names)
             if self._policy.next_step(local, target, ended=True) is None:
                 return False
-        time.sleep(_LOOK_SECONDS)
-        return True
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            if self._has_changed() or self._run.ended.is_set() or (self._pending and time.monotonic() >= self._look_at):
+                return True
+
+    def _has_changed(self) -> bool:
+        """Whether the local folder has other checkpoints than at the last call. Reads nothing."""
+        before, self._seen = self._seen, {}
+        for name in self._local.names(self._policy.source):
+            if self._policy.names.step_of(name) is not None:
+                with contextlib.suppress(FileNotFoundError):  # it comes last, or the step has just been deleted
+                    manifest = os.path.join(self._policy.source, name, MANIFEST)
+                    self._seen[name] = self._local.modified(manifest)
+        return self._seen != before
 
     def _owns_target(self) -> bool:
         """Whether the run has taken the target. Raises CheckpointFencedError if another run has since."""

@@ -20,6 +20,7 @@ _PROCESS = "ckpt_component.background.upload_process"
 
 #: For the process to notice that its time is over.
 _LEAVE_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 300.0
 
 
 class UploadChild:
@@ -28,7 +29,8 @@ class UploadChild:
     Args:
         policy: what to upload
         take: called with each message, in the thread; the last one of a process is its exit code, `ended`
-        again_after: seconds after which a process that was killed is started again; None: by the next `start`
+        again_after: seconds after which a process that was killed is started again, and twice as many the next time if
+            it said nothing; None: by the next `start`
     """
 
     def __init__(
@@ -82,11 +84,14 @@ class UploadChild:
 
     def _follow(self, process: Child) -> None:
         """Receive the messages of the process until it ends, and of those that are started in its place."""
+        pause = self._again_after
         while True:
             while (frame := process.receive()) is not None:
                 self._take(frame[0])
+                pause = self._again_after
             code = process.end(_LEAVE_SECONDS)
             self._take({"ended": code})
-            if not code or self._again_after is None or self._ended.wait(self._again_after):
+            if not code or pause is None or self._ended.wait(pause):
                 return
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             process = self._launch()

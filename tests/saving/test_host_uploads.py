@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from host_processes import SECONDS, HostProcesses
 from parted import save_on_hosts
 from strides import first_of
 
 from ckpt_component import build_manager
+from ckpt_component.background.host_uploads import HostUploads
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.part_notes import PartNote, note_path, write_note
@@ -49,8 +52,14 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("atomic_rename", [True, False])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("count", "atomic_rename"),
+    [
+        (2, True),
+        pytest.param(3, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (3, True))),
+    ],
+)
 def test_a_checkpoint_of_several_hosts_gets_there_whole(
     uploads: Callable[..., HostProcesses], count: int, atomic_rename: bool
 ) -> None:
@@ -82,6 +91,7 @@ def test_a_host_without_a_process_leaves_the_step_not_uploaded_until_it_has_one(
     assert len(job.told("began")) >= 4  # the leader has tried again
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_is_waited_for_no_longer_than_that_and_goes_on_later(
     uploads: Callable[..., HostProcesses],
 ) -> None:
@@ -97,6 +107,7 @@ def test_a_process_that_is_stopped_is_waited_for_no_longer_than_that_and_goes_on
     assert job.committed() == [2]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_goes_on_with_the_files_that_are_there(uploads: Callable[..., HostProcesses]) -> None:
     job = uploads(steps=[1])
     attempt, manifest = job.attempt(1)
@@ -132,6 +143,7 @@ def make_wrong_bytes(folder: str, manifest: dict[str, Any]) -> None:
             Path(folder, entry["name"]).write_bytes(b"?" * entry["size"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("atomic_rename", [True, False])
 @pytest.mark.parametrize(
     ("make", "text"),
@@ -162,6 +174,7 @@ def test_a_host_that_says_what_is_not_so_is_not_believed(
     assert job.committed() == [1]
 
 
+@pytest.mark.slow
 def test_another_run_that_takes_the_target_stops_all_hosts(uploads: Callable[..., HostProcesses]) -> None:
     job = uploads(max_bytes_per_second=4000, silent_seconds=0.3)
     job.start(*job.hosts)
@@ -173,6 +186,7 @@ def test_another_run_that_takes_the_target_stops_all_hosts(uploads: Callable[...
     assert job.committed() == []
 
 
+@pytest.mark.slow
 def test_another_run_that_takes_the_local_folder_of_a_host_stops_its_process(
     uploads: Callable[..., HostProcesses],
 ) -> None:
@@ -184,6 +198,7 @@ def test_another_run_that_takes_the_local_folder_of_a_host_stops_its_process(
     assert job.running["host-b"].wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_the_leading_host_alone_deletes_what_the_target_no_longer_keeps(
     uploads: Callable[..., HostProcesses], tmp_path: Path
 ) -> None:
@@ -216,6 +231,7 @@ def test_a_checkpoint_that_is_whole_in_the_leading_hosts_folder_is_uploaded_by_i
     assert Path(job.target, "iter_0000007").exists() and job.told("uploaded") == [7] and job.told("sent") == []
 
 
+@pytest.mark.slow
 def test_a_newer_step_does_not_wait_for_an_older_one_that_a_host_cannot_send(
     uploads: Callable[..., HostProcesses], tmp_path: Path
 ) -> None:
@@ -228,6 +244,7 @@ def test_a_newer_step_does_not_wait_for_an_older_one_that_a_host_cannot_send(
     assert job.committed() == [2]
 
 
+@pytest.mark.slow
 def test_damage_of_what_a_host_had_sent_before_is_found_by_itself(uploads: Callable[..., HostProcesses]) -> None:
     job = uploads(steps=[1])
     attempt, manifest = job.attempt(1)
@@ -240,6 +257,24 @@ def test_damage_of_what_a_host_had_sent_before_is_found_by_itself(uploads: Calla
     job.end()
     assert job.committed() == [1]
     assert [message["error"] for message in job.messages if message.get("host") == "host-b" and "failed" in message]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_started_again_by_the_rank_that_has_it(
+    uploads: Callable[..., HostProcesses], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    job = uploads(steps=[1])
+    sender = HostUploads(job.policy_of("host-b", max_bytes_per_second=2000))
+    sender.start()
+    job.start("host-a")
+    job.said("host-a", "began")
+    (process,) = [each for each in psutil.Process().children() if each.pid != job.running["host-a"].pid]
+    process.kill()
+    until(lambda: "the process of the uploads of host-b ended with code -9; it is started again" in caplog.text)
+    job.end()
+    sender.end(finish=True)
+    assert job.committed() == [1] and "iter_0000001: host-b sent its files in" in caplog.text
 
 
 @pytest.mark.turns(2)

@@ -44,28 +44,33 @@ class HostProcesses:
         renames = self.values.get("atomic_rename", True)
         self.storage = storage_at(self.target, durable=False, atomic_rename=renames)
         self.running: dict[str, Child] = {}
-        self._started: list[Child] = []
+        self.begun: list[Child] = []
         self.messages: list[dict[str, Any]] = []
 
+    def policy_of(self, host: str, **values: Any) -> UploadPolicy:
+        """What the process of a host uploads."""
+        return UploadPolicy(
+            str(self.folder / host),
+            self.target,
+            MEGATRON,
+            RetentionPolicy(last=1),
+            hosts=tuple(self.hosts),
+            host=host,
+            rank=self.hosts.index(host),
+            **{**self.values, **values},
+        )
+
     def start(self, *hosts: str, **values: Any) -> None:
+        """Start the processes of hosts; `values` are of their policy."""
         for host in hosts:
-            policy = UploadPolicy(
-                str(self.folder / host),
-                self.target,
-                MEGATRON,
-                RetentionPolicy(last=1),
-                hosts=tuple(self.hosts),
-                host=host,
-                rank=self.hosts.index(host),
-                **{**self.values, **values},
-            )
-            self.running[host] = start_in_background("ckpt_component.background.upload_process", asdict(policy))
+            policy = asdict(self.policy_of(host, **values))
+            self.running[host] = start_in_background("ckpt_component.background.upload_process", policy)
             self.running[host].hang_up()
-            self._started.append(self.running[host])
+            self.begun.append(self.running[host])
 
     def close(self) -> None:
         """End all processes, whatever they do."""
-        for process in self._started:
+        for process in self.begun:
             if process.alive:
                 os.kill(process.pid, signal.SIGCONT)
             process.end(0)
