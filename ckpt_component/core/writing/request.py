@@ -177,6 +177,7 @@ class WriteRequest:
             the trainers die
         shared: files that are not written, because an earlier checkpoint has them
         kept: numbers of the files that later checkpoints may share, so that their checksums are returned
+        sees_all: whether the files of all ranks can be seen from here, so that the writer process can commit
     """
 
     fs: Storage
@@ -192,6 +193,7 @@ class WriteRequest:
     sidecars: Mapping[str, bytes] | None = None
     shared: Sequence[ReusedFile] = ()
     kept: Sequence[int] = ()
+    sees_all: bool = True
 
     def to_parts(self) -> tuple[dict[str, Any], list[memoryview]]:
         """Return JSON values and the bytes of the blobs.
@@ -218,6 +220,7 @@ class WriteRequest:
                 [each.file, each.held if isinstance(each.held, str) else None, list(each.sums)] for each in self.shared
             ],
             "kept": list(self.kept),
+            "sees_all": self.sees_all,
         }
         return plain, parts
 
@@ -252,6 +255,7 @@ class WriteRequest:
                 for file, path, sums in plain["shared"]
             ],
             kept=plain["kept"],
+            sees_all=plain["sees_all"],
         )
 
 
