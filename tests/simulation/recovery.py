@@ -404,7 +404,11 @@ class Life:
             if was_whole and ((number > 2 and not self._troubles) or number == MOST_JOBS):
                 self.is_in_peace = True
                 return
-            clock.sleep(1.0)
+            clock.sleep(self.pause_after(number))
+
+    def pause_after(self, number: int) -> float:
+        """How long the launcher waits after a job."""
+        return 1.0
 
     def operation(self, process: SimulatedProcess, what: str) -> None:
         """Count an operation, and let happen what is to happen at it."""

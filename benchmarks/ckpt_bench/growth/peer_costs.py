@@ -62,10 +62,10 @@ def measure_hosts(count: int, saves: int, folder: str) -> Iterator[dict[str, flo
         Costs by the names of `costs.COSTS`.
     """
     logging.getLogger("ckpt_component").setLevel(logging.ERROR)
-    yield _Job(max(count, 2), saves).costs()
+    yield _PeerJob(max(count, 2), saves).costs()
 
 
-class _Job:
+class _PeerJob:
     """A run on so many hosts, which keeps `saves` snapshots, and then looks for them as the next run does."""
 
     def __init__(self, count: int, saves: int) -> None:
@@ -74,7 +74,7 @@ class _Job:
         self.simulation = Simulation(1)
         self.files = SimulatedFiles(Disk())
         self.store = SimulatedStore(self.simulation.process("agent"))
-        self.ranks = [_Rank(self, rank) for rank in range(count)]
+        self.ranks = [_RankAlone(self, rank) for rank in range(count)]
         #: What had gone over all connections, of rank 0 and of the others, at the end of each part.
         self.counts: list[tuple[Counts, Counts]] = []
         self._ready = 0
@@ -98,7 +98,7 @@ class _Job:
             **{f"restore_{name}": value for name, value in restore.items()},
         }
 
-    def count(self, rank: _Rank) -> None:
+    def count(self, rank: _RankAlone) -> None:
         """Wait for all ranks; the last one notes what has gone over the connections so far."""
         self._ready += 1
         target = -(-self._ready // len(self.ranks)) * len(self.ranks)
@@ -109,10 +109,10 @@ class _Job:
             rank.process.clock.sleep(_POLL)
 
 
-class _Rank:
+class _RankAlone:
     """One rank, on a host of its own."""
 
-    def __init__(self, job: _Job, rank: int) -> None:
+    def __init__(self, job: _PeerJob, rank: int) -> None:
         self._job, self.rank = job, rank
         self.process = job.simulation.process(f"rank {rank}")
         self.connection = CountedConnection(job.store.connect(self.process))
@@ -122,17 +122,18 @@ class _Rank:
         job, count = self._job, len(self._job.ranks)
         line = StoreConnection(self.connection, _SECONDS, opens=False, clock=self.process.clock)
         ranks = StoreCoordinator(RankStore(line, self.rank, count, "hosts/"), _SECONDS, _SECONDS)
-        events = _Arrivals(run=_TOKEN)
+        events = _CountedArrivals(run=_TOKEN)
         run = RunContext(job.files, _ROOT, MEGATRON, ranks, _TIMEOUTS, events=events, hosts=job.hosts)
         parts = recovery.SnapshotParts(_SETTINGS)
         run = parts.begin(run)
         job.count(self)
         lane = cast("partial[Any]", parts.lane(PersistentCaller(), DcpWriter(), ranks, run))
         stays = cast(SnapshotsAtPeers, lane.keywords["stays"])
-        stays.begin(cast(Any, _NoKeeper()), lambda: None)
+        stays.begin(lambda: None)
+        prepare = stays.preparation(cast(Any, _NoKeeper()))
         job.count(self)
         for number in range(1, job.saves + 1):
-            stays.prepare()
+            prepare(_SECONDS)
             stays.whole(SaveReport(f"{memory_root(_ROOT, _TOKEN)}/{MEGATRON.folder(number)}", step=number))
             while events.arrived < number:
                 self.process.clock.sleep(_POLL)
@@ -152,7 +153,7 @@ class _Rank:
         return Found([(step, path)], [[]], [], [], root, memory.elsewhere(root))._asdict()
 
 
-class _Arrivals(EventRecorder):
+class _CountedArrivals(EventRecorder):
     """Counts the snapshots that are at their peers."""
 
     arrived = 0
@@ -167,6 +168,9 @@ class _NoKeeper:
 
     def __init__(self, rank: Any = 0) -> None:
         self.rank = rank
+
+    def prepare(self, timeout: float) -> None:
+        """It runs."""
 
     def listen(self, secret: str, address: str, timeout: float) -> int:
         """The port."""
@@ -190,7 +194,7 @@ class _NoKeeper:
         """Nothing is open."""
 
 
-def _simulate(job: _Job) -> None:
+def _simulate(job: _PeerJob) -> None:
     """Have this process, which measures nothing else, run on simulated time, without keepers."""
 
     def running() -> SimulatedProcess:
