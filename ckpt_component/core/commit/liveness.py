@@ -47,12 +47,13 @@ class AttemptLock:
     Args:
         storage: the storage
         attempt: an attempt that has begun
+        holder: names who locks it again after a failure, of which a mark may have stayed; empty: nobody does
 
     Raises:
         OSError: the folder could be neither locked nor marked
     """
 
-    def __init__(self, storage: Storage, attempt: Attempt) -> None:
+    def __init__(self, storage: Storage, attempt: Attempt, holder: str = "") -> None:
         self._storage = storage
         self._attempt = attempt
         self._root = os.path.dirname(attempt.target)
@@ -60,9 +61,12 @@ class AttemptLock:
         self._touching: tuple[Thread, Latch] | None = None
         self._lock = _locked(storage, attempt.staging) if isinstance(storage, _WithLocks) else None
         if self._lock is None:
-            process = ProcessName.current().key
-            self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{process}.{new_token()}")
-            storage.close(storage.create(self._mark))
+            name = f"{ALIVE_PREFIX}{attempt.token}.{ProcessName.current().key}.{holder or new_token()}"
+            self._mark = os.path.join(self._root, name)
+            try:
+                storage.close(storage.create(self._mark))
+            except FileExistsError:  # this holder made it, and was told that it failed
+                storage.touch(self._mark)
             over = storage.clock.latch()
             self._touching = storage.clock.start("ckpt-alive", self._touch, self._mark, over), over
 
