@@ -58,24 +58,39 @@ until_true() {
     done
 }
 
-arrived() { [ "$(grep -c 'is at its peers$' logs/node0)" -ge 5 ] 2>/dev/null; }
+arrived() { [ "$(grep -c 'is at its peers$' logs/node0)" -ge 12 ] 2>/dev/null; }
 ended() { [ -z "$(jobs -pr)" ]; }
+# What the ranks have said since the last time.
+told() {
+    grep -h '^restored step\|^node[0-9]: ' logs/* | grep -v 'at its peers$' || true
+    mkdir -p logs/before && for log in logs/node?; do cat "$log" >>"logs/before/${log#logs/}" && : >"$log"; done
+}
 
-echo "1. node0, node1, node2 and node3 train. Each has copies of its snapshots on another one:"
+echo "1. node0, node1, node2 and node3 train. Each has a disk, and copies of its snapshots on another one:"
 train 100000 node0 node1 node2 node3
 until_true arrived
 grep 'is at its peers$' logs/node0 | tail -n 1
 CKPT_HOST=node3 CKPT_RUNTIME_DIR=$runtime "$python" -m ckpt_component.cli memory ls
 
-echo "2. node1 is lost, with all that it has in memory. The trainers of the others fail."
+echo "2. node1 is lost, with its memory and its disk. The trainers of the others fail."
 # shellcheck disable=SC2046 # numbers
 end $(processes node1)
-rm -r "$runtime/node1"
+rm -r "$runtime/node1" disks/node1
 until_true ended
+told >/dev/null
 
-echo "3. The job starts again, with node4 in its place:"
+echo "3. The job starts again, with node4 in its place, from memory:"
 train 10 node0 node4 node2 node3
 until_true ended
-grep -h ' from \|trained' logs/*
+told
+
+echo "4. All hosts restart: what was in memory is gone. The job goes on from their disks:"
+end $(processes)
+rm -rf "$runtime"
+train 3 node0 node4 node2 node3
+until_true ended
+told
+echo "The disk of node0 has a part of each checkpoint, checkpoint.dir all of it:"
+"$python" -m ckpt_component.cli ls disks/node0/run
 "$python" -m ckpt_component.cli ls shared/run
 echo "logs and checkpoints are in $PWD"
