@@ -17,8 +17,8 @@ from ckpt_component import CheckpointListener, LoadReport, SaveReport, build_man
 OVERRIDES = [
     "checkpoint/recovery=peers",
     "checkpoint.recovery.every_steps=1",  # a snapshot in memory after each step, and
-    "checkpoint.save.every_steps=10",  # after each tenth a checkpoint on the disk of each host, and from there to dir
-    "checkpoint.local.dir=disks/${oc.env:CKPT_HOST}/run",  # of one machine; else /scratch/run, the same on all
+    "checkpoint.save.every_steps=10",  # and after each tenth one on the disk of each host, uploaded to dir
+    "checkpoint.local.dir=disks/${oc.env:CKPT_HOST}/run",  # on several machines: /scratch/run
     "checkpoint.timeouts.heartbeat=10",  # s; a lost host is noticed sooner than usual
 ]
 PLACES = {"memory": "memory", "peer": "memory, also that of other hosts", "storage": "disk"}
@@ -41,11 +41,10 @@ dist.init_process_group("gloo")
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.set_num_threads(1)
 torch.manual_seed(0)
-module = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
-model = DistributedDataParallel(module)
+layers = (torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+model = DistributedDataParallel(torch.nn.Sequential(*layers))
 optimizer = torch.optim.AdamW(model.parameters())
 state = {"model": model, "optimizer": optimizer}
-
 with build_manager("async_persistent", OVERRIDES, dir="shared/run") as manager:
     manager.add_listener(Told())
     start = manager.restore(state) or 0
