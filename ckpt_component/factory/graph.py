@@ -19,8 +19,7 @@ import torch
 
 from .._version import __version__
 from ..background.exports import BackgroundExports
-from ..background.upload_policy import UploadPolicy
-from ..background.uploads import BackgroundUploads, LagPolicy
+from ..background.uploads import BackgroundUploads
 from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir
@@ -38,7 +37,7 @@ from ..core.coordination import Coordinator, Hosts, LocalCoordinator
 from ..core.image.file_reuse import FileReuse, Find
 from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
-from ..core.options import Commit, Durability, OnLag, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
+from ..core.options import Commit, Durability, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
 from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.unchanged_tensors import UnchangedTensors
@@ -66,6 +65,7 @@ from ..writers.base import PlansUnchanged, Writer, as_writer
 from .git_commit import commit_of
 from .recorded_config import recorded_config
 from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
+from .run_uploads import uploads_of
 
 if TYPE_CHECKING:
     from ..managing.host_tier import HostTier
@@ -219,15 +219,16 @@ def build_manager(
                     storages[0], roots[0] = tier.storage, tier.root
                     storage_of = partial(_storage_in, storages[0], storage_of)
                 run = replace(run, fs=storages[0], root=roots[0], remote=run, elsewhere=storage_of)
-                if save.enabled and ranks.is_leader:
-                    uploads = _uploads(settings, run, keep)
+                if save.enabled:
+                    uploads = uploads_of(settings, run, keep)
                 keep = RetentionPolicy(settings.local.keep_last)
             if snapshots is not None:
                 run = snapshots.begin(run)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
-            background = [each for each in (exports, uploads) if each is not None]
+            leads = uploads if isinstance(uploads, BackgroundUploads) else None
+            background = [each for each in (exports, leads) if each is not None]
             in_use, on_commit = [each.in_use for each in background], [each.on_commit for each in background]
-            checks = () if uploads is None else (uploads.check,)
+            checks = () if leads is None else (leads.check,)
             folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit, takeover=settings.takeover)
             if save.enabled:
                 folder.check_writable()
@@ -437,27 +438,6 @@ def _local(settings: Checkpoint) -> Storage:
 def _claims(job: MultirunJob, fs: Storage, roots: Sequence[str]) -> list[str]:
     """Record that a job of a multirun saves in these folders."""
     return [job.claim(fs, root) for root in roots]
-
-
-def _uploads(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> BackgroundUploads:
-    """Return what uploads the checkpoints of a run from its local folder to the permanent one."""
-    upload, remote = settings.upload, run.remote or run
-    policy = UploadPolicy(
-        run.root,
-        remote.root,
-        run.names,
-        keep,
-        run.best,
-        options=dict(remote.fs.options),
-        durable=remote.fs.durable,
-        atomic_rename=remote.fs.atomic_rename,
-        run=run.events.run,
-        events=settings.events,
-        every_steps=upload.every_steps,
-        max_bytes_per_second=upload.max_bytes_per_second,
-        finish_seconds=upload.finish_seconds,
-    )
-    return BackgroundUploads(policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error))
 
 
 def _base(settings: Checkpoint, storage_of: Callable[[str], Storage]) -> list[str]:

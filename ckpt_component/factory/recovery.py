@@ -122,11 +122,11 @@ class SnapshotParts:
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
         deadline = ranks.clock.now() + run.timeouts.stage
-        begun = ranks.decide("peers/begin", offered_address(), _begin, deadline)
+        begun = ranks.scatter("peers/begin", offered_address(), _begin, deadline)
         return PeerMap(
             of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
             unseen=hosts.elsewhere(ranks.rank),
-            address=begun["addresses"][ranks.rank],
+            address=begun["address"],
             secret=begun["secret"],
             bytes_per_second=settings.max_bytes_per_second,
         )
@@ -165,14 +165,15 @@ class SnapshotParts:
             logger.warning(text, ", ".join(unknown), ", ".join(names))
 
 
-def _begin(addresses: Sequence[str]) -> dict[str, Any]:
-    """On the leading rank: what the keepers of all ranks need to know each other."""
+def _begin(addresses: Sequence[str]) -> list[Any]:
+    """On the leading rank: what the keeper of each rank needs so that others know it."""
     if "" in addresses:
         raise CheckpointConfigError(
             f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its "
             "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
         )
-    return {"secret": secrets.token_hex(32), "addresses": reachable(addresses)}
+    secret = secrets.token_hex(32)
+    return [{"secret": secret, "address": address} for address in reachable(addresses)]
 
 
 def _nothing() -> None:

@@ -73,7 +73,7 @@ class HostTier:
     ) -> None:
         self.storage: Storage = files
         self.root = folder
-        self._files = files
+        self._fs = files
         self._folder = folder
         self._ranks = ranks
         self._hosts = hosts
@@ -122,7 +122,7 @@ class HostTier:
             self._tell("each host has a folder of its own")
         finally:
             if own is not None and own.trial is not None:
-                self._files.unlink(os.path.join(self._folder, own.trial))
+                self._fs.unlink(os.path.join(self._folder, own.trial))
 
     def close(self, *, waits: bool = True) -> None:
         """Serve the folder no longer; where this is not the leading rank, not before that one needs it no more.
@@ -154,8 +154,8 @@ class HostTier:
             )
         trial = None
         if saves:
-            try_to_write(self._files, self._folder, self._named)
-            trial = leave_trial(self._files, self._folder, self._named)
+            try_to_write(self._fs, self._folder, self._named)
+            trial = leave_trial(self._fs, self._folder, self._named)
         addresses = dict(zip(names, reachable([*names.values()]), strict=True))
         return {"root": self._folder, "secret": secrets.token_hex(32), "addresses": addresses, "trial": trial}
 
@@ -164,11 +164,11 @@ class HostTier:
         rank, trial = self._ranks.rank, begun["trial"]
         is_shared = self._ranks.is_leader
         if saves and not self._ranks.is_leader:
-            try_to_write(self._files, self._folder, self._named)
+            try_to_write(self._fs, self._folder, self._named)
             is_shared = self._sees(trial)
-            trial = None if is_shared else leave_trial(self._files, self._folder, self._named)
+            trial = None if is_shared else leave_trial(self._fs, self._folder, self._named)
         entrance = PeerEntrance(begun["addresses"][self._hosts.names[rank]], begun["secret"])
-        served = FolderKeeper(self._files, self._folder, begun["root"])
+        served = FolderKeeper(self._fs, self._folder, begun["root"])
         self._server = KeeperServer(served, memory_root(begun["root"], new_token()), rank, dict)
         self._server.open(entrance)
         return _Served(rank, entrance.port, trial, is_shared)
@@ -177,7 +177,7 @@ class HostTier:
         """Whether a file appears in the folder soon."""
         until = self._ranks.clock.now() + _LOOK_SECONDS
         while trial is not None:
-            if self._files.exists(os.path.join(self._folder, trial)):
+            if self._fs.exists(os.path.join(self._folder, trial)):
                 return True
             if self._ranks.clock.now() > until:
                 break
@@ -193,9 +193,7 @@ class HostTier:
             if host != own
         ]
         self.root, names = begun["root"], self._hosts.names
-        self.storage = HostFolders(
-            self._files, self.root, self._folder, self._keepers, hosts=names, rank=self._ranks.rank
-        )
+        self.storage = HostFolders(self._fs, self.root, self._folder, self._keepers, hosts=names, rank=self._ranks.rank)
 
     def _look_for(self, served: Mapping[str, _Served]) -> str | None:
         """Look whether this rank has the folder of its host; returns why not, if that is known."""

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..background.exports import BackgroundExports
+from ..background.host_uploads import HostUploads
 from ..background.uploads import BackgroundUploads
 from ..callers.write_callers import PersistentCaller
 from ..checkpointer import Checkpointer
@@ -49,7 +50,8 @@ class CheckpointManager(StoppableLoop):
         restorer: loads the checkpoint that the run begins with; None without a checkpointer
         exports: exports committed checkpoints; called by the hooks of the run, and ended by the manager. None: nothing
             is exported by this rank.
-        uploads: uploads committed checkpoints, in the same way; started when the run has begun
+        uploads: uploads committed checkpoints, or this host's files of them, in the same way; started when the run has
+            begun
         tier: the local folders of several hosts, closed by the manager; None: there is one, or none
 
     Attributes:
@@ -64,7 +66,7 @@ class CheckpointManager(StoppableLoop):
         save: SavePolicy,
         restorer: Restorer | None,
         exports: BackgroundExports | None = None,
-        uploads: BackgroundUploads | None = None,
+        uploads: BackgroundUploads | HostUploads | None = None,
         tier: HostTier | None = None,
     ) -> None:
         # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.

@@ -55,7 +55,7 @@ class Found(NamedTuple):
     suspects: Sequence[tuple[int, str]]
     occupied: Sequence[int]
     in_memory: str = ""
-    keepers: Sequence[Sequence[Any]] = ()
+    keepers: Sequence[Any] = ()
 
 
 class Restorer:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import Life, live, lose
+from snapshots import Life, finish_lives, live, lose, start_lives
 
 pytestmark = [pytest.mark.usefixtures("left_on_purpose"), pytest.mark.slow]
 
@@ -17,10 +17,16 @@ FOUR = ["a", "a", "b", "b", "c", "c", "d", "d"]
 PEERS = ["checkpoint/recovery=peers"]
 
 
+#: So that nothing gets to `checkpoint.dir` in the time of a test.
+NO_UPLOADS = ["checkpoint.upload.finish_seconds=1", "checkpoint.upload.max_bytes_per_second=100"]
+
+
+UPLOADS = ["checkpoint.upload.finish_seconds=30", "checkpoint.upload.max_bytes_per_second=null"]
+
+
 def local(folder: Path, *more: str) -> list[str]:
     """Overrides that give each host a folder of its own."""
-    name = f"{folder}/disks/${{oc.env:CKPT_HOST}}/run"
-    return [f"checkpoint.local.dir={name}", "checkpoint.upload.finish_seconds=1", *more]
+    return [f"checkpoint.local.dir={folder}/disks/${{oc.env:CKPT_HOST}}/run", *NO_UPLOADS, *more]
 
 
 def disk(folder: Path, host: str) -> Path:
@@ -47,21 +53,23 @@ def test_a_run_goes_on_from_the_folders_of_its_hosts(tmp_path: Path) -> None:
         assert set(manifest["hosts"]) == {*"abcd"}
         files = {path.name for path in (folder / manifest["at"]).iterdir()}
         assert files == set(manifest["hosts"][host]), "each host has its own files alone"
-    after = run(tmp_path, FOUR, steps=4)
+    after = run(tmp_path, FOUR)
     has(after, 3, before)
     assert "each host has a folder of its own" in after[0].output
-    assert not any("WARNING" in life.output or "ERROR" in life.output for life in after)
+    assert not any("ERROR" in life.output for life in after)
 
 
 def test_all_fall_back_together_when_the_disk_of_a_host_is_lost(tmp_path: Path) -> None:
-    live(tmp_path, hosts=FOUR, recovery=False, steps=1, durable=[1])
+    run(tmp_path, FOUR, *UPLOADS, steps=1, durable=[1])
     run(tmp_path, FOUR, steps=3, durable=[3], end="kill")
     shutil.rmtree(disk(tmp_path, "b"))
     after = run(tmp_path, FOUR, steps=4, durable=[3, 4])
     assert {life.restored for life in after} == {(1, "storage")}
+    assert f"restored step 1 from {tmp_path}/run" in after[0].output
     told = after[0].output
     assert told.count("step 3 is left alone: ") == 1 and "of host b are not here" in told
     assert "step 3 is saved anew, and replaces what is left of it" in told
+    assert not (disk(tmp_path, "a") / "iter_0000001").exists(), "what is left of an older step goes with the older ones"
     assert not any("ERROR" in life.output for life in after)
     has(run(tmp_path, FOUR), 4, after)
 
@@ -106,7 +114,7 @@ def test_another_folder_than_that_of_its_host_is_refused_on_all_ranks(tmp_path: 
 
 
 def test_hosts_that_share_a_folder_go_on_from_it(tmp_path: Path) -> None:
-    shared = [f"checkpoint.local.dir={tmp_path}/shared", "checkpoint.upload.finish_seconds=1"]
+    shared = [f"checkpoint.local.dir={tmp_path}/shared", *NO_UPLOADS]
     plan: dict[str, Any] = {"hosts": ["a", "a", "b", "b"], "recovery": False, "overrides": shared}
     before = live(tmp_path, steps=3, durable=[3], end="kill", **plan)
     manifest = json.loads((tmp_path / "shared" / "iter_0000003" / "manifest.json").read_text())["manifest"]
@@ -114,3 +122,42 @@ def test_hosts_that_share_a_folder_go_on_from_it(tmp_path: Path) -> None:
     after = live(tmp_path, **plan)
     has(after, 3, before)
     assert "all hosts share one folder" in after[0].output
+
+
+@pytest.fixture
+def dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the process that does this operation die with it."""
+
+    def at(operation: str) -> None:
+        monkeypatch.setenv("CKPT_FAILPOINT", f"{operation}:action=kill")
+        monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "operations"))
+
+    return at
+
+
+def test_a_host_that_dies_before_it_has_the_manifest_has_the_checkpoint(
+    dies: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies("replace:process=trainer:path=disks/b/run/iter_0000003/manifest.json")
+    lives = run(tmp_path, ["a", "b", "b"], steps=3, durable=[3], end="kill", together=False)
+    assert "is not on all hosts" in lives[0].output
+    assert not (disk(tmp_path, "b") / "iter_0000003" / "manifest.json").exists()
+    monkeypatch.delenv("CKPT_FAILPOINT")
+    after = run(tmp_path, ["a", "b", "b"])
+    assert {life.restored for life in after} == {(3, "storage")}
+    assert after[0].told["began"] == lives[0].told["digests"]["3"]
+
+
+def test_a_host_that_dies_while_it_writes_leaves_the_step_before(
+    dies: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies("sync_folder:process=trainer:path=disks/b/run/iter_0000003")
+    ranks = start_lives(
+        tmp_path, hosts=["a", "b", "b"], recovery=False, steps=3, durable=[2, 3], overrides=local(tmp_path)
+    )
+    lives = finish_lives(ranks)
+    assert all(life.code != 0 for life in lives) and "3" not in lives[0].told.get("digests", {})
+    monkeypatch.delenv("CKPT_FAILPOINT")
+    after = run(tmp_path, ["a", "b", "b"], steps=3, durable=[3])
+    assert {life.restored for life in after} == {(2, "storage")}
+    has(run(tmp_path, ["a", "b", "b"]), 3, after)

@@ -7,7 +7,7 @@ import errno
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.faults.failpoints import EFFECTS
 from ckpt_component.core.storage.file_set import RangeRead
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.memory.keepers import KeptFile
 from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.storage import Storage
@@ -72,9 +73,17 @@ class MortalKeeper(PeerKeeper):
         super().__init__(place, SECRET, now=False)
         self._disk = disk
 
-    def _asked(self, ask: str, data: bytes = b"", **arguments: Any) -> Any:
+    def listed(self, prefix: str) -> list[KeptFile]:
         self._disk.live()
-        return super()._asked(ask, data, **arguments)
+        return super().listed(prefix)
+
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        self._disk.live()
+        super().put(path, data, new=new)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._disk.live()
+        super().delete(paths)
 
 
 @pytest.fixture
@@ -169,6 +178,15 @@ def test_a_lost_folder_leaves_a_part_that_a_new_save_replaces(cluster: Cluster) 
     assert discard(leader, f"{cluster.root}/iter_0000003")
     cluster.save(3, "0a0a0a0a-0a0b0c0d-o")
     assert committed(cluster.storages[3], cluster.root) == [3]
+
+
+def test_a_manifest_alone_is_a_part_and_can_be_deleted(cluster: Cluster) -> None:
+    cluster.save(3)
+    folder = cluster.folders["b"]
+    FileStorage().remove_tree(str(folder / "iter_0000003" / "01020304-0a0b0c0d-o"))
+    assert scan_steps(FileStorage(), str(folder), MEGATRON).parts.keys() == {3}
+    assert scan_steps(cluster.storages[0], cluster.root, MEGATRON).parts.keys() == {3}
+    assert discard(FileStorage(), str(folder / "iter_0000003")) and not (folder / "iter_0000003").exists()
 
 
 def test_what_another_host_has_of_an_older_attempt_does_not_count(cluster: Cluster) -> None:

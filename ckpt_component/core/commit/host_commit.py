@@ -34,7 +34,7 @@ class HostCommit(ManifestCommit):
 
     def refuse_taken(self, target: str, file: str = "") -> None:
         """See the base class. Asks no other host, as each save calls it: what was committed has its manifest here."""
-        ManifestCommit(self.storage.files).refuse_taken(self.storage.here(target), file)
+        ManifestCommit(self.storage.fs).refuse_taken(self.storage.here(target), file)
 
     def join(self, attempt: Attempt, seconds: float) -> None:
         """Make the attempt's folder on this host, and on that of the leading rank wait for it."""

@@ -17,6 +17,7 @@ from ...errors import (
     CheckpointConfigError,
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointPartError,
     CheckpointSaveError,
     CheckpointTimeoutError,
     CheckpointUnreadableError,
@@ -165,7 +166,8 @@ class ManifestCommit(CommitProtocol):
     def _delete(self, path: str) -> None:
         manifest, data = read_manifest(self.storage, path), path
         if manifest is not None:
-            data = data_folder(self.storage, path, manifest)
+            with contextlib.suppress(CheckpointPartError):  # nothing else is here
+                data = data_folder(self.storage, path, manifest)
             self.storage.unlink(os.path.join(path, MANIFEST))
         self.storage.sync_folder(path)  # also if an earlier try had deleted the manifest, and this failed
         self.storage.remove_tree(data)

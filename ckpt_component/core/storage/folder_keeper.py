@@ -20,7 +20,7 @@ _STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 
 @dataclass
-class _OpenFolder:
+class _SharedDescriptors:
     """The files of a folder that are open for its readers.
 
     Attributes:
@@ -44,11 +44,11 @@ class FolderKeeper(ServedKeeper):
     """
 
     def __init__(self, files: FileStorage, folder: str, root: str) -> None:
-        self._files = files
+        self._fs = files
         self._folder = folder
         self._root = root
         self._lock = threading.Lock()
-        self._open: dict[str, _OpenFolder] = {}
+        self._open: dict[str, _SharedDescriptors] = {}
 
     @property
     def nbytes(self) -> int:
@@ -60,26 +60,26 @@ class FolderKeeper(ServedKeeper):
     def _below(self, here: str, path: str) -> Iterator[KeptFile]:
         """What is at `here`, which is `path` for others. What is deleted meanwhile is not there."""
         with contextlib.suppress(FileNotFoundError):
-            if not self._files.is_real_folder(here):
-                file = self._files.file_at(here)
+            if not self._fs.is_real_folder(here):
+                file = self._fs.file_at(here)
                 if file is not None:
-                    yield KeptFile(path, file.size, self._files.changed(here))
+                    yield KeptFile(path, file.size, self._fs.changed(here))
                 return
-            names = self._files.names(here)
+            names = self._fs.names(here)
             if not names and path != self._root:
-                yield KeptFile(os.path.join(path, FOLDER_MARK), 0, self._files.changed(here))
+                yield KeptFile(os.path.join(path, FOLDER_MARK), 0, self._fs.changed(here))
             for name in names:
                 yield from self._below(os.path.join(here, name), os.path.join(path, name))
 
     def get(self, path: str, limit: int) -> bytes:
-        return self._files.read(self._here(path), limit)
+        return self._fs.read(self._here(path), limit)
 
     def put(self, path: str, data: bytes, *, new: bool = True) -> None:
         here = self._here(path)
-        if new and self._files.exists(here):
+        if new and self._fs.exists(here):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        self._files.make_folders(os.path.dirname(here))
-        self._files.write_over(here, data)
+        self._fs.make_folders(os.path.dirname(here))
+        self._fs.write_over(here, data)
 
     def delete(self, paths: Sequence[str]) -> None:
         """See the base class; with the folders that are empty then. Durable at return."""
@@ -88,20 +88,20 @@ class FolderKeeper(ServedKeeper):
             folders.add(os.path.dirname(here))
             if os.path.basename(here) != FOLDER_MARK:
                 with contextlib.suppress(FileNotFoundError):
-                    self._files.unlink(here)
+                    self._fs.unlink(here)
         for folder in sorted(folders, key=len, reverse=True):
             self._remove_empty(folder)
 
     def _remove_empty(self, folder: str) -> None:
         try:
             while folder != self._folder:
-                self._files.remove_folder(folder)
+                self._fs.remove_folder(folder)
                 folder = os.path.dirname(folder)
         except OSError as error:
             if error.errno not in _STAYS:
                 raise
         with contextlib.suppress(FileNotFoundError):
-            self._files.sync_folder(folder)
+            self._fs.sync_folder(folder)
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalPiece | bytes]]:
@@ -120,12 +120,12 @@ class FolderKeeper(ServedKeeper):
                     del self._open[folder]
                     opened.until_closed.close()
 
-    def _opened(self, folder: str) -> _OpenFolder:
-        here, opened = self._here(folder), _OpenFolder()
+    def _opened(self, folder: str) -> _SharedDescriptors:
+        here, opened = self._here(folder), _SharedDescriptors()
         with ExitStack() as until_closed:
-            for name in self._files.names(here):
+            for name in self._fs.names(here):
                 path = os.path.join(here, name)
-                if self._files.file_at(path) is not None:
+                if self._fs.file_at(path) is not None:
                     fd = open_regular(path)
                     until_closed.callback(os.close, fd)
                     opened.files[name] = LocalPiece(fd, 0, os.fstat(fd).st_size)

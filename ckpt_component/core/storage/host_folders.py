@@ -41,7 +41,8 @@ class HostFolders(KeeperUnion):
         rank: this rank
 
     Attributes:
-        files, root, folder, hosts: see above
+        root, folder, hosts: see above
+        fs: the file system of this host
         leads: whether this is the host of the leading rank
     """
 
@@ -59,14 +60,14 @@ class HostFolders(KeeperUnion):
         self.folder = folder
         self.hosts = hosts
         self.leads = hosts[rank] == hosts[0]
-        self.files = files
+        self.fs = files
         self._others = others
         #: Files that this process has made, which no other host has: the last ones, in their order.
         self._made: dict[str, None] = {}
 
     @property
     def has_direct_io(self) -> bool:
-        return self.files.has_direct_io
+        return self.fs.has_direct_io
 
     def holds(self, path: str) -> bool:
         return f"{path}/".startswith(f"{self.root}/")
@@ -78,26 +79,26 @@ class HostFolders(KeeperUnion):
     # Folders
 
     def make_folders(self, path: str) -> None:
-        self.files.make_folders(self.here(path))
+        self.fs.make_folders(self.here(path))
 
     def make_folder(self, path: str) -> None:
-        self.files.make_folder(self.here(path))
+        self.fs.make_folder(self.here(path))
 
     def sync_folder(self, path: str) -> None:
         try:
-            self.files.sync_folder(self.here(path))
+            self.fs.sync_folder(self.here(path))
         except FileNotFoundError:
             if path == self.root or not super().is_folder(path):
                 raise  # else other hosts have it alone, and deletions there are durable
 
     def remove_folder(self, path: str) -> None:
-        self.files.remove_folder(self.here(path))
+        self.fs.remove_folder(self.here(path))
 
     def remove_tree(self, path: str) -> None:
         here = self.here(path)
-        is_here = self.files.exists(here)
+        is_here = self.fs.exists(here)
         if is_here:
-            self.files.remove_tree(here)
+            self.fs.remove_tree(here)
         try:
             super().remove_tree(path)
         except FileNotFoundError:
@@ -105,101 +106,101 @@ class HostFolders(KeeperUnion):
                 raise
 
     def names(self, path: str) -> list[str]:
-        return sorted({*self.files.names(self.here(path)), *super().names(path)})
+        return sorted({*self.fs.names(self.here(path)), *super().names(path)})
 
     def exists(self, path: str) -> bool:
-        return self.files.exists(self.here(path)) or any(
+        return self.fs.exists(self.here(path)) or any(
             listed for _, listed in self._answers(path, lambda keeper: keeper.listed(path))
         )
 
     def is_folder(self, path: str) -> bool:
-        return self.files.is_folder(self.here(path)) or super().is_folder(path)
+        return self.fs.is_folder(self.here(path)) or super().is_folder(path)
 
     def is_real_folder(self, path: str) -> bool:
         here = self.here(path)
-        if self.files.exists(here):
-            return self.files.is_real_folder(here)
+        if self.fs.exists(here):
+            return self.fs.is_real_folder(here)
         return super().is_folder(path)
 
     # Large files, which are on this host
 
     def create(self, path: str, size: int = 0) -> int:
-        fd = self.files.create(self.here(path), size)
+        fd = self.fs.create(self.here(path), size)
         self._made[path] = None
         if len(self._made) > _MOST_MADE:
             self._made.pop(next(iter(self._made)), None)
         return fd
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        self.files.write(fd, buffers, offset)
+        self.fs.write(fd, buffers, offset)
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
-        self.files.start_writeback(fd, offset, length)
+        self.fs.start_writeback(fd, offset, length)
 
     def sync(self, fd: int) -> None:
-        self.files.sync(fd)
+        self.fs.sync(fd)
 
     def open_direct(self, path: str) -> int:
-        return self.files.open_direct(self.here(path))
+        return self.fs.open_direct(self.here(path))
 
     def truncate(self, fd: int, size: int) -> None:
-        self.files.truncate(fd, size)
+        self.fs.truncate(fd, size)
 
     def drop_cached(self, fd: int) -> None:
-        self.files.drop_cached(fd)
+        self.fs.drop_cached(fd)
 
     def close(self, fd: int) -> None:
-        self.files.close(fd)
+        self.fs.close(fd)
 
     def hold(self, path: str) -> Held | None:
         try:
-            return self.files.hold(self.here(path))
+            return self.fs.hold(self.here(path))
         except FileNotFoundError:
             if super().size(path) is None:
                 raise
             return None  # another host's cannot be shared here
 
     def share(self, held: Held, path: str) -> bool:
-        return self.files.share(held, self.here(path))
+        return self.fs.share(held, self.here(path))
 
     def read_held(self, held: Held, buffer: memoryview, offset: int) -> None:
-        self.files.read_held(held, buffer, offset)
+        self.fs.read_held(held, buffer, offset)
 
     def release(self, held: Held) -> None:
-        self.files.release(held)
+        self.fs.release(held)
 
     def open_files(self, folder: str, *, shared: bool = True) -> HostFiles:
         from .host_files import HostFiles  # processes that only write do not load it
 
         here = self.here(folder)
-        is_here = partial(_is_in, self.files, here)
-        return HostFiles(folder, self.files.open_files(here, shared=shared), is_here, self._keepers(folder))
+        is_here = partial(_is_in, self.fs, here)
+        return HostFiles(folder, self.fs.open_files(here, shared=shared), is_here, self._keepers(folder))
 
     # Small files
 
     def read(self, path: str, limit: int) -> bytes:
         try:
-            return self.files.read(self.here(path), limit)
+            return self.fs.read(self.here(path), limit)
         except FileNotFoundError:
             return super().read(path, limit)
 
     def read_again(self, path: str, limit: int) -> bytes:
         try:
-            return self.files.read_again(self.here(path), limit)
+            return self.fs.read_again(self.here(path), limit)
         except FileNotFoundError:
             return super().read(path, limit)
 
     def write_over(self, path: str, data: bytes) -> None:
         """See the base class; on all hosts, first on this one."""
         here = self.here(path)
-        if self.holds(path) and not self.files.exists(os.path.dirname(here)) and self.exists(os.path.dirname(path)):
-            self.files.make_folders(os.path.dirname(here))  # other hosts have it alone
-        self.files.write_over(here, data)
+        if self.holds(path) and not self.fs.exists(os.path.dirname(here)) and self.exists(os.path.dirname(path)):
+            self.fs.make_folders(os.path.dirname(here))  # other hosts have it alone
+        self.fs.write_over(here, data)
         self._put_elsewhere(path, data)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
         """See the base class; on this host. The others get it then, whatever they had there."""
-        self.files.put_new(self.here(path), data, self.here(draft))
+        self.fs.put_new(self.here(path), data, self.here(draft))
         self._put_elsewhere(path, data)
 
     def _put_elsewhere(self, path: str, data: bytes) -> None:
@@ -215,17 +216,17 @@ class HostFolders(KeeperUnion):
                 list(pool.map(put, keepers))
 
     def append(self, path: str, data: bytes) -> None:
-        self.files.append(self.here(path), data)
+        self.fs.append(self.here(path), data)
 
     def unlink(self, path: str) -> None:
         here = self.here(path)
         if path in self._made:
             self._made.pop(path, None)
-            self.files.unlink(here)
+            self.fs.unlink(here)
             return
-        is_here = self.files.exists(here)
+        is_here = self.fs.exists(here)
         if is_here:
-            self.files.unlink(here)
+            self.fs.unlink(here)
         try:
             super().unlink(path)
         except FileNotFoundError:
@@ -233,17 +234,17 @@ class HostFolders(KeeperUnion):
                 raise
 
     def size(self, path: str) -> int | None:
-        size = self.files.size(self.here(path))
+        size = self.fs.size(self.here(path))
         return super().size(path) if size is None else size
 
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
-        found = self.files.sizes(self.here(folder), names)
+        found = self.fs.sizes(self.here(folder), names)
         missing = [name for name, size in found.items() if size is None]
         return {**found, **(super().sizes(folder, missing) if missing else {})}
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
         here, own = self.here(path), set[str]()
-        for file in self.files.files_below(here):
+        for file in self.fs.files_below(here):
             at = path + file.path[len(here) :]
             own.add(at)
             yield StoredFile(at, file.size, 1, at)
@@ -251,9 +252,9 @@ class HostFolders(KeeperUnion):
 
     def modified(self, path: str) -> float:
         here, times = self.here(path), list[float]()
-        if self.files.exists(here):
-            times.append(self.files.modified(here))
-            if self.files.size(here) is not None:
+        if self.fs.exists(here):
+            times.append(self.fs.modified(here))
+            if self.fs.size(here) is not None:
                 return times[0]
         try:
             times.append(super().modified(path))
@@ -264,24 +265,24 @@ class HostFolders(KeeperUnion):
 
     def changed(self, path: str) -> float:
         here = self.here(path)
-        return self.files.changed(here) if self.files.exists(here) else super().modified(path)
+        return self.fs.changed(here) if self.fs.exists(here) else super().modified(path)
 
     def touch(self, path: str) -> None:
-        self.files.touch(self.here(path))
+        self.fs.touch(self.here(path))
 
     # Properties of a folder: those of this host
 
     def try_folder(self, path: str, name: str) -> float:
-        return self.files.try_folder(self.here(path), name)
+        return self.fs.try_folder(self.here(path), name)
 
     def free_bytes(self, path: str) -> int | None:
-        return self.files.free_bytes(self.here(path))
+        return self.fs.free_bytes(self.here(path))
 
     def in_memory(self, path: str) -> bool:
-        return self.files.in_memory(self.here(path))
+        return self.fs.in_memory(self.here(path))
 
     def device(self, path: str) -> int:
-        return self.files.device(self.here(path))
+        return self.fs.device(self.here(path))
 
     def _keepers(self, path: str) -> Sequence[Keeper]:
         """The folders of other hosts, if a path is in them."""

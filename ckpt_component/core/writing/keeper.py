@@ -4,7 +4,7 @@ It has two connections to its trainer, each with a `ByteWorker` of its own: one 
 snapshot becomes whole in memory while an older one is being written. The frame `lane` opens the second. What is kept is
 reached through a socket, by the trainers of this run and of the next one (`core/storage/memory`). `retire` drops all
 snapshots but those that it names, and is answered by the arenas that other processes still read. `listen` lets keepers
-and trainers of other hosts in, `replicate` has them keep copies (`peer_copies`), on a lane of its own.
+and trainers of other hosts in, `replicate` has them keep copies (`copy_sender`), on a lane of its own.
 
 A keeper ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
 seconds after its trainer has died, if no run that has restored from it is connected.
@@ -36,9 +36,10 @@ from ..storage.memory.kept_files import KeptFiles
 from ..storage.memory.peer_sockets import PeerAddress
 from ..storage.memory.remote_keeper import HostKeepers
 from ..storage.storage import Storage
+from .copy_sender import CopyResult, send_copy
+from .copy_taker import CopyTaker, keeper_name
 from .keep_job import Image, run_keep_job
 from .orphan_commit import UndecidedSave
-from .peer_copies import CopyResult, CopyTaker, keeper_name, send_copy
 from .request import WriteRequest, WriteResult
 from .worker import ByteWorker, MappedArena
 
