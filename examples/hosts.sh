@@ -54,7 +54,11 @@ train() {
 until_true() {
     local until=$((SECONDS + 120))
     until "$@"; do
-        [ $SECONDS -lt $until ] || { echo "not in time: $*; see $PWD/logs" >&2; exit 1; }
+        if [ $SECONDS -ge $until ] || { [ "$1" != ended ] && ended; }; then
+            echo "not $1 in time; $PWD/logs ends with" >&2
+            tail -n 5 "logs/$starts-"* >&2
+            exit 1
+        fi
         sleep 0.2
     done
 }
