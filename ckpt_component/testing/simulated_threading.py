@@ -38,9 +38,9 @@ class SimulatedThreading:
         """An event that stays set."""
         return SimulatedEvent(self._process())
 
-    def Condition(self) -> SimulatedCondition:
-        """A condition with a lock of its own."""
-        return SimulatedCondition(self._process())
+    def Condition(self, lock: AbstractContextManager[Any] | None = None) -> SimulatedCondition:
+        """A condition with this lock, or one of its own."""
+        return SimulatedCondition(self._process(), lock)
 
 
 class SimulatedStart:
@@ -98,10 +98,11 @@ class SimulatedCondition:
 
     Args:
         process: whose threads wait for it
+        lock: which it shares with others; None: one of its own
     """
 
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._clock, self._lock = process.clock, process.clock.lock()
+    def __init__(self, process: SimulatedProcess, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._clock, self._lock = process.clock, process.clock.lock() if lock is None else lock
         self._waiting: list[Latch] = []
 
     def __enter__(self) -> None:

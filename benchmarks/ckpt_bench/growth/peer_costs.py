@@ -122,7 +122,7 @@ class _RankAlone:
         job, count = self._job, len(self._job.ranks)
         line = StoreConnection(self.connection, _SECONDS, opens=False, clock=self.process.clock)
         ranks = StoreCoordinator(RankStore(line, self.rank, count, "hosts/"), _SECONDS, _SECONDS)
-        events = _Arrivals(run=_TOKEN)
+        events = _CountedArrivals(run=_TOKEN)
         run = RunContext(job.files, _ROOT, MEGATRON, ranks, _TIMEOUTS, events=events, hosts=job.hosts)
         parts = recovery.SnapshotParts(_SETTINGS)
         run = parts.begin(run)
@@ -153,7 +153,7 @@ class _RankAlone:
         return Found([(step, path)], [[]], [], [], root, memory.elsewhere(root))._asdict()
 
 
-class _Arrivals(EventRecorder):
+class _CountedArrivals(EventRecorder):
     """Counts the snapshots that are at their peers."""
 
     arrived = 0
