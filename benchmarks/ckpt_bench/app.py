@@ -33,6 +33,8 @@ from .device import device_name, require_cuda
 from .growth.cost_page import costs_shown
 from .growth.costs import read_growth, write_growth
 from .growth.courses import measure_courses
+from .hosts.host_page import hosts_shown
+from .hosts.host_rows import measure_hosts, read_hosts, write_hosts
 from .peer_environment import PeerEnvironment
 from .place import place
 from .promises import judge
@@ -113,6 +115,8 @@ def run_job(config: DictConfig) -> None:
             _grow(request, peers, here, folder)
         elif request.bench.action is Action.recovery:
             _kill(request, peers, here, folder)
+        elif request.bench.action is Action.hosts:
+            _copy_and_read(request, peers, here, folder)
         else:
             _measure_rows(request, peers, here, folder, job)
     except KeyboardInterrupt:
@@ -232,8 +236,7 @@ def _grow(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Pat
 def _kill(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
     bench = request.bench
     _refuse_cuda(bench, "trainers of this benchmark have their state in host memory")
-    if len(request.states) > 1 or len(request.targets) > 1:
-        raise HydraConfigError("ckpt-bench recovery takes one state= and one target=; use -m for several.")
+    _refuse_several(request)
     if bench.results is not None:
         measured, about = read_restarts(str(here / bench.results))
         write_restarts(measured, folder, about)
@@ -246,6 +249,30 @@ def _kill(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Pat
         raise BenchmarkFailed(f"{counted(shown.failed, 'promise')} failed; see FAIL above.")
     if shown.draw is None:
         raise BenchmarkFailed("Nothing was measured; the reasons are above.")
+
+
+def _copy_and_read(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
+    bench = request.bench
+    _refuse_cuda(bench, "copies are of host memory")
+    _refuse_several(request)
+    if bench.results is not None:
+        measured, about = read_hosts(str(here / bench.results))
+        write_hosts(measured, folder, about)
+    else:
+        about = _about(request, peers)
+        measured = measure_hosts(request, _parent(bench, request.targets[0], here), about, folder, _say)
+    shown = hosts_shown(measured)
+    shown.show(about, folder, _say)
+    if shown.failed:
+        raise BenchmarkFailed(f"{counted(shown.failed, 'promise')} failed; see FAIL above.")
+    if shown.draw is None:
+        raise BenchmarkFailed("Nothing was measured; the reasons are above.")
+
+
+def _refuse_several(request: BenchRequest) -> None:
+    if len(request.states) > 1 or len(request.targets) > 1:
+        action = request.bench.action.value
+        raise HydraConfigError(f"ckpt-bench {action} takes one state= and one target=; use -m for several.")
 
 
 def _refuse_cuda(bench: Bench, reason: str) -> None:

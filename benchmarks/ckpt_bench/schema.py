@@ -22,7 +22,7 @@ from ckpt_component.config.hydra.store import (
     registered,
     store_files,
 )
-from ckpt_component.config.quantities import SECONDS
+from ckpt_component.config.quantities import BYTES, SECONDS
 from ckpt_component.config.schema import above, at_least
 from ckpt_component.core.spelling import invalid_choice
 from ckpt_component.core.storage.locate import expanded
@@ -39,6 +39,7 @@ _TRAINED = ("large", "tiny")
 _RANKS = (1, 2, 10, 30, 100, 300, 1_000)
 _RANKS_KILLED = (1, 2)
 _HOSTS = (2, 10, 30, 100, 300, 1_000, 4_096)
+_HOSTS_READING = (2, 4)
 _FOLDERS = ("dir", "tmpfs_dir", "peers_dir", "results")
 
 
@@ -50,6 +51,7 @@ class Action(Enum):
     peers = "peers"
     growth = "growth"
     recovery = "recovery"
+    hosts = "hosts"
 
 
 class Device(Enum):
@@ -66,7 +68,7 @@ class Bench:
     action: Action = Action.run
     """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
     `growth`: measure what grows with the number of items, ranks and hosts; `recovery`: kill jobs, and measure how they
-    come back."""
+    come back; `hosts`: copies to peers beside a plain TCP stream, and loads whose hosts read each byte once."""
     state: Any = field(default_factory=lambda: ["large"])
     """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
     target: Any = field(default_factory=lambda: ["disk"])
@@ -105,8 +107,11 @@ class Bench:
     ranks: Any = None
     """Numbers of ranks. For `growth`, from 1 to 1,000 by default: rank 0 is a process, threads of others are the rest,
     and `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes."""
-    hosts: Any = field(default_factory=lambda: [*_HOSTS])
-    """For `growth`: numbers of hosts, each with one rank and copies at a peer, all simulated; `[]` leaves them out."""
+    hosts: Any = None
+    """Numbers of hosts, each with one rank. For `growth`, from 2 to 4,096 by default, all simulated, with copies at a
+    peer; `[]` leaves them out. For `hosts`, 2 and 4 by default."""
+    storage_rate: float = above(0, 0.5e9, BYTES)
+    """For `hosts`: bytes in a second that storage gives to all hosts together."""
     results: str | None = None
     """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
 
@@ -144,6 +149,8 @@ def read(config: DictConfig) -> BenchRequest:
     bench = read_values(Bench, {**values, **folders}, "")
     kills = bench.action is Action.recovery
     ranks = [*(_RANKS_KILLED if kills else _RANKS)] if bench.ranks is None else bench.ranks
+    reads = bench.action is Action.hosts
+    hosts = [*(_HOSTS_READING if reads else _HOSTS)] if bench.hosts is None else bench.hosts
     return BenchRequest(
         bench=bench,
         states=_names("state", bench.state, _TRAINED if kills else list(STATES)),
@@ -152,7 +159,7 @@ def read(config: DictConfig) -> BenchRequest:
         sizes={
             "items": _sizes("items", bench.items),
             "ranks": _sizes("ranks", ranks),
-            "hosts": _sizes("hosts", bench.hosts),
+            "hosts": _sizes("hosts", hosts),
         },
     )
 

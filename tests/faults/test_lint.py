@@ -49,7 +49,7 @@ WAITS = {"wait", "result", "exception", "join", "acquire", "shutdown"}
 BOUNDED = ("self", "saver", "checkpointer", "_manager", "ownership", "FencingToken(fs, root.path, names)")
 #: Where such calls are all the same, and why.
 WITHOUT_DEADLINE = {
-    "background/upload_process.py": "the process waits for its next job; the end of the trainer is one",
+    "background/uploader.py": "the process waits for its next job; the end of the trainer is one",
     "compat/checkpoint_process.py": "the parent kills the process at the deadline; and a future that is done",
     "compat/spawn.py": "torch's spawn waits for its processes",
     "compat/worker_client.py": "what the thread does has ended",
@@ -60,7 +60,6 @@ WITHOUT_DEADLINE = {
     "core/storage/bucket_set.py": "requests have the deadlines of the store's client",
     "core/writing/keeper.py": "a thread waits until a newer run says so, or the process ends; lanes have their saves' deadlines",
     "core/writing/range_writer.py": "memory is read, and summed, by threads of the same process",
-    "loading/passing.py": "threads of the same process, whose own waits have deadlines",
     "managing/purge.py": "deletions take as long as their storage; `close` has waited for `timeouts.close` before",
     "saving/pipeline.py": "a future that is done",
 }

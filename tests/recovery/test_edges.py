@@ -35,8 +35,8 @@ from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
 from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.writing.copy_sender import send_copy
 from ckpt_component.core.writing.keeper import SnapshotKeeper
-from ckpt_component.core.writing.peer_copies import send_copy
 from ckpt_component.core.writing.process import ByteProcess
 from ckpt_component.errors import (
     CheckpointCorruptError,

@@ -54,12 +54,12 @@ from ckpt_component.core.storage.memory import (
 from ckpt_component.core.storage.memory.keeper_sockets import SCHEME, SocketPlace
 from ckpt_component.core.storage.memory.keepers import Keeper
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.core.writing import peer_copies
+from ckpt_component.core.writing import copy_sender, copy_taker
 from ckpt_component.core.writing.request import WriteRequest
 from ckpt_component.events import EventRecorder, SaveReport
 from ckpt_component.factory import recovery
 from ckpt_component.factory.recovery import SnapshotParts
-from ckpt_component.loading import passing, read_once
+from ckpt_component.loading import arrivals, messages, passing, read_once
 from ckpt_component.loading.collective import CollectiveLoad
 from ckpt_component.loading.read_once import ReadOnce
 from ckpt_component.managing.policies import ResumePolicy
@@ -151,17 +151,18 @@ class ClusterPatches(HostPatches):
     def __enter__(self) -> ClusterPatches:
         super().__enter__()
         patch, threads = self._patch, SimulatedThreading(self._running)
-        for module in (at_peers, framing, keeper_server, connected_keeper, passing, peer_copies, peer_sockets):
+        timed = (at_peers, framing, keeper_server, connected_keeper, arrivals, passing, copy_sender, copy_taker)
+        for module in (*timed, peer_sockets):
             patch.setattr(module, "time", self.time)
-        for module in (at_peers, peer_keeper, passing):
+        for module in (at_peers, peer_keeper, arrivals, passing):
             patch.setattr(module, "threading", threads)
         patch.setattr(connected_keeper, "Lock", threads.Lock)
-        for module in (at_peers, job_keepers, keeper_server, peer_copies, read_once):
+        for module in (at_peers, job_keepers, keeper_server, copy_sender, read_once):
             patch.setattr(module, "host_name", lambda: self.network.host_of[self._running()])
         patch.setattr(peer_sockets, "socket", Current(lambda: self.network, socket))
         patch.setattr(framing, "select", Current(lambda: self.network, select))
         patch.setattr(framing, "os", Current(lambda: self.network, os))
-        for module in (passing, read_once):
+        for module in (messages, read_once):
             patch.setattr(module, "dist", Current(lambda: self.cluster.gloo, None))
         patch.setattr(read_once, "distributed", lambda: self.cluster.gloo)
         patch.setattr(save_lane, "ThreadPoolExecutor", lambda count, thread_name_prefix: Lane(self._running()))
@@ -172,8 +173,8 @@ class ClusterPatches(HostPatches):
         patch.setattr(recovery, "HostKeepers", lambda besides: self._besides(besides))
         patch.setattr(recovery, "RemoteKeeper", lambda place, rank, now: OwnKeeper(self._set(), self._running()))
         patch.setattr(recovery, "HostMemory", lambda find, own=None: PeerTrainerMemory(self, find, own))
-        patch.setattr(recovery, "own_address", lambda: self.network.address_of(self.network.host_of[self._running()]))
-        patch.setattr(recovery, "address_towards", lambda _: recovery.own_address())
+        offered = lambda: self.network.address_of(self.network.host_of[self._running()])  # noqa: E731
+        patch.setattr(recovery, "offered_address", offered)
         return self
 
     @property
@@ -182,7 +183,7 @@ class ClusterPatches(HostPatches):
 
     def _taker(self, *arguments: Any) -> Any:
         name = self.network.host_of[self._running()]
-        return peer_copies.CopyTaker(*arguments, available=lambda: self.cluster.available(name))
+        return copy_taker.CopyTaker(*arguments, available=lambda: self.cluster.available(name))
 
     def _besides(self, rank: int) -> Callable[[str], list[Keeper]]:
         host, process = self._set(), self._running()

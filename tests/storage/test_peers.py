@@ -29,7 +29,8 @@ from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress, connect_to_peer
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.core.writing.peer_copies import CopyResult, CopyTaker, send_copy
+from ckpt_component.core.writing.copy_sender import CopyResult, send_copy
+from ckpt_component.core.writing.copy_taker import CopyTaker
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
 from ckpt_component.testing.conformance import StorageContract
 from ckpt_component.testing.conformance.leftovers import memfds

@@ -122,7 +122,7 @@ class _RankAlone:
         job, count = self._job, len(self._job.ranks)
         line = StoreConnection(self.connection, _SECONDS, opens=False, clock=self.process.clock)
         ranks = StoreCoordinator(RankStore(line, self.rank, count, "hosts/"), _SECONDS, _SECONDS)
-        events = _Arrivals(run=_TOKEN)
+        events = _CountedArrivals(run=_TOKEN)
         run = RunContext(job.files, _ROOT, MEGATRON, ranks, _TIMEOUTS, events=events, hosts=job.hosts)
         parts = recovery.SnapshotParts(_SETTINGS)
         run = parts.begin(run)
@@ -153,7 +153,7 @@ class _RankAlone:
         return Found([(step, path)], [[]], [], [], root, memory.elsewhere(root))._asdict()
 
 
-class _Arrivals(EventRecorder):
+class _CountedArrivals(EventRecorder):
     """Counts the snapshots that are at their peers."""
 
     arrived = 0
@@ -203,8 +203,7 @@ def _simulate(job: _PeerJob) -> None:
     for module, name, value in (
         (at_peers, "threading", SimulatedThreading(running)),
         (recovery, "MemoryCaller", _NoKeeper),
-        (recovery, "own_address", lambda: "10.100.100.100"),
-        (recovery, "address_towards", lambda _: "10.100.100.100"),
+        (recovery, "offered_address", lambda: "10.100.100.100"),
         (peer_memory, "tokens_of", lambda _: [_TOKEN]),
         (peer_memory, "keepers_of", lambda _: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
     ):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -125,7 +127,8 @@ class SharedPages:
         self._address = address_of(self.memory)
         self._nbytes = nbytes
         self._todo = deque(range(0, nbytes, _SLICE_BYTES))
-        self._running = 0
+        #: Where the slices begin that threads allocate now.
+        self._running = set[int]()
         self._changed = threading.Condition()
         self._not_huge = 0
         self._error: OSError | None = None
@@ -154,6 +157,26 @@ class SharedPages:
             raise self._error
         return self._not_huge
 
+    def wait(self, end: int, deadline: float) -> None:
+        """Wait for the threads in `allocate`, until all before a position is there.
+
+        Args:
+            end: the position
+            deadline: monotonic seconds
+
+        Raises:
+            OSError: there is not enough memory
+            TimeoutError: it takes longer
+        """
+        with self._changed:
+            while self._error is None and min([*self._running, *itertools.islice(self._todo, 1)], default=end) < end:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(errno.ETIMEDOUT, "it is not allocated in time")
+                self._changed.wait(left)
+            if self._error is not None:
+                raise self._error
+
     def stop(self) -> None:
         """Let all threads in `allocate` return after their slice; the rest stays unallocated."""
         with self._changed:
@@ -165,7 +188,7 @@ class SharedPages:
                 if not self._todo:
                     return
                 start = self._todo.popleft()
-                self._running += 1
+                self._running.add(start)
             try:
                 self._allocate_slice(start, min(_SLICE_BYTES, self._nbytes - start))
             except OSError as error:
@@ -173,7 +196,7 @@ class SharedPages:
                 self.stop()
             finally:
                 with self._changed:
-                    self._running -= 1
+                    self._running.remove(start)
                     self._changed.notify_all()
 
     def _allocate_slice(self, start: int, nbytes: int) -> None:

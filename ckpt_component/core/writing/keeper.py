@@ -4,7 +4,7 @@ It has two connections to its trainer, each with a `ByteWorker` of its own: one 
 snapshot becomes whole in memory while an older one is being written. The frame `lane` opens the second. What is kept is
 reached through a socket, by the trainers of this run and of the next one (`core/storage/memory`). `retire` drops all
 snapshots but those that it names, and is answered by the arenas that other processes still read. `listen` lets keepers
-and trainers of other hosts in, `replicate` has them keep copies (`peer_copies`), on a lane of its own.
+and trainers of other hosts in, `replicate` has them keep copies (`copy_sender`), on a lane of its own.
 
 A keeper ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
 seconds after its trainer has died, if no run that has restored from it is connected.
@@ -36,9 +36,10 @@ from ..storage.memory.kept_files import KeptFiles
 from ..storage.memory.peer_sockets import PeerAddress
 from ..storage.memory.remote_keeper import HostKeepers
 from ..storage.storage import Storage
+from .copy_sender import CopyResult, send_copy
+from .copy_taker import CopyTaker, keeper_name
 from .keep_job import Image, run_keep_job
 from .orphan_commit import UndecidedSave
-from .peer_copies import CopyResult, CopyTaker, keeper_name, send_copy
 from .request import WriteRequest, WriteResult
 from .worker import ByteWorker, MappedArena
 
@@ -71,6 +72,8 @@ class SnapshotKeeper:
         #: Where the package of the run's checksum is installed.
         self._checksum_home: str | None = None
         self._peers: PeerEntrance | None = None
+        #: The hosts of the ranks that have sent copies, as JSON has it.
+        self._homes: dict[str, str] = {}
         #: When the lease is over (monotonic), and when the trainer has died (seconds since 1970).
         self._until: float | None = None
         self._gone: float | None = None
@@ -107,6 +110,7 @@ class SnapshotKeeper:
             "gone": self._gone,
             "peer": None if peers is None else {"address": peers.address, "port": peers.port},
             "secret": None if peers is None else peers.secret,
+            "homes": self._homes,
         }
 
     def listen(self, secret: str, address: str) -> int:
@@ -176,6 +180,7 @@ class SnapshotKeeper:
         """Take a copy of a peer's files, unless a newer run has a snapshot of its own; see `CopyTaker.take`."""
         if self._server.ended.is_set():
             raise CheckpointFencedError(f"Another run has taken over; {header['path']} is not kept in memory.")
+        self._homes[str(header["rank"])] = header["host"]
         yield from self._copies.take(channel, header, blob)
 
     def retire(self, keep: Sequence[str]) -> set[int]:

@@ -128,3 +128,19 @@ class Keeper(ABC):
 
         Until it ends, their bytes stay as they are, whoever deletes the files. What is open is closed at its end.
         """
+
+    def forget(self) -> None:
+        """Free what reads have left, once nobody uses it any more."""
+
+
+class ServedKeeper(Keeper):
+    """A keeper within its own process, which serves others there; see `KeeperServer`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes of memory it takes."""
+
+    @abstractmethod
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalPiece | bytes]]:
+        """See the base class."""

@@ -28,7 +28,7 @@ _HANDSHAKE_SECONDS = 10.0
 _HEAD = struct.Struct("<QQ")
 #: Seconds and microseconds, as the kernel has them.
 _TIME = struct.Struct("@ll")
-_CHUNK = 1 << 20
+_CHUNK = 4 << 20
 #: How long the parts of a frame, or of the bytes that follow it, may be on their way.
 _PATIENCE = 10.0
 #: A host that is gone is noticed: seconds until it is asked for a sign of life, between such questions, and how many.

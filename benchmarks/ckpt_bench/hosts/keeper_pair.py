@@ -1,0 +1,225 @@
+"""Two keepers as on two hosts, in processes of their own: one sends its snapshot, the other takes it.
+
+The same two processes also move as many bytes over a plain TCP connection, to compare with.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from ckpt_component.core.memory.huge_pages import SharedPages, align
+from ckpt_component.core.storage.checksum import fastest
+from ckpt_component.core.storage.memory.entrances import PeerEntrance
+from ckpt_component.core.storage.memory.file_sums import FileSums
+from ckpt_component.core.storage.memory.keeper_server import KeeperServer
+from ckpt_component.core.storage.memory.keeper_sockets import memory_root
+from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
+from ckpt_component.core.writing.copy_sender import send_copy
+from ckpt_component.core.writing.copy_taker import CopyTaker
+
+_HOST = "127.0.0.1"
+_SECONDS = 300.0
+_ROOT = memory_root("/runs/bench", "1f2e3d4c-0a0b0c0d")
+_SECRET = "of the benchmark"
+#: As `checkpoint.caller.nice` has it.
+_NICE = 10
+_THREADS = 2
+_SENT_BYTES, _RECEIVED_BYTES = 4 << 20, 1 << 20
+#: What a process can be asked to do, by name.
+_Acts = Mapping[str, Callable[..., Any]]
+
+
+class Moved(NamedTuple):
+    """What it took to move all bytes once.
+
+    Attributes:
+        seconds: until the other side had all of them
+        cpu_s: CPU time of both processes
+    """
+
+    seconds: float
+    cpu_s: float
+
+
+class KeeperPair:
+    """Both processes. A context manager.
+
+    Args:
+        items: bytes of each tensor of the snapshot
+    """
+
+    def __init__(self, items: Sequence[int]) -> None:
+        self._taker = _SpawnedProcess(_serve_taker, sum(map(align, items)))
+        self._sender = _SpawnedProcess(_serve_sender, items)
+        self._number = 0
+
+    def __enter__(self) -> KeeperPair:
+        self._sender.ask("connect", *self._taker.ask("ports"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sender.close()
+        self._taker.close()
+
+    def stream(self) -> Moved:
+        """Over one plain TCP connection, from memory to memory that is there."""
+        return self._moved("stream")
+
+    def copy(self) -> Moved:
+        """As a snapshot that a keeper copies to its peer; the one before it is dropped after that, on both sides."""
+        self._number += 1
+        moved = self._moved("copy", self._number)
+        self._taker.ask("drop", self._number - 1)
+        return moved
+
+    def _moved(self, what: str, *arguments: Any) -> Moved:
+        before = self._cpu()
+        if what == "stream":
+            self._taker.begin("receive")
+        seconds = self._sender.ask(what, *arguments)
+        if what == "stream":
+            self._taker.answer()
+        return Moved(seconds, self._cpu() - before)
+
+    def _cpu(self) -> float:
+        return float(self._sender.ask("cpu")) + float(self._taker.ask("cpu"))
+
+
+class _SpawnedProcess:
+    """A process that does what it is asked, one thing after the other."""
+
+    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """Have something done; returns what comes of it."""
+        self.begin(what, *arguments)
+        return self.answer()
+
+    def begin(self, what: str, *arguments: Any) -> None:
+        """Ask for something whose answer is awaited later."""
+        self._pipe.send((what, *arguments))
+
+    def answer(self) -> Any:
+        """What came of what was begun; raises TimeoutError, EOFError if the process has ended, and its own errors."""
+        if not self._pipe.poll(_SECONDS):
+            raise TimeoutError(f"a keeper did not answer within {_SECONDS:g} s")
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
+
+
+def _serve(pipe: Connection, acts: _Acts) -> None:
+    """Do what is asked, until the pipe is closed."""
+    while True:
+        try:
+            what, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(acts[what](*arguments))
+        except Exception as error:
+            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _serve_taker(pipe: Connection, nbytes: int) -> None:
+    os.nice(_NICE)
+    files, entrance = KeptFiles(), PeerEntrance(_HOST, _SECRET)
+    taker = CopyTaker(files, _ROOT, "the peer", lambda: None)
+    server = KeeperServer(files, _ROOT, 1, dict, taker.take)
+    server.open(entrance)
+    listener = socket.create_server((_HOST, 0))
+    memory, connections = _memory(nbytes).memory, list[socket.socket]()
+
+    def receive() -> None:
+        connection = connections[0] if connections else listener.accept()[0]
+        connections[:] = [connection]
+        position = 0
+        while position < nbytes:
+            position += connection.recv_into(memory[position : position + _RECEIVED_BYTES])
+        connection.sendall(b".")
+
+    def drop(number: int) -> None:
+        files.delete([file.path for file in files.listed(_step(number))])
+
+    _serve(
+        pipe,
+        {
+            "ports": lambda: (entrance.port, listener.getsockname()[1]),
+            "receive": receive,
+            "drop": drop,
+            "cpu": time.process_time,
+        },
+    )
+    server.close()
+
+
+def _serve_sender(pipe: Connection, items: Sequence[int]) -> None:
+    os.nice(_NICE)
+    nbytes = sum(map(align, items))
+    image, checksum, connections = _memory(nbytes), fastest(), list[Any]()
+    places, position = array("Q"), 0
+    for item in items:
+        places.extend((position, item))
+        position += align(item)
+    values = array(
+        "Q", [checksum.of(image.memory[at : at + item]) for at, item in zip(places[::2], items, strict=True)]
+    )
+    sums = FileSums(checksum.name, places, values)
+    files = KeptFiles()
+
+    def connect(peer_port: int, port: int) -> None:
+        connections[:] = [PeerAddress("the peer's host", _HOST, peer_port, 1), socket.create_connection((_HOST, port))]
+
+    def stream() -> float:
+        started, sent, connection = time.perf_counter(), 0, connections[1]
+        while sent < nbytes:
+            sent += os.sendfile(connection.fileno(), image.fd, sent, min(_SENT_BYTES, nbytes - sent))
+        connection.recv(1)
+        return time.perf_counter() - started
+
+    def copy(number: int) -> float:
+        files.put_image(f"{_step(number)}/data", number, image.fd, 0, nbytes, b"", sums)
+        started = time.perf_counter()
+        send_copy(files, 0, _step(number), connections[0], _SECRET, None, time.monotonic() + _SECONDS)
+        seconds = time.perf_counter() - started
+        files.delete([file.path for file in files.listed("")])
+        return seconds
+
+    _serve(pipe, {"connect": connect, "stream": stream, "copy": copy, "cpu": time.process_time})
+
+
+def _step(number: int) -> str:
+    return f"{_ROOT}/iter_{number}"
+
+
+def _memory(nbytes: int) -> SharedPages:
+    """Memory that is there, with something in it."""
+    pages = SharedPages(nbytes)
+    pages.allocate(_THREADS)
+    block = os.urandom(1 << 20)
+    for start in range(0, nbytes, len(block)):
+        part = pages.memory[start : start + len(block)]
+        part[:] = block[: part.nbytes]
+    return pages
