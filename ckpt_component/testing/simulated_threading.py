@@ -34,13 +34,17 @@ class SimulatedThreading:
         """A lock, as a context manager alone."""
         return self._process().clock.lock()
 
+    def RLock(self) -> AbstractContextManager[Any]:
+        """A lock, which no thread may enter twice."""
+        return self.Lock()
+
     def Event(self) -> SimulatedEvent:
         """An event that stays set."""
         return SimulatedEvent(self._process())
 
-    def Condition(self) -> SimulatedCondition:
-        """A condition with a lock of its own."""
-        return SimulatedCondition(self._process())
+    def Condition(self, lock: AbstractContextManager[Any] | None = None) -> SimulatedCondition:
+        """A condition with this lock, or one of its own."""
+        return SimulatedCondition(self._process(), lock)
 
 
 class SimulatedStart:
@@ -98,10 +102,11 @@ class SimulatedCondition:
 
     Args:
         process: whose threads wait for it
+        lock: is held by who asks and notifies; None: one of its own
     """
 
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._clock, self._lock = process.clock, process.clock.lock()
+    def __init__(self, process: SimulatedProcess, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._clock, self._lock = process.clock, lock or process.clock.lock()
         self._waiting: list[Latch] = []
 
     def __enter__(self) -> None:
@@ -110,8 +115,8 @@ class SimulatedCondition:
     def __exit__(self, *exception: Any) -> None:
         self._lock.__exit__(*exception)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Give the lock up until it is notified, at most so many seconds."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Give the lock up until it is notified, at most so many seconds; returns whether it was."""
         latch = self._clock.latch()
         self._waiting.append(latch)
         self._lock.__exit__(None, None, None)
@@ -119,6 +124,7 @@ class SimulatedCondition:
         if latch in self._waiting:
             self._waiting.remove(latch)
         self._lock.__enter__()
+        return latch.is_set
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
         """Wait until something holds, at most so many seconds; returns whether it does."""
