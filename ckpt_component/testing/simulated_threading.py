@@ -34,10 +34,6 @@ class SimulatedThreading:
         """A lock, as a context manager alone."""
         return self._process().clock.lock()
 
-    def RLock(self) -> AbstractContextManager[Any]:
-        """A lock, which no thread may enter twice."""
-        return self.Lock()
-
     def Event(self) -> SimulatedEvent:
         """An event that stays set."""
         return SimulatedEvent(self._process())
@@ -102,11 +98,11 @@ class SimulatedCondition:
 
     Args:
         process: whose threads wait for it
-        lock: is held by who asks and notifies; None: one of its own
+        lock: which it shares with others; None: one of its own
     """
 
     def __init__(self, process: SimulatedProcess, lock: AbstractContextManager[Any] | None = None) -> None:
-        self._clock, self._lock = process.clock, lock or process.clock.lock()
+        self._clock, self._lock = process.clock, process.clock.lock() if lock is None else lock
         self._waiting: list[Latch] = []
 
     def __enter__(self) -> None:
