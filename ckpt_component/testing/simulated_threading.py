@@ -111,8 +111,8 @@ class SimulatedCondition:
     def __exit__(self, *exception: Any) -> None:
         self._lock.__exit__(*exception)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Give the lock up until it is notified, at most so many seconds."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Give the lock up until it is notified, at most so many seconds; returns whether it was."""
         latch = self._clock.latch()
         self._waiting.append(latch)
         self._lock.__exit__(None, None, None)
@@ -120,6 +120,7 @@ class SimulatedCondition:
         if latch in self._waiting:
             self._waiting.remove(latch)
         self._lock.__enter__()
+        return latch.is_set
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
         """Wait until something holds, at most so many seconds; returns whether it does."""
