@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +18,18 @@ _FIRST = 2
 _SECONDS = 300.0
 
 
-def measure_copies(
-    state: str, pairs: int, step_seconds: float, loop_threads: int, folder: str
-) -> Iterator[dict[str, Any]]:
+def measure_copies(state: str, pairs: int, step_seconds: float, folder: str) -> Iterator[dict[str, Any]]:
     """Seconds of copies and of plain streams in turn, and how much longer steps take beside copies.
 
     Args:
         state: whose tensors are copied
         pairs: how many times
         step_seconds: approximate duration of a step
-        loop_threads: threads of a step
         folder: not used
 
     Yields:
         `bytes`; seconds of each turn, as `stream`, `copy`, and `first_copy`, into new memory; CPU seconds of both
-        processes, as `stream_cpu` and `copy_cpu`; `step_ratio` of each turn.
+        processes, as `stream_cpu` and `copy_cpu`; and if steps can have a core of their own, `step_ratio` of each turn.
     """
     items = [math.prod(shape) * dtype.itemsize for _, shape, dtype in STATES[state]()]
     with KeeperPair(items) as pair:
@@ -45,8 +43,12 @@ def measure_copies(
             "stream_cpu": [stream.cpu_s for stream, _ in turns],
             "copy_cpu": [copy.cpu_s for _, copy in turns],
         }
-        loop = Loop(make_state("tiny"), loop_threads, step_seconds)
-        yield {"step_ratio": [_step_ratio(loop, pair) for _ in range(pairs)]}
+        first_core, *others = sorted(os.sched_getaffinity(0))
+        if others:
+            os.sched_setaffinity(0, {first_core})
+            pair.stay_on(others)
+            loop = Loop(make_state("tiny"), 1, step_seconds)
+            yield {"step_ratio": [_step_ratio(loop, pair) for _ in range(pairs)]}
 
 
 def _step_ratio(loop: Loop, pair: KeeperPair) -> float:
