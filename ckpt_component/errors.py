@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointInUseError",
     "CheckpointLoadError",
     "CheckpointNotFoundError",
+    "CheckpointPartError",
     "CheckpointSaveError",
     "CheckpointStageError",
     "CheckpointStallError",
@@ -198,6 +199,13 @@ class CheckpointUnreadableError(CheckpointCorruptError):
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class CheckpointPartError(CheckpointUnreadableError):
+    """What is here of a checkpoint is a part: each of several hosts has its own files, and those of some are missing.
+
+    It is whole again where all these hosts are together.
+    """
 
 
 #: Maximum length of an error message that is sent through the store. The keys of a state can make it long.

@@ -109,8 +109,9 @@ def cell(text: str) -> str:
 
 def examples() -> dict[str, Path]:
     """Pages of the examples, and what they show; `ckpt_train` is an app of many modules, and has none."""
-    paths = [path for path in (REPOSITORY / "examples").iterdir() if path.suffix == ".py" or path.name == "hydra_app"]
-    return {f"examples/{path.stem}.md": path for path in sorted(paths)}
+    paths = sorted((REPOSITORY / "examples").iterdir())
+    shown = [path for path in paths if path.suffix in (".py", ".sh") or path.name == "hydra_app"]
+    return {f"examples/{path.stem}.md": path for path in shown}
 
 
 def page_of(path: str) -> str | None:

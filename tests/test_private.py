@@ -50,19 +50,26 @@ def private_names() -> set[str]:
     return set(filter(is_private, names)) - _THEIRS
 
 
+def name_of(node: ast.expr) -> str:
+    """The last word of a name such as `patch.setattr`; "" for what is no name."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 def read_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Private names that are read of something else than `self`, imported, or named as text to be replaced."""
-    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
             own.add(node.attr)
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
-        if isinstance(node, ast.Attribute) and (node.attr not in own or ast.unparse(node.value) == "super()"):
-            names = [node.attr]
+        if isinstance(node, ast.Attribute):
+            is_super = isinstance(node.value, ast.Call) and name_of(node.value.func) == "super"
+            names = [node.attr] if is_super or node.attr not in own else []
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckpt_"):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+        elif isinstance(node, ast.Call) and name_of(node.func).endswith(("setattr", "getattr", "delattr")):
             texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
             names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
         yield from ((getattr(node, "lineno", 0), name) for name in names if is_private(name))

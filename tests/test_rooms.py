@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 import ckpt_component
 
@@ -39,15 +38,17 @@ def room_of(module: str) -> str:
     return ".".join(parts[:2] if parts[0] == "core" else parts[:1])
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@functools.cache
+def imports_of(path: Path) -> tuple[str, ...]:
     """Full names that a module imports, inside functions and for type checkers too."""
-    own = ["ckpt_component", *path.relative_to(PACKAGE).with_suffix("").parts]
+    own, names = ["ckpt_component", *path.relative_to(PACKAGE).with_suffix("").parts], list[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = own[: len(own) - node.level] if node.level else []
-            yield from (".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names)
+            names += [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+    return tuple(names)
 
 
 def ours(path: Path) -> Iterator[str]:
@@ -64,7 +65,7 @@ def test_every_module_imports_only_from_rooms_below_its_own() -> None:
     wrong = []
     for name, path in MODULES.items():
         if name == "core":
-            assert not [*imports_of(path)], "the room `core` has a sentence, and imports nothing"
+            assert not imports_of(path), "the room `core` has a sentence, and imports nothing"
             continue
         assert room_of(name) in LEVEL, f"{room_of(name)} is a new room: say in docs/rooms.py where it stands"
         for imported in ours(path):
@@ -105,11 +106,23 @@ def test_the_errors_import_nothing_but_the_standard_library() -> None:
     assert names <= {*sys.stdlib_module_names}
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Top-level modules that are there after a statement in a fresh interpreter."""
-    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+def loaded_by(modules: Iterable[str]) -> dict[str, set[str]]:
+    """For each module, imported in this order by a fresh interpreter, the top-level modules that it adds.
+
+    The first entry, "", has what is there before: `.pth` files of the environment import what they like.
+    """
+    code = """
+import sys
+before = set()
+for module in ["", *sys.argv[1:]]:
+    if module:
+        __import__(module)
+    there = {name.partition(".")[0] for name in sys.modules}
+    print(module, *sorted(there - before))
+    before = there
+"""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *modules],
         cwd=PACKAGE.parent,
         capture_output=True,
         text=True,
@@ -117,42 +130,28 @@ def loaded_by(statement: str) -> set[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return {module: set(names) for module, *names in (line.split(" ") for line in done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("room", WITHOUT_TORCH)
-def test_no_module_of_the_room_imports_torch(room: str) -> None:
+def test_no_module_of_a_room_without_torch_imports_it() -> None:
     # Listeners import the trackers they send to, which may import anything.
     theirs = ("events.mlflow", "events.opentelemetry", "events.tensorboard", "events.wandb")
-    names = [name for name in MODULES if f"{name}.".startswith(f"{room}.") and name not in theirs]
-    assert "torch" not in loaded_by("import " + ", ".join(f"ckpt_component.{name}" for name in names))
+    names = [
+        name for room in WITHOUT_TORCH for name in MODULES if f"{name}.".startswith(f"{room}.") and name not in theirs
+    ]
+    alone = ("compat", "callers", "background.upload_process", "background.export_process", "writers", "cli.app")
+    modules = ["ckpt_component", *(f"ckpt_component.{name}" for name in [*names, *alone, "_hydra_searchpath"])]
+    assert [module for module, added in loaded_by(modules).items() if "torch" in added] == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["", ".compat", ".callers", ".background.upload_process", ".background.export_process", ".writers", ".cli.app"],
-)
-def test_imports_no_torch(module: str) -> None:
-    assert "torch" not in loaded_by(f"import ckpt_component{module}")
-
-
-def test_the_plugin_that_hydra_loads_imports_no_torch() -> None:
-    assert "torch" not in loaded_by("import ckpt_component._hydra_searchpath")
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "errors",
-        "core.writing.worker",
-        "core.writing.write_job",
-        *(name for name in MODULES if room_of(name) in ("core.storage", "core.commit", "core.processes")),
-    ],
-)
-def test_the_writer_process_imports_the_standard_library_and_us_alone(module: str) -> None:
-    mine = {"ckpt_component", "__main__"}
-    startup = loaded_by("pass")  # .pth files of the environment import what they like
-    assert loaded_by(f"import ckpt_component.{module}") - {*sys.stdlib_module_names} - mine <= startup
+def test_the_writer_process_imports_the_standard_library_and_us_alone() -> None:
+    rooms = ("core.storage", "core.commit", "core.processes")
+    names = ["errors", "core.writing.worker", "core.writing.write_job"]
+    names += [name for name in MODULES if room_of(name) in rooms]
+    loaded = loaded_by(f"ckpt_component.{name}" for name in names)
+    loaded.pop("")
+    theirs = {module: added - {*sys.stdlib_module_names} - {"ckpt_component"} for module, added in loaded.items()}
+    assert {module: added for module, added in theirs.items() if added} == {}
 
 
 def test_only_the_room_of_memory_calls_the_c_library() -> None:

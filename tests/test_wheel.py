@@ -91,19 +91,17 @@ def test_it_holds_the_package_the_configs_and_the_plugin(wheel: Path) -> None:
     assert sorted(name.split(".")[-1] for name in others) == ["ckpt_bench", "ckpt_train", "dist-info"]
 
 
-def test_it_is_the_wheel_that_is_imported(python: Path, tmp_path: Path) -> None:
-    code = "import ckpt_component, ckpt_component.config as c; print(ckpt_component.__file__, c.config_dir(), c.recipe_dir())"
-    paths = run(python, "-c", code, cwd=tmp_path).split()
-    assert len(paths) == 3
-    assert all(Path(path).is_relative_to(python.parent.parent) for path in paths)
-
-
-def test_presets_compose_in_a_script(python: Path, tmp_path: Path) -> None:
+def test_a_script_imports_the_wheel_and_composes_its_presets(python: Path, tmp_path: Path) -> None:
     presets = sorted(path.stem for path in (CHECKOUT / "conf" / "checkpoint").glob("*.yaml"))
-    code = (
-        f"from ckpt_component.config import resolve_config\nfor name in {presets}: print(resolve_config(name).stager)"
-    )
-    assert len(run(python, "-c", code, cwd=tmp_path).splitlines()) == len(presets)
+    code = f"""
+import ckpt_component, ckpt_component.config as c
+print(ckpt_component.__file__, c.config_dir(), c.recipe_dir(), sep="\\n")
+for name in {presets}:
+    print(c.resolve_config(name).stager)
+"""
+    lines = run(python, "-c", code, cwd=tmp_path).splitlines()
+    assert all(Path(path).is_relative_to(python.parent.parent) for path in lines[:3])
+    assert len(lines) == 3 + len(presets)
 
 
 def test_presets_and_recipes_compose_in_an_app(python: Path, tmp_path: Path) -> None:
@@ -130,9 +128,19 @@ def test_presets_and_recipes_compose_in_an_app(python: Path, tmp_path: Path) -> 
 
 
 def test_the_training_job_has_its_config_and_its_recipes(python: Path, tmp_path: Path) -> None:
-    train = [python, "-m", "ckpt_component.train"]
-    assert "checkpoint:" in run(*train, "--cfg", "job", cwd=tmp_path)
-    for recipe in (CHECKOUT / "recipes").rglob("*.yaml"):
-        if "override /hydra/" in recipe.read_text():
-            continue  # needs a launcher or sweeper of another package
-        assert "checkpoint:" in run(*train, f"+recipe={recipe.stem}", "--cfg", "job", cwd=tmp_path)
+    assert "checkpoint:" in run(python, "-m", "ckpt_component.train", "--cfg", "job", cwd=tmp_path)
+    # Those that override /hydra/ need a launcher or sweeper of another package.
+    paths = [path for path in (CHECKOUT / "recipes").rglob("*.yaml") if "override /hydra/" not in path.read_text()]
+    names = sorted(path.stem for path in paths)
+    code = f"""
+import hydra
+from ckpt_component.config import config_dir
+from ckpt_train.schema import register
+register()
+version = {{'version_base': '1.3'}} if hydra.__version__ < '1.4' else {{}}
+with hydra.initialize_config_dir(str(config_dir()), **version):
+    for name in {names}:
+        print(name, hydra.compose("train", ["+recipe=" + name]).checkpoint._target_)
+"""
+    lines = run(python, "-c", code, cwd=tmp_path).splitlines()
+    assert lines == [f"{name} ckpt_component.instantiate_manager" for name in names]

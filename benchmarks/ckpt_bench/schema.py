@@ -38,7 +38,8 @@ _TRAINED = ("large", "tiny")
 #: Numbers of ranks, if none are given.
 _RANKS = (1, 2, 10, 30, 100, 300, 1_000)
 _RANKS_KILLED = (1, 2)
-_HOSTS = (2, 4)
+_HOSTS = (2, 10, 30, 100, 300, 1_000, 4_096)
+_HOSTS_READING = (2, 4)
 _FOLDERS = ("dir", "tmpfs_dir", "peers_dir", "results")
 
 
@@ -66,7 +67,7 @@ class Bench:
 
     action: Action = Action.run
     """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
-    `growth`: measure what grows with the number of items and of ranks; `recovery`: kill jobs, and measure how they
+    `growth`: measure what grows with the number of items, ranks and hosts; `recovery`: kill jobs, and measure how they
     come back; `hosts`: copies to peers beside a plain TCP stream, and loads whose hosts read each byte once."""
     state: Any = field(default_factory=lambda: ["large"])
     """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
@@ -105,7 +106,10 @@ class Bench:
     """For `growth`: numbers of tensors of one rank; `[]` leaves them out."""
     ranks: Any = None
     """Numbers of ranks. For `growth`, from 1 to 1,000 by default: rank 0 is a process, threads of others are the rest,
-    and `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes. For `hosts`, 2 and 4: one rank each."""
+    and `[]` leaves them out. For `recovery`, 1 and 2 by default, all processes."""
+    hosts: Any = None
+    """Numbers of hosts, each with one rank. For `growth`, from 2 to 4,096 by default, all simulated, with copies at a
+    peer; `[]` leaves them out. For `hosts`, 2 and 4 by default."""
     storage_rate: float = above(0, 0.5e9, BYTES)
     """For `hosts`: bytes in a second that storage gives to all hosts together."""
     results: str | None = None
@@ -144,14 +148,19 @@ def read(config: DictConfig) -> BenchRequest:
         folders = {key: expanded(values[key], key) for key in _FOLDERS if isinstance(values[key], str)}
     bench = read_values(Bench, {**values, **folders}, "")
     kills = bench.action is Action.recovery
-    usual = {Action.recovery: _RANKS_KILLED, Action.hosts: _HOSTS}.get(bench.action, _RANKS)
-    ranks = [*usual] if bench.ranks is None else bench.ranks
+    ranks = [*(_RANKS_KILLED if kills else _RANKS)] if bench.ranks is None else bench.ranks
+    reads = bench.action is Action.hosts
+    hosts = [*(_HOSTS_READING if reads else _HOSTS)] if bench.hosts is None else bench.hosts
     return BenchRequest(
         bench=bench,
         states=_names("state", bench.state, _TRAINED if kills else list(STATES)),
         targets=_names("target", bench.target, TARGETS),
         rows=_restart_rows(bench.rows) if kills else _saving_rows(bench.rows),
-        sizes={"items": _sizes("items", bench.items), "ranks": _sizes("ranks", ranks)},
+        sizes={
+            "items": _sizes("items", bench.items),
+            "ranks": _sizes("ranks", ranks),
+            "hosts": _sizes("hosts", hosts),
+        },
     )
 
 

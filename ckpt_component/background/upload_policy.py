@@ -1,4 +1,4 @@
-"""What is copied from the local folder of a run to its permanent one, and which checkpoint comes next."""
+"""What is copied from the local folder of a run to its permanent one, by whom, and which checkpoint comes next."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.commit.host_parts import hosts_of
 from ..core.commit.names import StepNames
 from ..core.commit.retention import BestPolicy, RetentionPolicy
 from ..core.commit.scan import Scan
@@ -15,6 +16,8 @@ from ..errors import CheckpointExistsError
 @dataclass(frozen=True)
 class UploadPolicy:
     """What to upload, where to, and how fast. The process of the uploads gets it as JSON.
+
+    If each host has a local folder of its own, each has such a process, which sends the files of its host.
 
     Attributes:
         source: absolute path of the local folder (`local.dir`)
@@ -30,6 +33,10 @@ class UploadPolicy:
         every_steps: upload checkpoints whose step is a multiple, and the last one of the run; None: any
         max_bytes_per_second: None: no limit
         finish_seconds: how long uploads go on when the run has ended
+        hosts: the hosts of the run, the leading rank's first; empty: they share one local folder
+        host: the one of this process; empty: they share one
+        rank: which records what this process does
+        silent_seconds: how long the leading rank's host waits for another one that does not go on
     """
 
     source: str
@@ -45,13 +52,27 @@ class UploadPolicy:
     every_steps: int | None = None
     max_bytes_per_second: float | None = None
     finish_seconds: float = 300.0
+    hosts: tuple[str, ...] = ()
+    host: str = ""
+    rank: int = 0
+    silent_seconds: float = 120.0
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> UploadPolicy:
         """The policy that `dataclasses.asdict` took apart."""
         best = values["best"] and BestPolicy(**values["best"])
         names, keep = StepNames(**values["names"]), RetentionPolicy(**values["keep"])
-        return cls(**{**values, "names": names, "keep": keep, "best": best})
+        return cls(**{**values, "names": names, "keep": keep, "best": best, "hosts": tuple(values["hosts"])})
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process begins and commits uploads."""
+        return self.host == (self.hosts or ("",))[0]
+
+    def takes(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether this process has files of a checkpoint to send; none if one of its hosts is not in this run."""
+        hosts = hosts_of(manifest)
+        return (self.host in hosts and {*self.hosts}.issuperset(hosts)) if hosts else self.leads
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be uploaded while the run goes on."""

@@ -5,27 +5,18 @@ A dead or slow target never stops training: it is a warning with the lag, and by
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
-import time
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-from ..core.processes.start import Child, start_in_background
 from ..core.storage.space import amount
 from ..errors import CheckpointFencedError, CheckpointSaveError
 from ..events import SaveReport
+from .upload_child import UploadChild
 from .upload_policy import UploadPolicy
 
 logger = logging.getLogger(__name__)
-
-_PROCESS = "ckpt_component.background.upload_process"
-
-#: For the process to notice that its time is over.
-_LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class LagPolicy:
 
 
 class BackgroundUploads:
-    """Owns the process of the uploads, on rank 0.
+    """Owns the process that begins and commits uploads, on rank 0.
 
     Args:
         policy: what to upload
@@ -51,9 +42,7 @@ class BackgroundUploads:
 
     def __init__(self, policy: UploadPolicy, lag: LagPolicy) -> None:
         self._policy, self._limits = policy, lag
-        self._lock = threading.Lock()
-        self._process: Child | None = None
-        self._thread: threading.Thread | None = None
+        self._child = UploadChild(policy, self._take)
         #: Of this run, the newest step that is due, and the size of its checkpoint.
         self._newest: tuple[int, int] | None = None
         #: The newest step in the target, or where the run began.
@@ -65,12 +54,10 @@ class BackgroundUploads:
         self._fenced: str | None = None
         #: The lag at the last warning; the next comes when it has doubled.
         self._warned = 0
-        self._ended = False
 
     def start(self, step: int = 0) -> None:
         """Upload what earlier runs left, from now on; the run begins after `step`."""
-        with self._lock:
-            self._uploaded = max(self._uploaded, step)
+        self._uploaded = max(self._uploaded, step)
         self._start()
 
     def on_commit(self, report: SaveReport) -> None:
@@ -81,9 +68,7 @@ class BackgroundUploads:
             if skipped is not None and self._current is not None:
                 self._warn(f"and step {skipped} is skipped, because step {self._current} is still being uploaded")
         self._start()
-        if (process := self._process) is not None:
-            with contextlib.suppress(OSError):  # it has ended, or it is stopped and has thousands of frames to receive
-                process.send({"newest": report.step}, time.monotonic())
+        self._child.send({"newest": report.step})
 
     def in_use(self) -> set[str]:
         """The local checkpoint that is being uploaded, which must not be deleted."""
@@ -118,39 +103,13 @@ class BackgroundUploads:
         Args:
             finish: wait for them
         """
-        self._ended = True
-        process, thread = self._process, self._thread
-        if process is None or thread is None:
-            return
-        process.hang_up()
-        if not finish:
-            return  # the thread goes on reading; if the program ends, the process does not
-        thread.join(0.2)
-        if thread.is_alive():
-            logger.info("waiting up to %g s for uploads to %s", self._policy.finish_seconds, self._policy.target)
-        thread.join(self._policy.finish_seconds + _LEAVE_SECONDS)
-        if thread.is_alive():
-            process.kill()
-        if self.lag_steps and self._fenced is None:
+        self._child.end(finish=finish)
+        if finish and self.lag_steps and self._fenced is None:
             logger.warning("%s; the next run goes on with it.%s", self._behind(), self._because())
 
     def _start(self) -> None:
-        with self._lock:
-            if self._ended or self._fenced is not None or (self._thread is not None and self._thread.is_alive()):
-                return
-            log = partial(logger.warning, "the process of the uploads: %s")
-            self._process = process = start_in_background(_PROCESS, asdict(self._policy), log)
-            self._thread = threading.Thread(target=self._follow, args=(process,), name="ckpt-upload", daemon=True)
-            self._thread.start()
-
-    def _follow(self, process: Child) -> None:
-        """Receive the messages of the process until it ends."""
-        while (frame := process.receive()) is not None:
-            self._take(frame[0])
-        code = process.end(_LEAVE_SECONDS)
-        self._current = None
-        if code:
-            logger.warning("the process of the uploads ended with code %d; the next save starts it again", code)
+        if self._fenced is None:
+            self._child.start()
 
     def _take(self, message: dict[str, Any]) -> None:
         if message.get("remote") is not None:
@@ -169,6 +128,10 @@ class BackgroundUploads:
         elif "fenced" in message:
             self._fenced = message["fenced"]
             logger.warning("uploads have stopped: %s", self._fenced)  # the next save raises it, if there is one
+        elif "ended" in message:
+            self._current, code = None, message["ended"]
+            if code:
+                logger.warning("the process of the uploads ended with code %d; the next save starts it again", code)
         elif "failed" in message:
             self._current, first, self._error = None, self._error is None, message["error"]
             if first or self.lag_steps >= 2 * self._warned:

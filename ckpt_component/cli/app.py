@@ -22,6 +22,7 @@ from .._version import __version__
 from ..core.spelling import closest
 from ..core.storage.locate import is_url
 from ..errors import CheckpointConfigError, CheckpointError, printable
+from .config_words import is_override
 from .output import Output, styled, width
 
 #: What `ckpt` takes without a command.
@@ -117,6 +118,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         near = closest(unknown[0].partition("=")[0], parser.options_of(parsed.command))
+        if is_override(unknown[0]) and isinstance(getattr(parsed, "config", None), list):
+            near = f"--config {unknown[0]}"
         hint = f"did you mean {near}?" if near else f"ckpt {parsed.command} --help lists what it takes."
         raise CheckpointConfigError(f"ckpt {parsed.command} does not take '{unknown[0]}'; {hint}")
     parsed.options = dict(map(_option, parsed.options))

@@ -12,7 +12,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
@@ -25,13 +24,10 @@ from ..config.keys import keys, typed_value
 from ..config.rules import PartFacts, refuse_unfit
 from ..config.schema import PARTS, SETTINGS, Checkpoint
 from ..core.storage.locate import absolute
-from ..errors import CheckpointConfigError
+from .config_words import USUAL, split_words
 from .explain_graph import facts_of, processes, waits
 from .output import Output, width
 from .text import Table
-
-#: The preset that is explained if none is named.
-USUAL = "async_persistent"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +43,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     Raises:
         CheckpointConfigError: an override is invalid, or the parts do not fit together, as the factory says
     """
-    preset, overrides = _split(parsed.words)
+    preset, overrides = split_words(parsed.words)
     settings = resolve_config(compose_checkpoint(preset, overrides))
     facts, origins = facts_of(settings), origins_of(preset, overrides)
     if settings.enabled:
@@ -65,17 +61,6 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "waits": list(waits(settings, facts)),
     }
     output.result(data, _lines(data, output))
-
-
-def _split(words: list[str]) -> tuple[str, list[str]]:
-    """The preset and the overrides; `checkpoint=sync` is a preset too, as on the command line of an app."""
-    presets = [word for word in words if re.fullmatch(r"(\+?checkpoint=)?[^=~]+", word)]
-    names = [word.rpartition("=")[2] for word in presets]
-    if len(names) > 1:
-        raise CheckpointConfigError(
-            f"{' and '.join(names)} are two presets; give one, and overrides such as checkpoint/stager=pinned."
-        )
-    return (names or [USUAL])[0], [word for word in words if word not in presets]
 
 
 def _part(kind: str, settings: Checkpoint, facts: PartFacts, origins: Origins) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from ..core.formats.checkpoints import Root, created_of, is_checkpoint
 from .roots import tree_bytes
 
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
+#: Of a checkpoint of which each host has its own files.
+PART = "part"
 #: A snapshot that keepers of this host have, which the next start on it may resume from.
 IN_MEMORY = "in memory"
 #: What only has the name of a checkpoint.
 UNKNOWN = "unknown"
 #: State -> the style of its row in a table; others have none.
-STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow", IN_MEMORY: "cyan"}
+STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow", PART: "yellow", IN_MEMORY: "cyan"}
 #: How many folders below an empty root the advice names.
 _FOLDERS = 5
 #: Search at most so many folders for them, the outer ones first.
@@ -32,8 +34,8 @@ class Listed:
 
     Attributes:
         name: name in the folder
-        state: `committed`; `unverified`, of another program; `damaged`; `in progress`; `debris`; `in memory`; or
-            `unknown`, which only has the name of one
+        state: `committed`; `unverified`, of another program; `damaged`; `part`, of which other hosts have the rest;
+            `in progress`; `debris`; `in memory`; or `unknown`, which only has the name of one
         step: step; None: unknown
         time: when it was committed or last changed, seconds since 1970
         nbytes: size
@@ -114,6 +116,9 @@ def _entries(root: Root) -> Iterator[Listed]:
         for step, why in {**scan.damaged, **scan.torn, **scan.unusable}.items():
             name, ranks = naming.folder(step), scan.manifests.get(step, {}).get("world_size")
             yield _examined(root, name, DAMAGED, step, why.replace(f"{os.path.join(root.path, name)}/", ""), ranks)
+        for step in scan.parts:
+            hosts, ranks = scan.manifests[step]["hosts"], scan.manifests[step]["world_size"]
+            yield _examined(root, naming.folder(step), PART, step, f"its files are on {', '.join(hosts)}", ranks)
         yield from (_foreign(root, naming.folder(step)) for step in scan.foreign)
     yield from (_foreign(root, os.path.basename(path)) for path in root.others)
     in_use: dict[str, bool] = {}

@@ -1,7 +1,8 @@
 """`ckpt ls ROOT`: list a folder of checkpoints, and what else is there.
 
 List the checkpoints of a folder, oldest first: committed; unverified (of another program, without checksums); damaged;
-in progress; debris that killed runs left, which ckpt gc deletes; and snapshots that this host has in memory.
+a part, of which other hosts have the rest; in progress; debris that killed runs left, which ckpt gc deletes; and
+snapshots that this host has in memory.
 
 example:
   ckpt ls checkpoints
@@ -26,6 +27,7 @@ from .listing import (
     DEBRIS,
     IN_MEMORY,
     IN_PROGRESS,
+    PART,
     STYLES,
     UNVERIFIED,
     Listed,
@@ -122,7 +124,7 @@ def _summary(entries: list[Listed]) -> str:
     """`3 checkpoints, 4.50 GB; 1 damaged; 2 debris, 1.20 GB`."""
     good = [entry for entry in entries if entry.state in (COMMITTED, UNVERIFIED)]
     parts = [f"{counted(len(good), 'checkpoint')}, {amount(sum(each.nbytes for each in good))}"]
-    for state in (DAMAGED, IN_PROGRESS, IN_MEMORY, DEBRIS):
+    for state in (DAMAGED, PART, IN_PROGRESS, IN_MEMORY, DEBRIS):
         group = [entry for entry in entries if entry.state == state]
         if group:
             size = f", {amount(sum(each.nbytes for each in group))}" if state == DEBRIS else ""

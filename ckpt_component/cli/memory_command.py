@@ -79,7 +79,7 @@ def _rows(run: RunInMemory) -> Iterator[dict[str, Any]]:
         yield {
             **{"root": run.root, "token": run.token, "rank": rank, "answers": about is not None},
             **{"steps": [] if about is None else run.steps_of(rank), **known},
-            "copies": {} if about is None else run.copies_of(rank),
+            "copies": [] if about is None else run.copies_of(rank),
         }
 
 
@@ -98,24 +98,31 @@ def _lines(
         )
         yield f"  {ranks} on {host}, run {run.token}"
         if run.parts:
-            yield f"  of step {', '.join(map(str, run.parts))} only a part is here"
-        cells = [(str(row["rank"]), _steps_text(row), _size_text(row), _trainer_text(row)) for row in rows[run.token]]
+            yield f"  of step {_listed(run.parts)} only a part is here: the rest is on other hosts"
+        cells = [
+            (str(row["rank"]), _listed(row["steps"]), _size_text(row), _trainer_text(row)) for row in rows[run.token]
+        ]
         yield from output.table(
             Table([("rank", "step", "size", "trainer"), *cells], left=(3,)),
             ["" if row["answers"] else "red" for row in rows[run.token]],
         )
-        for row in rows[run.token]:
-            if row["copies"]:
-                of = ", ".join(f"rank {rank} ({amount(nbytes)})" for rank, nbytes in row["copies"].items())
-                yield f"  rank {row['rank']} has copies of {of}"
+        copies = [
+            (str(copy.rank), copy.host or "another", _listed(copy.steps), amount(copy.bytes), f"rank {row['rank']}'s")
+            for row in rows[run.token]
+            for copy in row["copies"]
+        ]
+        if copies:
+            titles = ("copies of rank", "of host", "step", "size", "in the memory of")
+            yield from output.table(Table([titles, *copies], left=(1, 4)))
 
 
-def _steps_text(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, row["steps"])) or "none"
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
 
 
 def _size_text(row: Mapping[str, Any]) -> str:
-    return amount(row["bytes"]) if row["answers"] else ""
+    """What a keeper has of its own rank."""
+    return amount(row["bytes"] - sum(copy.bytes for copy in row["copies"])) if row["answers"] else ""
 
 
 def _trainer_text(row: Mapping[str, Any]) -> str:
@@ -146,11 +153,13 @@ def _drop(parsed: argparse.Namespace, output: Output) -> None:
     root = absolute(parsed.root)
     runs = runs_of(parsed.root, root, parsed.options)
     dropped, lines = list[dict[str, Any]](), list[str]()
-    for run, steps in _with_snapshot(parsed.root, runs, parsed.step):
+    for run, steps in _with_snapshot(parsed.root, runs, parsed.step, parts=True):
         for step in steps:
             nbytes = run.drop(step)
             dropped.append({"root": run.root, "token": run.token, "step": step, "bytes": nbytes})
             lines.append(f"dropped step {step} of {shown(root)} from memory: {amount(nbytes)}")
+    if elsewhere := any(run.world_size != len(run.about) for run in runs):
+        lines.append("other hosts may have all of it, in copies too: type the same on each of them")
     memory = max((step for run in runs if run.is_owner for step in run.steps), default=-1)
     disk = Root(storage_at(root, options=parsed.options), root)
     durable = -1 if disk.newest is None else disk.newest
@@ -162,15 +171,31 @@ def _drop(parsed: argparse.Namespace, output: Output) -> None:
         else f"{shown(root)} has no checkpoint: the next start begins anew"
     )
     source = None if newest < 0 else "memory" if newest == memory else "disk"
-    output.result({"dropped": dropped, "resumes_from": None if newest < 0 else newest, "source": source}, lines)
+    resumes = {"resumes_from": None if newest < 0 else newest, "source": source, "elsewhere": elsewhere}
+    output.result({"dropped": dropped, **resumes}, lines)
 
 
-def _with_snapshot(argument: str, runs: Sequence[RunInMemory], step: int | None) -> list[tuple[RunInMemory, list[int]]]:
-    """The runs that have whole snapshots, of one step or of any, with their steps."""
-    found = [(run, [each for each in run.steps if step in (None, each)]) for run in runs]
+def _with_snapshot(
+    argument: str, runs: Sequence[RunInMemory], step: int | None, *, parts: bool = False
+) -> list[tuple[RunInMemory, list[int]]]:
+    """The runs that have whole snapshots, of one step or of any, with their steps.
+
+    Args:
+        argument: what names the runs, for errors
+        runs: the runs
+        step: the step; None: any
+        parts: count those whose rest is on other hosts, too
+    """
+    present = [(run, [*run.steps, *(run.parts if parts else ())]) for run in runs]
+    found = [(run, [each for each in steps if step in (None, each)]) for run, steps in present]
     found = [(run, steps) for run, steps in found if steps]
     if found:
         return found
+    if here := sorted({each for run in runs for each in run.parts if step in (None, each)}):
+        raise CheckpointNotFoundError(
+            f"The memory of this host has only a part of step {_listed(here)} of {argument}: the rest is on other "
+            "hosts, where a run finds it; ckpt memory ls lists what is here."
+        )
     steps = sorted({each for run in runs for each in run.steps})
     if step is None or not steps:
         raise CheckpointNotFoundError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import posixpath
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,11 +16,28 @@ from ..core.spelling import closest
 from ..core.storage.locate import storage_at
 from ..core.storage.memory.host_memory import HostMemory
 from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here, split_root
-from ..core.storage.memory.keepers import Keeper
+from ..core.storage.memory.keepers import Keeper, KeptFile
 from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
 from ..errors import CheckpointNotFoundError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptCopy:
+    """What a keeper has of a rank on another host.
+
+    Attributes:
+        rank: the rank
+        host: its host; None: an early keeper does not say
+        steps: of the snapshots
+        bytes: size of the files
+    """
+
+    rank: int
+    host: str | None
+    steps: list[int]
+    bytes: int
 
 
 class RunInMemory:
@@ -77,16 +96,27 @@ class RunInMemory:
         return self.snapshots.committed
 
     def steps_of(self, rank: int) -> list[int]:
-        """The steps of whole snapshots of which a rank's keeper has a part."""
-        return [step for step in self.steps if self._answering[rank].listed(self.snapshots.paths[step])]
+        """The steps of snapshots of which a rank's keeper has the rank's own part."""
+        files = [file.path for file in self._answering[rank].listed("") if file.home is None]
+        return self._steps_of(files)
 
-    def copies_of(self, rank: int) -> dict[int, int]:
-        """The ranks of other hosts of which a rank's keeper has copies, with their bytes."""
-        copies = Counter[int]()
+    def copies_of(self, rank: int) -> list[KeptCopy]:
+        """What a rank's keeper has of ranks on other hosts."""
+        files = defaultdict[int, list[KeptFile]](list)
         for file in self._answering[rank].listed(""):
             if file.home is not None:
-                copies[file.home] += file.size
-        return dict(sorted(copies.items()))
+                files[file.home].append(file)
+        hosts = self.about[rank].get("homes") or {}
+        return [
+            KeptCopy(home, hosts.get(str(home)), self._steps_of([file.path for file in its]), sum(f.size for f in its))
+            for home, its in sorted(files.items())
+        ]
+
+    def _steps_of(self, files: Sequence[str]) -> list[int]:
+        """The steps of snapshots that have one of these files; what is not whole counts where ranks are elsewhere."""
+        known = self.steps + self.parts
+        folders = {path: step for step, path in self.snapshots.paths.items() if step in known}
+        return sorted({folders[folder] for folder in map(posixpath.dirname, files) if folder in folders})
 
     @property
     def parts(self) -> list[int]:

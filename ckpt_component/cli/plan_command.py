@@ -1,11 +1,14 @@
 """`ckpt plan`: what saving will cost a run, from formulas or from what an earlier run measured.
 
 Predict what saving costs a run: host memory, stall, time until durable, storage rate, the best interval, and the
-fraction of time that is training. Every figure names its formula or source.
+fraction of time that is training; with --recovery or checkpoint.local.dir also who has copies for whom, and what is
+lost when ranks or hosts fail. Every figure names its formula or source.
 
 examples:
   ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200
   ckpt plan --state 40GB --ranks 8 --measured checkpoints
+  ckpt plan --state 640GB --ranks 64 --hosts 8 --recovery peers --link 10GB --storage-gbps 20
+  ckpt plan --state 640GB --ranks 64 --hosts 'node[1-8]' --config +recipe=many_hosts --step 2s
 
 ?: a figure that needs another option.
 """
@@ -13,33 +16,50 @@ examples:
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..config.config_files import parts_of, presets
-from ..config.quantities import BYTES, SECONDS, quantity
-from ..config.schema import GROUPS
+from ..config.config_files import presets
+from ..config.quantities import BYTES, SECONDS
+from ..config.schema import GROUPS, Recovery
+from ..core.options import RecoveryMode
 from ..core.spelling import invalid_choice
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
+from .config_words import USUAL, add_config, refuse_below_zero, with_unit
+from .host_list import host_names
 from .output import Output, width
 from .planning.formulas import DALY
+from .planning.losses import HostFailure, failures_of
 from .planning.measured import measured_rates
-from .planning.plan import RESTART_S, Forecast, Scenario, plan
+from .planning.measured_restores import measured_restores
+from .planning.plan import plan
+from .planning.scenario import RESTART_S, Forecast, PartSizes, Scenario
 from .text import Table, counted, duration
+
+#: Hosts in the table of peers; a job of many has the same pattern.
+_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--state", required=True, metavar="BYTES", help="the state of all ranks together, such as 1.2TB")
-    add("--ranks", type=int, default=1, help="number of ranks (1)")
-    add("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on each host (8)")
-    add("--preset", default="async_persistent", help="see ckpt presets (async_persistent)")
-    add("--recovery", default="none", metavar="none|host", help="host: also keep the newest snapshot in memory (none)")
+    add("--ranks", type=int, help="number of ranks (--ranks-per-host on each of --hosts; without them 1)")
+    add("--ranks-per-host", type=int, metavar="N", help="ranks on each host (8, or --ranks / --hosts)")
+    add("--hosts", metavar="N|NAMES", help="how many hosts, or which: node1,node2 or node[1-8]")
+    add("--preset", help=f"see ckpt presets ({USUAL}, or that of --config)")
+    modes = "|".join(GROUPS["recovery"])
+    more = "host: also keep the newest snapshot in memory; peers: on another host too (none, or as --config says)"
+    add("--recovery", metavar=modes, help=more)
+    add_config(parser)
     add("--memory-every", metavar="TIME", help="time between snapshots for memory alone, as recovery.every_steps gives")
+    add("--step", metavar="TIME", help="time of a step, such as 1.5s: losses are in steps too")
+    add("--link", metavar="BYTES/S", help="what a host sends to another one, such as 10GB/s")
+    add("--local-gbps", type=float, metavar="GB/S", help="what checkpoint.local.dir takes from a host, in GB/s")
     add("--storage-gbps", type=float, metavar="GB/S", help="what the storage takes from all ranks, in GB/s")
     add("--mtbf", metavar="TIME", help="mean time between failures of the run, such as 8h")
     add("--restart-s", type=float, default=RESTART_S, metavar="S", help="from failure to training (300)")
@@ -55,88 +75,157 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """
     question = _question(parsed)
     figures = plan(question)
+    failures = failures_of(question, figures)
     notes = list(_notes(question, {figure.name: figure.value for figure in figures}))
     data = {
-        "question": {**asdict(question), "hosts": question.hosts},
+        "question": {**asdict(question), "recovery": question.recovery.mode.name, "hosts": question.hosts},
         "figures": figures,
+        "peers": question.peers(),
+        "failures": failures,
         "notes": notes,
     }
-    output.result(data, _lines(question, figures, notes, output))
+    output.result(data, _lines(question, figures, failures, notes, output))
 
 
 def _question(parsed: argparse.Namespace) -> Scenario:
     names = [file.name for file in presets() if file.name != "off"]
-    if parsed.preset not in names:
+    if parsed.preset is not None and parsed.preset not in names:
         raise CheckpointConfigError(invalid_choice("--preset", parsed.preset, names))
-    for name in ("ranks", "ranks_per_host", "storage_gbps", "restart_s"):
+    for name in ("ranks", "ranks_per_host", "storage_gbps", "local_gbps", "restart_s"):
         if getattr(parsed, name) is not None:
-            _refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
-    modes = [mode for mode in GROUPS["recovery"] if mode != "peers"]
-    if parsed.recovery not in modes:
-        raise CheckpointConfigError(invalid_choice("--recovery", parsed.recovery, modes))
-    _refuse_unfit_recovery(parsed)
+            refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
+    if parsed.recovery is not None and parsed.recovery not in GROUPS["recovery"]:
+        raise CheckpointConfigError(invalid_choice("--recovery", parsed.recovery, list(GROUPS["recovery"])))
+    state = with_unit(parsed.state, BYTES, "--state", "1.2TB")
+    preset, parts, recovery, tiered = _planned_config(parsed)
+    _refuse_unfit_recovery(parsed, preset, parts or PartSizes.of_preset(preset), recovery)
     folders = [folder.expanduser() for folder in parsed.measured or ()]
+    hosts, ranks, ranks_per_host = _places(parsed)
+    restores = measured_restores(folders)
+    step = _time(parsed.step, "--step", "1.5s")
     return Scenario(
-        state=_with_unit(parsed.state, BYTES, "--state", "1.2TB"),
-        ranks=parsed.ranks,
-        ranks_per_host=parsed.ranks_per_host,
-        preset=parsed.preset,
+        state=state,
+        ranks=ranks,
+        ranks_per_host=ranks_per_host,
+        preset=preset,
+        parts=parts,
         storage=None if parsed.storage_gbps is None else parsed.storage_gbps * 1e9,
+        tiered=tiered or parsed.local_gbps is not None,
+        local=None if parsed.local_gbps is None else parsed.local_gbps * 1e9,
         mtbf=_time(parsed.mtbf, "--mtbf", "8h"),
         restart_s=parsed.restart_s,
-        recovery=parsed.recovery == "host",
-        memory_every=_time(parsed.memory_every, "--memory-every", "30s"),
-        rates=measured_rates(folders, parsed.preset) if folders else None,
+        recovery=recovery,
+        memory_every=_memory_every(parsed, recovery, step or restores.step_s),
+        link=None if parsed.link is None else with_unit(parsed.link, BYTES, "--link", "10GB/s"),
+        step_s=step,
+        rates=measured_rates(folders, preset) if folders else None,
+        restores=restores,
+        names=hosts,
     )
 
 
-def _refuse_unfit_recovery(parsed: argparse.Namespace) -> None:
-    caller = parts_of(parsed.preset)["caller"]
-    if parsed.recovery == "host" and caller != "persistent":
+def _planned_config(parsed: argparse.Namespace) -> tuple[str, PartSizes | None, Recovery, bool]:
+    """The preset, its parts if others may be chosen, what stays in memory, and whether there is a local tier."""
+    options = [] if parsed.recovery is None else [f"checkpoint/recovery={parsed.recovery}"]
+    if not parsed.config:
+        mode = RecoveryMode[parsed.recovery or "none"]
+        every = None if parsed.memory_every is None else 1  # as often as that
+        return parsed.preset or USUAL, None, Recovery(mode=mode, every_steps=every), False
+    from .composed import composed  # imports Hydra
+
+    if parsed.preset is not None:
+        options.append(f"checkpoint={parsed.preset}")
+    config = composed([*parsed.config, *options])
+    return config.preset, config.sizes, config.settings.recovery, config.settings.local.dir is not None
+
+
+def _places(parsed: argparse.Namespace) -> tuple[tuple[str, ...], int, int]:
+    """The names of the hosts, if they are given; how many ranks there are, and how many on each host."""
+    hosts = () if parsed.hosts is None else host_names(parsed.hosts)
+    ranks, here = parsed.ranks, parsed.ranks_per_host
+    if not hosts:
+        return (), ranks or 1, here or 8
+    ranks = ranks or len(hosts) * (here or 8)
+    if ranks < len(hosts) or (here and math.ceil(ranks / here) != len(hosts)):
+        given = f"--ranks={ranks}" + (f" and --ranks-per-host={here}" if here else "")
+        text = f"{given} do not fill --hosts={parsed.hosts}, which has {counted(len(hosts), 'host')}"
+        raise CheckpointConfigError(f"{text}; type --ranks={len(hosts) * (here or 8)}, or leave it out.")
+    return hosts, ranks, math.ceil(ranks / len(hosts))
+
+
+def _memory_every(parsed: argparse.Namespace, recovery: Recovery, step_s: float | None) -> float | None:
+    """The time between snapshots for memory alone; None: there are none."""
+    if parsed.memory_every is not None:
+        return _time(parsed.memory_every, "--memory-every", "30s")
+    if recovery.every_steps is None:
+        return None
+    if step_s is None:
         raise CheckpointConfigError(
-            f"--recovery=host needs the writer process of checkpoint/caller=persistent, and {parsed.preset} has "
-            f"{caller}; type --preset=async_persistent, or --recovery=none."
+            f"checkpoint.recovery.every_steps={recovery.every_steps} needs the time of a step; type --step=1.5s, or "
+            "--memory-every=30s."
         )
-    if parsed.recovery == "none" and parsed.memory_every is not None:
+    return recovery.every_steps * step_s
+
+
+def _refuse_unfit_recovery(parsed: argparse.Namespace, preset: str, sizes: PartSizes, recovery: Recovery) -> None:
+    mode = recovery.mode
+    if mode is not RecoveryMode.none and sizes.caller in ("inline", "temporal"):
+        raise CheckpointConfigError(
+            f"--recovery={mode} needs the writer process of checkpoint/caller=persistent, and {preset} has "
+            f"{sizes.caller}; type --preset=async_persistent, or --recovery=none."
+        )
+    if mode is RecoveryMode.none and parsed.memory_every is not None:
         raise CheckpointConfigError(
             f"--memory-every={parsed.memory_every} needs a snapshot that stays in memory; type --recovery=host with it."
         )
 
 
 def _time(text: str | None, name: str, example: str) -> float | None:
-    return None if text is None else _with_unit(text, SECONDS, name, example)
-
-
-def _with_unit(text: str, unit: str, name: str, example: str) -> float:
-    if text.replace(".", "").isdigit():
-        raise CheckpointConfigError(f"{name}={text} has no unit; type one, as in {name}={example}.")
-    value = quantity(text, unit, name)
-    _refuse_below_zero(name, value)
-    return value
-
-
-def _refuse_below_zero(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise CheckpointConfigError(f"{name}={value:g} must be above 0.")
+    return None if text is None else with_unit(text, SECONDS, name, example)
 
 
 def _notes(question: Scenario, values: dict[str, float | None]) -> Iterator[str]:
-    if values["storage rate"] is None:
-        yield "Without the storage's rate, a save is taken to be durable just before the next one."
-    if question.recovery:
+    tier = "local.dir" if question.tiered else "storage"
+    if values[f"{tier} rate"] is None:
+        yield f"Without the rate of {tier}, a save is taken to be durable just before the next one."
+    mode, asked = question.recovery.mode, question.recovery.replicas
+    if mode is RecoveryMode.host:
         more = "" if question.hosts == 1 else " So does every failure of a run on several hosts."
         yield f"A failure that takes the host along goes back to the disk; training is reckoned for such ones.{more}"
+    if mode is RecoveryMode.peers and not question.has_peers:
+        yield "All ranks are on one host, so nobody has copies, and all is as with --recovery=host; --hosts=2 has two."
+    if question.has_peers:
+        yield "Training is reckoned for failures that go back to the disk; with copies, few do."
+        if asked > question.hosts - 1:
+            yield f"checkpoint.recovery.replicas={asked}: each host has its copies on {question.hosts - 1} others."
+        yield from _strangers(question)
     if question.rates is not None:
-        if question.rates.awaited and question.preset == "async_zero_overhead":
+        if question.rates.awaited and question.sizes.stager == "zero_overhead":
             yield "In the measured run, copies beside the steps cost more than waiting for them, so they were awaited."
         yield f"Measured: {question.rates.source}. It holds for the same machine, storage and number of ranks per host."
     if (interval := values["best interval"]) is not None:
         yield f"Set checkpoint.save.every_seconds={max(interval, 1):.0f}"
 
 
-def _lines(question: Scenario, figures: Sequence[Forecast], notes: Sequence[str], output: Output) -> Iterator[str]:
+def _strangers(question: Scenario) -> Iterator[str]:
+    """Hosts of `checkpoint.recovery.peers` that are not of the job."""
+    given = question.recovery.peers or {}
+    unknown = [name for name in dict.fromkeys([*given, *given.values()]) if name not in question.peers()]
+    if unknown:
+        names = ", ".join(unknown)
+        yield f"checkpoint.recovery.peers names {names}, and no rank is there; --hosts names the hosts of the job."
+
+
+def _lines(
+    question: Scenario,
+    figures: Sequence[Forecast],
+    failures: Sequence[HostFailure],
+    notes: Sequence[str],
+    output: Output,
+) -> Iterator[str]:
     ranks, hosts = counted(question.ranks, "rank"), counted(question.hosts, "host")
-    yield f"{amount(round(question.state))} of state, {ranks} on {hosts}, {question.preset}"
+    recovery = "" if question.recovery.mode is RecoveryMode.none else f", recovery={question.recovery.mode}"
+    yield f"{amount(round(question.state))} of state, {ranks} on {hosts}, {question.preset}{recovery}"
     yield ""
     room = width() - sum(max(map(len, cells)) + 2 for cells in zip(*((f.name, _text(f)) for f in figures), strict=True))
     rows = [("figure", "value", "formula or source")]
@@ -144,12 +233,44 @@ def _lines(question: Scenario, figures: Sequence[Forecast], notes: Sequence[str]
         first, *others = textwrap.wrap(figure.why, room) or [""]
         rows += [(figure.name, _text(figure), first), *(("", "", line) for line in others)]
     yield from output.table(Table(rows, left=(0, 2)))
+    yield from _peers(question, output)
+    yield from _failures(failures, output)
     yield ""
     for line in DALY:
         yield from textwrap.wrap(line, width(), subsequent_indent="  ")
     yield ""
     for note in notes:
         yield from textwrap.wrap(note, width())
+
+
+def _peers(question: Scenario, output: Output) -> Iterator[str]:
+    peers = question.peers()
+    if not peers:
+        return
+    yield ""
+    shown = [*peers.items()][:_SHOWN]
+    homes = {name: [home for home, others in peers.items() if name in others] for name, _ in shown}
+    rows = [(name, ", ".join(others), ", ".join(homes[name]) or "nobody") for name, others in shown]
+    yield from output.table(Table([("host", "its copies are on", "it has copies of"), *rows], left=(0, 1, 2)))
+    if len(peers) > len(shown):
+        yield f"and so on, {len(peers) - len(shown)} more; --json has all"
+
+
+def _failures(failures: Sequence[HostFailure], output: Output) -> Iterator[str]:
+    if not failures:
+        return
+    yield ""
+    rows = [
+        (
+            each.lost,
+            each.place,
+            "?" if each.restore_s is None else duration(each.restore_s),
+            "?" if each.repeated_s is None else duration(each.repeated_s),
+            "" if each.steps is None else f"{each.steps:.1f} steps",
+        )
+        for each in failures
+    ]
+    yield from output.table(Table([("lost", "goes on from", "restore", "repeated", ""), *rows], left=(0, 1)))
 
 
 def _text(figure: Forecast) -> str:

@@ -32,7 +32,7 @@ from .usage import freed_text, usage_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="ROOT/iter_0000200 or ROOT@200")
-    parser.add_argument("--force", action="store_true", help="delete the last good checkpoint of a root too")
+    parser.add_argument("--force", action="store_true", help="delete the last good one of a root, or a part, too")
     add_safeguards(parser, "delete")
 
 
@@ -50,7 +50,13 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         if place.names is not None:
             steps_by_root.setdefault((place.root, place.names), []).append(place.step)
     for (root, names), steps in steps_by_root.items():
-        good = scan_steps(fs[root], root, names).committed
+        scan = scan_steps(fs[root], root, names)
+        good, parts = scan.committed, sorted(scan.parts.keys() & {*steps})
+        if parts and not parsed.force:
+            raise CheckpointConfigError(
+                f"{scan.parts[parts[0]]} Without what is here the other hosts cannot use theirs, so it is not deleted; "
+                "a run that goes on deletes it on all hosts. To delete it here all the same, type --force."
+            )
         if good and not parsed.force and set(good) <= set(steps):
             raise CheckpointConfigError(
                 f"{os.path.join(root, names.folder(good[-1]))} is not deleted, because {root} would have no good "

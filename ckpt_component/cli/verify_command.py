@@ -17,12 +17,12 @@ import argparse
 import logging
 import os
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from ..core.formats.checkpoints import find_checkpoint, matching_keys
-from ..core.formats.inspection import inspect
+from ..core.formats.inspection import Inspection, inspect
 from ..core.formats.rank_index import StoredRange
 from ..core.formats.verification import Damage, verify_items
 from ..core.progress import progress_bar
@@ -78,7 +78,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
     output.result({"checkpoints": results})
     if any(result["damaged"] for result in results):
         return NO
-    return FAILED if any(result["state"] == "unknown" for result in results) else None
+    return FAILED if any(result["state"] in ("unknown", "part") for result in results) else None
 
 
 def _verify(
@@ -137,7 +137,7 @@ def _verify(
     verified.delete()
     nbytes, nbytes_left = (sum(item.length for item in set(group)) for group in (items, left))
     result |= {
-        "state": "damaged" if damages else "verified" if inspection.verifiable else "unverified",
+        "state": _state(inspection, damages),
         "bytes": nbytes,
         "items": len(items),
         "files": len(inspection.sizes),
@@ -147,6 +147,8 @@ def _verify(
         "seconds": round(time.perf_counter() - started, 3),
         "damaged": [],
     }
+    if inspection.elsewhere:
+        result["elsewhere"] = inspection.elsewhere
     if damages:
         keys_by_place = inspection.keys_by_place()
         result["damaged"] = [_described(damage, lost, keys_by_place) for damage in damages]
@@ -154,6 +156,14 @@ def _verify(
             file = shared.get(each["file"])
             each["also_in"] = [] if file is None else users.others(file, path)
     return result
+
+
+def _state(inspection: Inspection, damages: Sequence[Damage]) -> str:
+    if damages:
+        return "damaged"
+    if inspection.elsewhere:
+        return "part"
+    return "verified" if inspection.verifiable else "unverified"
 
 
 def _described(
@@ -185,6 +195,9 @@ def _lines(result: dict[str, Any], output: Output) -> Iterator[str]:
         earlier = f", {amount(result['resumed_bytes'])} of it before" if result["resumed_bytes"] else ""
         read = f", {amount(result['shared_bytes'])} of it shared and read above" if result["shared_bytes"] else ""
         yield f"{path}: {output.style('verified', 'green')}, {data} in {result['seconds']:.2f} s{earlier}{read}"
+    elif not damaged and result["state"] == "part":
+        part, hosts = output.style("a part", "yellow"), ", ".join(result["elsewhere"])
+        yield f"{path}: {part}: what is here is whole ({data}); the other files are on {hosts}"
     elif not damaged:
         yield (
             f"{path}: {output.style('unverified: no checksums', 'yellow')}; sizes and structure are right ({files}, "

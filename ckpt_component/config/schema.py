@@ -124,7 +124,7 @@ class Local:
     """A fast folder that checkpoints are saved to first. They are uploaded to `checkpoint.dir` in the background."""
 
     dir: str | None = field(default=None, metadata={"path": True})
-    """A fast folder to save to, which all ranks must see; null: save to `checkpoint.dir` itself."""
+    """A fast folder to save to, one for all ranks or one on each host; null: save to `checkpoint.dir` itself."""
     keep_last: int = at_least(1, 2)
     """Keep this many of the newest, and those of `keep.best`, in `local.dir`. In `checkpoint.dir`, `keep` applies."""
 
@@ -136,7 +136,7 @@ class Upload:
     every_steps: int | None = at_least(1, None)
     """Upload every n-th step and the last one of the run; null: all, but only the newest if uploads lag."""
     max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
-    """The most that is uploaded per second; null: no limit."""
+    """The most that a host uploads per second; null: no limit."""
     finish_seconds: float = above(0, 300.0, SECONDS)
     """How long uploads continue after the run has ended in any way; the next run does the rest."""
     max_lag_steps: int | None = at_least(1, None)

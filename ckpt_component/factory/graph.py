@@ -19,8 +19,7 @@ import torch
 
 from .._version import __version__
 from ..background.exports import BackgroundExports
-from ..background.upload_policy import UploadPolicy
-from ..background.uploads import BackgroundUploads, LagPolicy
+from ..background.uploads import BackgroundUploads
 from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir
@@ -38,10 +37,12 @@ from ..core.coordination import Coordinator, Hosts, LocalCoordinator
 from ..core.image.file_reuse import FileReuse, Find
 from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
-from ..core.options import Commit, Durability, OnLag, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
+from ..core.options import Commit, Durability, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
 from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.unchanged_tensors import UnchangedTensors
+from ..core.storage.files import FileStorage, local_files
+from ..core.storage.host_folders import HostFolders
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -64,8 +65,10 @@ from ..writers.base import PlansUnchanged, Writer, as_writer
 from .git_commit import commit_of
 from .recorded_config import recorded_config
 from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
+from .run_uploads import uploads_of
 
 if TYPE_CHECKING:
+    from ..managing.host_tier import HostTier
     from .recovery import SnapshotParts
 
 logger = logging.getLogger(__name__)
@@ -170,6 +173,7 @@ def build_manager(
         storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings))
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
     checkpointer, restorer, exports, uploads = None, None, None, None
+    tier: HostTier | None = None
     ranks: Coordinator = LocalCoordinator()
     run = RunContext(storages[0], absolute(roots[0]), names, ranks, timeouts, best)
     if settings.enabled:
@@ -209,23 +213,30 @@ def build_manager(
             )
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
-                run = replace(run, fs=storages[0], root=roots[0], remote=run)
-                if save.enabled and ranks.is_leader:
-                    uploads = _uploads(settings, run, keep)
+                disk = local_files(storages[0])
+                if run.hosts.several and disk is not None and not own_storage:
+                    tier = _host_tier(disk, roots[0], run, saves=save.enabled)
+                    storages[0], roots[0] = tier.storage, tier.root
+                    storage_of = partial(_storage_in, storages[0], storage_of)
+                run = replace(run, fs=storages[0], root=roots[0], remote=run, elsewhere=storage_of)
+                if save.enabled:
+                    uploads = uploads_of(settings, run, keep)
                 keep = RetentionPolicy(settings.local.keep_last)
             if snapshots is not None:
                 run = snapshots.begin(run)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
-            background = [each for each in (exports, uploads) if each is not None]
+            leads = uploads if isinstance(uploads, BackgroundUploads) else None
+            background = [each for each in (exports, leads) if each is not None]
             in_use, on_commit = [each.in_use for each in background], [each.on_commit for each in background]
-            checks = () if uploads is None else (uploads.check,)
+            checks = () if leads is None else (leads.check,)
             folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit, takeover=settings.takeover)
             if save.enabled:
                 folder.check_writable()
             saves_to = run.fs
             shown = _progress(ranks)
             place_of = (lambda _: saves_to) if run.memory is None else partial(_place_of, saves_to, run.memory)
-            context = SaveContext(ranks, place_of, timeouts, folder, policy, events, shown)
+            unseen = frozenset[int]() if tier is None else tier.unseen
+            context = SaveContext(ranks, place_of, timeouts, folder, policy, events, shown, unseen=unseen)
             base = _base(settings, storage_of)
             find = BaseFiles(partial(_bases, roots[0], base, job), saves_to, names).find
             kept_run = run if save.enabled else None
@@ -233,8 +244,10 @@ def build_manager(
             restorer = Restorer(checkpointer, folder, save.enabled, None if snapshots is None else snapshots.earlier)
         except BaseException:
             ranks.close()
+            if tier is not None:
+                tier.close(waits=False)
             raise
-    manager = CheckpointManager(checkpointer, run, save, restorer, exports, uploads)
+    manager = CheckpointManager(checkpointer, run, save, restorer, exports, uploads, tier)
     record(manager)
     return manager
 
@@ -381,6 +394,24 @@ def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:
     return SnapshotParts(settings)
 
 
+def _host_tier(files: FileStorage, folder: str, run: RunContext, *, saves: bool) -> HostTier:
+    """The local folders of several hosts; raises as `HostTier.begin`."""
+    from ..managing.host_tier import HostTier  # which runs on one host need not wait for
+
+    tier = HostTier(files, folder, run.ranks, run.hosts, run.timeouts)
+    try:
+        tier.begin(saves=saves)
+    except BaseException:
+        tier.close(waits=False)
+        raise
+    return tier
+
+
+def _storage_in(storage: Storage, elsewhere: Callable[[str], Storage], path: str) -> Storage:
+    """A storage for the paths in it, and that of others elsewhere."""
+    return storage if isinstance(storage, HostFolders) and storage.holds(path) else elsewhere(path)
+
+
 def _place_of(storage: Storage, memory: RunContext, path: str) -> Storage:
     """The storage that a save goes to: the memory of the keepers, or that of the run's folder."""
     return memory.fs if memory.fs.holds(path) else storage
@@ -407,27 +438,6 @@ def _local(settings: Checkpoint) -> Storage:
 def _claims(job: MultirunJob, fs: Storage, roots: Sequence[str]) -> list[str]:
     """Record that a job of a multirun saves in these folders."""
     return [job.claim(fs, root) for root in roots]
-
-
-def _uploads(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> BackgroundUploads:
-    """Return what uploads the checkpoints of a run from its local folder to the permanent one."""
-    upload, remote = settings.upload, run.remote or run
-    policy = UploadPolicy(
-        run.root,
-        remote.root,
-        run.names,
-        keep,
-        run.best,
-        options=dict(remote.fs.options),
-        durable=remote.fs.durable,
-        atomic_rename=remote.fs.atomic_rename,
-        run=run.events.run,
-        events=settings.events,
-        every_steps=upload.every_steps,
-        max_bytes_per_second=upload.max_bytes_per_second,
-        finish_seconds=upload.finish_seconds,
-    )
-    return BackgroundUploads(policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error))
 
 
 def _base(settings: Checkpoint, storage_of: Callable[[str], Storage]) -> list[str]:

@@ -12,9 +12,10 @@ from typing import Any
 from ..callers.memory_caller import MemoryCaller
 from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
+from ..config.image_count import ImageCount
 from ..config.schema import Checkpoint
 from ..core.coordination import Coordinator, Hosts
-from ..core.coordination.addresses import address_towards, is_loopback, own_address
+from ..core.coordination.addresses import offered_address, reachable
 from ..core.options import RecoveryMode
 from ..core.storage.memory.host_memory import HostMemory
 from ..core.storage.memory.job_keepers import JobKeepers
@@ -47,6 +48,7 @@ class SnapshotParts:
     def __init__(self, settings: Checkpoint) -> None:
         self._settings = settings.recovery
         self._arenas = settings.stager.get("arenas", 1)
+        self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
         self._keepers = JobKeepers()
         self._memory = HostMemory(self._keepers)
         #: Whether other hosts have copies; set by `begin`.
@@ -78,13 +80,13 @@ class SnapshotParts:
             raise ValueError(f"{root} is no root in memory")
         own = RemoteKeeper(SocketPlace(*place), rank, now=False)  # its process starts later
         self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
+        self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
         self.earlier = PeerMemory(run, self._keepers) if self._has_peers else RunMemory(run)
         return replace(run, memory=replace(run, fs=HostMemory(HostKeepers(besides=rank), own), root=root, remote=None))
 
     def room(self) -> dict[str, Any]:
         """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written, or sent."""
-        # With peers: the last one that is there, one that is being sent, and the newest.
-        return {"kept": 3 if self._has_peers else 1, "in_flight": 1 if self._settings.every_steps is None else 2}
+        return {"kept": self._images.staying, "in_flight": self._images.in_flight}
 
     def lane(self, caller: WriteCaller, writer: Writer, ranks: Coordinator, run: RunContext) -> Callable[..., SaveLane]:
         """Have the writer process keep snapshots. Returns the `lane` of the pipeline."""
@@ -120,23 +122,21 @@ class SnapshotParts:
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
         deadline = ranks.clock.now() + run.timeouts.stage
-        begun = ranks.decide("peers/begin", _address(), _begin, deadline)
+        begun = ranks.scatter("peers/begin", offered_address(), _begin, deadline)
         return PeerMap(
             of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
             unseen=hosts.elsewhere(ranks.rank),
-            address=begun["addresses"][ranks.rank],
+            address=begun["address"],
             secret=begun["secret"],
             bytes_per_second=settings.max_bytes_per_second,
         )
 
     def _tell(self, hosts: Hosts) -> None:
-        room = self.room()
-        images = room["kept"] + max(self._arenas, room["in_flight"])
         if self._has_peers:
-            self._tell_of_peers(hosts, images)
+            self._tell_of_peers(hosts)
             return
         text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
-        logger.info(text, self.mode, images)
+        logger.info(text, self.mode, self._images.own)
         if self._settings.mode is RecoveryMode.peers:
             text = "checkpoint/recovery=peers: all ranks are on one host, so nobody has copies, and all is as with host"
             logger.warning(text)
@@ -148,14 +148,14 @@ class SnapshotParts:
                 len(set(hosts.names)),
             )
 
-    def _tell_of_peers(self, hosts: Hosts, images: int) -> None:
+    def _tell_of_peers(self, hosts: Hosts) -> None:
         names, settings = [*dict.fromkeys(hosts.names)], self._settings
         replicas = min(settings.replicas, len(names) - 1)
         text = (
             "checkpoint/recovery=peers: each rank has up to %d images of its state in host memory, of which up to "
             "three stay, and up to %d copies of other ranks' images"
         )
-        logger.info(text, images, 2 * replicas)
+        logger.info(text, self._images.own, self._images.copies)
         if replicas < settings.replicas:
             text = "checkpoint.recovery.replicas=%d: the job has %d hosts, so each has its copies on %d others"
             logger.warning(text, settings.replicas, len(names), replicas)
@@ -165,30 +165,15 @@ class SnapshotParts:
             logger.warning(text, ", ".join(unknown), ", ".join(names))
 
 
-def _address() -> str:
-    """Where other hosts reach this one; empty, with a warning: nowhere."""
-    try:
-        return own_address()
-    except OSError as error:
-        logger.warning("the address by which other hosts reach this one cannot be found: %s", error)
-        return ""
-
-
-def _begin(addresses: Sequence[str]) -> dict[str, Any]:
-    """On the leading rank: what the keepers of all ranks need to know each other.
-
-    Who reaches the job's store by the loopback is on this host, and others need another address of it.
-    """
+def _begin(addresses: Sequence[str]) -> list[Any]:
+    """On the leading rank: what the keeper of each rank needs so that others know it."""
     if "" in addresses:
         raise CheckpointConfigError(
             f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its "
             "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
         )
-    far = next((address for address in addresses if not is_loopback(address)), None)
-    if far is not None:
-        own = address_towards(far)
-        addresses = [own if is_loopback(address) else address for address in addresses]
-    return {"secret": secrets.token_hex(32), "addresses": addresses}
+    secret = secrets.token_hex(32)
+    return [{"secret": secret, "address": address} for address in reachable(addresses)]
 
 
 def _nothing() -> None:

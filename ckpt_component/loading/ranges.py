@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -46,6 +46,8 @@ class RangeSource(Source):
         self._items = list(map(TensorItems, map(attrgetter("tensors"), contents.columns)))
         #: By name, as ranges have it. Those of files of other programs have none.
         self._checksums: dict[str | None, Checksum] = {}
+        #: Names of files of which this rank has verified what it may read.
+        self._known: Set[str] = frozenset[str]()
         if access.verify and index.manifest is not None:
             for name in map(attrgetter("checksum"), contents.columns):
                 self._checksums[name] = checksum_of(self.where, name)
@@ -53,13 +55,19 @@ class RangeSource(Source):
 
     @contextmanager
     def verified(self, rank: int, world_size: int) -> Iterator[None]:
-        """Verify what some of the ranks wrote; the others' is verified by other ranks of this load."""
+        """Verify what some of the ranks wrote; the others' is verified by other ranks of this load.
+
+        Where these may see other copies of it, this rank verifies also that, when it reads it.
+        """
         columns = self.contents.columns[rank::world_size] if len(self.contents.columns) > 1 else self.contents.columns
         items = [item for each in columns for item in each.ranges()]
         with self._storage.open_files(self._folder) as files:
             verify_open_items(files, self._folder, items, _refuse)
             again = nullcontext(files)
-            self._checksums, self._open = {}, lambda: again
+            self._open = lambda: again
+            if files.seen_by_all:
+                self._checksums = {}
+            self._known = {item.file for item in items}
             yield
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
@@ -84,7 +92,9 @@ class RangeSource(Source):
                     reads.append(RangeRead(piece.file, piece.offset, piece.length, read))
             for rank, rows in coalesced.items():
                 numbers, group = zip(*rows, strict=True)
-                checksum = self._checksums.get(self.contents.columns[rank].checksum)
+                column = self.contents.columns[rank]
+                is_known = {*column.tensors.names} <= self._known
+                checksum = None if is_known else self._checksums.get(column.checksum)
                 reads += CoalescedReads(self._items[rank], numbers, group, checksum, files).ranges
             files.read_all(reads, progress, inside=torch.no_grad)  # leaf tensors may be filled
 
@@ -125,7 +135,7 @@ class RangeSource(Source):
             CheckpointCorruptError: the bytes do not match their checksum
             CheckpointUnreadableError: the read failed
         """
-        checksum = self._checksums.get(piece.checksum_kind)
+        checksum = None if piece.file in self._known else self._checksums.get(piece.checksum_kind)
 
         def damage() -> str | None:
             found = files.fill_summed(piece.file, buffers, piece.offset, checksum)

@@ -42,9 +42,10 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
     if choice == "best":
         choice = _best_step(run, scan)
     if isinstance(choice, int):
-        bad = {**scan.damaged, **scan.torn, **scan.unusable}
+        unknown = {**scan.unusable, **scan.parts}
+        bad = {**scan.damaged, **scan.torn, **unknown}
         if choice in bad:
-            kind = CheckpointUnreadableError if choice in scan.unusable else CheckpointCorruptError
+            kind = CheckpointUnreadableError if choice in unknown else CheckpointCorruptError
             raise kind(f"checkpoint.resume={policy.choice}, and that checkpoint cannot be used: {bad[choice]}")
         if choice not in scan.committed:
             steps = "step" if len(scan.committed) == 1 else "steps"
@@ -63,10 +64,11 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
             )
         return [(step, run.path_of(step)) for step in reversed(scan.committed)]
     # A folder with a manifest was a checkpoint once, so the user hardly means to start from scratch next to it.
-    lost = {**scan.damaged, **scan.unusable}
+    unknown = {**scan.unusable, **scan.parts}
+    lost = {**scan.damaged, **unknown}
     if lost:
         newest = max(lost)
-        kind = CheckpointUnreadableError if newest in scan.unusable else CheckpointCorruptError
+        kind = CheckpointUnreadableError if newest in unknown else CheckpointCorruptError
         raise kind(
             f"{root} holds checkpoints, but none that can be used; the newest: {lost[newest]} To start from scratch, "
             "use checkpoint.resume=never with another checkpoint.dir, or with checkpoint.rewind=true."

@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..background.exports import BackgroundExports
+from ..background.host_uploads import HostUploads
 from ..background.uploads import BackgroundUploads
 from ..callers.write_callers import PersistentCaller
 from ..checkpointer import Checkpointer
+from ..core.memory.gc_control import collector_paused
 from ..core.processes.owner_process import OwnerProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
@@ -27,6 +29,9 @@ from .restore import Restorer
 from .run_context import RunContext, job_ranks
 from .stop_signals import LAST_SAVE, StoppableLoop
 from .summary import contents_text, log_saves, warn_of_idle, warn_of_open, warn_of_wait
+
+if TYPE_CHECKING:
+    from .host_tier import HostTier  # which runs on one host do not load
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +50,9 @@ class CheckpointManager(StoppableLoop):
         restorer: loads the checkpoint that the run begins with; None without a checkpointer
         exports: exports committed checkpoints; called by the hooks of the run, and ended by the manager. None: nothing
             is exported by this rank.
-        uploads: uploads committed checkpoints, in the same way; started when the run has begun
+        uploads: uploads committed checkpoints, or this host's files of them, in the same way; started when the run has
+            begun
+        tier: the local folders of several hosts, closed by the manager; None: there is one, or none
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order
@@ -59,7 +66,8 @@ class CheckpointManager(StoppableLoop):
         save: SavePolicy,
         restorer: Restorer | None,
         exports: BackgroundExports | None = None,
-        uploads: BackgroundUploads | None = None,
+        uploads: BackgroundUploads | HostUploads | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
         stopping = run.ranks if checkpointer is not None else partial(job_ranks, "stop_signals", run.timeouts)
@@ -84,6 +92,7 @@ class CheckpointManager(StoppableLoop):
         self._failed = False
         self._exports = exports
         self._uploads = uploads
+        self._tier = tier
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
@@ -138,6 +147,7 @@ class CheckpointManager(StoppableLoop):
         if self._checkpointer is not None:
             self._checkpointer.wait_staged(timeout)
 
+    @collector_paused()  # a full collection, for which what a restore makes is enough, takes a third of its time
     def restore(
         self,
         state: dict[str, Any],
@@ -415,6 +425,8 @@ class CheckpointManager(StoppableLoop):
                 for background in (self._exports, self._uploads):
                     if background is not None:
                         background.end(finish=finish)
+                if self._tier is not None:
+                    self._tier.close()
             finally:
                 self.stop_catching()
 

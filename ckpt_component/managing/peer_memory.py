@@ -35,7 +35,7 @@ class PeerMemory(RunMemory):
         super().__init__(run)
         self._keepers_of_job = keepers
         self._leads_host = run.hosts.leads(run.ranks.rank)
-        #: On the leading rank, by the token of a run.
+        #: On the leading rank, by the token of a run: its secret, and where its keepers are.
         self._offered: dict[str, list[Any]] = {}
 
     def offer(self) -> Any:
@@ -62,8 +62,8 @@ class PeerMemory(RunMemory):
     def look(self, offers: Sequence[Any]) -> tuple[RunContext, Scan] | None:
         """See the base class; with the keepers of all hosts."""
         self._offered.clear()
-        for token, *keeper in (each for offer in offers for each in offer):
-            self._offered.setdefault(token, []).append(keeper)
+        for token, secret, place in (each for offer in offers for each in offer):
+            self._offered.setdefault(token, [secret]).append(place)
         return super().look(offers)
 
     def _look(self) -> tuple[RunContext, Scan] | None:
@@ -71,11 +71,11 @@ class PeerMemory(RunMemory):
             self._know(token, keepers)
         return super()._look()
 
-    def elsewhere(self, root: str) -> Sequence[Sequence[Any]]:
-        """See the base class."""
+    def elsewhere(self, root: str) -> Sequence[Any]:
+        """See the base class. First the secret of the run, once, as all ranks hear of it."""
         return self._offered.get(_token_of(root), ())
 
-    def join(self, root: str, keepers: Sequence[Sequence[Any]]) -> None:
+    def join(self, root: str, keepers: Sequence[Any]) -> None:
         """See the base class; the first rank of a host has its keepers stay."""
         if self._run.ranks.is_leader:
             return  # it has looked
@@ -89,9 +89,9 @@ class PeerMemory(RunMemory):
             except OSError as error:
                 logger.warning("snapshots in this host's memory may go with their lease: %s", error)
 
-    def _know(self, token: str, keepers: Sequence[Sequence[Any]]) -> None:
-        for secret, place in keepers:
-            self._keepers_of_job.know(token, secret, PeerAddress(*place))
+    def _know(self, token: str, keepers: Sequence[Any]) -> None:
+        for place in keepers[1:]:
+            self._keepers_of_job.know(token, keepers[0], PeerAddress(*place))
 
     def let_go(self) -> None:
         """See the base class; loads find keepers on this host alone then."""

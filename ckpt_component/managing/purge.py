@@ -100,6 +100,15 @@ class Purge:
             logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
             discard(self._run.fs, path)
             self._run.note("delete", old, path)
+        for part in self._outlived_parts(newest):
+            logger.info("deleting what is left of the checkpoint of step %d: %s", part, self._known.scan.parts[part])
+            discard(self._run.fs, self._run.path_of(part))
+
+    def _outlived_parts(self, newest: int) -> list[int]:
+        """The steps before the newest of which there are only parts, as hosts are lost; none if all are kept."""
+        older = [step for step in self._known.scan.parts if step < newest and self._keep.last is not None]
+        self._known.look_again(older)  # the others may be back
+        return [step for step in older if step in self._known.scan.parts]
 
     def _unkept(self, newest: int, examined: set[int]) -> list[int]:
         """The steps to delete, when each checkpoint on which that depends has been examined in this purge.

@@ -55,7 +55,7 @@ class Found(NamedTuple):
     suspects: Sequence[tuple[int, str]]
     occupied: Sequence[int]
     in_memory: str = ""
-    keepers: Sequence[Sequence[Any]] = ()
+    keepers: Sequence[Any] = ()
 
 
 class Restorer:
@@ -297,13 +297,15 @@ class Restorer:
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
+        for step, why in sorted(scan.parts.items()):
+            logger.warning("step %d is left alone: %s", step, why)
         for why in scan.unfinished.values():
             logger.warning("%s; it is not a checkpoint and is left alone", why)
         for why in scan.foreign.values():
             logger.warning("%s, so it is not considered a checkpoint of this run and is left alone", why)
-        self._run.warned.update(bad.values(), scan.foreign.values())
+        self._run.warned.update(bad.values(), scan.parts.values(), scan.foreign.values())
         # An empty local folder is not what errors are about.
-        candidates = candidates_of(run if local.occupied else run.remote or run, self._policy, scan)
+        candidates = candidates_of(run if local.occupied or local.parts else run.remote or run, self._policy, scan)
         if self._policy.path is None:  # from the nearest place first
             steps = [step for step, _ in candidates]
             candidates = [(step, at.path_of(step)) for step in steps for at, has in places if step in has.committed]

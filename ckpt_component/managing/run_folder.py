@@ -12,11 +12,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.commit.cleanup import quarantine
+from ..core.commit.cleanup import discard, quarantine
 from ..core.commit.fencing import FencingToken, Owner
 from ..core.commit.protocols import protocol_of
 from ..core.commit.retention import RetentionPolicy
-from ..core.commit.scan import read_pointer, write_pointer
+from ..core.commit.scan import Scan, examine, read_pointer, write_pointer
 from ..core.spelling import typed
 from ..core.storage.locate import absolute
 from ..errors import (
@@ -105,7 +105,18 @@ class RunFolder:
         try:
             self._protocol.refuse_taken(path)
         except CheckpointExistsError as error:
-            raise CheckpointExistsError(self._beside_others(str(error))) from error
+            if not self._gave_way(path):
+                raise CheckpointExistsError(self._beside_others(str(error))) from error
+
+    def _gave_way(self, path: str) -> bool:
+        """Delete what is in the way of a save, if it is a part of a checkpoint whose other hosts are lost."""
+        fs, step, scan = self.run.fs, self.run.step_of(path), Scan()
+        examine(fs, path, step, scan)
+        if step not in scan.parts:
+            return False
+        self.ownership.acquire()
+        logger.warning("step %d is saved anew, and replaces what is left of it: %s", step, scan.parts[step])
+        return discard(fs, path)
 
     def close(self) -> None:
         """The run has ended: when all is deleted that is to be, another one may save in the folder at once."""

@@ -44,7 +44,7 @@ class RunMemory:
     def offer(self) -> Any:
         """What this rank tells the leading one, as JSON values."""
 
-    def join(self, root: str, keepers: Sequence[Sequence[Any]]) -> None:
+    def join(self, root: str, keepers: Sequence[Any]) -> None:
         """Use what the leading rank has found, on this rank too.
 
         Args:
@@ -52,7 +52,7 @@ class RunMemory:
             keepers: what `elsewhere` has said
         """
 
-    def elsewhere(self, root: str) -> Sequence[Sequence[Any]]:
+    def elsewhere(self, root: str) -> Sequence[Any]:
         """On the leading rank: where the keepers of a root are that other hosts have, as JSON values."""
         return ()
 

@@ -12,6 +12,7 @@ from ..core.commit.names import TRIAL_PREFIX
 from ..core.commit.visibility import wait_visible
 from ..core.storage.new_names import new_token
 from ..core.storage.space import FULL
+from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointInUseError
 from .run_context import RESTORE_ONLY, RunContext
 
@@ -57,7 +58,7 @@ class WriteAccess:
                 self._try_to_write()
             except CheckpointError as error:
                 failure = str(error)
-        run.ranks.decide("root/tried", failure, _refuse_failed, deadline)
+        run.ranks.decide("root/tried", failure, refuse_failed, deadline)
         run.ranks.run_on_leader("root/owner", self._refuse_running, deadline)
 
     def _refuse_running(self) -> None:
@@ -104,41 +105,74 @@ class WriteAccess:
                     f"{self._named} is another folder than that of rank 0. All ranks must share it: the disk of a host "
                     "is for the ranks of one host, a parallel file system for those of several."
                 )
+            except OSError as error:  # each host has its own, and is asked for it
+                failure = f"{self._named}: {error}"
         try:
-            run.ranks.decide("root/shared", failure, _refuse_failed, deadline)
+            run.ranks.decide("root/shared", failure, refuse_failed, deadline)
         finally:
             if run.ranks.is_leader:
                 run.fs.unlink(trial)
 
     def _leave_trial(self) -> str | None:
-        """Make a file for the others to find, and return its name; None: that is not possible now."""
-        fs, name = self._run.fs, f"{TRIAL_PREFIX}{new_token()}"
-        try:
-            fs.close(fs.create(os.path.join(self._run.root, name)))
-        except OSError as error:  # a full disk, of which `_try_to_write` has warned, or one that saves fail on
-            logger.warning("%s: whether all ranks share it is not checked: %s", self._named, error)
-            return None
-        return name
+        return leave_trial(self._run.fs, self._run.root, self._named)
 
     def _try_to_write(self) -> None:
-        fs, root = self._run.fs, self._run.root
-        try:
-            fs.make_folders(root)
-            fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
-        except OSError as error:
-            if error.errno in FULL:
-                # A dead run's files may fill the disk; they are deleted when this run restores.
-                logger.warning("%s is full (%s); saves fail until there is free space", root, error)
-                return
-            if error.errno == errno.ENOTDIR:
-                raise CheckpointConfigError(f"{self._named} is a file, or lies below one. Name a folder.") from error
-            raise CheckpointConfigError(
-                f"{self._named} cannot be written to: {error}. Name another folder; a script that only "
-                "restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
-            ) from error
+        try_to_write(self._run.fs, self._run.root, self._named)
 
 
-def _refuse_failed(failures: list[str | None]) -> None:
+def try_to_write(fs: Storage, root: str, named: str) -> None:
+    """Make a folder if necessary, and write and delete a small file in it.
+
+    Args:
+        fs: its storage
+        root: the folder
+        named: the folder with its key, for a text
+
+    Raises:
+        CheckpointConfigError: that is not possible
+    """
+    try:
+        fs.make_folders(root)
+        fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
+    except OSError as error:
+        if error.errno in FULL:
+            # A dead run's files may fill the disk; they are deleted when this run restores.
+            logger.warning("%s is full (%s); saves fail until there is free space", root, error)
+            return
+        if error.errno == errno.ENOTDIR:
+            raise CheckpointConfigError(f"{named} is a file, or lies below one. Name a folder.") from error
+        raise CheckpointConfigError(
+            f"{named} cannot be written to: {error}. Name another folder; a script that only "
+            "restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
+        ) from error
+
+
+def leave_trial(fs: Storage, root: str, named: str) -> str | None:
+    """Make a file in a folder for other ranks to find, and return its name; None: that is not possible now.
+
+    Args:
+        fs: its storage
+        root: the folder
+        named: the folder with its key, for a text
+    """
+    name = f"{TRIAL_PREFIX}{new_token()}"
+    try:
+        fs.close(fs.create(os.path.join(root, name)))
+    except OSError as error:  # a full disk, of which `try_to_write` has warned, or one that saves fail on
+        logger.warning("%s: whether all ranks share it is not checked: %s", named, error)
+        return None
+    return name
+
+
+def refuse_failed(failures: list[str | None]) -> None:
+    """On the leading rank: raise what a rank could not do.
+
+    Args:
+        failures: the text of each rank; None: it had no failure
+
+    Raises:
+        CheckpointConfigError: a rank has failed
+    """
     for rank, text in enumerate(failures):
         if text is not None:
             raise CheckpointConfigError(f"On rank {rank}: {text}")

@@ -41,13 +41,20 @@ class NewestStays:
     def __init__(self) -> None:
         self._newest = ""
 
-    def begin(self, keeper: MemoryCaller, then: Callable[[], None]) -> None:
+    def begin(self, then: Callable[[], None]) -> None:
         """Called before the first snapshot.
 
         Args:
-            keeper: calls this rank's keeper; used only within `whole`
             then: to be called, on another thread, when fewer snapshots stay
         """
+
+    def preparation(self, keeper: MemoryCaller) -> Callable[[float], None]:
+        """What is called before each snapshot, on the lane for memory, with a timeout: it has the keeper run.
+
+        Args:
+            keeper: calls this rank's keeper
+        """
+        return keeper.prepare
 
     def whole(self, report: SaveReport) -> None:
         """On all ranks, on the lane for memory: the snapshot of a save is whole."""
@@ -118,6 +125,7 @@ class SnapshotsAtPeers(NewestStays):
         self._timeouts = timeouts
         self._events = events
         self._on_first = on_first
+        self._place: PeerAddress | None = None
         #: For what follows, which two threads change.
         self._changed = threading.Condition()
         self._last = _Whole()
@@ -128,18 +136,26 @@ class SnapshotsAtPeers(NewestStays):
         self._reports: dict[str, SaveReport] = {}
         self._closing = False
 
-    def begin(self, keeper: MemoryCaller, then: Callable[[], None]) -> None:
+    def begin(self, then: Callable[[], None]) -> None:
         """See the base class."""
-        self._keeper, self._then = keeper, then
+        self._then = then
         # A daemon: the end of the run does not wait for what is being sent.
         threading.Thread(target=self._run, name="ckpt-peers", daemon=True).start()
+
+    def preparation(self, keeper: MemoryCaller) -> Callable[[float], None]:
+        """See the base class. It also lets other hosts in, as they may look for a snapshot once rank 0 has it whole."""
+
+        def prepare(timeout: float) -> None:
+            keeper.prepare(timeout)
+            self._place = self._listening(keeper)
+
+        return prepare
 
     def whole(self, report: SaveReport) -> None:
         """See the base class."""
         super().whole(report)
-        place = self._listening()
         with self._changed:
-            self._last = _Whole(self._last.number + 1, report, place)
+            self._last = _Whole(self._last.number + 1, report, self._place)
             self._reports = {path: told for path, told in self._reports.items() if path == self._sent}
             self._reports[report.path] = report
             self._changed.notify_all()
@@ -158,10 +174,10 @@ class SnapshotsAtPeers(NewestStays):
         """Whether the ranks are to agree on the newest one, now."""
         return not self._sending and self._last.number > self._asked
 
-    def _listening(self) -> PeerAddress | None:
+    def _listening(self, keeper: MemoryCaller) -> PeerAddress | None:
         """Where this rank's keeper, which may have been started again, listens for other hosts; None: nowhere."""
         try:
-            port = self._keeper.listen(self._peers.secret, self._peers.address, self._timeouts.close)
+            port = keeper.listen(self._peers.secret, self._peers.address, self._timeouts.close)
         except CheckpointError as error:
             logger.warning("rank %d's keeper cannot be reached from other hosts: %s", self._ranks.rank, error)
             return None

@@ -19,7 +19,6 @@ from ..callers.write_callers import WriteCaller
 from ..core.commit import commit
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.protocol import Attempt
-from ..core.commit.visibility import wait_visible
 from ..core.image.unchanged_files import SharedFile
 from ..core.options import OnDifferentReplicas
 from ..core.processes.owner_process import refuse_at_exit
@@ -184,8 +183,7 @@ class SaveAttempts:
         name, tells = os.path.basename(request.path), events.has_listeners and request.is_told
         level = logging.INFO if request.is_told else logging.DEBUG
         if self._awaits_folder:
-            visible = partial(storage.is_folder, attempt.staging)
-            wait_visible(visible, attempt.staging, self._timeouts.visible, self._clock)
+            attempt.protocol.join(attempt, self._timeouts.visible)
         if wait_futures([snapshot.staged], self._timeouts.stage).not_done:
             raise CheckpointTimeoutError(
                 f"The snapshot for {request.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."

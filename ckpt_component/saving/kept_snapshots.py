@@ -88,7 +88,7 @@ class KeepingLane(SaveLane):
         self._timeouts = context.timeouts
         self._kept = KeptSnapshots(caller, writer, beside, self._stays)
         self._beside = SaveLane(self._kept, beside, in_background=True, add_report=add_report, name="ckpt-keep")
-        self._stays.begin(caller, partial(self._beside.run_after_saves, self._kept.drop_others))
+        self._stays.begin(partial(self._beside.run_after_saves, self._kept.drop_others))
         self._on_kept = beside.run.after_commit
         #: For the other lane, as `SaveLane` has them: of saves to storage.
         self._doubles: deque[Staged] = deque()
@@ -182,6 +182,7 @@ class KeptSnapshots(SaveAttempts):
     def __init__(self, caller: MemoryCaller, writer: Writer, context: SaveContext, stays: NewestStays) -> None:
         super().__init__(caller, writer, context)
         self._keeper = caller
+        self._prepare = stays.preparation(caller)
         self._timeout = context.timeouts.close
         self._start_timeout = context.timeouts.worker_start
         self._stays = stays
@@ -191,7 +192,7 @@ class KeptSnapshots(SaveAttempts):
         """Write and commit; see the base class. When this returns, those that do not stay are no longer in memory."""
         snapshot = staged.snapshot
         try:
-            self._keeper.prepare(self._start_timeout)  # the commit begins in the keeper of rank 0
+            self._prepare(self._start_timeout)  # the commit begins in the keeper of rank 0
         except CheckpointError as error:
             staged = replace(staged, snapshot=None, error=error)  # so that all ranks hear of it
         committed = super().run(staged, attempt, number)

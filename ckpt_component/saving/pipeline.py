@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..callers.write_callers import WriteCaller
-from ..core.commit.commit import new_attempt
+from ..core.commit.protocols import protocol_of
 from ..core.processes.owner_process import OwnerProcess, refuse_at_exit
 from ..errors import CheckpointError
 from ..events import SaveReport
@@ -161,7 +161,8 @@ class SavePipeline:
     def _stage(self, admitted: Admitted) -> Staged:
         """Take the snapshot. A failure is raised with one rank; with several it fails the attempt on all."""
         request, owner = admitted.request, self._context.run.ownership.token
-        attempt = new_attempt(request.storage, request.path, admitted.token, owner, self._single_file)
+        protocol = protocol_of(request.storage)
+        attempt = protocol.attempt(request.path, admitted.token, owner, self._single_file)
         snapshot, comparison, failure = None, None, None
         try:
             plan = self._planner.share(replace(admitted.plan, storage=request.storage))

@@ -18,6 +18,7 @@ from ckpt_bench.growth.counted_connection import CountedConnection, Counts
 from ckpt_bench.growth.courses import measure_courses
 from ckpt_bench.growth.item_costs import make_items, measure_items
 from ckpt_bench.growth.judge import judge_growth
+from ckpt_bench.growth.peer_costs import measure_hosts
 from ckpt_bench.growth.rank_costs import measure_ranks
 from ckpt_bench.schema import Bench, BenchRequest
 from torch.distributed import HashStore
@@ -55,6 +56,14 @@ def test_ranks_have_all_their_costs_and_catalogs_are_told_once(tmp_path: Path) -
     assert found["collected_bytes"] < found["first_collected_bytes"]
     assert found["messages"] < found["first_messages"] + 3 * 20
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.turns(2)
+def test_hosts_have_all_their_costs_and_copies_cost_each_rank_as_much_on_many_hosts(tmp_path: Path) -> None:
+    few, many = (next(measure_hosts(count, 2, str(tmp_path))) for count in (3, 12))
+    assert set(COSTS["hosts"]) == set(few) and all(value > 0 for value in few.values())
+    for cost in ("messages", "begin_messages", "restore_messages"):
+        assert many[cost] / 12 <= few[cost] / 3 * 1.05, cost
 
 
 def test_what_goes_over_a_connection_is_counted() -> None:
@@ -145,12 +154,12 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_command_measures_shows_and_judges(bench: Command, tmp_path: Path) -> None:
-    done = bench("growth", "items=10,20", "ranks=1")
+    done = bench("growth", "items=10,20", "ranks=1", "hosts=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "costs for each item" in done.stdout and "costs for each rank" in done.stdout and " 0 FAIL" in done.stdout
     folder = tmp_path / "run" / "out"
     content = json.loads((folder / "growth.json").read_text())
-    assert [list(each["runs"]) for each in content["courses"]] == [["10", "20"], ["1"]]
+    assert [list(each["runs"]) for each in content["courses"]] == [["10", "20"], ["1"], ["2"]]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"out"}
     again = bench("growth", "results=out", "hydra.run.dir=again")
     assert again.returncode == 0 and "repeat 1 of 1" not in again.stderr and "costs for each item" in again.stdout

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def test_copies_and_loads_of_hosts_are_measured_and_shown_again(
     bench: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    done = bench("hosts", "ranks=2")
+    done = bench("hosts", "hosts=2")
     # So few bytes tell nothing of a promise, which may fail.
     assert "several hosts; medians, in seconds" in done.stdout, done.stdout + done.stderr
     folder = tmp_path / "run" / "out"

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ckpt_component import build_manager
+from ckpt_component.cli import doctor_command
 from ckpt_component.cli.app import main
-from ckpt_component.cli.health import folder_checks, machine_checks, memory_checks
+from ckpt_component.cli.health import folder_checks, host_checks, machine_checks, memory_checks
 from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.files import FileStorage
 
@@ -212,3 +215,142 @@ def test_the_folder_of_sockets_is_ours_and_can_be_made(
     assert beside["status"] == "note"
     assert all("set CKPT_RUNTIME_DIR to" in each["fix"] for each in (open_to_all, beside))
     assert sorted(os.listdir(tmp_path)) == ["file", "ours"]
+
+
+JOB = ["--state", "8GB", "--ranks", "16"]
+
+
+@pytest.fixture
+def plentiful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with 19 GB of memory, and one disk; the machine itself is not checked."""
+    monkeypatch.setattr(doctor_command, "check_machine", lambda: ())
+    monkeypatch.setattr(doctor_command, "check_packages", lambda: ())
+    monkeypatch.setattr(host_checks, "available_bytes", lambda: 19_000_000_000)
+    monkeypatch.setattr(host_checks, "kind_of", lambda path: "xfs")
+    monkeypatch.setattr(host_checks, "is_on_disk", lambda path: False)
+    monkeypatch.setattr(FileStorage, "in_memory", lambda self, path: False)
+    monkeypatch.setattr(FileStorage, "free_bytes", lambda self, path: 100_000_000_000)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+
+
+@pytest.mark.usefixtures("plentiful")
+@pytest.mark.parametrize(
+    ("words", "what", "status", "text"),
+    [
+        ("checkpoint/recovery=peers --hosts 4", "hosts", "ok", "4 hosts"),
+        ("checkpoint/recovery=peers --hosts n[1-4]", "hosts", "ok", "4 hosts: n1, n2, n3, n4"),
+        ("checkpoint/recovery=peers --hosts 1", "hosts", "note", "nobody has copies"),
+        ("checkpoint/recovery=peers", "hosts", "note", "how many the job has is not known here"),
+        ("checkpoint/recovery=host --hosts 4", "hosts", "note", "only if all ranks are on one"),
+        ("checkpoint/recovery=host", "hosts", "ok", "1 host"),
+        ("checkpoint/recovery=peers --hosts n[1-4]", "peers", "ok", "n1 -> n3; n2 -> n4; n3 -> n1; n4 -> n2"),
+        (
+            "checkpoint/recovery=peers checkpoint.recovery.peers={n1:n9} --hosts n[1-4]",
+            "peer map",
+            "note",
+            "names n9, ",
+        ),
+        ("checkpoint/recovery=peers checkpoint.recovery.peers={n1:n2} --hosts 4", "peer map", "note", "not known here"),
+        ("checkpoint/recovery=peers checkpoint.recovery.replicas=3 --hosts 2", "replicas", "note", "on 1 others"),
+        (
+            "checkpoint/recovery=peers --hosts 4",
+            "host memory",
+            "ok",
+            "up to 8.00 GB for 4 images of the state per rank",
+        ),
+        ("checkpoint/recovery=peers --hosts 4", "host memory", "ok", "4.00 GB for copies of 1 host (--state, --ranks)"),
+        ("checkpoint/recovery=peers --hosts 2", "host memory", "note", "copies would be refused"),
+        ("checkpoint/recovery=peers --hosts 1 --state 12GB", "host memory", "FAIL", "24.00 GB for 2 images"),
+        ("checkpoint/recovery=peers", "host memory", "ok", "whether they fit is compared with --hosts, --state=40GB"),
+        (
+            "checkpoint.local.dir=/scratch/x --hosts 4",
+            "local.dir",
+            "ok",
+            "up to 3 checkpoints take 6.00 GB of each host",
+        ),
+        ("checkpoint.local.dir=/scratch/x --state 1TB --hosts 4", "local.dir", "FAIL", "take 750.00 GB of each host"),
+        (
+            "checkpoint/recovery=peers --hosts 4",
+            "snapshot memory",
+            "ok",
+            "4 images of the state per rank, and 2 copies",
+        ),
+    ],
+)
+def test_a_config_is_checked_for_the_hosts_of_its_job(
+    capsys: pytest.CaptureFixture[str], words: str, what: str, status: str, text: str
+) -> None:
+    config, _, options = words.partition(" --")
+    code, found = doctor(capsys, *JOB, "--config", *config.split(), *(f"--{options}".split() if options else []))
+    assert (found[what]["status"], text in found[what]["text"]) == (status, True), found[what]
+    assert bool(found[what]["fix"]) == (status != "ok") and code == (status == "FAIL")
+
+
+@pytest.mark.usefixtures("plentiful")
+def test_one_host_with_the_copies_of_several_is_where_memory_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["checkpoint/recovery=peers", "checkpoint.recovery.peers={n1:n4,n2:n4,n3:n4}"]
+    found = doctor(capsys, *JOB, "--config", *config, "--hosts", "n[1-4]")[1]["host memory"]
+    assert found["status"] == "note" and "12.00 GB for copies of 3 hosts on n4" in found["text"]
+
+
+@pytest.mark.usefixtures("plentiful")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("tmpfs", "takes the host's memory"),
+        ("nfs4", "over the network"),
+        ("fuse.juicefs", "over the network"),
+        ("overlay", "part of this container"),
+        ("", "an unknown file system, 100.00 GB free"),
+    ],
+)
+def test_the_file_system_of_the_local_folder_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, text: str
+) -> None:
+    monkeypatch.setattr(host_checks, "kind_of", lambda path: kind)
+    monkeypatch.setattr(FileStorage, "in_memory", lambda self, path: kind == "tmpfs")
+    code, found = doctor(capsys, "--config", "checkpoint.local.dir=/scratch/x")
+    assert code == 0 and text in found["local.dir"]["text"]
+    assert found["local.dir"]["status"] == ("note" if kind else "ok")
+
+
+@pytest.mark.usefixtures("plentiful")
+def test_the_newest_checkpoint_tells_how_large_the_state_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with build_manager("sync", dir=tmp_path / "run") as manager:
+        manager.save(7, {"weight": torch.zeros(1_000_000)})
+    config = ["--config", "checkpoint/recovery=host", f"checkpoint.dir={tmp_path / 'run'}"]
+    text = doctor(capsys, *config)[1]["host memory"]["text"]
+    assert "up to 8.01 MB for 2 images" in text and "(as step 7)" in text
+    monkeypatch.setattr(host_checks, "is_on_disk", lambda path: True)
+    found = doctor(capsys, *config, "--ranks", "4", "--hosts", "4")[1]["checkpoint.dir"]
+    assert found["status"] == "note" and "all 4 hosts must see it" in found["text"]
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[08-10],big")
+    assert doctor(capsys, *config, "--ranks", "4")[1]["checkpoint.dir"] == found
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--hosts 3", "error: --hosts=3 is for checking a config; type one too, such as --config +recipe=many_hosts."),
+        ("checkpoint/recovery=peers", "is no folder; did you mean --config checkpoint/recovery=peers?"),
+        ("--config checkpoint/recovry=peers", "Did you mean checkpoint/recovery=peers?"),
+        ("--config checkpoint/recovery=peers --hosts n[1-", "is not a number of hosts, and not their names; type --h"),
+        ("--config checkpoint/recovery=peers --ranks 0", "error: --ranks=0 must be above 0."),
+        (
+            "--config checkpoint/recovery=peers --state 40",
+            "error: --state=40 has no unit; type one, as in --state=1.2TB",
+        ),
+        ("--config checkpoint/recovery=peers --hosts 4 --ranks 2", "error: 2 ranks (--ranks) cannot be on 4 hosts; "),
+        (
+            "--config sync checkpoint/recovery=peers",
+            "checkpoint/caller=inline has none. Use checkpoint=async_persistent",
+        ),
+        ("--config checkpoint/recovery=peers checkpoint.recovery.peers={n1:n1}", "has n1 keep its own copies; "),
+    ],
+)
+def test_mistakes_about_hosts_end_in_words(capsys: pytest.CaptureFixture[str], words: str, text: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["doctor", *words.split()])
+    assert left.value.code == 2 and text in capsys.readouterr().err

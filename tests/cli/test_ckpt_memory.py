@@ -17,6 +17,7 @@ from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.space import amount
 
 Ckpt = Callable[..., Any]
 
@@ -51,7 +52,7 @@ class Kept:
         self.root = root
         self.keepers = (KeptFiles(), KeptFiles())
         self.memory = memory_root(str(root), self.token)
-        about = {"root": str(root), "world_size": 2, "since": time.time(), "lease": 500.0}
+        about = {"root": str(root), "world_size": 2, "since": time.time(), "lease": 500.0, "homes": {"7": "node7"}}
         alive, dead = {"alive": True, "gone": None}, {"alive": False, "gone": time.time() - 61}
         self._servers = [
             KeeperServer(self.keepers[0], self.memory, 0, lambda: {**about, **alive}),
@@ -68,6 +69,10 @@ class Kept:
         """Keep copies in the first keeper of what rank 7, on another host, has of a step."""
         folder = f"{self.memory}/iter_{step:07}"
         self.keepers[0].put_replica(7, folder, {f"{folder}/__7_0.distcp": (b"bytes", time.time())})
+
+    def close_second(self) -> None:
+        """The second keeper is on another host: nobody finds it here."""
+        self._servers[1].close()
 
     def __enter__(self) -> Kept:
         for server in self._servers:
@@ -216,6 +221,25 @@ def test_who_has_no_checkpoint_left_begins_anew(ckpt: Ckpt, root: Path, kept: Ke
 
 
 def test_ls_says_whose_copies_a_keeper_has(kept: Kept, ckpt: Ckpt) -> None:
-    kept.take_copies(2)
-    assert [row["copies"] for row in ckpt("memory", "ls", "--json").json["keepers"]] == [{"7": 5}, {}]
-    assert "  rank 0 has copies of rank 7 (5 bytes)" in ckpt("memory", "ls").out.splitlines()
+    kept.take(1)
+    own = kept.keepers[0].nbytes
+    kept.take_copies(1)
+    first, second = ckpt("memory", "ls", "--json").json["keepers"]
+    assert (first["copies"], second["copies"]) == ([{"rank": 7, "host": "node7", "steps": [1], "bytes": 5}], [])
+    assert first["bytes"] == own + 5
+    *_, title, row = map(str.split, ckpt("memory", "ls").out.splitlines())
+    assert " ".join(title) == "copies of rank of host step size in the memory of"
+    assert " ".join(row) == "7 node7 1 5 bytes rank 0's"
+    assert amount(own) in ckpt("memory", "ls").out, "the size of a rank is its own"
+
+
+def test_a_part_of_a_snapshot_on_several_hosts_is_listed_and_dropped(ckpt: Ckpt, root: Path, kept: Kept) -> None:
+    kept.take(2)
+    kept.close_second()
+    ran = ckpt("memory", "ls")
+    assert "1 of 2 ranks" in ran.out and "of step 2 only a part is here: the rest is on other hosts" in ran.out
+    assert [row["steps"] for row in ckpt("memory", "ls", "--json").json["keepers"]] == [[2]]
+    shown = ckpt("memory", "show", root)
+    assert shown.code == 2 and "has only a part of step 2" in shown.err and "where a run finds it" in shown.err
+    dropped = ckpt("memory", "drop", root)
+    assert dropped.code == 0 and "type the same on each of them" in dropped.out and not kept.keepers[0].listed("")

@@ -12,7 +12,11 @@ import pytest
 
 from ckpt_component.cli.app import main
 from ckpt_component.cli.planning.formulas import best_interval, mtbf_of, training_fraction
-from ckpt_component.cli.planning.plan import Scenario, plan
+from ckpt_component.cli.planning.losses import failures_of
+from ckpt_component.cli.planning.plan import plan
+from ckpt_component.cli.planning.scenario import Scenario
+from ckpt_component.config.schema import Recovery
+from ckpt_component.core.options import RecoveryMode
 
 MINUTE, HOUR = 60.0, 3600.0
 
@@ -243,6 +247,25 @@ def test_a_run_with_another_preset_is_refused(capsys: pytest.CaptureFixture[str]
         ("--state 1TB --memory-every 30s", "type --recovery=host with it."),
         ("--state 1TB --recovery host --memory-every 30", "error: --memory-every=30 has no unit; type one, as in"),
         ("--state 1TB --measured nowhere", "error: There is no folder nowhere"),
+        ("--state 1TB --recovery peer", "Did you mean --recovery=peers?"),
+        ("--state 1TB --recovery peers --preset sync", "error: --recovery=peers needs the writer process of"),
+        ("--state 1TB --hosts 0", "error: --hosts=0 must be from 1 to "),
+        ("--state 1TB --hosts node[1-", "is not a number of hosts, and not their names; type --hosts=8, --hosts=node1"),
+        (
+            "--state 1TB --hosts node[3-1]",
+            "error: --hosts=node[3-1]: [3-1] is not a range of numbers; type one such as",
+        ),
+        ("--state 1TB --hosts a,b,a", "error: --hosts=a,b,a has a twice; name each host once."),
+        ("--state 1TB --hosts 4 --ranks 2", "--ranks=2 do not fill --hosts=4, which has 4 hosts; type --ranks=32, or"),
+        ("--state 1TB --hosts 2 --ranks 32 --ranks-per-host 8", "type --ranks=16, or leave it out."),
+        ("--state 1TB --link 10", "error: --link=10 has no unit; type one, as in --link=10GB/s."),
+        ("--state 1TB --hsts 4", "error: ckpt plan does not take '--hsts'; did you mean --hosts?"),
+        ("--state 1TB --config checkpoint/recovry=peers", "Did you mean checkpoint/recovery=peers?"),
+        ("--state 1TB checkpoint/recovery=peers", "did you mean --config checkpoint/recovery=peers?"),
+        ("--state 1TB --hosts -4", "error: --hosts=-4 is not a number of hosts"),
+        ("--state 1TB --config asink", "error: There is no checkpoint=asink."),
+        ("--state 1TB --config sync --preset sync", "error: sync and sync are two presets"),
+        ("--state 1TB --config checkpoint/recovery=host checkpoint.recovery.every_steps=5", "type --step=1.5s, or"),
     ],
 )
 def test_mistakes_end_in_words(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
@@ -251,4 +274,92 @@ def test_mistakes_end_in_words(capsys: pytest.CaptureFixture[str], arguments: st
 
 
 def test_every_figure_says_where_it_is_from() -> None:
-    assert all(figure.why for figure in plan(Scenario(1e12, 64, 8, recovery=True, memory_every=5.0)))
+    peers = Recovery(RecoveryMode.peers, every_steps=5)
+    for recovery, tiered in ((Recovery(RecoveryMode.host), False), (peers, False), (peers, True), (Recovery(), True)):
+        figures = plan(Scenario(1e12, 64, 8, recovery=recovery, memory_every=5.0, tiered=tiered))
+        assert all(figure.why for figure in figures) and len({figure.name for figure in figures}) == len(figures)
+
+
+JOB = ["--state", "64GB", "--ranks", "16", "--hosts", "4", "--recovery", "peers"]
+PEERS = [*JOB, "--link", "10GB/s", "--storage-gbps", "2", "--memory-every", "10s"]
+
+
+def test_copies_on_other_hosts_cost_memory_and_bring_a_lost_host_back(capsys: pytest.CaptureFixture[str]) -> None:
+    got = figures(capsys, *PEERS)
+    assert got["memory of a rank"] == 5 * 4e9 and got["copies in a rank"] == 2 * 4e9
+    assert got["host memory"] == pytest.approx(4 * (7 * 4e9 + 15e6))
+    assert got["sent to peers"] == pytest.approx(1.6), "four ranks share the link"
+    assert got["repeated, from memory"] == pytest.approx(5 + 0.4)
+    assert got["repeated, from peers"] == pytest.approx(5 + 0.4 + 1.6)
+    assert got["restore from peers"] == pytest.approx(1.6 + got["restore from memory"])
+    assert got["restore from storage"] == pytest.approx(32)
+    twice = figures(capsys, *PEERS, "--config", "checkpoint.recovery.replicas=2")
+    assert twice["copies in a rank"] == 4 * 4e9 and twice["sent to peers"] == pytest.approx(3.2)
+    slow = figures(capsys, *PEERS, "--config", "checkpoint.recovery.max_bytes_per_second=100MB")
+    assert slow["sent to peers"] == pytest.approx(40) and slow["repeated, from peers"] == pytest.approx(20 + 40.4)
+    code, out, _ = ckpt(capsys, *JOB, "--hosts", "1", "--ranks", "8")
+    assert code == 0 and "All ranks are on one host, so nobody has copies" in out
+    unknown = figures(capsys, *JOB)
+    assert unknown["link of a host"] is unknown["sent to peers"] is unknown["restore from peers"] is None
+
+
+def test_who_has_copies_for_whom_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    def asked(*words: str) -> dict[str, Any]:
+        code, out, err = ckpt(capsys, *PEERS, *words, "--json")
+        assert code == 0, err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    assert asked()["peers"] == {"host0": ["host2"], "host1": ["host3"], "host2": ["host0"], "host3": ["host1"]}
+    given = "checkpoint.recovery.peers={n07: n08, n08: other}"
+    found = asked("--hosts", "n[07-09],m", "--config", given, "checkpoint.recovery.replicas=2")
+    assert found["peers"] == {"n07": ["n08", "n09"], "n08": ["m", "n07"], "n09": ["n07", "n08"], "m": ["n08", "n09"]}
+    assert [note for note in found["notes"] if "names other, and no rank is there" in note]
+    code, out, _ = ckpt(capsys, *PEERS, "--hosts", "16")
+    table = [line.split() for line in out.splitlines() if line.startswith("host") and line.split()[0][4:].isdigit()]
+    assert code == 0 and ["host3", "host11", "host11"] in table and "and so on, 8 more" in out
+
+
+def test_what_is_lost_is_said_in_steps_and_where_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    tiered = ("--local-gbps", "2", "--step", "2s")
+    code, out, _ = ckpt(capsys, *PEERS, *tiered, "--json")
+    found = {each["lost"]: each for each in json.loads(out)["failures"]}
+    assert code == 0 and {lost: each["place"] for lost, each in found.items()} == {
+        "ranks, but no host": "memory",
+        "a host": "peers",
+        "a host and its peer": "storage",
+        "no disk: all hosts restart": "local.dir",
+    }
+    assert found["a host"]["steps"] == pytest.approx(3.5) and found["a host"]["repeated_s"] == pytest.approx(7)
+    local = found["no disk: all hosts restart"]
+    assert local["restore_s"] == pytest.approx(16e9 / 2e9), "each host reads its own"
+    later = found["a host and its peer"]["repeated_s"] - local["repeated_s"]
+    assert later == pytest.approx(32), "it was uploaded later"
+    alone, none = Scenario(1e9, 16, 4, recovery=Recovery(RecoveryMode.host)), Scenario(1e9, 16, 4)
+    places = {each.place for each in failures_of(alone, plan(alone))}
+    assert places == {"storage"}, "memory of one host is of no use to a job on several"
+    assert failures_of(none, plan(none)) == []
+
+
+def test_rates_of_restores_and_of_the_link_are_read_from_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Machine().events(tmp_path, [1e9], ranks=2)
+    told = tmp_path / "events" / "rank-00000.jsonl"
+    common: dict[str, Any] = {"run": "0", "rank": 0, "time": 5, "path": "iter_3", "step": 3}
+    events: list[dict[str, Any]] = [
+        {**common, "event": "steps", "first": 1, "ends": [10.0, 10.5, 11.0]},
+        {**common, "event": "peers", "bytes": 5e8, "sent": 5e8, "at_peers_s": 0.25},
+    ]
+    for source, seconds in (("memory", 0.25), ("peer", 0.5), ("storage", 2.0)):
+        loaded = {"outcome": "loaded", "bytes": 1e9, "source": source, "seconds": seconds, "spans": {}}
+        events.append({**common, "event": "load", **loaded})
+    told.write_text("".join(f"{json.dumps(each)}\n" for each in events) + told.read_text().rpartition("\n")[0] + "\n")
+    words = ["--state", "8GB", "--ranks", "4", "--ranks-per-host", "2", "--recovery", "peers"]
+    got = figures(capsys, *words, "--measured", str(tmp_path))
+    assert got["link of a host"] == pytest.approx(4e9), "both ranks are on one host"
+    assert got["restore from memory"] == pytest.approx(1) and got["restore from peers"] == pytest.approx(2)
+    assert got["restore from storage"] == pytest.approx(8)
+    assert figures(capsys, *words, "--measured", str(tmp_path), "--link", "1GB/s")["restore from peers"] == 5
+    every = ("--config", "checkpoint.recovery.every_steps=4", "--measured", str(tmp_path))
+    assert figures(capsys, *words, *every)["repeated, from memory"] == pytest.approx(1 + 2e9 / 8e9, rel=0.1)

@@ -11,12 +11,16 @@ import torch
 from cloud.proxy import CutAfter, CutBefore, FaultProxy
 from cloud.server import Bucket
 from cloud.test_object_requests import ALL, is_manifest
+from host_processes import HostProcesses
+from parted import save_on_hosts
 from strides import first_of
 
 from ckpt_component import build_manager
+from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
-from ckpt_component.background.upload_process import RunWatch, Uploader
+from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.part_notes import PartNote, note_path, write_note
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
@@ -74,3 +78,49 @@ def test_an_upload_goes_on_after_any_request_that_is_cut(
         if not rule.hits:
             break
     assert failed or stride > 1  # some requests may be cut without harm
+
+
+def test_a_bucket_gets_the_files_of_all_hosts(tmp_path: Path, bucket: Bucket) -> None:
+    """One process is killed on its way, and one host says at first what is not so."""
+    hosts = ("host-a", "host-b", "host-c")
+    save_on_hosts(tmp_path, hosts, 1, 2, elements=500_000)
+    job = HostProcesses(tmp_path, hosts, f"s3://{bucket.name}/run", silent_seconds=1.0)
+    attempt, manifest = job.attempt(2)
+    try:
+        job.start("host-b", max_bytes_per_second=1e6)
+        job.start("host-a")
+        job.said("host-b", "began")
+        job.running["host-b"].kill()
+        write_note(job.storage, note_path(attempt, manifest, "host-c"), PartNote(attempt=attempt.token))
+        job.fails("host-a", "host-b has not gone on sending its files of iter_0000002 for 1 s")
+        job.start("host-b")
+        job.fails("host-a", "host-c says that it has sent its files of iter_0000002: ")
+        assert job.committed() == []
+        job.start("host-c")
+        job.end()
+    finally:
+        job.close()
+    assert job.committed() == [2]
+    assert not [key for key in bucket.keys() if ".ckpt-part" in key]  # noqa: SIM118
+
+
+@pytest.mark.parametrize("stride", [25, pytest.param(1, marks=ALL)])
+@pytest.mark.parametrize("fault", [CutBefore, CutAfter])
+def test_uploads_of_hosts_go_on_after_any_request_that_is_cut(
+    fault: Any, stride: int, tmp_path: Path, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    hosts, options = ("host-a", "host-b"), {**bucket.options, "max_retries": 0}
+    save_on_hosts(tmp_path, hosts, 2)
+    for nth in itertools.count(first_of(stride), stride):
+        proxy.clear()
+        rule = proxy.add(fault(), nth=nth)
+        options["endpoint"] = f"http://127.0.0.1:{proxy.port}"
+        job = HostProcesses(tmp_path, hosts, f"s3://{bucket.name}/run{nth}", options=options)
+        try:
+            job.start(*hosts)
+            job.end()
+        finally:
+            job.close()
+        assert job.committed() == [2]
+        if not rule.hits:
+            break

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+from programs import run_program
 
 from ckpt_component.config import recipe_dir
 
@@ -78,11 +79,15 @@ def app(tmp_path: Path) -> Path:
 
 
 def run(app: Path, *words: str, script: str = "app.py") -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(app)}
+    return run_program([script, *words], app, {"PYTHONPATH": str(app)}, apart=True)
+
+
+def run_afresh(app: Path, *words: str, script: str = "app.py") -> subprocess.CompletedProcess[str]:
+    """As `run`, in an interpreter that has nothing loaded."""
     return subprocess.run(
         [sys.executable, script, *words],
         cwd=app,
-        env=env,
+        env={**os.environ, "PYTHONPATH": str(app)},
         capture_output=True,
         text=True,
         timeout=100,
@@ -101,7 +106,7 @@ def refused(app: Path, *words: str, script: str = "app.py") -> str:
 
 
 def test_the_package_brings_the_presets(app: Path) -> None:
-    done = run(app)
+    done = run_afresh(app)
     assert done.returncode == 0, done.stderr
     assert "job checkpoints {'_target_': 'ckpt_component.stagers.SharedMemoryStager', 'arenas': 1} 2 5" in done.stdout
     assert done.stdout.endswith("False\n"), "a config needs no torch"
@@ -165,7 +170,7 @@ def test_the_search_path_shows_us_last(app: Path) -> None:
 def test_our_plugin_is_quick(app: Path) -> None:
     (line,) = [
         line
-        for line in run(app, "--info", "plugins").stdout.splitlines()
+        for line in run_afresh(app, "--info", "plugins").stdout.splitlines()
         if "hydra_plugins.ckpt_component_searchpath" in line
     ]
     assert float(line.split("|")[2]) < 1.0  # 0.03 s on an idle machine; a torch import takes 3
@@ -326,6 +331,6 @@ def test_a_job_that_fails_gets_no_hint(app: Path, word: str) -> None:
 
 
 def test_hints_are_silent_otherwise(app: Path) -> None:
-    assert run(app, script="hinting_app.py").stderr == ""
+    assert run_afresh(app, script="hinting_app.py").stderr == ""
     text = refused(app, "checkpoint.stager=pinned", script="hinting_app.py")
     assert text.count("='pinned' sets a string") == 1

@@ -14,6 +14,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from kept_configs import compose_once
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ckpt_component import CheckpointConfigError, build_manager
@@ -27,7 +28,6 @@ from ckpt_component.config import (
     Save,
     SharedMemoryStager,
     TorchSaveWriter,
-    compose_checkpoint,
     config_dir,
 )
 from ckpt_component.config.schema import Part
@@ -52,7 +52,7 @@ def allow_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.fixture
 def config() -> DictConfig:
-    return compose_checkpoint("sync")
+    return compose_once("sync")
 
 
 def text_of(call: Callable[[], Any]) -> str:
@@ -92,7 +92,7 @@ def test_a_keyword_may_be_a_dataclass_of_the_schema(config: DictConfig) -> None:
 
 @pytest.mark.parametrize("preset", ["async_persistent", "async_zero_overhead", "off"])
 def test_other_presets_too(preset: str) -> None:
-    with instantiate(compose_checkpoint(preset), dir="own") as manager:
+    with instantiate(compose_once(preset), dir="own") as manager:
         assert manager.enabled == (preset != "off")
 
 

@@ -6,8 +6,9 @@ import argparse
 from typing import Any
 
 import pytest
+from kept_configs import compose_once
 
-from ckpt_component import CheckpointConfigError, compose_checkpoint
+from ckpt_component import CheckpointConfigError
 from ckpt_component.megatron.args import add_checkpoint_args, compose_from_args
 
 
@@ -37,13 +38,13 @@ def megatron(**changed: Any) -> dict[str, Any]:
 
 
 def test_a_script_of_ones_own_gets_the_preset_to_start_with() -> None:
-    assert compose_from_args(parse()) == compose_checkpoint()
+    assert compose_from_args(parse()) == compose_once("async_persistent")
 
 
 def test_preset_and_overrides() -> None:
     options = ["--checkpoint-preset", "sync", "--checkpoint-override", "checkpoint.writer.workers=4"]
     config = compose_from_args(parse(*options, "--checkpoint-override", "checkpoint/stager=pinned"))
-    assert config == compose_checkpoint("sync", ["checkpoint.writer.workers=4", "checkpoint/stager=pinned"])
+    assert config == compose_once("sync", ["checkpoint.writer.workers=4", "checkpoint/stager=pinned"])
 
 
 def test_a_wrong_override_is_told_in_words() -> None:
@@ -61,9 +62,9 @@ def test_a_wrong_override_is_told_in_words() -> None:
 )
 def test_megatrons_options_choose_the_preset(options: dict[str, Any], preset: str) -> None:
     chosen = compose_from_args(parse(**megatron(**options)))
-    assert chosen.caller._target_ == compose_checkpoint(preset).caller._target_
+    assert chosen.caller._target_ == compose_once(preset).caller._target_
     explicit = compose_from_args(parse("--checkpoint-preset", "sync", **megatron(**options)))
-    assert explicit.caller._target_ == compose_checkpoint("sync").caller._target_
+    assert explicit.caller._target_ == compose_once("sync").caller._target_
 
 
 def test_megatrons_options_are_taken_over() -> None:
@@ -96,7 +97,7 @@ def test_megatrons_options_are_taken_over() -> None:
 def test_keeping_the_most_recent() -> None:
     config = compose_from_args(parse(**megatron(save="/x", most_recent_k=2, exit_on_missing_checkpoint=True)))
     assert config.keep.last == 2 and config.resume == "must"
-    assert compose_from_args(parse(**megatron())).keep.last == compose_checkpoint("sync").keep.last
+    assert compose_from_args(parse(**megatron())).keep.last == compose_once("sync").keep.last
 
 
 def test_off_has_no_parts_to_set() -> None:

@@ -236,7 +236,8 @@ def test_our_own_parts_are_built_from_their_files() -> None:
     from ckpt_component.stagers.base import Stager
     from ckpt_component.writers.base import Writer
 
+    config = resolve_config("sync")
     for kind, base in (("stager", Stager), ("caller", WriteCaller), ("writer", Writer)):
         for option in PARTS[kind]:
-            plain = getattr(resolve_config("sync", [f"checkpoint/{kind}={option}"]), kind)
+            plain = getattr(resolve_config(config, [f"checkpoint/{kind}={option}"]), kind)
             assert type(build_part(kind, plain, base)) is part_class(kind, plain, base)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_configs import compose_once
 from omegaconf import DictConfig, OmegaConf
 
 from ckpt_component import CheckpointConfigError, build_checkpointer, build_manager, compose_checkpoint
@@ -106,6 +107,6 @@ def test_a_folder_may_begin_with_the_home(
 
 def plain() -> dict[str, Any]:
     """The preset `sync` as a dict."""
-    found = OmegaConf.to_container(compose_checkpoint("sync"))
+    found = OmegaConf.to_container(compose_once("sync"))
     assert isinstance(found, dict)
     return {str(key): value for key, value in found.items()}

@@ -15,9 +15,10 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from kept_configs import compose_once
 from omegaconf import DictConfig, OmegaConf
 
-from ckpt_component import build_manager, compose_checkpoint, stored_config
+from ckpt_component import build_manager, stored_config
 from ckpt_component.config import config_dir
 from ckpt_component.config.secrets import HIDDEN
 from ckpt_component.factory.recorded_config import recorded_config
@@ -34,7 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def app(**keys: Any) -> DictConfig:
     """The config of an app with a checkpoint config in it."""
-    return OmegaConf.create({"checkpoint": {**compose_checkpoint("sync")}, **keys})
+    return OmegaConf.create({"checkpoint": {**compose_once("sync")}, **keys})
 
 
 def recorded(**keys: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -58,7 +59,7 @@ def test_of_a_node_the_whole_app_is_stored_with_the_overrides_of_the_manager(tmp
 
 
 def test_of_a_node_that_is_not_at_the_top_it_stays_where_it_is() -> None:
-    cfg = OmegaConf.create({"train": {"ckpt": {**compose_checkpoint("sync")}, "lr": 1}})
+    cfg = OmegaConf.create({"train": {"ckpt": {**compose_once("sync")}, "lr": 1}})
     config, _ = recorded_config(cfg.train.ckpt, ["checkpoint.keep.last=7"])
     assert config.keys() == {"train"} and config["train"]["lr"] == 1 and config["train"]["ckpt"]["keep"]["last"] == 7
 
@@ -67,8 +68,8 @@ def test_of_a_node_that_is_not_at_the_top_it_stays_where_it_is() -> None:
 def test_in_a_plain_loop_it_is_the_checkpoint_config(form: str) -> None:
     forms: dict[str, Any] = {
         "name": "sync",
-        "dict": OmegaConf.to_container(compose_checkpoint("sync")),
-        "composed": compose_checkpoint("sync"),
+        "dict": OmegaConf.to_container(compose_once("sync")),
+        "composed": compose_once("sync"),
     }
     for tree in recorded_config(forms[form], ["checkpoint.keep.last=7"]):
         assert tree.keys() == {"checkpoint"} and tree["checkpoint"]["keep"]["last"] == 7

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from programs import run_on_ranks, run_program
+from waiting import eventually
 
 import ckpt_component
 from ckpt_component import build_checkpointer
@@ -82,6 +87,48 @@ def test_ddp_with_mixed_precision_and_an_average_resumes(tmp_path: Path) -> None
     [loss] = re.findall(r"steps 1 to 60: (loss [\d.]+)", whole)
     assert f"steps 41 to 60: {loss}" in again
     assert "nothing was trained" in output_of(*run_on_ranks([script], tmp_path, 1))
+
+
+def hosts_of(folder: Path) -> list[int]:
+    """The processes that examples/hosts.sh has started in a folder and not ended."""
+    mark = f"CKPT_RUNTIME_DIR={folder}/sockets".encode()
+    found = list[int]()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if mark in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+    return found
+
+
+def start_hosts(folder: Path, *words: str) -> subprocess.Popen[str]:
+    script, env = [str(EXAMPLES / "hosts.sh"), str(folder), *words], {**os.environ, "PYTHON": sys.executable}
+    return subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_lost_host_is_replaced_and_nothing_is_left(tmp_path: Path) -> None:
+    job = start_hosts(tmp_path / "job")
+    told, _ = job.communicate(timeout=280)
+    assert job.returncode == 0, told
+    steps = re.findall(r"^(node\d): step (\d+) from memory, also that of other hosts$", told, re.MULTILINE)
+    assert [host for host, _ in steps] == ["node0", "node2", "node3", "node4"] and len({step for _, step in steps}) == 1
+    assert re.search(r"^ +1  node1 .*  rank 3's$", told, re.MULTILINE), "node3 has the copies of node1's rank"
+    assert re.search(r"^restored step \d+ from peers: ", told, re.MULTILINE) and "Killed" not in told
+    assert hosts_of(tmp_path / "job") == []
+    again = start_hosts(tmp_path / "job")
+    refused, _ = again.communicate(timeout=30)
+    assert again.returncode == 2 and refused.endswith("has a run already; name a new folder\n")
+
+
+@pytest.mark.soak
+def test_ctrl_c_ends_all_hosts(tmp_path: Path) -> None:
+    job = start_hosts(tmp_path / "job")
+    eventually(lambda: len(hosts_of(tmp_path / "job")) >= 4, 60)
+    job.send_signal(signal.SIGINT)
+    told, _ = job.communicate(timeout=30)
+    assert job.returncode == 130, told
+    assert hosts_of(tmp_path / "job") == []
 
 
 def python_of(page: str) -> str:

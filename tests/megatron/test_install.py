@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from ranks import run_ranks
 
 HOOKS = Path(__file__).with_name("hooks.py")
@@ -77,6 +78,6 @@ def test_a_script_runs_as_it_would_alone(tmp_path: Path) -> None:
 )
 def test_a_wrong_command_is_one_line(arguments: list[str], text: str, tmp_path: Path) -> None:
     (tmp_path / "real.py").write_text("print('ran')\n")
-    done = launch(*arguments, cwd=tmp_path)
+    done = run_program(["-m", "ckpt_component.megatron", *arguments], tmp_path, apart=True)
     assert done.returncode == 2 and not done.stdout
     assert text in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr

@@ -33,6 +33,9 @@ class Keeper(MemoryCaller):
         self.failure: Exception | None = None
         self.deaf = False
 
+    def prepare(self, timeout: float) -> None:
+        """It runs."""
+
     def listen(self, secret: str, address: str, timeout: float) -> int:
         assert secret == "secret"
         if self.deaf:
@@ -70,10 +73,12 @@ class Rank:
         self.copies = SnapshotsAtPeers(
             peers, self.keeper, ranks, TIMEOUTS, events, lambda: self.first.append("at peers")
         )
-        self.copies.begin(self.keeper, self.told.set)
+        self._prepare = self.copies.preparation(self.keeper)
+        self.copies.begin(self.told.set)
         self.rank = ranks.rank
 
     def whole(self, step: int) -> list[str]:
+        self._prepare(20.0)
         self.copies.whole(SaveReport(f"step{step}", step=step))
         return self.paths()
 

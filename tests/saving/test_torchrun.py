@@ -28,7 +28,8 @@ class Job:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *options]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+        command += [f"--log-dir={folder}", *options]  # else in /tmp, and left there when it is killed
         self.process = subprocess.Popen(
             [*command, str(SCRIPT), str(folder)],
             stdout=subprocess.PIPE,

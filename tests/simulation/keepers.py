@@ -22,12 +22,15 @@ import ckpt_component.managing.run_memory as run_memory
 from ckpt_component.callers import memory_caller, write_callers
 from ckpt_component.core.commit import liveness
 from ckpt_component.core.processes.framing import Channel
+from ckpt_component.core.storage.memory import keeper_server
+from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import split_root
 from ckpt_component.core.storage.memory.keepers import Keeper, KeptFile, Piece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.writing import process as process_module, worker
 from ckpt_component.core.writing.process import WriterConnection
 from ckpt_component.managing import restore
+from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 T = TypeVar("T")
@@ -90,42 +93,6 @@ def _running(simulation: Simulation | None) -> SimulatedProcess:
     return simulation.current.process
 
 
-class SimulatedEvent:
-    """Stands for a `threading.Event` of a keeper."""
-
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._latch = process.clock.latch()
-
-    def set(self) -> None:
-        self._latch.set()
-
-    def is_set(self) -> bool:
-        return self._latch.is_set
-
-    def wait(self, seconds: float = 1e9) -> bool:
-        return self._latch.wait(seconds)
-
-
-class SimulatedThreading:
-    """Stands for the module `threading` in the keeper's: its threads are those of the keeper that is being made."""
-
-    def __init__(self, process: Callable[[], SimulatedProcess]) -> None:
-        self._process = process
-
-    def Thread(self, *, target: Callable[[], None], name: str, daemon: bool) -> SimulatedStart:
-        return SimulatedStart(self._process(), target, name)
-
-
-class SimulatedStart:
-    """A thread that is not started yet."""
-
-    def __init__(self, process: SimulatedProcess, target: Callable[[], None], name: str) -> None:
-        self._process, self._target, self._name = process, target, name
-
-    def start(self) -> None:
-        self._process.clock.start(self._name, self._target)
-
-
 class KeeperFiles(KeptFiles):
     """What a keeper keeps; what it does itself with its files are operations of its process."""
 
@@ -167,9 +134,9 @@ class HostKeeper:
         self.host, self.trainer, self.root, self.rank = host, trainer, root, rank
         self.place = split_root(root)
         self.process = host.simulation.process(f"keeper {rank} of {root.rpartition('@')[2]}")
+        host.at(self.process)
         self.seen = KeeperProcess(self, trainer)
         self.holding = list[SimulatedProcess]()
-        self.ended = SimulatedEvent(self.process)
         self._lanes = list[Any]()
         self.files = KeeperFiles(self)
         host.making = self
@@ -179,17 +146,10 @@ class HostKeeper:
         host.making = None
         self.process.clock.start("keeper", self._live)
 
-    # What `SnapshotKeeper` needs of its server
-
-    @property
-    def holders(self) -> int:
-        return sum(not client.is_dead for client in self.holding)
-
-    def start(self) -> None:
-        """It is found from the beginning."""
-
-    def close(self) -> None:
-        """It is not found when its process has ended."""
+    def serve(self, *arguments: Any) -> SimulatedServer:
+        """In the place of `KeeperServer`."""
+        self.server = SimulatedServer(self, *arguments)
+        return self.server
 
     def works(self, what: str) -> None:
         """An operation of this process, if it is the one that runs."""
@@ -218,6 +178,25 @@ class HostKeeper:
             lane.join(1e6)
         self.snapshots.outlive()
         self.process.kill()
+
+
+class SimulatedServer(KeeperServer):
+    """The server of a keeper, which is found from the beginning by all processes of its host."""
+
+    def __init__(self, keeper: HostKeeper, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._keeper = keeper
+
+    @property
+    def holders(self) -> int:
+        return super().holders + sum(not client.is_dead for client in self._keeper.holding)
+
+    def start(self) -> None:
+        """It is found from the beginning."""
+
+    def tell(self) -> dict[str, Any]:
+        """What clients are told of it."""
+        return self._all_about()
 
 
 class SimulatedChild:
@@ -252,7 +231,7 @@ class KeeperProcess:
 class Wire:
     """A socket pair between two processes."""
 
-    def __init__(self, one: SimulatedProcess, other: SimulatedProcess, copies: list[int]) -> None:
+    def __init__(self, one: SimulatedProcess, other: SimulatedProcess, copies: list[tuple[int, int]]) -> None:
         self.ends = {one: WireEnd(one, other, self), other: WireEnd(other, one, self)}
         self.copies = copies
 
@@ -277,7 +256,7 @@ class WireEnd:
         if self._peer.is_dead or other._is_closed:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         copies = [os.dup(fd) for fd in fds]
-        self._wire.copies.extend(copies)
+        self._wire.copies.extend((fd, os.fstat(fd).st_ino) for fd in copies)
         other._frames.append((json.dumps(header), b"".join(map(bytes, blobs)), copies))
         if other._waiting is not None:
             other._waiting.set()
@@ -305,6 +284,10 @@ class ReachedKeeper(Keeper):
     def __init__(self, keeper: HostKeeper, process: SimulatedProcess) -> None:
         self.keeper, self._process = keeper, process
 
+    @property
+    def rank(self) -> int:
+        return self.keeper.rank
+
     def listed(self, prefix: str) -> list[KeptFile]:
         return self._asked(lambda: KeptFiles.listed(self.keeper.files, prefix))
 
@@ -327,13 +310,13 @@ class ReachedKeeper(Keeper):
             yield self._asked(lambda: stack.enter_context(self.keeper.files.opened(folder)))
 
     def about(self) -> dict[str, Any]:
-        return self._asked(self.keeper.snapshots.about)
+        return self._asked(self.keeper.server.tell)
 
     def hold(self) -> None:
         self._asked(lambda: self.keeper.holding.append(self._process))
 
     def end(self) -> None:
-        self._asked(self.keeper.ended.set)
+        self._asked(self.keeper.server.ended.set)
 
     def close(self) -> None:
         with contextlib.suppress(ValueError):
@@ -372,7 +355,7 @@ class Host:
 
     Attributes:
         keepers: all that there were
-        copies: descriptors that were passed on
+        copies: descriptors that were passed on, each with its inode
         full_until: until when there is no memory left
         belongs_to_another: whether the folder of the sockets is another user's
     """
@@ -382,10 +365,13 @@ class Host:
         self.operation = operation
         self.keepers = list[HostKeeper]()
         self.making: HostKeeper | None = None
-        self.copies = list[int]()
+        self.copies = list[tuple[int, int]]()
         self.full_until = 0.0
         self.belongs_to_another = False
         self._thread = threading.get_ident()
+
+    def at(self, process: SimulatedProcess) -> None:
+        """A process is on this host."""
 
     @property
     def in_simulation(self) -> bool:
@@ -441,9 +427,9 @@ class Host:
         """Free what the processes held, all of which have ended; `arenas` are descriptors of the trainers'."""
         for keeper in self.keepers:
             KeptFiles.delete(keeper.files, [file.path for file in KeptFiles.listed(keeper.files, "")])
-        for fd in {*self.copies} - arenas:
+        for fd, inode in {*self.copies}:
             with contextlib.suppress(OSError):  # closed by its receiver
-                if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:ckpt-arena"):
+                if fd not in arenas and os.fstat(fd).st_ino == inode:
                     os.close(fd)
 
 
@@ -465,9 +451,10 @@ class HostPatches:
         patch.setattr(liveness, "ProcessName", SimulatedNames(self.time))
         patch.setattr(keeper_module, "KeptFiles", lambda: self._made().files)
         patch.setattr(keeper_module, "HostKeepers", lambda besides: self._find())
-        patch.setattr(keeper_module, "KeeperServer", lambda *arguments: self._made())
+        patch.setattr(keeper_module, "KeeperServer", lambda *arguments: self._made().serve(*arguments))
         patch.setattr(keeper_module, "be_silent", lambda: None)
-        patch.setattr(keeper_module, "threading", SimulatedThreading(lambda: self._made().process))
+        for module in (keeper_module, keeper_server):
+            patch.setattr(module, "threading", SimulatedThreading(self._running))
         patch.setattr(os, "urandom", lambda size: self._set().simulation.random.randbytes(size))  # a seed is a life
         patch.setattr(run_memory, "keepers_of", lambda path: self._set().keepers_at(path))
         patch.setattr(run_memory, "tokens_of", lambda root: self._set().tokens(root))
@@ -479,6 +466,11 @@ class HostPatches:
     def _set(self) -> Host:
         assert self.host is not None
         return self.host
+
+    def _running(self) -> SimulatedProcess:
+        """The process that runs; or the keeper that it is making, whose threads are its own."""
+        host = self._set()
+        return host.simulation.current.process if host.making is None else host.making.process
 
     def _made(self) -> HostKeeper:
         made = self._set().making

@@ -64,33 +64,40 @@ MOST_JOBS = 6
 _WEIGHTS = 300
 
 
-def state_of(job: int, step: int) -> dict[str, Any]:
+def state_of(job: int, step: int, ranks: int = RANKS) -> dict[str, Any]:
     """What all ranks know of a step of a job; 0: the target of a restore."""
     generator = torch.Generator().manual_seed(1000 * job + step)
     return {
         f"rank{rank}": {"weight": torch.randn(_WEIGHTS, generator=generator), "step": [job, step, rank]}
-        for rank in range(RANKS)
+        for rank in range(ranks)
     }
 
 
-def blank() -> dict[str, Any]:
-    return {f"rank{rank}": {"weight": torch.zeros(_WEIGHTS), "step": [0, 0, 0]} for rank in range(RANKS)}
+def blank(ranks: int = RANKS) -> dict[str, Any]:
+    return {f"rank{rank}": {"weight": torch.zeros(_WEIGHTS), "step": [0, 0, 0]} for rank in range(ranks)}
 
 
 class RankStagers:
     """Takes the snapshots of the ranks; the plans stay for all lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
         self.writer = DcpWriter(workers=1)
-        self._stagers = [SharedMemoryStager(arenas=16) for _ in range(RANKS)]
+        self.ranks = ranks
+        #: Descriptors of all memory that they have staged into.
+        self.descriptors = set[int]()
+        self._stagers = [SharedMemoryStager(arenas=16) for _ in range(ranks)]
         for rank, stager in enumerate(self._stagers):
-            ranks = cast(Any, SimpleNamespace(rank=rank, world_size=RANKS))
-            stager.connect(self.writer, ranks=ranks, shared=True, timeout=10.0)
+            stager.connect(
+                self.writer, ranks=cast(Any, SimpleNamespace(rank=rank, world_size=ranks)), shared=True, timeout=10.0
+            )
 
     def take(self, rank: int, job: int, step: int) -> Snapshot:
         stager = self._stagers[rank]
-        state = state_of(job, step)
-        return stager.take(replace(stager.inspect({f"rank{rank}": state[f"rank{rank}"]}), wait_until=1e9))
+        state = state_of(job, step, self.ranks)
+        snapshot = stager.take(replace(stager.inspect({f"rank{rank}": state[f"rank{rank}"]}), wait_until=1e9))
+        if snapshot.arena is not None:
+            self.descriptors.add(snapshot.arena.shared_descriptor())
+        return snapshot
 
     def close(self) -> None:
         for stager in self._stagers:
@@ -231,7 +238,7 @@ class Job:
     @property
     def is_over(self) -> bool:
         """Whether a trainer has died, or all have done what they were to do."""
-        return any(process.is_dead for process in self.processes) or len(self.done) == RANKS
+        return any(process.is_dead for process in self.processes) or len(self.done) == self.life.stagers.ranks
 
     def _train(self, rank: int, process: SimulatedProcess) -> None:
         try:
@@ -340,8 +347,7 @@ class Life:
     ) -> None:
         self.simulation = Simulation(seed)
         self.stagers = stagers
-        self.host = Host(self.simulation, self.operation)
-        patches.use(self.host)
+        self.host = self.make_host(patches)
         self.files = SimulatedFiles(Disk())
         self.files.make_folders(ROOT)
         self.phase_of = dict[SimulatedProcess, str]()
@@ -363,38 +369,50 @@ class Life:
         self.staged = set[tuple[int, int, int]]()
         self.happened: list[Trouble] = []
 
+    def make_host(self, patches: HostPatches) -> Host:
+        """Where the jobs run."""
+        host = Host(self.simulation, self.operation)
+        patches.use(host)
+        return host
+
+    def new_job(self, number: int, count: int) -> Job:
+        """The next job, which saves so many steps."""
+        return Job(self, number, count)
+
     def run(self) -> bool:
         """Returns whether all has ended in time."""
         self._launcher.start(self._launch)
         try:
             return self.simulation.run(LIMIT)
         finally:
-            arenas = {each.arena.shared_descriptor() for each in self.snapshots if each.arena is not None}
-            self.host.clear(arenas)
+            self.host.clear(self.stagers.descriptors)
             for snapshot in self.snapshots:
-                snapshot.release(reusable=not self.flipped)
+                while snapshot.arena is not None:
+                    snapshot.release(reusable=not self.flipped)
 
     def _launch(self) -> None:
         clock = self._launcher.clock
         for number in range(1, MOST_JOBS + 1):
-            job = Job(self, number, 3 if number == 1 else 2)
+            job = self.new_job(number, 3 if number == 1 else 2)
             self.jobs.append(job)
             job.start()
             while not job.is_over:
                 clock.sleep(0.5)
-            was_whole = len(job.done) == RANKS and not any(process.is_dead for process in job.processes)
+            was_whole = len(job.done) == self.stagers.ranks and not any(process.is_dead for process in job.processes)
             clock.sleep(2.0)
             job.kill()  # all at once; or the launcher has noticed that one has died
             if was_whole and ((number > 2 and not self._troubles) or number == MOST_JOBS):
                 self.is_in_peace = True
                 return
-            clock.sleep(1.0)
+            clock.sleep(self.pause_after(number))
+
+    def pause_after(self, number: int) -> float:
+        """How long the launcher waits after a job."""
+        return 1.0
 
     def operation(self, process: SimulatedProcess, what: str) -> None:
         """Count an operation, and let happen what is to happen at it."""
-        usual = self.phase_of.get(process, "agree")
-        is_saving = usual in ("stage", "commit")
-        phase = what if what == "keep" else ("vote" if is_saving else "agree") if what == "store" else usual
+        phase = self.phase(process, what)
         self.operations[phase] += 1
         self._since[phase] += 1
         if self._troubles and self._since[phase] == self._troubles[0].number and phase == self._troubles[0].phase:
@@ -402,6 +420,12 @@ class Life:
             self._since.clear()
             self.happened.append(trouble)
             trouble.befall(self)
+
+    def phase(self, process: SimulatedProcess, what: str) -> str:
+        """The phase of an operation."""
+        usual = self.phase_of.get(process, "agree")
+        is_saving = usual in ("stage", "commit")
+        return what if what == "keep" else ("vote" if is_saving else "agree") if what == "store" else usual
 
     def take(self, rank: int, job: int, step: int) -> Snapshot:
         snapshot = self.stagers.take(rank, job, step)
@@ -456,9 +480,10 @@ def wrong_in(life: Life, step: int | None, state: Mapping[str, Any]) -> Iterator
     if own != (step or 0):
         yield f"its state is that of step {own}"
         return
-    if step is not None and not {(job, step, rank) for rank in range(RANKS)} <= life.staged:
+    ranks = life.stagers.ranks
+    if step is not None and not {(job, step, rank) for rank in range(ranks)} <= life.staged:
         yield "not all ranks had a snapshot"
-    expected = blank() if step is None else state_of(job, step)
+    expected = blank(ranks) if step is None else state_of(job, step, ranks)
     for name, part in expected.items():
         different = int((part["weight"].view(torch.int32) != state[name]["weight"].view(torch.int32)).sum())
         if part["step"] != state[name]["step"] or different > life.late_flips:

@@ -17,7 +17,7 @@ from ckpt_component.testing import Fault
 
 PROTOCOLS = ("rename", "manifest")
 #: Of cuts and kills, and of faults: prime to the numbers of protocols and faults, so that each of these has a turn each time.
-CUT_STRIDE, FAULT_STRIDE = 3, 7
+CUT_STRIDE, FAULT_STRIDE = 5, 11
 FAULTS = {
     "fails": Fault("fail"),
     "fails_from_then_on": Fault("fail", lasts=True),

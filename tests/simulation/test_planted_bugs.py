@@ -248,8 +248,8 @@ BUGS = [
     Bug(
         "a_folder_that_listings_do_not_know_yet_is_taken_for_a_deleted_one",
         "saving/attempts.py",
-        "            wait_visible(visible, attempt.staging, self._timeouts.visible, self._clock)\n",
-        "            wait_visible(visible, attempt.staging, 0.0, self._clock)\n",
+        "            attempt.protocol.join(attempt, self._timeouts.visible)\n",
+        "            attempt.protocol.join(attempt, 0.0)\n",
         "ranks",
         "bucket",
     ),

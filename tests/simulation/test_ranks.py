@@ -15,7 +15,7 @@ from strides import in_turn
 from ckpt_component.testing.simulation import Simulation
 
 #: Schedules that one test tries, how many tests there are of each kind, and every how many of them have their turn.
-EACH, PARTS, STRIDE = 30, 60, 30
+EACH, PARTS, STRIDE = 30, 60, 60
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ckpt_component import build_checkpointer
+from ckpt_component.core.commit.awaited_parts import wait_for_parts
 from ckpt_component.core.commit.cleanup import Unfinished, discard
-from ckpt_component.core.commit.copying import copy_checkpoint
+from ckpt_component.core.commit.commit import new_attempt
+from ckpt_component.core.commit.copying import Continued, copy_checkpoint, copy_part
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.host_parts import part_of
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.part_notes import Beat, PartNote, note_path, write_note
 from ckpt_component.testing import Disk, DiskFile, Fault, PowerCut, SimulatedObjects
 
 from .world import FROZEN, ROOT, Run, Workload, storage_on
@@ -77,6 +84,33 @@ def copy(run: Run) -> None:
     run.acknowledged.append(2)
 
 
+def copy_from_hosts(run: Run) -> None:
+    """Two hosts copy one checkpoint, each its own files; after a failure they go on."""
+    source, files, ownership = run.path_of(2, ELSEWHERE), run.files, FencingToken(run.files, ROOT)
+    found = read_manifest(files, source)
+    assert found is not None
+    names = [entry["name"] for entry in found["files"]]
+    manifest = {**found, "hosts": {"one": names[::2], "two": names[1::2]}}
+    attempt = new_attempt(files, run.path_of(2), manifest["attempt"])
+
+    def others(staging: str, kept: Collection[str]) -> None:
+        note = note_path(attempt, manifest, "two")
+        with Beat(attempt, note) as beat:
+            copy_part(files, source, part_of(manifest, "two"), attempt, lambda nbytes: beat.moved())
+        write_note(files, note, PartNote(attempt=attempt.token))
+        wait_for_parts(attempt, manifest, "one", 0.0, lambda part: None)
+
+    continued = Continued(attempt.token, ownership, lambda nbytes: None, host="one")
+    for tries_left in (1, 0):
+        try:
+            copy_checkpoint(files, source, manifest, files, attempt.target, others, continued=continued)
+            run.acknowledged.append(2)
+            return
+        except OSError:
+            if not tries_left:
+                raise
+
+
 def save_by_path(run: Run) -> None:
     with build_checkpointer(run.settings, storage_of=lambda path: run.files) as checkpointer:
         checkpointer.save(run.state(1), run.path_of(1))
@@ -118,6 +152,7 @@ WORKLOADS = [
     Workload("damaged", saves(3), save_and_damage, NO_POLICY, keep=2, damaged=2),
     Workload("rewind", rewind, saves(1, 2, 3), NO_POLICY, keep=3, goes_back=True),
     Workload("copy", copy, save_elsewhere, NO_POLICY, keep=2),
+    Workload("copy_from_hosts", copy_from_hosts, save_elsewhere, NO_POLICY, keep=2),
     Workload("delete", delete, saves(1, 2), NO_POLICY, keep=2),
     Workload("collect", collect, leave_debris, NO_POLICY),
 ]

@@ -97,7 +97,7 @@ def test_the_first_save_finds_its_plan_and_its_memory(
         manager.guard(job.optimizer)
         job.step()
         assert not manager.maybe_save(1, job.state)
-        until(lambda: made() >= 3 * MODEL * arenas)
+        until(lambda: made() >= 3 * MODEL)
         plans = allocations(caplog)
         assert len(plans) == 1
         job.step()

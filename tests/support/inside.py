@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from ckpt_component import Checkpointer, CheckpointManager
+from ckpt_component.background.uploads import BackgroundUploads
 
 
 def checkpointer_of(manager: CheckpointManager) -> Checkpointer:
@@ -33,7 +34,7 @@ def tidied(manager: CheckpointManager) -> CheckpointManager:
 def uploaded(manager: CheckpointManager) -> None:
     """Wait until `checkpoint.dir` has the newest checkpoint, and the manager knows it: then it deletes the local one."""
     uploads, deadline = manager._uploads, time.monotonic() + 60
-    assert uploads is not None
+    assert isinstance(uploads, BackgroundUploads)
     while uploads.lag_steps or uploads.in_use():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -37,20 +37,43 @@ def resolve_once(config: Any, overrides: Sequence[str] = ()) -> Checkpoint:
     return copy.deepcopy(_READ[text])
 
 
+def compose_app_once(
+    name: str, compose: Callable[[Sequence[str]], DictConfig], overrides: Sequence[str] = ()
+) -> DictConfig:
+    """As `compose` of the overrides for the app of this name: the groups that they choose are composed once."""
+    groups = [text for text in overrides if text[0] in "+~" or _is_part(text) or "." not in text.partition("=")[0]]
+    values = [text for text in overrides if text not in groups]
+    chosen = (name, *groups)
+    if chosen not in _APPS:
+        try:
+            _APPS[chosen] = pickle.dumps(compose(groups))
+        except Exception:
+            return compose(overrides)  # its error is about all of them
+    config = _with_values(pickle.loads(_APPS[chosen]), values, "")
+    return compose(overrides) if config is None else config
+
+
+def _is_part(override: str) -> bool:
+    return "/" in override.partition("=")[0]
+
+
 @functools.cache
 def _composed(preset: str, *overrides: str) -> bytes:
     """A pickled config, which is read five times as fast as OmegaConf copies one."""
-    groups = [text for text in overrides if "/" in text.partition("=")[0]]
+    groups = [text for text in overrides if _is_part(text)]
     values = [text for text in overrides if text not in groups]
-    config = _with_values(pickle.loads(_composed(preset, *groups)), values) if values else None
+    config = _with_values(pickle.loads(_composed(preset, *groups)), values, "checkpoint.") if values else None
     return pickle.dumps(compose_checkpoint(preset, overrides) if config is None else config)
 
 
-def _with_values(config: DictConfig, values: Sequence[str]) -> DictConfig | None:
-    """The config with overrides of plain values; None if Hydra has to say what they mean, or what is wrong."""
+def _with_values(config: DictConfig, values: Sequence[str], above: str) -> DictConfig | None:
+    """The config, which in the app is below `above`, with overrides of plain values.
+
+    None if Hydra has to say what they mean, or what is wrong.
+    """
     try:
         for override in (parse_override(text, several=False) for text in values):
-            value, key = override.value(), override.key_or_group.removeprefix("checkpoint.")
+            value, key = override.value(), override.key_or_group.removeprefix(above)
             added = override.is_add() or override.is_delete() or override.is_sweep_override()
             # A part is not chosen by a value.
             if added or isinstance(value, (dict, list)) or isinstance(OmegaConf.select(config, key), DictConfig):
@@ -63,3 +86,5 @@ def _with_values(config: DictConfig, values: Sequence[str]) -> DictConfig | None
 
 #: By the text of the config.
 _READ: dict[str, Checkpoint] = {}
+#: Pickled, by the name of the app and the groups.
+_APPS: dict[tuple[str, ...], bytes] = {}

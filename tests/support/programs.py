@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kept_configs import compose_once
 from ranks import finish_ranks, fork_server
 
 #: Below pytest's own timeout, so that a program that hangs is ended here, with what it printed and where it is.
@@ -66,6 +67,11 @@ def run_on_ranks(arguments: Sequence[str], folder: Path, ranks: int) -> list[sub
     ]
     ended = finish_ranks(children, _SECONDS)
     return [subprocess.CompletedProcess(words["arguments"], -1 if e.code is None else e.code, e.output) for e in ended]
+
+
+def prepare(**_: Any) -> None:
+    """In the server, before the fork: have Hydra find its plugins, and learn to read an override."""
+    compose_once("sync")
 
 
 def run_and_leave(arguments: Sequence[str], folder: str, errors: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ckpt_train.schema import register
 from hydra import compose, initialize_config_dir
+from kept_configs import compose_app_once
 from omegaconf import DictConfig
 from programs import run_on_ranks, run_program
 
@@ -52,13 +53,13 @@ def tiny() -> tuple[str, ...]:
 def compose_job(text_file: Path) -> Callable[..., DictConfig]:
     """Compose the config of a tiny run with more overrides, as `ckpt-train` does."""
 
-    def composed(*overrides: str) -> DictConfig:
+    def composed(overrides: Sequence[str]) -> DictConfig:
         register()
         version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
         with override_hints(), initialize_config_dir(str(config_dir()), **version):
-            return compose("train", [*TINY, f"data.path={text_file}", *overrides])
+            return compose("train", [*overrides])
 
-    return composed
+    return lambda *overrides: compose_app_once("train", composed, [*TINY, f"data.path={text_file}", *overrides])
 
 
 @pytest.fixture
@@ -74,6 +75,7 @@ def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str
         *arguments: str, tiny: Sequence[str] = TINY, ranks: int | None = None, torchrun: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun]
+        launcher += [f"--log-dir={tmp_path}"]  # else in /tmp, and left there when it is killed
         return subprocess.Popen(
             [
                 sys.executable,

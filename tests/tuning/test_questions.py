@@ -37,9 +37,10 @@ def test_the_best_is_chosen_when_it_stands_out(figures: dict[str, list[float]], 
 
 
 def test_the_questions_are_about_keys_that_exist() -> None:
+    config = resolve_config("async_persistent")
     for question in questions(8, ["dcp", "torch_save"]):
         for value in question.values:
-            resolve_config("async_persistent", [f"{question.key}={value}"])
+            resolve_config(config, [f"{question.key}={value}"])
     assert {question.figure for question in questions(1, ["dcp"])} == {"durable", "lost"}
     # The format stays unless there are some to choose from.
     assert not [q for writers in ([], ["dcp"]) for q in questions(8, writers) if q.key == "checkpoint/writer"]

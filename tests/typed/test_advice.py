@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_configs import compose_once
 from omegaconf import OmegaConf
-from strides import in_turn
+from strides import first_of
 
 import ckpt_component
-from ckpt_component.config import compose_checkpoint, resolve_config
+from ckpt_component import CheckpointError
+from ckpt_component.config import resolve_config
 from ckpt_component.config.hydra.explain import REMOVED, dotted_keys
 
 PACKAGE = Path(ckpt_component.__file__).parent
@@ -29,7 +32,7 @@ def texts(path: Path) -> Iterator[str]:
     """The strings of a module without its docstrings; what an f-string puts in is `{}`."""
     source = path.read_text()
     if not NAMED.search(source):
-        return  # each worker reads all modules before its first test
+        return
     nodes, passed = [*ast.walk(ast.parse(source))], set()
     for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -44,10 +47,17 @@ def texts(path: Path) -> Iterator[str]:
 
 #: torchtitan's own config has a section `checkpoint` too.
 OTHER_CONFIG = PACKAGE / "integrations" / "torchtitan.py"
-TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) if path != OTHER_CONFIG for text in texts(path)]
-OVERRIDES = sorted({found.rstrip(".:") for text in TEXTS for found in OVERRIDE.findall(text)})
-KEYS = sorted({found for text in TEXTS for found in KEY.findall(text) if not found.endswith(".pt")})  # a file
-CONFIG = {"checkpoint": OmegaConf.to_container(compose_checkpoint("async_zero_overhead", []))}
+
+
+@functools.cache
+def all_texts() -> list[str]:
+    return [text for path in sorted(PACKAGE.rglob("*.py")) if path != OTHER_CONFIG for text in texts(path)]
+
+
+def config() -> dict[str, Any]:
+    return {"checkpoint": OmegaConf.to_container(compose_once("async_zero_overhead"))}
+
+
 #: For a value or an option that a text leaves open.
 OPTIONS = {
     "checkpoint/stager": "pinned",
@@ -58,32 +68,38 @@ OPTIONS = {
 
 
 def default_of(key: str) -> Any:
-    value: Any = CONFIG
+    value: Any = config()
     for name in key.split("."):
         value = value[name]
     return "null" if value is None else value
 
 
-def test_there_is_advice_to_look_at() -> None:
-    assert len(OVERRIDES) > 40 and len(KEYS) > 15
-
-
-@pytest.mark.turns(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("advice", in_turn(OVERRIDES, 2))
-def test_an_override_that_a_text_names_works(advice: str) -> None:
-    key, _, value = advice.partition("=")
-    if OPEN.search(value):
-        value = OPTIONS.get(key) or OPEN.sub("0" if "/" in value else str(default_of(key)), value)
-    # Uploads are from a local folder.
-    others = ["checkpoint.local.dir=/scratch/run"] if key.startswith("checkpoint.upload.") else []
-    resolve_config("async_zero_overhead", [f"{key}={value}", *others])
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.soak)])
+def test_overrides_that_texts_name_work(stride: int) -> None:
+    overrides = sorted({found.rstrip(".:") for text in all_texts() for found in OVERRIDE.findall(text)})
+    assert len(overrides) > 40
+    wrong = dict[str, str]()
+    for advice in overrides[first_of(stride) - 1 :: stride]:
+        key, _, value = advice.partition("=")
+        if OPEN.search(value):
+            value = OPTIONS.get(key) or OPEN.sub("0" if "/" in value else str(default_of(key)), value)
+        # Uploads are from a local folder.
+        others = ["checkpoint.local.dir=/scratch/run"] if key.startswith("checkpoint.upload.") else []
+        try:
+            resolve_config("async_zero_overhead", [f"{key}={value}", *others])
+        except CheckpointError as error:
+            wrong[advice] = str(error)
+    assert wrong == {}
 
 
-def test_keys_that_a_text_names_are_keys() -> None:
-    known = {key for keys in dotted_keys(CONFIG) for key in [keys, *_above(keys)]}
+def test_keys_that_texts_name_are_keys() -> None:
+    # Not the name of a file.
+    keys = {found for text in all_texts() for found in KEY.findall(text) if not found.endswith(".pt")}
+    assert len(keys) > 15
+    known = {key for dotted in dotted_keys(config()) for key in [dotted, *_above(dotted)]}
     known |= {*REMOVED}
-    assert [key for key in KEYS if key not in known and f"checkpoint.{key}" not in known] == []
+    assert [key for key in sorted(keys) if key not in known and f"checkpoint.{key}" not in known] == []
 
 
 def _above(key: str) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""How costs grow with the number of items of a rank, and with the number of ranks."""
+"""How costs grow with the number of items of a rank, of ranks, and of hosts."""

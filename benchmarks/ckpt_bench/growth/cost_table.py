@@ -1,4 +1,4 @@
-"""Format the costs as a table: per item or rank, and their growth from size to size."""
+"""Format the costs as a table: per item, rank or host, and their growth from size to size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ckpt_component.cli.text import Table
 
 from .costs import COSTS, ONE, Course, errors, is_counted, points
 
-LEGEND = """the median of the repeats, for one item or one rank
+LEGEND = """the median of the repeats, for one item, rank or host
 x: over the same at the size before, from the lowest repeats; 1 is linear growth, less is better"""
 
 

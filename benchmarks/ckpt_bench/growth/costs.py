@@ -49,9 +49,28 @@ COSTS: Mapping[str, Mapping[str, str]] = {
         "first_collected_bytes": "first save: read by rank 0, catalogs and plans",
         "first_heard_bytes": "first save: read by all others",
     },
+    "hosts": {
+        "messages": "every snapshot to its peers: calls that change the store",
+        "leader_messages": "every snapshot to its peers: such calls of rank 0",
+        "looks": "every snapshot to its peers: calls that read the store",
+        "collected_bytes": "every snapshot to its peers: read by rank 0 from the store",
+        "heard_bytes": "every snapshot to its peers: read by all others",
+        "begin_messages": "when a run begins: calls that change the store",
+        "begin_leader_messages": "when a run begins: such calls of rank 0",
+        "begin_looks": "when a run begins: calls that read the store",
+        "begin_collected_bytes": "when a run begins: read by rank 0",
+        "begin_heard_bytes": "when a run begins: read by all others",
+        "restore_messages": "a restore from memory: calls that change the store",
+        "restore_leader_messages": "a restore from memory: such calls of rank 0",
+        "restore_looks": "a restore from memory: calls that read the store",
+        "restore_collected_bytes": "a restore from memory: read by rank 0, where keepers are",
+        "restore_heard_bytes": "a restore from memory: read by all others, each of which hears of all keepers",
+    },
 }
 #: Name of one unit of an axis.
-ONE = {"items": "item", "ranks": "rank"}
+ONE = {"items": "item", "ranks": "rank", "hosts": "host"}
+#: Costs that grow with the square of the number, as each rank reads what all have written.
+SQUARES = frozenset({"restore_heard_bytes"})
 
 
 @dataclass

@@ -13,7 +13,11 @@ from ..task import ERROR
 from .costs import Course, write_growth
 
 #: What measures one size of an axis.
-_CALLS = {"items": "growth.item_costs:measure_items", "ranks": "growth.rank_costs:measure_ranks"}
+_CALLS = {
+    "items": "growth.item_costs:measure_items",
+    "ranks": "growth.rank_costs:measure_ranks",
+    "hosts": "growth.peer_costs:measure_hosts",
+}
 
 
 def measure_courses(

@@ -1,4 +1,4 @@
-"""Judge whether a cost grows faster than linearly with the number of items or ranks."""
+"""Judge whether a cost grows faster than linearly with the number of items, ranks or hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..verdicts import Verdict
-from .costs import COSTS, Course, Point, is_counted, points
+from .costs import COSTS, SQUARES, Course, Point, is_counted, points
 
 #: The largest exponent of growth: 1 is linear, 2 quadratic. At ten times the size, an exponent of 1.3 doubles the cost
 #: per item; larger states miss caches, and other work on the machine adds noise.
@@ -25,6 +25,7 @@ def judge_growth(courses: Sequence[Course]) -> list[Verdict]:
 def _judge(course: Course, cost: str) -> Verdict:
     # Looks depend on waiting time, so they have the bound of seconds.
     bound = _COUNTS_POWER if is_counted(cost) and not cost.endswith("looks") else _SECONDS_POWER
+    bound += cost in SQUARES
     promise = f"{cost}: the power of the number of {course.axis} that it grows with, at most {bound:g}"
     pair = _compared(points(course, cost))
     if pair is None:

@@ -43,7 +43,7 @@ def measure_hosts(
     wanted: dict[str, tuple[str, dict[str, Any]]] = {
         COPIES: ("hosts.copies:measure_copies", {"pairs": bench.pairs, "step_seconds": bench.step_seconds})
     }
-    for hosts in request.sizes["ranks"]:
+    for hosts in request.sizes["hosts"]:
         arguments = {"hosts": hosts, "rate": bench.storage_rate, "loads": bench.saves}
         wanted[reads(hosts)] = "hosts.shared_reads:measure_reads", arguments
     measured = dict[str, Run]()

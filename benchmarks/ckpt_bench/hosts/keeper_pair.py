@@ -37,7 +37,7 @@ _SENT_BYTES, _RECEIVED_BYTES = 4 << 20, 1 << 20
 _Acts = Mapping[str, Callable[..., Any]]
 
 
-class Transfer(NamedTuple):
+class Moved(NamedTuple):
     """What it took to move all bytes once.
 
     Attributes:
@@ -57,8 +57,8 @@ class KeeperPair:
     """
 
     def __init__(self, items: Sequence[int]) -> None:
-        self._taker = _Process(_serve_taker, sum(map(align, items)))
-        self._sender = _Process(_serve_sender, items)
+        self._taker = _SpawnedProcess(_serve_taker, sum(map(align, items)))
+        self._sender = _SpawnedProcess(_serve_sender, items)
         self._number = 0
 
     def __enter__(self) -> KeeperPair:
@@ -69,11 +69,11 @@ class KeeperPair:
         self._sender.close()
         self._taker.close()
 
-    def stream(self) -> Transfer:
+    def stream(self) -> Moved:
         """Over one plain TCP connection, from memory to memory that is there."""
         return self._moved("stream")
 
-    def copy(self) -> Transfer:
+    def copy(self) -> Moved:
         """As a snapshot that a keeper copies to its peer; the one before it is dropped after that, on both sides."""
         self._number += 1
         moved = self._moved("copy", self._number)
@@ -85,20 +85,20 @@ class KeeperPair:
         for process in (self._sender, self._taker):
             process.ask("stay", [*cores])
 
-    def _moved(self, what: str, *arguments: Any) -> Transfer:
+    def _moved(self, what: str, *arguments: Any) -> Moved:
         before = self._cpu()
         if what == "stream":
             self._taker.begin("receive")
         seconds = self._sender.ask(what, *arguments)
         if what == "stream":
             self._taker.answer()
-        return Transfer(seconds, self._cpu() - before)
+        return Moved(seconds, self._cpu() - before)
 
     def _cpu(self) -> float:
         return float(self._sender.ask("cpu")) + float(self._taker.ask("cpu"))
 
 
-class _Process:
+class _SpawnedProcess:
     """A process that does what it is asked, one thing after the other."""
 
     def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:

@@ -33,7 +33,8 @@ def measure_restart(row: str, state: str, ranks: int, step_seconds: float, folde
 
     Yields:
         Seconds of the phases of `chain.PHASES`, of `restore`, and of `total`; `repeated`, the number of steps that were
-        done again; `source`, where the state came from; `memcpy`, seconds of one copy of the state; `state_bytes`.
+        done again; `source`, where the state came from; `memcpy`, seconds in which all cores copy the states of all
+        ranks once; `state_bytes`, those of one rank.
 
     Raises:
         RuntimeError: the job did not come as far as it must
@@ -62,7 +63,7 @@ def measure_restart(row: str, state: str, ranks: int, step_seconds: float, folde
         "repeated": done - resumed["step"],
         "source": resumed["source"],
         "state_bytes": nbytes,
-        "memcpy": _copy_seconds(nbytes),
+        "memcpy": ranks * _copy_seconds(nbytes),
     }
 
 

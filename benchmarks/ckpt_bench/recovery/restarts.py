@@ -31,7 +31,7 @@ FIGURES: Mapping[str, str] = {
     "total": "all of these",
     "x_empty": "total over that of the row empty of the same repeat",
     "restore": "find, agree, verify, copy",
-    "x_memcpy": "restore over one copy of the state in memory",
+    "x_memcpy": "restore over one copy of the states of all ranks in memory, by all cores",
     "repeated": "steps that were done before the kill, and once more after it",
 }
 #: Figures of `Restarts.lost`.

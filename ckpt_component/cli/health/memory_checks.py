@@ -1,4 +1,4 @@
-"""Checks for `checkpoint/recovery=host`: where its sockets are, what its memory counts for, and who may end it."""
+"""Checks for `checkpoint/recovery`: where its sockets are, what its memory counts for, and who may end it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from ...config.image_count import ImageCount
 from ...core.memory.available import available_bytes
 from ...core.storage.locate import file_storage
 from ...core.storage.memory.keeper_sockets import runtime_folder
@@ -23,11 +24,15 @@ _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
 _OWN_FOLDER = "set CKPT_RUNTIME_DIR to a folder of your own, on a local disk"
 
 
-def check_memory() -> Iterator[Finding]:
-    """Check what keeps a snapshot in this host's memory. Saves do without it, so at worst it is a note."""
+def check_memory(images: ImageCount | None = None) -> Iterator[Finding]:
+    """Check what keeps a snapshot in this host's memory. Saves do without it, so at worst it is a note.
+
+    Args:
+        images: those of the config that is checked; None: of none
+    """
     yield _sockets()
     groups = _groups()
-    yield _charged(groups)
+    yield _charged(groups, images)
     yield _who_ends_it(" ".join(groups.values()))
 
 
@@ -60,7 +65,7 @@ def _groups() -> dict[str, str]:
     return {parts[1]: parts[2] for parts in lines if len(parts) == 3}
 
 
-def _charged(groups: dict[str, str]) -> Finding:
+def _charged(groups: dict[str, str], images: ImageCount | None) -> Finding:
     """The control group that pays for the images, and what is left there."""
     group, root, name = groups.get("", "/"), _GROUPS, "memory.max"
     for controllers, path in groups.items():
@@ -72,8 +77,10 @@ def _charged(groups: dict[str, str]) -> Finding:
     except (OSError, ValueError, LookupError):
         free = "unknown"
     bound = "no limit" if limit is None else f"at most {amount(limit)}"
-    text = f"{group} ({bound}; {free} available) is charged for 1 image of the state per rank that stays, and those "
-    return Finding("snapshot memory", OK, f"{text}in flight")
+    what = "1 image of the state per rank that stays, and those in flight"
+    if images is not None:
+        what = f"{images.own} images of the state per rank" + (f", and {images.copies} copies" if images.copies else "")
+    return Finding("snapshot memory", OK, f"{group} ({bound}; {free} available) is charged for {what}")
 
 
 def _limit(root: str, group: str, name: str) -> int | None:

@@ -123,7 +123,7 @@ def publish(
         "created": storage.clock.date(),
         "files": files,
         **manifest_fields,
-        **protocol.manifest_fields(attempt),
+        **protocol.manifest_fields(attempt, ranks, sidecars),
     }
     manifest = encode_manifest(content)
     storage.write_new(os.path.join(staging, protocol.draft), manifest)

@@ -1,6 +1,8 @@
 """Copy a checkpoint as a save writes it: into a staging folder, verified, and committed as a whole.
 
-A copy that is cut off leaves the same kind of debris as a save that is, which `Unfinished.sweep` deletes.
+One process makes the copy and commits it. If the files are in the folders of several hosts, it copies those of its own
+host, and a process of each other host copies a part. A copy that is cut off leaves the same kind of debris as a save
+that is, which `Unfinished.sweep` deletes.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from ..storage.space import refuse_without_room
 from ..storage.storage import Storage
 from .commit import abandon, begin, new_attempt, publish
 from .fencing import FencingToken
+from .host_parts import part_of
 from .liveness import AttemptLock
 from .manifest import check_files, data_folder
+from .part_notes import call_for_parts, is_note
 from .protocol import Attempt
 
 _MAX_THREADS = 4
@@ -31,7 +35,12 @@ _STEP_BYTES = 64 << 20
 #: The same where the bytes go through memory, or at a bounded rate.
 _SMALL_STEP_BYTES = 8 << 20
 #: Values of a manifest that belong to one commit; the copy has its own.
-_OF_COMMIT = frozenset({"attempt", "at", "files", "version"})
+_OF_COMMIT = frozenset({"attempt", "at", "files", "hosts", "version"})
+
+
+def _no_share(name: str, path: str) -> bool:
+    """The target has no file yet."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,15 @@ class Continued:
         pace: called with the number of bytes before they are copied, to bound the rate
         share: called with a file's name and new path; makes it appear there and returns True if the target has its
             bytes already
+        host: whose files these are, if the source is the folder of one host; the others copy theirs until
+            `before_commit` has returned
     """
 
     token: str
     ownership: FencingToken
     pace: Callable[[int], None]
-    share: Callable[[str, str], bool] = lambda name, path: False
+    share: Callable[[str, str], bool] = _no_share
+    host: str = ""
 
 
 def copy_checkpoint(
@@ -84,9 +96,10 @@ def copy_checkpoint(
         CheckpointStorageFullError: there is not enough space
         OSError: from the storage
     """
-    folder, files = data_folder(source, path, manifest), manifest["files"]
-    check_files(source, folder, manifest)
     token, owner = (new_token(), "") if continued is None else (continued.token, continued.ownership.token)
+    part = manifest if continued is None else part_of(manifest, continued.host)
+    folder, files = data_folder(source, path, manifest), part["files"]
+    check_files(source, folder, part)
     attempt = new_attempt(storage, target, token, owner)
     # Locked before the root is acquired, which deletes the files of dead attempts.
     again = continued is not None and storage.is_real_folder(attempt.staging)
@@ -94,22 +107,25 @@ def copy_checkpoint(
     try:
         if continued is not None:
             continued.ownership.acquire()
-        kept = [] if lock is None else _kept_files(storage, attempt, lock, files)
-        missing = [entry for entry in files if entry["name"] not in kept]
-        nbytes = sum(entry["size"] for entry in missing)
-        refuse_without_room(storage, target, nbytes, 0)
+        kept = list[str]()
+        if lock is not None:
+            if lock.held_by_others():
+                raise BlockingIOError(errno.EAGAIN, "another process is copying to it", attempt.staging)
+            names = {entry["name"] for entry in manifest["files"]}
+            kept = _kept_files(attempt, files, lambda name: name in names or is_note(name))
+        missing = _missing(attempt, files, kept)
         if lock is None:
             begin(attempt)
             lock = AttemptLock(storage, attempt)
         try:
-            with progress(f"copying {os.path.basename(path)}", nbytes) as advance:
-                pace = None if continued is None else continued.pace
-                if continued is not None:
-                    missing = [entry for entry in missing if not _shared(entry, attempt, continued, advance)]
-                _copy_files(source, folder, storage, attempt.staging, missing, advance, pace)
+            if part is not manifest:
+                call_for_parts(attempt)
+            pace, share = (None, _no_share) if continued is None else (continued.pace, continued.share)
+            with progress(f"copying {os.path.basename(path)}", sum(entry["size"] for entry in missing)) as advance:
+                _copy_files(source, folder, attempt, missing, advance, pace, share)
             before_commit(attempt.staging, kept)
             fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
-            publish(attempt, [{"rank": 0, "files": files}], {}, fields)
+            publish(attempt, [{"rank": 0, "files": manifest["files"]}], {}, fields)
         except BaseException as error:
             if continued is None or not isinstance(error, OSError):
                 abandon(attempt)
@@ -119,48 +135,88 @@ def copy_checkpoint(
             lock.close()
 
 
+def copy_part(
+    source: Storage,
+    path: str,
+    part: Mapping[str, Any],
+    attempt: Attempt,
+    pace: Callable[[int], None],
+    share: Callable[[str, str], bool] = _no_share,
+) -> None:
+    """Copy the files of this host into an attempt that a process of another host has begun, and will commit.
+
+    What is there goes on from where it was; no file of another host is touched. When this returns, the files are
+    durable.
+
+    Args:
+        source: the storage of the checkpoint
+        path: its folder
+        part: its manifest with the files of this host
+        attempt: where they go
+        pace: as for `Continued`
+        share: as for `Continued`
+
+    Raises:
+        CheckpointCorruptError: the source is damaged
+        CheckpointStorageFullError: there is not enough space
+        OSError: from the storage
+    """
+    folder, files = data_folder(source, path, part), part["files"]
+    check_files(source, folder, part)
+    names = {entry["name"] for entry in files}
+    missing = _missing(attempt, files, _kept_files(attempt, files, lambda name: name not in names))
+    _copy_files(source, folder, attempt, missing, lambda nbytes: None, pace, share)
+    attempt.protocol.storage.sync_folder(attempt.staging)
+
+
 def same_content(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two manifests are of copies of one checkpoint: equal but for what belongs to the commit of each."""
     names = (one.keys() | other.keys()) - _OF_COMMIT | {"files"}
     return all(one.get(name) == other.get(name) for name in names)
 
 
-def _kept_files(storage: Storage, attempt: Attempt, lock: AttemptLock, files: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The files that an earlier attempt has copied, judged by their size; the others that it left are deleted.
+def _kept_files(attempt: Attempt, files: Sequence[Mapping[str, Any]], is_kept: Callable[[str], bool]) -> list[str]:
+    """Those of the files that an earlier attempt has copied, judged by their size.
 
-    Raises:
-        BlockingIOError: it is still running
+    Those with another size are deleted, and so is what else is there, except what `is_kept`.
     """
-    if lock.held_by_others():
-        raise BlockingIOError(errno.EAGAIN, "another process is copying to it", attempt.staging)
+    storage = attempt.protocol.storage
     sizes, kept = {entry["name"]: entry["size"] for entry in files}, []
     for name in storage.names(attempt.staging):
         path = os.path.join(attempt.staging, name)
-        if storage.size(path) == sizes.get(name, -1):
+        if name in sizes and storage.size(path) == sizes[name]:
             kept.append(name)
-        else:
+        elif name in sizes or not is_kept(name):
             storage.unlink(path)
     return kept
 
 
-def _shared(entry: Mapping[str, Any], attempt: Attempt, continued: Continued, advance: Callable[[int], None]) -> bool:
-    """Whether the target has the bytes of a file, which then need not be copied."""
-    if not continued.share(entry["name"], os.path.join(attempt.staging, entry["name"])):
-        return False
-    advance(entry["size"])
-    return True
+def _missing(
+    attempt: Attempt, files: Sequence[Mapping[str, Any]], kept: Collection[str]
+) -> Sequence[Mapping[str, Any]]:
+    """The files that are to be copied, for which there is room."""
+    missing = [entry for entry in files if entry["name"] not in kept]
+    refuse_without_room(attempt.protocol.storage, attempt.target, sum(entry["size"] for entry in missing), 0)
+    return missing
 
 
 def _copy_files(
     source: Storage,
     folder: str,
-    storage: Storage,
-    target: str,
+    attempt: Attempt,
     files: Sequence[Mapping[str, Any]],
     advance: Callable[[int], None],
     pace: Callable[[int], None] | None,
+    share: Callable[[str, str], bool],
 ) -> None:
-    """Copy files, each durable when the next one starts on its thread."""
+    """Copy files, each durable when the next one starts on its thread; those that the target has are shared first."""
+    storage, target = attempt.protocol.storage, attempt.staging
+    unshared = list[Mapping[str, Any]]()
+    for entry in files:
+        if share(entry["name"], os.path.join(target, entry["name"])):
+            advance(entry["size"])
+        else:
+            unshared.append(entry)
     stopped = storage.clock.latch()
     local = local_files(storage)
 
@@ -196,7 +252,7 @@ def _copy_files(
         by_kernel = local is not None and isinstance(opened, OpenFiles)
         step = _STEP_BYTES if by_kernel and pace is None else _SMALL_STEP_BYTES
         try:
-            for _ in pool.map(copy, files):
+            for _ in pool.map(copy, unshared):
                 pass
         except BaseException:
             stopped.set()  # the others end before the pool does

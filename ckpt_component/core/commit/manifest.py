@@ -4,6 +4,9 @@ It lists every file with its size, and a CRC for the small ones. The CRCs of the
 `integrity-<rank>.json`, whose CRC is in the manifest. The manifest has a CRC of itself too, which detects truncated
 copies. A checkpoint is committed when its folder has its final name and its manifest verifies. Its files are next to
 the manifest, or, where checkpoints are committed without a rename, in the attempt's folder that it names (`at`).
+
+If each host has a folder of its own, the manifest says which files are in which (`hosts`: for each host the names of
+its files), and each folder has the manifest. So what one of them has is known to be a part of a checkpoint, no damage.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointPartError
 from ..storage.safe_open import is_plain_name, read_failure
 from ..storage.storage import Storage
 from .names import MANIFEST, is_token
@@ -79,7 +82,17 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
         )
     if "at" in content and not is_token(content["at"]):
         raise CheckpointCorruptError(f"{path} names {content['at']!r:.200} as the folder of its files.")
+    if "hosts" in content and not _are_of_hosts(content["hosts"], names):
+        raise CheckpointCorruptError(f"{path} gives {content['hosts']!r:.200} as the files of each host.")
     return content
+
+
+def _are_of_hosts(hosts: object, names: Collection[object]) -> bool:
+    """Whether this says which of these files are on which host."""
+    return isinstance(hosts, dict) and all(
+        isinstance(files, list) and all(isinstance(name, str) and name in names for name in files)
+        for files in hosts.values()
+    )
 
 
 def read_manifest(storage: Storage, folder: str) -> dict[str, Any] | None:
@@ -105,6 +118,7 @@ def data_folder(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> s
 
     Raises:
         CheckpointCorruptError: there is no such folder
+        CheckpointPartError: there is none here, and other hosts have their own
         CheckpointUnreadableError: the folder cannot be examined
     """
     if "at" not in manifest:
@@ -112,25 +126,56 @@ def data_folder(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> s
     path = os.path.join(folder, manifest["at"])
     try:
         is_folder = storage.is_real_folder(path)
+        is_elsewhere = not is_folder and "hosts" in manifest and not storage.exists(path)
     except OSError as error:
         raise read_failure(path, error) from error
+    if is_elsewhere:
+        raise _part(path, manifest["hosts"])
     if not is_folder:
         raise CheckpointCorruptError(f"{path} is missing or not a folder; manifest.json says that the files are in it.")
     return path
 
 
+def hosts_missing(manifest: Mapping[str, Any], missing: set[str]) -> dict[str, list[str]]:
+    """The hosts none of whose files are here, and their files; `missing`: the files that are not here."""
+    hosts: Mapping[str, list[str]] = manifest.get("hosts", {})
+    return {host: files for host, files in hosts.items() if files and missing.issuperset(files)}
+
+
 def check_files(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> None:
-    """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data."""
+    """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data.
+
+    Raises:
+        CheckpointCorruptError: a file is missing, or has another size
+        CheckpointPartError: no file of some hosts is here, and those of the others are as they are to be
+        CheckpointUnreadableError: the files cannot be examined
+    """
     try:
         sizes = storage.sizes(folder, [entry["name"] for entry in manifest["files"]])
         no_files = {name: storage.exists(os.path.join(folder, name)) for name, size in sizes.items() if size is None}
     except OSError as error:
         raise read_failure(str(error.filename or folder), error) from error
+    missing, elsewhere = dict[str, list[str]](), set[str]()
+    if "hosts" in manifest:
+        missing = hosts_missing(manifest, {name for name, is_other in no_files.items() if not is_other})
+        elsewhere.update(*missing.values())
     for entry in manifest["files"]:
         path, size = os.path.join(folder, entry["name"]), sizes[entry["name"]]
+        if entry["name"] in elsewhere:
+            continue
         if no_files.get(entry["name"]):
             raise CheckpointCorruptError(f"{path} is not a regular file (a link, a folder, a FIFO or a device).")
         if size is None:
             raise CheckpointCorruptError(f"{path} is missing; manifest.json lists it with {entry['size']} bytes.")
         if size != entry["size"]:
             raise CheckpointCorruptError(f"{path} has {size} bytes; manifest.json lists it with {entry['size']}.")
+    if missing:
+        raise _part(folder, missing)
+
+
+def _part(folder: str, missing: Collection[str]) -> CheckpointPartError:
+    hosts = ("host " if len(missing) == 1 else "hosts ") + ", ".join(sorted(missing))
+    return CheckpointPartError(
+        f"{folder} is a part of a checkpoint: each host has its own files in checkpoint.local.dir, and those of "
+        f"{hosts} are not here."
+    )

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ...errors import (
     CheckpointConfigError,
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointPartError,
     CheckpointSaveError,
     CheckpointTimeoutError,
     CheckpointUnreadableError,
@@ -67,7 +68,9 @@ class ManifestCommit(CommitProtocol):
         """The folder of the attempt, which stays."""
         return attempt.staging
 
-    def manifest_fields(self, attempt: Attempt) -> Mapping[str, Any]:
+    def manifest_fields(
+        self, attempt: Attempt, ranks: Sequence[Mapping[str, Any]], sidecars: Collection[str]
+    ) -> Mapping[str, Any]:
         return {"at": attempt.token}
 
     def commit(self, attempt: Attempt, manifest: bytes, timeout: float) -> None:
@@ -163,7 +166,8 @@ class ManifestCommit(CommitProtocol):
     def _delete(self, path: str) -> None:
         manifest, data = read_manifest(self.storage, path), path
         if manifest is not None:
-            data = data_folder(self.storage, path, manifest)
+            with contextlib.suppress(CheckpointPartError):  # nothing else is here
+                data = data_folder(self.storage, path, manifest)
             self.storage.unlink(os.path.join(path, MANIFEST))
         self.storage.sync_folder(path)  # also if an earlier try had deleted the manifest, and this failed
         self.storage.remove_tree(data)

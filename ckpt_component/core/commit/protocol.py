@@ -9,12 +9,13 @@ import errno
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ...errors import CheckpointError, CheckpointExistsError
 from ..storage.storage import Storage, not_here
+from .visibility import wait_visible
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -80,8 +81,29 @@ class CommitProtocol(ABC):
                 self.storage.make_folders(parent)
         self.storage.sync_folder(parent)
 
-    def manifest_fields(self, attempt: Attempt) -> Mapping[str, Any]:
-        """What the manifest says about this way to commit."""
+    def join(self, attempt: Attempt, seconds: float) -> None:
+        """On the other ranks: have the folder of an attempt, which the leading rank makes.
+
+        Args:
+            attempt: the attempt
+            seconds: to wait for it, at most
+
+        Raises:
+            CheckpointTimeoutError: it did not become visible
+        """
+        storage = self.storage
+        wait_visible(lambda: storage.is_folder(attempt.staging), attempt.staging, seconds, storage.clock)
+
+    def manifest_fields(
+        self, attempt: Attempt, ranks: Sequence[Mapping[str, Any]], sidecars: Collection[str]
+    ) -> Mapping[str, Any]:
+        """What the manifest says about this way to commit.
+
+        Args:
+            attempt: the attempt
+            ranks: what each rank wrote, as for `publish`
+            sidecars: the files of the coordinator
+        """
         return {}
 
     def files_of(self, attempt: Attempt) -> str:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 from ..storage.files import FileStorage, local_files
+from ..storage.host_folders import HostFolders
 from ..storage.storage import Storage
+from .host_commit import HostCommit
 from .manifest_commit import ManifestCommit, attempts_in
-from .protocol import CommitProtocol
+from .protocol import Attempt, CommitProtocol
 from .rename_commit import RenameCommit
 
 
 def protocol_of(storage: Storage) -> CommitProtocol:
     """How attempts are committed in a storage."""
     files = _renaming(storage)
-    return ManifestCommit(storage) if files is None else RenameCommit(files)
+    if files is not None:
+        return RenameCommit(files)
+    return HostCommit(storage) if isinstance(storage, HostFolders) else ManifestCommit(storage)
+
+
+def attempt_here(storage: Storage, plain: Mapping[str, str]) -> Attempt:
+    """An attempt that another process has begun, from `Attempt.to_plain`."""
+    inside = os.path.dirname(plain["staging"]) == plain["target"]
+    return Attempt(ManifestCommit(storage) if inside else protocol_of(storage), **plain)
 
 
 def creates_targets(storage: Storage) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
+from ...errors import CheckpointCorruptError, CheckpointError, CheckpointPartError, CheckpointUnreadableError
 from ..storage.storage import Storage
 from .manifest import check_files, data_folder, read_manifest
 from .manifest_commit import attempts_in, is_quarantined
@@ -39,6 +39,7 @@ class Scan:
             committed or lost it later
         unfinished: step -> description of a folder without a manifest that holds attempts, which may still be alive
             or may yet be committed
+        parts: step -> whose files are missing of a checkpoint of which each host has its own
         unusable: step -> why its condition is unknown or why it cannot be used here: it cannot be read, or another
             release wrote it
         foreign: step -> why it is left alone
@@ -50,6 +51,7 @@ class Scan:
     damaged: dict[int, str] = field(default_factory=dict)
     torn: dict[int, str] = field(default_factory=dict)
     unfinished: dict[int, str] = field(default_factory=dict)
+    parts: dict[int, str] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
     foreign: dict[int, str] = field(default_factory=dict)
     metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class Scan:
             group.pop(step, None)
 
     def _groups(self) -> tuple[dict[int, str], ...]:
-        return self.damaged, self.torn, self.unfinished, self.unusable, self.foreign
+        return self.damaged, self.torn, self.unfinished, self.parts, self.unusable, self.foreign
 
 
 def scan_steps(
@@ -110,6 +112,7 @@ def both(one: Scan, other: Scan) -> Scan:
         unless_committed("damaged"),
         unless_committed("torn"),
         unless_committed("unfinished"),
+        unless_committed("parts"),
         unless_committed("unusable"),
         unless_committed("foreign"),
         {**other.metrics, **one.metrics},
@@ -124,7 +127,7 @@ def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
         scan: the scan that skipped them
         warned: warnings logged before, which are not repeated; new ones are added
     """
-    for group in (scan.damaged, scan.torn, scan.unusable, scan.foreign):
+    for group in (scan.damaged, scan.torn, scan.parts, scan.unusable, scan.foreign):
         for why in group.values():
             if why not in warned:
                 logger.warning("skipped, not a committed checkpoint: %s", why)
@@ -154,6 +157,8 @@ def examine(storage: Storage, folder: str, step: int, scan: Scan, known: Mapping
         scan.metrics[step], scan.manifests[step] = metrics_of(manifest, folder), manifest
         check_files(storage, data_folder(storage, folder, manifest), manifest)
         scan.committed.append(step)
+    except CheckpointPartError as error:
+        scan.parts[step] = str(error)
     except CheckpointUnreadableError as error:
         scan.unusable[step] = str(error)
     except CheckpointCorruptError as error:

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 
 from .connection import innermost_store
 from .coordinator import distributed
 
+logger = logging.getLogger(__name__)
+
 #: Nothing is sent to it.
 _ANY_PORT = 9
+
+
+def offered_address() -> str:
+    """Where other hosts reach this one; empty, with a warning: nowhere."""
+    try:
+        return own_address()
+    except OSError as error:
+        logger.warning("the address by which other hosts reach this one cannot be found: %s", error)
+        return ""
+
+
+def reachable(addresses: Sequence[str]) -> list[str]:
+    """On the leading rank: what ranks have offered, as other hosts reach it.
+
+    Who reaches the job's store by the loopback is on this host, and others need another address of it.
+
+    Raises:
+        OSError: as `address_towards`
+    """
+    far = next((address for address in addresses if not is_loopback(address)), None)
+    if far is None:
+        return [*addresses]
+    own = address_towards(far)
+    return [own if is_loopback(address) else address for address in addresses]
 
 
 def own_address() -> str:

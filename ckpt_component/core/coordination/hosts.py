@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,33 @@ class Hosts:
     @property
     def several(self) -> bool:
         """Whether there is more than one."""
-        return len(set(self.names)) > 1
+        return len(self._ranks) > 1
+
+    @cached_property
+    def _ranks(self) -> dict[str, list[int]]:
+        """The ranks on each host, in order. Found once, as a job may have thousands of hosts."""
+        ranks: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.names):
+            ranks.setdefault(name, []).append(rank)
+        return ranks
+
+    @cached_property
+    def _order(self) -> list[str]:
+        """The hosts in the order of their first ranks."""
+        return [*self._ranks]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The place of each host in that order."""
+        return {name: number for number, name in enumerate(self._order)}
 
     def ranks_on(self, name: str) -> list[int]:
         """The ranks on a host, in order."""
-        return [rank for rank, each in enumerate(self.names) if each == name]
+        return [*self._ranks.get(name, ())]
 
     def leads(self, rank: int) -> bool:
         """Whether a rank is the first one on its host."""
-        return self.names.index(self.names[rank]) == rank
+        return self._ranks[self.names[rank]][0] == rank
 
     def elsewhere(self, rank: int) -> frozenset[int]:
         """The ranks on other hosts than a rank's."""
@@ -51,10 +70,10 @@ class Hosts:
             given: for some hosts, the one that comes first instead; one that is not of this job is passed over
             replicas: how many there are; fewer, if there are not so many other hosts
         """
-        order = [*dict.fromkeys(self.names)]
-        first = order.index(name) + len(order) // 2
-        others = [order[(first + more) % len(order)] for more in range(len(order))]
-        wanted = [given[name]] if given.get(name) in order else []
+        order, first = self._order, self._numbers[name] + len(self._order) // 2
+        wanted = [given[name]] if given.get(name) in self._ranks else []
+        # Of these, one may be the host itself, and one wanted already.
+        others = [order[(first + more) % len(order)] for more in range(min(replicas + 2, len(order)))]
         return [host for host in dict.fromkeys([*wanted, *others]) if host != name][:replicas]
 
     def peer_ranks(self, rank: int, given: Mapping[str, str], replicas: int) -> list[int]:

@@ -95,7 +95,7 @@ class Root:
         """Step -> path of every folder or file that is, was, or may be a checkpoint; committed ones first."""
         paths: dict[int, str] = {}
         for names, scan in self.scans.items():
-            for step in [*scan.committed, *scan.damaged, *scan.torn, *scan.unusable, *scan.foreign]:
+            for step in [*scan.committed, *scan.damaged, *scan.torn, *scan.parts, *scan.unusable, *scan.foreign]:
                 paths.setdefault(step, os.path.join(self.path, names.folder(step)))
         for path in self.others:
             named = step_in_name(os.path.basename(path))
@@ -152,6 +152,8 @@ class Root:
             missing = f"has no checkpoint of step {step}{self._near(step)}."
         elif word == NEWEST:
             step, missing = self.newest, f"has no checkpoint; ckpt ls {self.path} shows what is there."
+            if step is None:  # whoever opens it is told that it is a part
+                step = max((part for scan in self.scans.values() for part in scan.parts), default=None)
         elif word == BEST:
             why = "its config has no checkpoint.keep.best.metric"
             if self.best_policy is not None:
@@ -295,4 +297,4 @@ def _typo(fs: Storage, path: str) -> str:
 
 
 def _steps_of(scan: Scan) -> set[int]:
-    return {*scan.occupied, *scan.unfinished, *scan.foreign}
+    return {*scan.occupied, *scan.parts, *scan.unfinished, *scan.foreign}

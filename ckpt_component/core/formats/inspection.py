@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import CheckpointCorruptError, CheckpointError
-from ..commit.manifest import check_files, data_folder, read_manifest
+from ...errors import CheckpointCorruptError, CheckpointError, CheckpointPartError
+from ..commit.manifest import check_files, data_folder, hosts_missing, read_manifest
 from ..commit.names import MANIFEST, integrity_name
 from ..commit.scan import is_torn
 from ..state.paths import key_of
@@ -33,6 +33,7 @@ class Inspection:
         sizes: bytes of its files, by name
         verifiable: whether all data has checksums
         indexes: what each rank wrote, if the checkpoint is ours and the index is intact
+        elsewhere: the hosts whose files are not here, and are not damaged by that
     """
 
     storage: Storage
@@ -44,6 +45,7 @@ class Inspection:
     sizes: dict[str, int] = field(default_factory=dict)
     verifiable: bool = True
     indexes: list[RankIndex] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
 
     def keys_by_place(self) -> dict[tuple[str, int], list[str]]:
         """The keys whose bytes are in the item at an offset of a file."""
@@ -78,6 +80,8 @@ def inspect(fs: Storage, path: str) -> Inspection:
     try:
         manifest = read_manifest(fs, path) if fs.is_folder(path) else None
         folder = path if manifest is None else data_folder(fs, path, manifest)
+    except CheckpointPartError:
+        raise
     except CheckpointCorruptError as error:
         return Inspection(fs, path, path, damages=[Damage(MANIFEST, None, error)])
     if manifest is not None:
@@ -89,9 +93,13 @@ def inspect(fs: Storage, path: str) -> Inspection:
 
 
 def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> Inspection:
-    inspection = Inspection(fs, path, folder, sizes={entry["name"]: entry["size"] for entry in manifest["files"]})
+    sizes = {entry["name"]: entry["size"] for entry in manifest["files"]}
+    elsewhere = hosts_missing(manifest, {name for name in sizes if not fs.exists(os.path.join(folder, name))})
+    for name in (name for files in elsewhere.values() for name in files):
+        del sizes[name]
+    inspection = Inspection(fs, path, folder, sizes=sizes, elsewhere=sorted(elsewhere))
     whole, there = [], {}
-    for entry in manifest["files"]:
+    for entry in (entry for entry in manifest["files"] if entry["name"] in sizes):
         there[entry["name"]] = fs.size(os.path.join(folder, entry["name"])) or 0
         try:
             check_files(fs, folder, {"files": [entry]})
@@ -101,7 +109,7 @@ def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> In
     inspection.damages += small_files(fs, folder, {"files": whole})
     bad = {damage.file for damage in inspection.damages}
     for rank in range(manifest["world_size"]):
-        if integrity_name(rank) in bad:
+        if integrity_name(rank) in bad or integrity_name(rank) not in sizes:
             continue
         try:
             (index,) = read_rank_indexes(fs, folder, manifest, [rank])

@@ -6,13 +6,14 @@ Small neighbouring items are read together, because an item costs more than its 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointCorruptError
 from ..commit.manifest import check_files, data_folder, read_manifest
+from ..commit.names import integrity_name
 from ..progress import Progress, no_progress
 from ..storage.checksum import Checksum
 from ..storage.file_set import CHUNK_BYTES, GAP_BYTES, FileSet, RangeRead
@@ -56,8 +57,19 @@ def verify_checkpoint(fs: Storage, path: str, progress: Progress = no_progress) 
 
 def verify_files(fs: Storage, folder: str, manifest: Mapping[str, Any], progress: Progress = no_progress) -> None:
     """Compare the files in a folder with a manifest, which is not in it yet; raises as `verify_checkpoint`."""
+    _verify(fs, folder, manifest, range(manifest["world_size"]), progress)
+
+
+def verify_part(fs: Storage, folder: str, part: Mapping[str, Any]) -> None:
+    """Like `verify_files`, of a manifest with the files of some ranks only."""
+    names = {entry["name"] for entry in part["files"]}
+    ranks = [rank for rank in range(part["world_size"]) if integrity_name(rank) in names]
+    _verify(fs, folder, part, ranks, no_progress)
+
+
+def _verify(fs: Storage, folder: str, manifest: Mapping[str, Any], ranks: Sequence[int], progress: Progress) -> None:
     check_files(fs, folder, manifest)
-    indexes = read_rank_indexes(fs, folder, manifest)  # verifies the integrity files
+    indexes = read_rank_indexes(fs, folder, manifest, ranks)  # verifies the integrity files
     items = [item for index in indexes for item in index.ranges()]
     verify_items(fs, folder, items, _raise, progress=progress)
     for damage in small_files(fs, folder, manifest):

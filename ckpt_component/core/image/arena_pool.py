@@ -48,16 +48,13 @@ class ArenaPool:
         return self._shared and not self._used and not self._closed
 
     def reserve(self, nbytes: int, prepare: Callable[[Arena], None]) -> None:
-        """Make all arenas in the background, unless arenas of this size are being made already.
+        """Make arenas in the background, each before it is leased, unless such of this size are being made already.
 
         Called by the thread that leases.
 
         Args:
             nbytes: size of each
             prepare: see `EarlyArenas`
-
-        Raises:
-            CheckpointError: there is not enough memory
         """
         early = self._early
         if not self.awaits_first_lease or (early is not None and early.fit(nbytes)):

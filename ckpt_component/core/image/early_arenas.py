@@ -21,37 +21,40 @@ _STOP_SECONDS = 10.0
 
 
 class EarlyArenas:
-    """Shared arenas whose pages one thread allocates, one arena after the other.
+    """Shared arenas that one thread makes, each while training runs: the next one begins when one is taken.
 
-    The thread has normal priority: with a lower one it is suspended while it holds the kernel's lock of the address
-    space, for which a training step waits that maps memory. On a busy machine that cost two to four times as much.
+    One at a time, because a training step waits for memory that all processes of a host ask for at once. The thread has
+    normal priority: with a lower one it is suspended while it holds the kernel's lock of the address space, for which a
+    step waits that maps memory. On a busy machine that cost two to four times as much.
 
     Args:
         nbytes: size of each
         count: how many; fewer are made if they would not leave as much memory again. The first is made in any case.
         prepare: called by the thread with each finished arena, such as to page-lock it
-
-    Raises:
-        CheckpointError: there is not enough memory
     """
 
     def __init__(self, nbytes: int, count: int, prepare: Callable[[Arena], None]) -> None:
-        available = psutil.virtual_memory().available
-        fitting = max(min(count, available // (2 * max(nbytes, 1))), 1)
-        self._arenas = [Arena(nbytes, shared=True, allocated=False, available=available) for _ in range(fitting)]
+        self._each = nbytes
+        self._left = count
         self._prepare = prepare
         self._stopped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-early")
-        self._made: list[Future[None]] = [self._thread.submit(self._make, arena) for arena in self._arenas]
+        self._begin(least=0)
+
+    def _begin(self, least: int) -> None:
+        self._left -= 1
+        #: Done when its block is mapped, and when its pages are allocated; None: there is not enough memory.
+        self._mapped: Future[Arena | None] | None = self._thread.submit(self._map, least)
+        self._made = self._thread.submit(self._make, self._mapped)
 
     @property
     def nbytes(self) -> int:
-        """Total size of those that were not taken."""
-        return sum(arena.nbytes for arena in self._arenas)
+        """Size of the one that is not taken; 0: there is none any more."""
+        return 0 if self._mapped is None else align(max(self._each, 1))
 
     def fit(self, nbytes: int) -> bool:
         """Whether they are large enough for an image of this size, and not much larger."""
-        return all(nbytes <= arena.nbytes <= 2 * align(nbytes) for arena in self._arenas)
+        return nbytes <= self.nbytes <= 2 * align(nbytes)
 
     def take(self, timeout: float) -> Arena | None:
         """Take the next one, finished with all of torch's threads, because a save needs it now.
@@ -59,37 +62,65 @@ class EarlyArenas:
         Returns:
             The arena; None if there is none, or it could not be made within `timeout` seconds.
         """
-        if not self._arenas:
+        mapped, made = self._mapped, self._made
+        if mapped is None:
             return None
-        arena, made = self._arenas.pop(0), self._made.pop(0)
-        with contextlib.suppress(CheckpointError):  # the thread has the same error, and warns
-            arena.allocate(torch.get_num_threads())
-        if wait_futures([made], timeout).not_done or made.exception() is not None:
-            self._drop(arena, made)
+        self._mapped = None
+        arena = None if wait_futures([mapped], timeout).not_done or mapped.exception() is not None else mapped.result()
+        if arena is not None:
+            with contextlib.suppress(CheckpointError):  # the thread has the same error, and warns
+                arena.allocate(torch.get_num_threads())
+        if arena is None or wait_futures([made], timeout).not_done or made.exception() is not None:
+            _drop(mapped, made)
             return None
+        if self._left:
+            self._begin(least=2 * self._each)
         return arena
 
     def close(self) -> None:
-        """Stop the thread, and free the arenas that were not taken."""
+        """Stop the thread, and free the arena that was not taken."""
         self._stopped = True
-        made, self._made = self._made, []
-        while self._arenas:
-            self._drop(self._arenas.pop(), made[len(self._arenas)])
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            _drop(mapped, self._made)
         self._thread.shutdown(wait=False)
-        if wait_futures(made, _STOP_SECONDS).not_done:
+        if wait_futures([self._made], _STOP_SECONDS).not_done:
             logger.warning("an arena is still being page-locked after %g s; it is freed then", _STOP_SECONDS)
 
-    def _drop(self, arena: Arena, made: Future[None]) -> None:
-        arena.stop_allocating()
-        made.add_done_callback(lambda _: arena.close())  # now, or when the thread has left it
+    def _map(self, least: int) -> Arena | None:
+        available = psutil.virtual_memory().available
+        if self._stopped or available < least:
+            return None
+        try:
+            return Arena(self._each, shared=True, allocated=False, available=available)
+        except CheckpointError as error:
+            _warn(error)
+            raise
 
-    def _make(self, arena: Arena) -> None:
-        if self._stopped:
+    def _make(self, mapped: Future[Arena | None]) -> None:
+        arena = None if mapped.exception() is not None else mapped.result()
+        if arena is None or self._stopped:
             return
         try:
             arena.allocate(threads=1)
             if not self._stopped:
                 self._prepare(arena)
         except Exception as error:
-            logger.warning("memory for the first save could not be made while training runs: %s", error)
+            _warn(error)
             raise
+
+
+def _drop(mapped: Future[Arena | None], made: Future[None]) -> None:
+    """Free an arena, now or when the thread has left it."""
+
+    def stop(_: Future[Arena | None]) -> None:
+        arena = None if mapped.exception() is not None else mapped.result()
+        if arena is not None:
+            arena.stop_allocating()
+            made.add_done_callback(lambda _: arena.close())
+
+    mapped.add_done_callback(stop)
+
+
+def _warn(error: Exception) -> None:
+    logger.warning("memory for the first save could not be made while training runs: %s", error)

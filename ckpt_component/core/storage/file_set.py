@@ -80,6 +80,11 @@ class FileSet(ABC):
         """
 
     @property
+    def seen_by_all(self) -> bool:
+        """Whether all ranks of a load read the same copy of each file, so that one of them can verify it for all."""
+        return True
+
+    @property
     def block(self) -> ScratchBlock:
         """The calling thread's block of memory."""
         block: ScratchBlock | None = getattr(self._of_thread, "block", None)

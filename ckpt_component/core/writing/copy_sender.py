@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..processes.framing import Channel
+from ..processes.running import host_name
 from ..storage.memory.connected_keeper import refuse_failure
 from ..storage.memory.file_sums import FileSums, sum_between
 from ..storage.memory.keepers import LocalPiece
@@ -83,6 +84,7 @@ def send_copy(
         header = {
             "ask": "replica",
             "rank": rank,
+            "host": host_name(),
             "path": path,
             "seconds": deadline - time.monotonic(),
             "small": [[name, modified, len(content)] for name, modified, content in small],

@@ -72,6 +72,8 @@ class SnapshotKeeper:
         #: Where the package of the run's checksum is installed.
         self._checksum_home: str | None = None
         self._peers: PeerEntrance | None = None
+        #: The hosts of the ranks that have sent copies, as JSON has it.
+        self._homes: dict[str, str] = {}
         #: When the lease is over (monotonic), and when the trainer has died (seconds since 1970).
         self._until: float | None = None
         self._gone: float | None = None
@@ -108,6 +110,7 @@ class SnapshotKeeper:
             "gone": self._gone,
             "peer": None if peers is None else {"address": peers.address, "port": peers.port},
             "secret": None if peers is None else peers.secret,
+            "homes": self._homes,
         }
 
     def listen(self, secret: str, address: str) -> int:
@@ -177,6 +180,7 @@ class SnapshotKeeper:
         """Take a copy of a peer's files, unless a newer run has a snapshot of its own; see `CopyTaker.take`."""
         if self._server.ended.is_set():
             raise CheckpointFencedError(f"Another run has taken over; {header['path']} is not kept in memory.")
+        self._homes[str(header["rank"])] = header["host"]
         yield from self._copies.take(channel, header, blob)
 
     def retire(self, keep: Sequence[str]) -> set[int]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypedDict
 
 from ..commit.protocol import Attempt
-from ..commit.protocols import protocol_of
+from ..commit.protocols import attempt_here
 from ..options import ResolvedTimeouts
 from ..storage.locate import storage_at
 from ..storage.storage import Held, Storage
@@ -335,7 +335,7 @@ class WriteRequest:
             blob_bytes = blob_bytes[size:]
         return cls(
             fs=fs,
-            attempt=Attempt(protocol_of(fs), **plain["attempt"]),
+            attempt=attempt_here(fs, plain["attempt"]),
             rank=plain["rank"],
             world_size=plain["world_size"],
             table=table,

@@ -138,8 +138,8 @@ class Source(CheckpointListener):
 def train(rank: int, world_size: int, folder: Path) -> None:
     """One rank.
 
-    The plan: `steps` (the last step), `overrides`, `recovery` (False: none), `durable` (steps to save in the folder),
-    `by_hand` (those of them to keep in memory first), `waits` (for each save), `pause` (after this step tell it by a
+    The plan: `dir` (instead of `run` in the folder), `steps` (the last step), `overrides`, `recovery` (False: none),
+    `durable` (steps to save in the folder), `by_hand` (those of them to keep in memory first), `waits` (for each save), `pause` (after this step tell it by a
     file `ready-RANK`, and go on when the file `go` is there), `together` (False: a rank ends without the others),
     `at_peers` (a step, after which to wait until its snapshot is at its peers), `slow` (seconds after each step);
     `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (without a `with` block), `exit`, `hang` (pause,
@@ -151,7 +151,8 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     training, source = Training(rank, **plan.get("state", {})), Source()
     overrides = ["checkpoint.save.every_steps=1000", "checkpoint.save.at_end=false"]
     overrides += MEMORY if plan.get("recovery", True) else []
-    manager = build_manager("async_persistent", [*overrides, *plan.get("overrides", [])], dir=folder / "run")
+    overrides += plan.get("overrides", [])
+    manager = build_manager("async_persistent", overrides, dir=plan.get("dir") or folder / "run")
     manager.add_listener(source)
 
     def run() -> None:

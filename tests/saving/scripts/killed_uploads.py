@@ -10,8 +10,9 @@ import os
 import sys
 from typing import Any
 
+from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
-from ckpt_component.background.upload_process import RunWatch, Uploader
+from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps

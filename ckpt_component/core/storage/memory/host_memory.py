@@ -11,22 +11,21 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from ..object_folders import FOLDER_MARK, ObjectFolders
-from ..storage import StoredFile
+from ..object_folders import ObjectFolders
 from .keeper_sockets import SCHEME
-from .keepers import Keeper, KeptFile
+from .keeper_union import KeeperUnion
+from .keepers import Keeper
 from .remote_keeper import HostKeepers
 
 if TYPE_CHECKING:
     from .memory_files import MemoryFiles
 
 logger = logging.getLogger("ckpt_component.storage")
-_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -44,7 +43,7 @@ class _OpenFile:
     is_put: bool = False
 
 
-class HostMemory(ObjectFolders):
+class HostMemory(KeeperUnion, ObjectFolders):
     """See the top of this file. Thread-safe.
 
     Args:
@@ -64,21 +63,6 @@ class HostMemory(ObjectFolders):
 
     def holds(self, path: str) -> bool:
         return path.startswith(SCHEME)
-
-    # Folders
-
-    def remove_tree(self, path: str) -> None:
-        paths = [file.path for file in self._listed(path)]
-        if not paths:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        self._delete(path, paths)
-
-    def names(self, path: str) -> list[str]:
-        below = len(path) + 1
-        return sorted({file.path[below:].partition("/")[0] for file in self._listed(path)} - {FOLDER_MARK, ""})
-
-    def is_folder(self, path: str) -> bool:
-        return any(file.path != path for file in self._listed(path))
 
     # Large files: none comes this way, as an image is put by its keeper
 
@@ -115,16 +99,6 @@ class HostMemory(ObjectFolders):
 
     # Small files
 
-    def read(self, path: str, limit: int) -> bytes:
-        for keeper in self._keepers(path):
-            try:
-                return keeper.get(path, limit)
-            except FileNotFoundError:
-                pass  # another keeper has it, or none
-            except ConnectionError as error:
-                self._pass_over(keeper, error)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-
     def write_new(self, path: str, data: bytes) -> None:
         self.put_new(path, data, "")
 
@@ -136,29 +110,6 @@ class HostMemory(ObjectFolders):
     def put_new(self, path: str, data: bytes, draft: str) -> None:
         self._refuse_taken(path)
         self._writable(path).put(path, data)
-
-    def unlink(self, path: str) -> None:
-        if self.size(path) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        self._delete(path, [path])
-
-    def size(self, path: str) -> int | None:
-        return next((file.size for file in self._listed(path) if file.path == path), None)
-
-    def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
-        found = {file.path: file.size for file in self._listed(folder)}
-        return {name: found.get(os.path.join(folder, name)) for name in names}
-
-    def files_below(self, path: str) -> Iterator[StoredFile]:
-        for file in sorted(self._listed(path)):
-            if os.path.basename(file.path) != FOLDER_MARK:
-                yield StoredFile(file.path, file.size, 1, file.path)
-
-    def modified(self, path: str) -> float:
-        times = [file.modified for file in self._listed(path)]
-        if not times:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return max(times)
 
     # Properties of a folder
 
@@ -180,31 +131,14 @@ class HostMemory(ObjectFolders):
         own = [] if self._own is None else [self._own]
         return [*own, *self._find(path)]
 
-    def _answers(self, path: str, ask: Callable[[Keeper], _Answer]) -> Iterator[tuple[Keeper, _Answer]]:
-        """What each keeper answers. One that is gone has no files; one that is silent ends it with a TimeoutError."""
-        for keeper in self._keepers(path):
-            try:
-                yield keeper, ask(keeper)
-            except ConnectionError as error:
-                self._pass_over(keeper, error)
-
     def _pass_over(self, keeper: Keeper, error: ConnectionError) -> None:
         if keeper is self._own:
             raise error
         logger.info("passed over what a keeper had: %s", error)
 
-    def _listed(self, path: str) -> list[KeptFile]:
-        """The file at a path and all below it, each once."""
-        files = dict[str, KeptFile]()
-        for _, listed in self._answers(path, lambda keeper: keeper.listed(path)):
-            for file in listed:
-                files.setdefault(file.path, file)
-        return [*files.values()]
-
     def _delete(self, path: str, paths: Sequence[str]) -> None:
         self._writable(path)
-        for _ in self._answers(path, lambda keeper: keeper.delete(paths)):
-            pass
+        super()._delete(path, paths)
 
     def _refuse_taken(self, path: str) -> None:
         """Raise FileExistsError if another keeper has a path; the own one looks when it takes the file."""

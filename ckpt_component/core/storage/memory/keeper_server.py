@@ -19,8 +19,7 @@ from ...processes.framing import Channel
 from ...processes.running import host_name
 from .entrances import Entrance, HostEntrance
 from .keeper_sockets import SocketPlace, split_root
-from .keepers import LocalPiece
-from .kept_files import KeptFiles
+from .keepers import LocalPiece, ServedKeeper
 
 #: How long a client may take to take an answer.
 _SEND_SECONDS = 10.0
@@ -50,7 +49,7 @@ class KeeperServer:
 
     def __init__(
         self,
-        kept: KeptFiles,
+        kept: ServedKeeper,
         root: str,
         rank: int,
         about: Callable[[], Mapping[str, Any]],
@@ -228,7 +227,7 @@ class _OpenFolder:
         path: of the folder
     """
 
-    def __init__(self, kept: KeptFiles, path: str) -> None:
+    def __init__(self, kept: ServedKeeper, path: str) -> None:
         with ExitStack() as until_closed:
             self.files = until_closed.enter_context(kept.opened(path))
             self._until_closed = until_closed.pop_all()

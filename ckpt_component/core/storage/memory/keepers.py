@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class KeptFile(NamedTuple):
@@ -35,9 +35,11 @@ class Piece(ABC):
 
     Attributes:
         is_replica: whether it is a copy of another rank's, which is not read while that rank's keeper has it
+        is_here: whether its bytes are on this host
     """
 
     is_replica: bool = False
+    is_here: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -126,3 +128,19 @@ class Keeper(ABC):
 
         Until it ends, their bytes stay as they are, whoever deletes the files. What is open is closed at its end.
         """
+
+    def forget(self) -> None:
+        """Free what reads have left, once nobody uses it any more."""
+
+
+class ServedKeeper(Keeper):
+    """A keeper within its own process, which serves others there; see `KeeperServer`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes of memory it takes."""
+
+    @abstractmethod
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalPiece | bytes]]:
+        """See the base class."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ...clock import CLOCK, Clock
 from ..safe_open import open_to_read
 from .file_sums import FileSums
-from .keepers import Keeper, KeptFile, LocalPiece
+from .keepers import KeptFile, LocalPiece, ServedKeeper
 
 
 class ImageRange(NamedTuple):
@@ -79,7 +79,7 @@ class _HeldImage:
     readers: int = 0
 
 
-class KeptFiles(Keeper):
+class KeptFiles(ServedKeeper):
     """See the top of this file.
 
     Args:

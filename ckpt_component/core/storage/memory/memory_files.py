@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO
 
@@ -42,6 +42,11 @@ class MemoryFiles(FileSet):
         self._files: dict[str, Piece | bytes] | None = None
         self._until_closed = ExitStack()
 
+    @property
+    def seen_by_all(self) -> bool:
+        """Whether all is in the memory of this host, where the ranks that wrote it have put it."""
+        return all(isinstance(file, bytes) or (file.is_here and not file.is_replica) for file in self._all().values())
+
     def size(self, name: str) -> int:
         file = self._file(name)
         return len(file) if isinstance(file, bytes) else file.size
@@ -64,14 +69,19 @@ class MemoryFiles(FileSet):
     def _file(self, name: str) -> Piece | bytes:
         path = self._path(name)
         try:
-            with self._lock:
-                if self._files is None:
-                    self._files = self._open()
-            if name not in self._files:
+            files = self._all()
+            if name not in files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         except OSError as error:
             raise read_failure(path, error) from error
-        return self._files[name]
+        return files[name]
+
+    def _all(self) -> Mapping[str, Piece | bytes]:
+        """The files, which are opened now if they are not."""
+        with self._lock:
+            if self._files is None:
+                self._files = self._open()
+            return self._files
 
     def _open(self) -> dict[str, Piece | bytes]:
         files = dict[str, Piece | bytes]()

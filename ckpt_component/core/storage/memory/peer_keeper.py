@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from typing import ClassVar
 
 from ...memory.huge_pages import map_private
 from ...processes.framing import Channel
@@ -135,6 +136,8 @@ class _FetchedPiece(Piece):
         tail: the bytes that follow
         is_replica: see the base class
     """
+
+    is_here: ClassVar[bool] = False
 
     def __init__(
         self, keeper: PeerKeeper, place: tuple[Channel, int, str], fetched: _FetchedBytes, tail: bytes, is_replica: bool

@@ -1,0 +1,221 @@
+"""The cost of copies at peers by the number of hosts, with one rank on each: what the ranks tell each other.
+
+The ranks, their store and their time are simulated, in one thread. What they run is the product's: how a run with
+`checkpoint/recovery=peers` begins, how the ranks agree on a snapshot that is sent to peers, and that it has arrived,
+and how the next run learns where the keepers are. Keepers are left out, and with them the bytes of the copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from statistics import median_low
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ckpt_component.callers import PersistentCaller
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
+from ckpt_component.core.coordination.connection import StoreConnection
+from ckpt_component.core.options import RecoveryMode, ResolvedTimeouts
+from ckpt_component.core.storage.memory.job_keepers import JobKeepers
+from ckpt_component.core.storage.memory.keeper_sockets import memory_root
+from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
+from ckpt_component.events import EventRecorder, SaveReport
+from ckpt_component.factory import recovery
+from ckpt_component.managing import peer_memory
+from ckpt_component.managing.restore import Found
+from ckpt_component.managing.run_context import RunContext
+from ckpt_component.saving import at_peers
+from ckpt_component.saving.at_peers import SnapshotsAtPeers
+from ckpt_component.testing import Disk, SimulatedFiles
+from ckpt_component.testing.simulated_store import SimulatedStore
+from ckpt_component.testing.simulated_threading import SimulatedThreading
+from ckpt_component.testing.simulation import SimulatedProcess, Simulation
+from ckpt_component.writers.dcp import DcpWriter
+
+from .counted_connection import CountedConnection, Counts
+
+_ROOT, _TOKEN = "/runs/one", "1f2e3d4c-0a0b0c0d"
+_SECONDS = 600.0
+_TIMEOUTS = ResolvedTimeouts(stage=_SECONDS, write=_SECONDS, heartbeat=_SECONDS, stall=_SECONDS)
+_SETTINGS: Any = SimpleNamespace(
+    recovery=SimpleNamespace(
+        mode=RecoveryMode.peers, lease=_SECONDS, peers=None, replicas=1, max_bytes_per_second=None, every_steps=1
+    ),
+    stager={},
+)
+#: In simulated seconds: a look at what has happened, and the end of all.
+_POLL, _LIMIT = 0.5, 1e6
+
+
+def measure_hosts(count: int, saves: int, folder: str) -> Iterator[dict[str, float]]:
+    """Costs of `count` hosts, in total.
+
+    Args:
+        count: number of hosts
+        saves: number of snapshots; the lowest median of them counts
+        folder: not used
+
+    Yields:
+        Costs by the names of `costs.COSTS`.
+    """
+    logging.getLogger("ckpt_component").setLevel(logging.ERROR)
+    yield _PeerJob(max(count, 2), saves).costs()
+
+
+class _PeerJob:
+    """A run on so many hosts, which keeps `saves` snapshots, and then looks for them as the next run does."""
+
+    def __init__(self, count: int, saves: int) -> None:
+        self.hosts = Hosts(tuple(f"node{number:04d}" for number in range(count)))
+        self.saves = saves
+        self.simulation = Simulation(1)
+        self.files = SimulatedFiles(Disk())
+        self.store = SimulatedStore(self.simulation.process("agent"))
+        self.ranks = [_RankAlone(self, rank) for rank in range(count)]
+        #: What had gone over all connections, of rank 0 and of the others, at the end of each part.
+        self.counts: list[tuple[Counts, Counts]] = []
+        self._ready = 0
+
+    def costs(self) -> dict[str, float]:
+        """Run it; returns its costs."""
+        _simulate(self)
+        for rank in self.ranks:
+            rank.process.start(rank.run)
+        if not self.simulation.run(_LIMIT):
+            raise RuntimeError("The simulated ranks have not come to an end.")
+        parts = [
+            (leader - earlier[0], others - earlier[1])
+            for earlier, (leader, others) in zip(self.counts, self.counts[1:], strict=False)
+        ]
+        begin, *snapshots, restore = map(_costs_of, parts)
+        middle = {name: median_low([each[name] for each in snapshots]) for name in begin}
+        return {
+            **middle,
+            **{f"begin_{name}": value for name, value in begin.items()},
+            **{f"restore_{name}": value for name, value in restore.items()},
+        }
+
+    def count(self, rank: _RankAlone) -> None:
+        """Wait for all ranks; the last one notes what has gone over the connections so far."""
+        self._ready += 1
+        target = -(-self._ready // len(self.ranks)) * len(self.ranks)
+        if self._ready == target:
+            leader, *others = (each.connection.counts() for each in self.ranks)
+            self.counts.append((leader, sum(others, Counts())))
+        while self._ready < target:
+            rank.process.clock.sleep(_POLL)
+
+
+class _RankAlone:
+    """One rank, on a host of its own."""
+
+    def __init__(self, job: _PeerJob, rank: int) -> None:
+        self._job, self.rank = job, rank
+        self.process = job.simulation.process(f"rank {rank}")
+        self.connection = CountedConnection(job.store.connect(self.process))
+
+    def run(self) -> None:
+        """Begin, keep snapshots, and look for them."""
+        job, count = self._job, len(self._job.ranks)
+        line = StoreConnection(self.connection, _SECONDS, opens=False, clock=self.process.clock)
+        ranks = StoreCoordinator(RankStore(line, self.rank, count, "hosts/"), _SECONDS, _SECONDS)
+        events = _CountedArrivals(run=_TOKEN)
+        run = RunContext(job.files, _ROOT, MEGATRON, ranks, _TIMEOUTS, events=events, hosts=job.hosts)
+        parts = recovery.SnapshotParts(_SETTINGS)
+        run = parts.begin(run)
+        job.count(self)
+        lane = cast("partial[Any]", parts.lane(PersistentCaller(), DcpWriter(), ranks, run))
+        stays = cast(SnapshotsAtPeers, lane.keywords["stays"])
+        stays.begin(lambda: None)
+        prepare = stays.preparation(cast(Any, _NoKeeper()))
+        job.count(self)
+        for number in range(1, job.saves + 1):
+            prepare(_SECONDS)
+            stays.whole(SaveReport(f"{memory_root(_ROOT, _TOKEN)}/{MEGATRON.folder(number)}", step=number))
+            while events.arrived < number:
+                self.process.clock.sleep(_POLL)
+            job.count(self)
+        memory = peer_memory.PeerMemory(run, JobKeepers())
+        look = partial(self._look, memory)
+        found = Found(**ranks.meet("restore", memory.offer(), look, self.process.clock.now() + _SECONDS))
+        if len(found.keepers) <= count:
+            raise RuntimeError(f"Of {count} keepers, {len(found.keepers) - 1} were found.")
+        job.count(self)
+
+    def _look(self, memory: peer_memory.PeerMemory, offers: Sequence[Any]) -> Mapping[str, Any]:
+        """What rank 0 tells of a snapshot that the keepers have; reading it is left out."""
+        memory.look(offers)
+        root = memory_root(_ROOT, _TOKEN)
+        step, path = self._job.saves, f"{root}/{MEGATRON.folder(self._job.saves)}"
+        return Found([(step, path)], [[]], [], [], root, memory.elsewhere(root))._asdict()
+
+
+class _CountedArrivals(EventRecorder):
+    """Counts the snapshots that are at their peers."""
+
+    arrived = 0
+
+    def at_peers(self, report: SaveReport) -> None:
+        """See the base class."""
+        self.arrived += 1
+
+
+class _NoKeeper:
+    """In the place of a `MemoryCaller`, and of a keeper that the next run finds on a host."""
+
+    def __init__(self, rank: Any = 0) -> None:
+        self.rank = rank
+
+    def prepare(self, timeout: float) -> None:
+        """It runs."""
+
+    def listen(self, secret: str, address: str, timeout: float) -> int:
+        """The port."""
+        return 40_000
+
+    def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, deadline: float) -> dict[str, Any]:
+        """Nothing is sent."""
+        return {"bytes": 0, "sent": 0, "seconds": 0.0}
+
+    def progress(self) -> int:
+        """Nothing is written."""
+        return 0
+
+    def about(self) -> dict[str, Any]:
+        """Where it is."""
+        address = f"10.100.{self.rank // 250}.{self.rank % 250}"
+        port = 30_000 + self.rank * 7919 % 20_000
+        return {"host": f"node{self.rank:04d}", "peer": {"address": address, "port": port}, "secret": "0" * 64}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _simulate(job: _PeerJob) -> None:
+    """Have this process, which measures nothing else, run on simulated time, without keepers."""
+
+    def running() -> SimulatedProcess:
+        return job.simulation.current.process
+
+    for module, name, value in (
+        (at_peers, "threading", SimulatedThreading(running)),
+        (recovery, "MemoryCaller", _NoKeeper),
+        (recovery, "offered_address", lambda: "10.100.100.100"),
+        (peer_memory, "tokens_of", lambda _: [_TOKEN]),
+        (peer_memory, "keepers_of", lambda _: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
+    ):
+        setattr(module, name, value)
+
+
+def _costs_of(part: tuple[Counts, Counts]) -> dict[str, float]:
+    leader, others = part
+    return {
+        "messages": float(leader.messages + others.messages),
+        "leader_messages": float(leader.messages),
+        "looks": float(leader.looks + others.looks),
+        "collected_bytes": float(leader.bytes_read),
+        "heard_bytes": float(others.bytes_read),
+    }

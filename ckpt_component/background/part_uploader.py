@@ -1,0 +1,155 @@
+"""The uploader of another host: it sends the files of its host into what the leading rank's host has begun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..core.commit.commit import new_attempt
+from ..core.commit.copying import copy_part
+from ..core.commit.fencing import check_owner, read_owner
+from ..core.commit.host_parts import part_of
+from ..core.commit.manifest import data_folder, read_manifest
+from ..core.commit.names import MANIFEST
+from ..core.commit.part_notes import Beat, PartNote, is_called, note_path, read_note, write_note
+from ..core.commit.protocol import Attempt
+from ..core.commit.scan import Scan, scan_steps
+from ..core.formats.verification import verify_part
+from ..core.storage.files import local_files
+from ..errors import CheckpointCorruptError, CheckpointError
+from .run_watch import RunWatch
+from .upload_policy import UploadPolicy
+from .uploading import Uploading
+
+_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.5, 5.0
+#: How often the local folder is looked at.
+_LOOK_SECONDS = 0.5
+
+
+class PartUploader(Uploading):
+    """Sends the files of one host. It learns of checkpoints from the local folder, and what to do from the target.
+
+    Args:
+        policy: what to upload, and where to
+        run: the run that makes the checkpoints
+        report: sends a message to the run
+    """
+
+    def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(policy, run, report)
+        #: Tokens of the attempts whose steps the target was seen to have.
+        self._uploaded = set[str]()
+        #: Other steps with theirs, the newest first; when to look for them in the target, and after which pause then.
+        self._pending: dict[int, str] = {}
+        self._look_at, self._pause = 0.0, _FIRST_LOOK_SECONDS
+        #: When the manifests of the local folder were made.
+        self._seen = dict[str, float]()
+        #: When to look, once the run has ended, whether anything is left to do.
+        self._end_at = 0.0
+        #: Whether the run was seen to own the target.
+        self._owned = False
+
+    def _next(self, local: Scan, *, ended: bool) -> int | None:
+        tokens = {step: str(local.manifests[step]["attempt"]) for step in reversed(local.committed)}
+        pending = {step: token for step, token in tokens.items() if token not in self._uploaded}
+        if pending != self._pending:
+            self._pending, self._look_at, self._pause = pending, 0.0, _FIRST_LOOK_SECONDS
+        if not pending or time.monotonic() < self._look_at:
+            return None
+        self._look_at = time.monotonic() + self._pause
+        self._pause = min(1.5 * self._pause, _LONGEST_LOOK_SECONDS)
+        for step, token in pending.items() if self._owns_target() else ():
+            if read_manifest(self._storage, self._path(self._policy.target, step)) is not None:
+                self._uploaded.add(token)
+                self._end_at = 0.0
+            elif self._is_wanted(step, local):
+                return step
+        return None
+
+    def _is_wanted(self, step: int, local: Scan) -> bool:
+        """Whether the host that commits has begun with a step, and waits for the files of this one."""
+        attempt = self._attempt(step, local)
+        if not is_called(attempt):
+            return False
+        note = read_note(self._storage, note_path(attempt, local.manifests[step], self._policy.host))
+        return note is None or note.attempt != attempt.token
+
+    def _rest(self, local: Scan, *, ended: bool) -> bool:
+        if ended and time.monotonic() >= self._end_at:
+            self._end_at = time.monotonic() + _LONGEST_LOOK_SECONDS
+            target = scan_steps(self._storage, self._policy.target, self._policy.names)
+            if self._policy.next_step(local, target, ended=True) is None:
+                return False
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            if self._has_changed() or self._run.ended.is_set() or (self._pending and time.monotonic() >= self._look_at):
+                return True
+
+    def _has_changed(self) -> bool:
+        """Whether the local folder has other checkpoints than at the last call. Reads nothing."""
+        before, self._seen = self._seen, {}
+        for name in self._local.names(self._policy.source):
+            if self._policy.names.step_of(name) is not None:
+                with contextlib.suppress(FileNotFoundError):  # it comes last, or the step has just been deleted
+                    manifest = os.path.join(self._policy.source, name, MANIFEST)
+                    self._seen[name] = self._local.modified(manifest)
+        return self._seen != before
+
+    def _owns_target(self) -> bool:
+        """Whether the run has taken the target. Raises CheckpointFencedError if another run has since."""
+        policy = self._policy
+        if self._owned:
+            check_owner(self._storage, policy.target, policy.run)
+        else:
+            owner = read_owner(self._storage, policy.target)
+            self._owned = owner is not None and owner.token == policy.run
+        return self._owned
+
+    def _attempt(self, step: int, local: Scan) -> Attempt:
+        return new_attempt(self._storage, self._path(self._policy.target, step), local.manifests[step]["attempt"])
+
+    def _send(self, step: int, local: Scan) -> None:
+        policy, manifest, attempt = self._policy, local.manifests[step], self._attempt(step, local)
+        source, part = self._path(policy.source, step), part_of(manifest, policy.host)
+        path, folder = note_path(attempt, manifest, policy.host), data_folder(self._local, source, part)
+        began, started = time.time(), time.monotonic()
+        self._report({"began": step})
+        beat = Beat(attempt, path)
+        try:
+            with beat:
+
+                def pace(nbytes: int) -> None:
+                    self._throttle.wait(nbytes)
+                    beat.moved()
+
+                copy_part(self._local, source, part, attempt, pace, self._sent.sharing(folder))
+                self._verify(attempt, part)
+        except (CheckpointError, OSError, ValueError) as error:
+            if not is_called(attempt):
+                return  # it was given up for a newer one
+            write_note(self._storage, path, PartNote(error=str(error)))
+            raise
+        sent = sum(entry["size"] for entry in part["files"]) - self._sent.reused
+        write_note(self._storage, path, PartNote(attempt=attempt.token, sent=sent, reused=self._sent.reused))
+        self._sent.sent(folder, [entry["name"] for entry in part["files"]], attempt.staging)
+        self._look_at, self._pause = 0.0, _FIRST_LOOK_SECONDS
+        seconds, lag = round(time.monotonic() - started, 6), local.committed[-1] - step
+        figures = {"bytes": sent, "reused": self._sent.reused, "seconds": seconds}
+        self._report({"sent": step, **figures})
+        about = {"time": round(began, 6), "step": step, "outcome": "sent", "path": attempt.target, "host": policy.host}
+        self._record({**about, **figures, "lag_steps": lag})
+
+    def _verify(self, attempt: Attempt, part: Mapping[str, Any]) -> None:
+        """Read back what the host has sent, as nobody else will; an object is whole."""
+        if local_files(self._storage) is None:
+            return
+        try:
+            verify_part(self._storage, attempt.staging, part)
+        except CheckpointCorruptError:
+            for entry in part["files"]:  # the next try sends them again
+                with contextlib.suppress(FileNotFoundError):
+                    self._storage.unlink(os.path.join(attempt.staging, entry["name"]))
+            raise

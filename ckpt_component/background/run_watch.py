@@ -1,0 +1,71 @@
+"""What the process of the uploads knows of its run: whether it goes on, and that it owns the local folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..core.commit.fencing import Owner, read_owner
+from ..core.processes.framing import Channel
+from ..core.storage.files import FileStorage
+from .upload_policy import UploadPolicy
+
+_LOOK_SECONDS = 0.5
+
+
+class RunWatch:
+    """Watches the run that this process belongs to.
+
+    Args:
+        policy: what is uploaded
+
+    Attributes:
+        changed: set when there may be more to upload
+        ended: set when the run has ended
+        newest: the newest step that the run has reported
+    """
+
+    def __init__(self, policy: UploadPolicy) -> None:
+        self._policy = policy
+        self._files = FileStorage()
+        self.changed, self.ended = threading.Event(), threading.Event()
+        self.newest = 0
+
+    def watch(self, parent: Channel, report: Callable[[dict[str, Any]], None]) -> None:
+        """Listen to the run; end this process when its time is over, or another run has taken over the local folder."""
+        try:
+            self._watch(parent, report)
+        finally:
+            os._exit(0)  # as if it was killed, whatever the storage is doing
+
+    def _watch(self, parent: Channel, report: Callable[[dict[str, Any]], None]) -> None:
+        deadline = float("inf")
+        known = {self._policy.run, self._owner()[0]}
+        while time.monotonic() < deadline:
+            if self.ended.is_set():
+                time.sleep(_LOOK_SECONDS)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    frame = parent.receive(time.monotonic() + _LOOK_SECONDS)
+                    if frame is None:
+                        deadline = time.monotonic() + self._policy.finish_seconds
+                        self.ended.set()
+                    else:
+                        self.newest = frame[0]["newest"] or self.newest
+                    self.changed.set()
+            token, owner = self._owner()
+            if token and token not in known:
+                report({"fenced": f"Another run took over {self._policy.source} ({owner})."})
+                return
+
+    def _owner(self) -> tuple[str, Owner | None]:
+        """The token of the owner of the local folder, and the owner; none while it cannot be read."""
+        try:
+            owner = read_owner(self._files, self._policy.source)
+        except OSError:  # the uploads report what is wrong with the folder
+            owner = None
+        return ("", None) if owner is None else (owner.token, owner)

@@ -1,0 +1,114 @@
+"""The uploader of the leading rank's host: it begins and commits each checkpoint of the target, and tidies up there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+from ..core.commit.awaited_parts import wait_for_parts
+from ..core.commit.cleanup import discard
+from ..core.commit.commit import abandon, new_attempt
+from ..core.commit.copying import Continued, copy_checkpoint
+from ..core.commit.fencing import FencingToken
+from ..core.commit.host_parts import part_of
+from ..core.commit.manifest import data_folder
+from ..core.commit.part_notes import PartNote
+from ..core.commit.protocol import Attempt
+from ..core.commit.scan import Scan, repair_pointer, scan_steps
+from ..core.formats.verification import small_files, verify_part
+from ..core.storage.files import local_files
+from .run_watch import RunWatch
+from .upload_policy import UploadPolicy
+from .uploading import Uploading
+
+
+class Uploader(Uploading):
+    """Uploads checkpoints; of one in the folders of several hosts its own files, and waits for those of the others.
+
+    Args:
+        policy: what to upload, and where to
+        run: the run that makes them
+        report: sends a message to the run
+    """
+
+    def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(policy, run, report)
+        self._ownership = FencingToken(self._storage, policy.target, policy.names, policy.run)
+        #: The contents of the target, scanned once and updated here, because no other process may commit there.
+        self._remote: Scan | None = None
+        #: The upload that was cut off last, and which of its files were verified.
+        self._unfinished: Attempt | None = None
+        self._verified = set[str]()
+
+    def _next(self, local: Scan, *, ended: bool) -> int | None:
+        return self._policy.next_step(local, self._scan_target(), ended=ended)
+
+    def _rest(self, local: Scan, *, ended: bool) -> bool:
+        return not ended and self._run.changed.wait()
+
+    def _forget(self) -> None:
+        self._remote = None
+
+    def _scan_target(self) -> Scan:
+        if self._remote is None:
+            self._remote = scan_steps(self._storage, self._policy.target, self._policy.names)
+            self._report({"remote": max(self._remote.committed, default=None)})
+        return self._remote
+
+    def _send(self, step: int, local: Scan) -> None:
+        policy, storage, manifest = self._policy, self._storage, local.manifests[step]
+        source, target = self._path(policy.source, step), self._path(policy.target, step)
+        part, attempt = part_of(manifest, policy.host), new_attempt(storage, target, manifest["attempt"])
+        if self._unfinished != attempt:
+            if self._unfinished is not None:
+                abandon(self._unfinished)
+            self._verified = set()
+        self._unfinished = attempt
+        self._report({"began": step})
+        began, started = time.time(), time.monotonic()
+        others = list[PartNote]()
+
+        def before_commit(staging: str, kept: Collection[str]) -> None:
+            # After a power cut a file may have its size and not its bytes; an object is whole.
+            if not self._verified.issuperset(kept) and local_files(storage) is not None:
+                verify_part(storage, staging, part)
+            self._verified |= {entry["name"] for entry in part["files"]}
+            check = partial(self._verify_small, staging)
+            others.extend(wait_for_parts(attempt, manifest, policy.host, policy.silent_seconds, check))
+
+        share = self._sent.sharing(data_folder(self._local, source, part))
+        continued = Continued(manifest["attempt"], self._ownership, self._throttle.wait, share, policy.host)
+        copy_checkpoint(self._local, source, manifest, storage, target, before_commit, continued=continued)
+        self._unfinished = None
+        names = [entry["name"] for entry in part["files"]]
+        self._sent.sent(data_folder(self._local, source, part), names, attempt.protocol.files_of(attempt))
+        own = sum(entry["size"] for entry in part["files"]) - self._sent.reused
+        figures = {
+            "step": step,
+            "bytes": own + sum(each.sent for each in others),
+            "reused": self._sent.reused + sum(each.reused for each in others),
+            "seconds": round(time.monotonic() - started, 6),
+        }
+        self._tidy(step, local)
+        self._report({"uploaded": step, **figures})
+        lag = max(local.committed[-1], self._run.newest) - step
+        self._record({"time": round(began, 6), "outcome": "uploaded", "path": target, **figures, "lag_steps": lag})
+
+    def _verify_small(self, staging: str, part: Mapping[str, Any]) -> None:
+        """Verify the small files that another host has sent; they say what the large ones have to hold."""
+        for damage in small_files(self._storage, staging, part):
+            self._storage.unlink(os.path.join(staging, damage.file))
+            raise damage.error
+
+    def _tidy(self, step: int, local: Scan) -> None:
+        """Set the pointer of the target to its newest checkpoint, and delete what it no longer keeps."""
+        policy, remote = self._policy, self._scan_target()
+        remote.committed = sorted({*remote.committed, step})
+        remote.manifests[step], remote.metrics[step] = local.manifests[step], local.metrics[step]
+        repair_pointer(self._storage, policy.target, policy.names, remote.committed)
+        for old in policy.to_delete(remote):
+            if discard(self._storage, self._path(policy.target, old)):
+                remote.committed.remove(old)

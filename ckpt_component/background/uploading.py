@@ -1,0 +1,137 @@
+"""`Uploading`: what all processes of the uploads do, whichever files they send: one checkpoint after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from fcntl import LOCK_EX
+from typing import Any
+
+from ..core.commit.host_parts import part_of
+from ..core.commit.liveness import try_lock
+from ..core.commit.manifest import read_manifest
+from ..core.commit.names import OWNER
+from ..core.commit.scan import Scan, scan_steps
+from ..core.storage.locate import file_storage, storage_at
+from ..core.writing.range_writer import Throttle
+from ..errors import CheckpointError, CheckpointFencedError
+from ..events import EventFile
+from .run_watch import RunWatch
+from .sent_files import SentFiles
+from .upload_policy import UploadPolicy
+
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
+
+
+class Uploading(ABC):
+    """Sends what is due until the run has ended and nothing is left to do.
+
+    Args:
+        policy: what to upload, and where to
+        run: the run that makes the checkpoints
+        report: sends a message to the run
+    """
+
+    def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
+        self._policy, self._run, self._report = policy, run, report
+        self._local = file_storage(process="upload")
+        self._storage = storage_at(
+            policy.target,
+            durable=policy.durable,
+            atomic_rename=policy.atomic_rename,
+            options=policy.options,
+            process="upload",
+        )
+        self._throttle = Throttle(policy.max_bytes_per_second)
+        self._sent = SentFiles(self._local, self._storage)
+
+    def run(self) -> None:
+        """Send until the run has ended and nothing is left to do.
+
+        Raises:
+            CheckpointFencedError: another run has taken over the target
+        """
+        locked, pause = self._lock_source(), _FIRST_PAUSE_SECONDS
+        try:
+            while True:
+                ended = self._run.ended.is_set()
+                self._run.changed.clear()
+                step: int | None = None
+                try:
+                    local = self._scan_source()
+                    step = self._next(local, ended=ended)
+                    if step is not None:
+                        self._send(step, local)
+                        pause = _FIRST_PAUSE_SECONDS
+                    elif not self._rest(local, ended=ended):
+                        return
+                except CheckpointFencedError:
+                    raise
+                except (CheckpointError, OSError, ValueError) as error:
+                    self._forget()
+                    if step is not None and not self._local.is_folder(self._path(self._policy.source, step)):
+                        continue  # the run has deleted it, because it keeps newer ones
+                    self._report({"failed": step, "error": str(error)})
+                    if pause == _FIRST_PAUSE_SECONDS:
+                        self._record({"time": time.time(), "step": step, "outcome": "failed", "error": str(error)})
+                    self._run.ended.wait(pause) if not ended else time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        finally:
+            if locked is not None:
+                self._local.close_folder(locked)
+
+    @abstractmethod
+    def _next(self, local: Scan, *, ended: bool) -> int | None:
+        """Which checkpoint of the local folder to send now; None: none."""
+
+    @abstractmethod
+    def _send(self, step: int, local: Scan) -> None:
+        """Send a checkpoint."""
+
+    @abstractmethod
+    def _rest(self, local: Scan, *, ended: bool) -> bool:
+        """Wait until there may be something to send; returns False if there will not be."""
+
+    def _forget(self) -> None:
+        """After a failure: what was known of the target may be wrong."""
+
+    def _lock_source(self) -> int | None:
+        """Wait until the process of an earlier run, which goes on uploading, has ended; it does when this run saves."""
+        fd = self._local.open_folder(self._policy.source)
+        while (locked := try_lock(self._local, fd, LOCK_EX, os.path.join(self._policy.source, OWNER))) is False:
+            time.sleep(_LOOK_SECONDS)
+        if locked is None:
+            self._local.close_folder(fd)
+        return fd if locked else None
+
+    def _scan_source(self) -> Scan:
+        """The checkpoints that this process has files of; committed are those that have all of its own."""
+        policy, whole = self._policy, dict[str, Mapping[str, Any]]()
+        for name in self._local.names(policy.source):
+            if policy.names.step_of(name) is not None:
+                with contextlib.suppress(CheckpointError):  # the scan says what is wrong with it
+                    manifest = read_manifest(self._local, os.path.join(policy.source, name))
+                    if manifest is not None and policy.takes(manifest):
+                        whole[name] = manifest
+        parts = {name: part_of(manifest, policy.host) for name, manifest in whole.items()}
+        scan = scan_steps(self._local, policy.source, policy.names, parts)
+        for step in scan.steps():
+            if (name := policy.names.folder(step)) in whole:
+                scan.manifests[step] = whole[name]
+            else:
+                scan.forget(step)
+        return scan
+
+    def _record(self, event: dict[str, Any]) -> None:
+        """Record an upload, or the first of several failures, beside the other events of the run."""
+        if self._policy.events:
+            about = {"event": "upload", "run": self._policy.run, "rank": self._policy.rank}
+            EventFile(self._policy.source, self._policy.rank).append([{**about, **event}])
+
+    def _path(self, root: str, step: int) -> str:
+        return os.path.join(root, self._policy.names.folder(step))

@@ -1,0 +1,228 @@
+"""`HostTier`: the folders that the hosts of a job have in front of `checkpoint.dir`. Imported only by jobs of several.
+
+Whether `checkpoint.local.dir` is one folder that all hosts share, or one on each host, is found out when a run begins:
+the leading rank leaves a file there, and the others look for it. To take one folder for several is harmless, as what is
+listed has every file once. The first rank of each host serves its folder to the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..core.coordination import Coordinator, Hosts
+from ..core.coordination.addresses import offered_address, reachable
+from ..core.options import ResolvedTimeouts
+from ..core.storage.files import FileStorage
+from ..core.storage.folder_keeper import FolderKeeper
+from ..core.storage.host_folders import HostFolders
+from ..core.storage.memory.entrances import PeerEntrance
+from ..core.storage.memory.keeper_server import KeeperServer
+from ..core.storage.memory.keeper_sockets import memory_root
+from ..core.storage.memory.peer_keeper import PeerKeeper
+from ..core.storage.memory.peer_sockets import PeerAddress
+from ..core.storage.new_names import new_token
+from ..core.storage.storage import Storage
+from ..errors import CheckpointConfigError, CheckpointError
+from .write_access import leave_trial, refuse_failed, try_to_write
+
+logger = logging.getLogger(__name__)
+
+#: How long to look for the file of the leading rank. What shows it later is taken for another folder.
+_LOOK_SECONDS = 1.0
+_PAUSE_SECONDS = 0.05
+
+
+class _Served(NamedTuple):
+    """The folder of a host, as the first rank there offers it; also as a list in JSON.
+
+    Attributes:
+        rank: that rank
+        port: of TCP, where it is served
+        trial: the name of a file in it, for the other ranks of the host; None: there is none
+        is_shared: whether it is the folder of the leading rank
+    """
+
+    rank: int
+    port: int
+    trial: str | None
+    is_shared: bool
+
+
+class HostTier:
+    """The local folders of the hosts of a job.
+
+    Args:
+        files: the file system of this host
+        folder: `checkpoint.local.dir` of this rank, an absolute path
+        ranks: the ranks
+        hosts: where they are
+        timeouts: deadlines
+
+    Attributes:
+        storage: the folders of all hosts; or `files`, if they share one
+        root: the path that all ranks have for them; or `folder`
+    """
+
+    def __init__(
+        self, files: FileStorage, folder: str, ranks: Coordinator, hosts: Hosts, timeouts: ResolvedTimeouts
+    ) -> None:
+        self.storage: Storage = files
+        self.root = folder
+        self._fs = files
+        self._folder = folder
+        self._ranks = ranks
+        self._hosts = hosts
+        self._timeouts = timeouts
+        self._named = f"checkpoint.local.dir={folder}"
+        self._leads_host = hosts.leads(ranks.rank)
+        self._server: KeeperServer | None = None
+        self._keepers: list[PeerKeeper] = []
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        """The ranks whose files the leading rank does not look for at each commit; their word is taken for them."""
+        apart = isinstance(self.storage, HostFolders) and self._ranks.is_leader
+        return self._hosts.elsewhere(self._ranks.rank) if apart else frozenset()
+
+    def begin(self, *, saves: bool) -> None:
+        """Find out whether the hosts share one folder; if not, serve that of this host. All ranks call this.
+
+        Args:
+            saves: whether the run saves, so that files may be made in the folder
+
+        Raises:
+            CheckpointConfigError: a rank cannot write to its folder, or does not have the one of its host, or a host
+                cannot be reached; the same on all ranks
+            CheckpointTimeoutError: a rank did not take part
+        """
+        ranks = self._ranks
+        deadline = ranks.clock.now() + self._timeouts.stage + self._timeouts.visible
+        offered = [self._folder, offered_address() if self._leads_host else None]
+        begun = ranks.decide("tier/begin", offered, lambda offers: self._begin(offers, saves=saves), deadline)
+        own: _Served | None = None
+        try:
+            failure = None
+            try:
+                own = self._serve(begun, saves=saves) if self._leads_host else None
+            except (CheckpointError, OSError) as error:
+                failure = str(error)
+            found = ranks.decide("tier/found", [failure, own], _found, deadline)
+            hosts = {self._hosts.names[each[0]]: _Served(*each) for each in found}
+            if all(each.is_shared for each in hosts.values()):
+                self.close(waits=False)
+                self._tell("all hosts share one folder")
+                return
+            self._join(begun, hosts)
+            ranks.decide("tier/joined", self._look_for(hosts), self._reach, deadline)
+            self._tell("each host has a folder of its own")
+        finally:
+            if own is not None and own.trial is not None:
+                self._fs.unlink(os.path.join(self._folder, own.trial))
+
+    def close(self, *, waits: bool = True) -> None:
+        """Serve the folder no longer; where this is not the leading rank, not before that one needs it no more.
+
+        Args:
+            waits: False: at once
+        """
+        server, self._server = self._server, None
+        for keeper in self._keepers:
+            if self._ranks.is_leader:
+                with contextlib.suppress(OSError):  # it has ended
+                    keeper.end()
+            keeper.close()
+        if server is None:
+            return
+        until = self._ranks.clock.now() + (self._timeouts.close if waits else 0.0)
+        while server.holders and not server.ended.is_set() and self._ranks.clock.now() < until:
+            self._ranks.clock.sleep(_PAUSE_SECONDS)
+        server.close()
+
+    def _begin(self, offers: Sequence[Any], *, saves: bool) -> dict[str, Any]:
+        """On the leading rank: what all need to know each other, and a file to look for."""
+        names = {self._hosts.names[rank]: address for rank, (_, address) in enumerate(offers) if address is not None}
+        if "" in names.values():
+            host = next(host for host, address in names.items() if not address)
+            raise CheckpointConfigError(
+                f"{self._named}: host {host} does not find the address by which others reach it (see its log); set "
+                "MASTER_ADDR to a name that all hosts know."
+            )
+        trial = None
+        if saves:
+            try_to_write(self._fs, self._folder, self._named)
+            trial = leave_trial(self._fs, self._folder, self._named)
+        addresses = dict(zip(names, reachable([*names.values()]), strict=True))
+        return {"root": self._folder, "secret": secrets.token_hex(32), "addresses": addresses, "trial": trial}
+
+    def _serve(self, begun: Mapping[str, Any], *, saves: bool) -> _Served:
+        """On the first rank of a host: serve its folder, and look whether it is that of the leading rank."""
+        rank, trial = self._ranks.rank, begun["trial"]
+        is_shared = self._ranks.is_leader
+        if saves and not self._ranks.is_leader:
+            try_to_write(self._fs, self._folder, self._named)
+            is_shared = self._sees(trial)
+            trial = None if is_shared else leave_trial(self._fs, self._folder, self._named)
+        entrance = PeerEntrance(begun["addresses"][self._hosts.names[rank]], begun["secret"])
+        served = FolderKeeper(self._fs, self._folder, begun["root"])
+        self._server = KeeperServer(served, memory_root(begun["root"], new_token()), rank, dict)
+        self._server.open(entrance)
+        return _Served(rank, entrance.port, trial, is_shared)
+
+    def _sees(self, trial: str | None) -> bool:
+        """Whether a file appears in the folder soon."""
+        until = self._ranks.clock.now() + _LOOK_SECONDS
+        while trial is not None:
+            if self._fs.exists(os.path.join(self._folder, trial)):
+                return True
+            if self._ranks.clock.now() > until:
+                break
+            self._ranks.clock.sleep(_PAUSE_SECONDS)
+        return False
+
+    def _join(self, begun: Mapping[str, Any], served: Mapping[str, _Served]) -> None:
+        """Use the folders of all hosts."""
+        own, secret = self._hosts.names[self._ranks.rank], begun["secret"]
+        self._keepers = [
+            PeerKeeper(PeerAddress(host, begun["addresses"][host], each.port, each.rank), secret, now=False)
+            for host, each in served.items()
+            if host != own
+        ]
+        self.root, names = begun["root"], self._hosts.names
+        self.storage = HostFolders(self._fs, self.root, self._folder, self._keepers, hosts=names, rank=self._ranks.rank)
+
+    def _look_for(self, served: Mapping[str, _Served]) -> str | None:
+        """Look whether this rank has the folder of its host; returns why not, if that is known."""
+        first = served[self._hosts.names[self._ranks.rank]]
+        if first.trial is None or self._sees(first.trial):
+            return None
+        return (
+            f"{self._named} is another folder than that of rank {first.rank}, which is on the same host. All ranks of "
+            "a host must share it."
+        )
+
+    def _reach(self, failures: list[str | None]) -> None:
+        """On the leading rank: stay connected to all hosts, if no rank has failed."""
+        refuse_failed(failures)
+        for keeper in self._keepers:
+            try:
+                keeper.hold()
+            except OSError as error:
+                raise CheckpointConfigError(
+                    f"{self._named}: each host has a folder of its own, and that of {keeper.address.host} cannot be "
+                    f"reached from the leading rank: {error}. Let the hosts of the job connect to each other."
+                ) from error
+
+    def _tell(self, text: str) -> None:
+        if self._ranks.is_leader:
+            logger.info("%s: %s (%d hosts)", self._named, text, len(set(self._hosts.names)))
+
+
+def _found(answers: Sequence[Any]) -> list[Any]:
+    """On the leading rank: the folders that are served; raises CheckpointConfigError if a rank has failed."""
+    refuse_failed([failure for failure, _ in answers])
+    return [served for _, served in answers if served is not None]

@@ -1,0 +1,247 @@
+"""A folder of each host as one storage: what is listed, where what is written goes, and what a lost host leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_cluster import SECRET, Cluster
+
+from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
+from ckpt_component.core.commit.fencing import read_owner
+from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.formats.verification import verify_checkpoint
+from ckpt_component.core.storage.faults.failpoints import EFFECTS
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.memory.keepers import KeptFile
+from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
+from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
+from ckpt_component.core.storage.storage import Storage
+from ckpt_component.errors import (
+    CheckpointExistsError,
+    CheckpointPartError,
+    CheckpointSaveError,
+    CheckpointUnreadableError,
+)
+from ckpt_component.testing.conformance.storage_contract import StorageContract
+
+
+class Mortal(FileStorage):
+    """The disk of a host that dies with an operation, and does nothing from then on.
+
+    Args:
+        lives: so many operations that change something
+    """
+
+    def __init__(self, lives: int) -> None:
+        super().__init__()
+        self.left = lives
+
+    def live(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.EIO, "the host is dead")
+
+
+def _mortal(operation: str) -> Any:
+    def run(disk: Mortal, *arguments: Any, **more: Any) -> Any:
+        disk.live()
+        return getattr(FileStorage, operation)(disk, *arguments, **more)
+
+    return run
+
+
+for _operation in EFFECTS:
+    setattr(Mortal, _operation, _mortal(_operation))
+
+
+class MortalKeeper(PeerKeeper):
+    """Is asked nothing more by a host that is dead."""
+
+    def __init__(self, disk: Mortal, place: PeerAddress) -> None:
+        super().__init__(place, SECRET, now=False)
+        self._disk = disk
+
+    def listed(self, prefix: str) -> list[KeptFile]:
+        self._disk.live()
+        return super().listed(prefix)
+
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        self._disk.live()
+        super().put(path, data, new=new)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._disk.live()
+        super().delete(paths)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    with contextlib.closing(made):
+        yield made
+
+
+class TestOneOfTwoHosts(StorageContract):
+    """What one host sees of its own."""
+
+    @pytest.fixture(autouse=True)
+    def hosts(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def storage(self, tmp_path: Path) -> tuple[Storage, str]:
+        return self.cluster.storages[2], self.cluster.root
+
+
+def committed(storage: Storage, root: str) -> list[int]:
+    return scan_steps(storage, root, MEGATRON).committed
+
+
+def test_a_checkpoint_is_whole_for_all_and_a_part_for_who_sees_one_folder(cluster: Cluster) -> None:
+    path = cluster.save(3)
+    assert [committed(each, cluster.root) for each in cluster.storages] == [[3]] * 4
+    manifest = json.loads((cluster.folders["b"] / "iter_0000003" / "manifest.json").read_text())["manifest"]
+    assert manifest["hosts"] == {
+        "a": ["__0_0.distcp", "integrity-0.json", "__1_0.distcp", "integrity-1.json", ".metadata"],
+        "b": ["__2_0.distcp", "integrity-2.json", "__3_0.distcp", "integrity-3.json"],
+    }
+    for host, other in ("ab", "ba"):
+        scan = scan_steps(FileStorage(), str(cluster.folders[host]), MEGATRON)
+        assert scan.steps() == scan.parts.keys() == {3} and f"those of host {other} are not here" in scan.parts[3]
+        unfinished = Unfinished(FileStorage(), str(cluster.folders[host]), MEGATRON)
+        assert not unfinished.in_use() and not [*unfinished.debris()]
+    with cluster.storages[3].open_files(f"{path}/01020304-0a0b0c0d-o") as files:
+        buffer = memoryview(bytearray(4))
+        for rank in range(4):
+            assert files.fill(f"__{rank}_0.distcp", buffer, 3) and bytes(buffer) == bytes([rank]) * 4
+        assert files.stream(".metadata").read() == b"m"
+        assert not files.fill("__0_0.distcp", buffer, 8)
+
+
+def test_a_deleted_checkpoint_leaves_nothing_on_any_host(cluster: Cluster) -> None:
+    path = cluster.save(3)
+    assert discard(cluster.storages[0], path)
+    for folder in cluster.folders.values():
+        assert [each.name for each in folder.iterdir()] == [".ckpt-owner.json"]
+
+
+def test_what_is_damaged_on_another_host_is_set_aside_on_all(cluster: Cluster) -> None:
+    path = cluster.save(3)
+    file = next((cluster.folders["b"] / "iter_0000003").glob("*/__3_0.distcp"))
+    file.write_bytes(b"short")
+    scan = scan_steps(cluster.storages[0], cluster.root, MEGATRON)
+    assert "has 5 bytes" in scan.damaged[3] and not scan.parts
+    plain = scan_steps(FileStorage(), str(cluster.folders["b"]), MEGATRON)
+    assert "has 5 bytes" in plain.damaged[3], "what is here is looked at"
+    quarantine(cluster.storages[0], path)
+    for each in cluster.storages:
+        assert not scan_steps(each, cluster.root, MEGATRON).steps()
+    assert file.exists()
+
+
+def test_the_owner_is_known_on_every_host(cluster: Cluster) -> None:
+    cluster.save(3)
+    owners = [read_owner(FileStorage(), str(folder)) for folder in cluster.folders.values()]
+    assert owners[0] == owners[1] is not None
+
+
+def test_a_lost_folder_leaves_a_part_that_a_new_save_replaces(cluster: Cluster) -> None:
+    cluster.save(3)
+    leader = cluster.storages[0]
+    FileStorage().remove_tree(str(cluster.folders["b"]))
+    cluster.folders["b"].mkdir()
+    scan = scan_steps(leader, cluster.root, MEGATRON)
+    assert scan.parts.keys() == {3} and not scan.occupied
+    with pytest.raises(CheckpointExistsError):
+        cluster.save(3, "0a0a0a0a-0a0b0c0d-o")
+    assert discard(leader, f"{cluster.root}/iter_0000003")
+    cluster.save(3, "0a0a0a0a-0a0b0c0d-o")
+    assert committed(cluster.storages[3], cluster.root) == [3]
+
+
+def test_a_manifest_alone_is_a_part_and_can_be_deleted(cluster: Cluster) -> None:
+    cluster.save(3)
+    folder = cluster.folders["b"]
+    FileStorage().remove_tree(str(folder / "iter_0000003" / "01020304-0a0b0c0d-o"))
+    assert scan_steps(FileStorage(), str(folder), MEGATRON).parts.keys() == {3}
+    assert scan_steps(cluster.storages[0], cluster.root, MEGATRON).parts.keys() == {3}
+    assert discard(FileStorage(), str(folder / "iter_0000003")) and not (folder / "iter_0000003").exists()
+
+
+def test_what_another_host_has_of_an_older_attempt_does_not_count(cluster: Cluster) -> None:
+    cluster.save(3)
+    FileStorage().remove_tree(str(cluster.folders["a"]))  # the leading rank is on a new disk
+    cluster.folders["a"].mkdir()
+    path = cluster.save(3, "0a0a0a0a-0a0b0c0d-o")
+    assert [committed(each, cluster.root) for each in cluster.storages] == [[3]] * 4
+    for each in cluster.storages:
+        manifest = read_manifest(each, path)
+        assert manifest is not None and manifest["attempt"] == "0a0a0a0a-0a0b0c0d-o"
+
+
+def test_a_host_that_does_not_answer_is_no_lost_one(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    path = cluster.save(3)
+    cluster.lose("b")
+    leader = cluster.storages[0]
+    with pytest.raises(OSError, match="rank 2's keeper on b"):
+        scan_steps(leader, cluster.root, MEGATRON)
+    with caplog.at_level(logging.WARNING):
+        leader.write_over(f"{cluster.root}/latest", b"3")
+    assert "is not on all hosts" in caplog.text and leader.read(f"{cluster.root}/latest", 9) == b"3"
+    with leader.open_files(f"{path}/01020304-0a0b0c0d-o") as files, pytest.raises(CheckpointUnreadableError):
+        files.size("__3_0.distcp")
+
+
+def test_a_part_says_so_to_who_opens_it(cluster: Cluster) -> None:
+    cluster.save(3)
+    with pytest.raises(CheckpointPartError, match="of host a are not here"):
+        verify_checkpoint(FileStorage(), str(cluster.folders["b"] / "iter_0000003"))
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "{root}/../secret", "{root}x/file"])
+def test_a_keeper_serves_its_folder_alone(path: str, cluster: Cluster) -> None:
+    keeper, path = cluster.keepers[0], path.format(root=cluster.root)
+    with pytest.raises(PermissionError):
+        keeper.get(path, 10)
+    with pytest.raises(PermissionError):
+        keeper.put(path, b"")
+    with pytest.raises(PermissionError):
+        keeper.delete([path])
+
+
+def test_whenever_the_leading_host_dies_a_step_is_whole_or_absent_on_all_ranks(tmp_path: Path) -> None:
+    outcomes = set[bool]()
+    for lives in itertools.count():
+        folder, disk = tmp_path / str(lives), Mortal(lives)
+        with contextlib.closing(Cluster(folder, disk, partial(MortalKeeper, disk))) as dying:
+            try:
+                dying.save(3)
+            except OSError:
+                pass
+            except CheckpointSaveError as error:
+                assert "dead" in str(error)
+        with contextlib.closing(Cluster(folder)) as after:
+            found = [committed(each, after.root) for each in after.storages]
+            assert found in ([[3]] * 4, [[]] * 4), f"after {lives} operations"
+            outcomes.add(found[0] == [3])
+            for each in after.folders.values():
+                assert not scan_steps(FileStorage(), str(each), MEGATRON).damaged, f"after {lives} operations"
+            after.save(4, "0a0a0a0a-0a0b0c0d-o")
+            if found[0]:
+                assert discard(after.storages[2], f"{after.root}/iter_0000003")
+            else:
+                after.save(3, "0b0b0b0b-0a0b0c0d-o")
+            assert [committed(each, after.root) for each in after.storages] == [[4] if found[0] else [3, 4]] * 4
+        if disk.left >= 0:
+            break
+    assert outcomes == {True, False} and lives > 20

@@ -1,0 +1,99 @@
+"""Two hosts on this machine, each with a folder of its own, as one storage for each of their ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.names import MEGATRON, integrity_name
+from ckpt_component.core.commit.protocols import attempt_here
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.folder_keeper import FolderKeeper
+from ckpt_component.core.storage.host_folders import HostFolders
+from ckpt_component.core.storage.memory.entrances import PeerEntrance
+from ckpt_component.core.storage.memory.keeper_server import KeeperServer
+from ckpt_component.core.storage.memory.keeper_sockets import memory_root
+from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
+from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
+
+SECRET, TOKEN = "0123456789abcdef", "1f2e3d4c-0a0b0c0d"
+#: Of each rank.
+HOSTS = ("a", "a", "b", "b")
+
+
+class Cluster:
+    """Two hosts, whose folders have other names; that of host a is the name for all.
+
+    Args:
+        folder: of the test
+        leader: the file system of rank 0
+        connect: makes what rank 0 reaches another host by
+        hosts: of each rank
+
+    Attributes:
+        folders: by host
+        storages: of each rank
+        servers: by host
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        leader: FileStorage | None = None,
+        connect: Callable[[PeerAddress], PeerKeeper] | None = None,
+        hosts: Sequence[str] = HOSTS,
+    ) -> None:
+        self.leader, self.connect, self.hosts = leader or FileStorage(), connect or _connect, hosts
+        self.folders = {host: folder / host / "run" for host in "ab"}
+        self.root = str(self.folders["a"])
+        self.servers, places = dict[str, KeeperServer](), dict[str, PeerAddress]()
+        for number, (host, path) in enumerate(self.folders.items()):
+            path.mkdir(parents=True, exist_ok=True)
+            keeper, entrance = FolderKeeper(FileStorage(), str(path), self.root), PeerEntrance("127.0.0.1", SECRET)
+            self.servers[host] = KeeperServer(keeper, memory_root(self.root, TOKEN), 2 * number, dict)
+            self.servers[host].open(entrance)
+            places[host] = PeerAddress(host, "127.0.0.1", entrance.port, 2 * number)
+        self.keepers = list[PeerKeeper]()
+        self.storages = [self._storage(rank, host, places) for rank, host in enumerate(hosts)]
+
+    def _storage(self, rank: int, own: str, places: dict[str, PeerAddress]) -> HostFolders:
+        make = self.connect if rank == 0 else _connect
+        others = [make(place) for host, place in places.items() if host != own]
+        self.keepers += others
+        files = FileStorage() if rank else self.leader
+        return HostFolders(files, self.root, str(self.folders[own]), others, self.hosts, rank)
+
+    def close(self) -> None:
+        for keeper in self.keepers:
+            keeper.close()
+        for server in self.servers.values():
+            server.close()
+
+    def lose(self, host: str) -> None:
+        """It does not answer any more."""
+        self.servers[host].close()
+
+    def save(self, step: int, token: str = "01020304-0a0b0c0d-o") -> str:
+        """Commit a checkpoint; returns its path."""
+        target, votes = f"{self.root}/{MEGATRON.folder(step)}", []
+        owner = FencingToken(self.storages[0], self.root, token="0123")
+        owner.acquire()
+        attempts = [commit.new_attempt(each, target, token, owner.token) for each in self.storages]
+        commit.begin(attempts[0])
+        for rank, attempt in enumerate(attempts):
+            if rank:
+                attempt.protocol.join(attempt, 1.0)
+            here = attempt_here(FileStorage() if rank else self.leader, attempt.to_plain())  # as in the writer process
+            files = {f"__{rank}_0.distcp": bytes([rank]) * 10, integrity_name(rank): b"{}"}
+            for name, data in files.items():
+                here.protocol.storage.write_new(os.path.join(here.staging, name), data)
+            votes.append({"rank": rank, "files": [{"name": name, "size": len(data)} for name, data in files.items()]})
+        commit.publish(attempts[0], votes, {".metadata": b"m"}, {"format": "dcp"}, 1.0, unseen=(2, 3))
+        return target
+
+
+def _connect(place: PeerAddress) -> PeerKeeper:
+    return PeerKeeper(place, SECRET, now=False, seconds=5)
