@@ -105,6 +105,7 @@ def start_hosts(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_lost_host_is_replaced_and_nothing_is_left(tmp_path: Path) -> None:
