@@ -58,6 +58,7 @@ class Cluster:
             places[host] = PeerAddress(host, "127.0.0.1", entrance.port, 2 * number)
         self.keepers = list[PeerKeeper]()
         self.storages = [self._storage(rank, host, places) for rank, host in enumerate(hosts)]
+        self.owner = FencingToken(self.storages[0], self.root, token="0123")
 
     def _storage(self, rank: int, own: str, places: dict[str, PeerAddress]) -> HostFolders:
         make = self.connect if rank == 0 else _connect
@@ -79,9 +80,8 @@ class Cluster:
     def save(self, step: int, token: str = "01020304-0a0b0c0d-o") -> str:
         """Commit a checkpoint; returns its path."""
         target, votes = f"{self.root}/{MEGATRON.folder(step)}", []
-        owner = FencingToken(self.storages[0], self.root, token="0123")
-        owner.acquire()
-        attempts = [commit.new_attempt(each, target, token, owner.token) for each in self.storages]
+        self.owner.acquire()
+        attempts = [commit.new_attempt(each, target, token, self.owner.token) for each in self.storages]
         commit.begin(attempts[0])
         for rank, attempt in enumerate(attempts):
             if rank:
