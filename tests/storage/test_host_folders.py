@@ -177,6 +177,20 @@ def test_a_commit_sends_each_host_the_manifest_and_asks_nothing(tmp_path: Path) 
         assert asked == [f"put {path}/manifest.json"]
 
 
+def test_what_is_known_to_be_on_a_host_is_read_there(tmp_path: Path) -> None:
+    asked, hosts = list[str](), ("a", "b", "c")
+    with contextlib.closing(Cluster(tmp_path, connect=partial(CountedKeeper, asked), hosts=hosts)) as cluster:
+        folder = f"{cluster.save(3)}/01020304-0a0b0c0d-o"
+        assert committed(cluster.storages[0], cluster.root) == [3]
+        asked.clear()
+        leader = cluster.storages[0]
+        assert leader.read(f"{folder}/integrity-2.json", 9) == leader.read(f"{folder}/integrity-0.json", 9) == b"{}"
+        assert asked == [f"get {folder}/integrity-2.json"]
+        (cluster.folders["c"] / "iter_0000003" / "01020304-0a0b0c0d-o" / "integrity-2.json").unlink()
+        with pytest.raises(FileNotFoundError):
+            leader.read(f"{folder}/integrity-2.json", 9)
+
+
 def test_a_deleted_checkpoint_leaves_nothing_on_any_host(cluster: Cluster) -> None:
     path = cluster.save(3)
     assert discard(cluster.storages[0], path)
