@@ -57,7 +57,7 @@ class Arrivals:
         self._waits, self._lasts = waits, lasts
         self.wanted = [number for number, batch in enumerate(plan) if rank in batch.ranks]
         # Two of one lock, so that a batch that comes wakes nobody but those who read it.
-        lock = threading.RLock()
+        lock = threading.Lock()
         self.changed, self._came = threading.Condition(lock), threading.Condition(lock)
         self.is_broken = False
         self._place = {number: place for place, number in enumerate(self.wanted)}

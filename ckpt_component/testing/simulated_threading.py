@@ -38,9 +38,9 @@ class SimulatedThreading:
         """An event that stays set."""
         return SimulatedEvent(self._process())
 
-    def Condition(self) -> SimulatedCondition:
-        """A condition with a lock of its own."""
-        return SimulatedCondition(self._process())
+    def Condition(self, lock: AbstractContextManager[Any] | None = None) -> SimulatedCondition:
+        """A condition with this lock, or one of its own."""
+        return SimulatedCondition(self._process(), lock)
 
 
 class SimulatedStart:
@@ -98,10 +98,11 @@ class SimulatedCondition:
 
     Args:
         process: whose threads wait for it
+        lock: which it shares with others; None: one of its own
     """
 
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._clock, self._lock = process.clock, process.clock.lock()
+    def __init__(self, process: SimulatedProcess, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._clock, self._lock = process.clock, process.clock.lock() if lock is None else lock
         self._waiting: list[Latch] = []
 
     def __enter__(self) -> None:
@@ -110,15 +111,16 @@ class SimulatedCondition:
     def __exit__(self, *exception: Any) -> None:
         self._lock.__exit__(*exception)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Give the lock up until it is notified, at most so many seconds."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Give the lock up until it is notified, at most so many seconds; returns whether it was."""
         latch = self._clock.latch()
         self._waiting.append(latch)
         self._lock.__exit__(None, None, None)
-        latch.wait(1e9 if timeout is None else timeout)
+        is_notified = latch.wait(1e9 if timeout is None else timeout)
         if latch in self._waiting:
             self._waiting.remove(latch)
         self._lock.__enter__()
+        return is_notified
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
         """Wait until something holds, at most so many seconds; returns whether it does."""

@@ -22,6 +22,7 @@ from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.faults.failpoints import EFFECTS
+from ckpt_component.core.storage.file_set import RangeRead
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.memory.keepers import KeptFile
 from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
@@ -126,6 +127,16 @@ def test_a_checkpoint_is_whole_for_all_and_a_part_for_who_sees_one_folder(cluste
             assert files.fill(f"__{rank}_0.distcp", buffer, 3) and bytes(buffer) == bytes([rank]) * 4
         assert files.stream(".metadata").read() == b"m"
         assert not files.fill("__0_0.distcp", buffer, 8)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_ranges_are_read_in_file_order_wherever_they_are(cluster: Cluster, rank: int) -> None:
+    """Who passes bytes on to other ranks waits for turns in this order."""
+    path, read = cluster.save(3), list[int]()
+    names = [f"__{number}_0.distcp" for number in range(4)]
+    with cluster.storages[rank].open_files(f"{path}/01020304-0a0b0c0d-o") as files:
+        files.read_all([RangeRead(name, 0, 10, partial(read.append, int(name[2]))) for name in reversed(names)])
+    assert read == [0, 1, 2, 3]
 
 
 def test_a_deleted_checkpoint_leaves_nothing_on_any_host(cluster: Cluster) -> None:
