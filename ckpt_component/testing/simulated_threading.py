@@ -111,15 +111,16 @@ class SimulatedCondition:
     def __exit__(self, *exception: Any) -> None:
         self._lock.__exit__(*exception)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Give the lock up until it is notified, at most so many seconds."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Give the lock up until it is notified, at most so many seconds; returns whether it was."""
         latch = self._clock.latch()
         self._waiting.append(latch)
         self._lock.__exit__(None, None, None)
-        latch.wait(1e9 if timeout is None else timeout)
+        is_notified = latch.wait(1e9 if timeout is None else timeout)
         if latch in self._waiting:
             self._waiting.remove(latch)
         self._lock.__enter__()
+        return is_notified
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
         """Wait until something holds, at most so many seconds; returns whether it does."""

@@ -36,12 +36,14 @@ class Link:
         slow_until: until when so few bytes pass in a second
         slow_rate: how many
         flips: how many packets have a bit flipped next
+        flips_from: of how many bytes at least
     """
 
     cuts: list[tuple[float, float]] = field(default_factory=list)
     slow_until: float = 0.0
     slow_rate: float = 200.0
     flips: int = 0
+    flips_from: int = 1
 
     def is_cut(self, now: float) -> bool:
         return any(start <= now < end for start, end in self.cuts)
@@ -307,7 +309,7 @@ class SimulatedSocket(_Woken):
         self.process.turn()
         self._may_send()
         link, packet = self.link, bytearray(data)
-        if link.flips:
+        if link.flips and len(packet) >= link.flips_from:
             link.flips -= 1
             self.network.flipped.append(self._now)
             packet[self.network.simulation.random.randrange(len(packet))] ^= 1 << 3

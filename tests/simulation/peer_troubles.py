@@ -19,6 +19,8 @@ from ckpt_component.core.storage.memory.kept_files import KeptFiles
 #: For how long links are not well. Longer than any deadline, or just not.
 CUT_SECONDS, SLOW_SECONDS = (3.0, 12.0, 45.0, 90.0), 60.0
 FULL_SECONDS = 10.0
+#: What has so many bytes is of an image: frames are shorter.
+IMAGE_BYTES = 1000
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class PeerTrouble:
     """What happens in a phase.
 
     Attributes:
-        kind: a key of `TROUBLES`
+        kind: a key of `TROUBLES`, or `image_flips`
         phase: one of `PHASES`
         number: before which operation of the phase, counted from 1 since the trouble before
         rank: whom it hits
@@ -39,7 +41,7 @@ class PeerTrouble:
 
     def befall(self, life: PeerLife) -> None:
         """Let it happen."""
-        TROUBLES[self.kind](life, self.rank % len(life.hosts))
+        {**TROUBLES, "image_flips": flip_image}[self.kind](life, self.rank % len(life.hosts))
 
 
 def lose_host(life: PeerLife, rank: int) -> None:
@@ -65,9 +67,15 @@ def slow_link(life: PeerLife, rank: int) -> None:
 
 
 def flip_bit(life: PeerLife, rank: int) -> None:
-    """The next packet of a link comes with one bit changed."""
+    """The next packet of a link comes with one bit changed; or the next one of an image."""
     for link in links_of(life, rank):
-        link.flips += 1
+        link.flips, link.flips_from = link.flips + 1, life.simulation.random.choice((1, IMAGE_BYTES))
+
+
+def flip_image(life: PeerLife, rank: int) -> None:
+    """One packet of an image comes with one bit changed."""
+    for link in links_of(life, rank):
+        link.flips, link.flips_from = link.flips + 1, IMAGE_BYTES
 
 
 def fill_peer(life: PeerLife, rank: int) -> None:

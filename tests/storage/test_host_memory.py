@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,6 +101,28 @@ def within(seconds: float, is_so: object) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def test_each_file_of_a_folder_that_was_listed_is_asked_of_one_keeper_alone() -> None:
+    """As each rank reads an index of every other one, asking all keepers for each took a square of their number."""
+    asked = Counter[str]()
+
+    class Counting(KeptFiles):
+        def get(self, path: str, limit: int) -> bytes:
+            asked[path] += 1
+            return super().get(path, limit)
+
+    keepers = [Counting() for _ in range(9)]
+    paths = [f"{ROOT}/iter_1/integrity-{rank}.json" for rank in range(len(keepers))]
+    for keeper, path in zip(keepers, paths, strict=True):
+        keeper.put(path, path.encode())
+    memory = HostMemory(lambda _: keepers)
+    assert None not in memory.sizes(f"{ROOT}/iter_1", [*map(os.path.basename, paths)]).values()
+    assert [memory.read(path, 100) for path in paths] == [path.encode() for path in paths]
+    assert {*asked.values()} == {1}
+    keepers[3].delete([paths[3]])
+    keepers[8].put(paths[3], b"elsewhere now")
+    assert memory.read(paths[3], 100) == b"elsewhere now"
 
 
 class TestKeeperOfThisProcess(StorageContract):

@@ -284,6 +284,20 @@ class HostFolders(KeeperUnion):
     def device(self, path: str) -> int:
         return self.fs.device(self.here(path))
 
+    # Locks, of this host
+
+    def open_folder(self, path: str) -> int:
+        """See `FileStorage`."""
+        return self.fs.open_folder(self.here(path))
+
+    def flock(self, fd: int, how: int) -> None:
+        """See `FileStorage`."""
+        self.fs.flock(fd, how)
+
+    def close_folder(self, fd: int) -> None:
+        """See `FileStorage`."""
+        self.fs.close_folder(fd)
+
     def _keepers(self, path: str) -> Sequence[Keeper]:
         """The folders of other hosts, if a path is in them."""
         return self._others if self.holds(path) else ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 from ..object_folders import FOLDER_MARK
@@ -17,6 +18,9 @@ _Answer = TypeVar("_Answer")
 
 class KeeperUnion(Storage):
     """See the top of this file: what reads, lists and deletes."""
+
+    #: Which keeper has each file that was listed last, to be asked first: else reading all of them took a square.
+    _holders: Mapping[str, Keeper] = MappingProxyType({})
 
     @abstractmethod
     def _keepers(self, path: str) -> Sequence[Keeper]:
@@ -46,7 +50,8 @@ class KeeperUnion(Storage):
     # Files
 
     def read(self, path: str, limit: int) -> bytes:
-        for keeper in self._keepers(path):
+        holder = self._holders.get(path)
+        for keeper in sorted(self._keepers(path), key=lambda keeper: keeper is not holder):
             try:
                 return keeper.get(path, limit)
             except FileNotFoundError:
@@ -88,10 +93,13 @@ class KeeperUnion(Storage):
 
     def _listed(self, path: str) -> list[KeptFile]:
         """The file at a path and all below it, each once."""
-        files = dict[str, KeptFile]()
-        for _, listed in self._answers(path, lambda keeper: keeper.listed(path)):
+        files, holders = dict[str, KeptFile](), dict[str, Keeper]()
+        for keeper, listed in self._answers(path, lambda keeper: keeper.listed(path)):
             for file in listed:
                 files.setdefault(file.path, file)
+                holders.setdefault(file.path, keeper)
+        if len(holders) > 1:  # those of a folder
+            self._holders = holders
         return [*files.values()]
 
     def _delete(self, path: str, paths: Sequence[str]) -> None:
