@@ -50,9 +50,9 @@ train() {
     done
 }
 
-# Wait until a command succeeds, at most two minutes.
+# Wait until a command succeeds, at most four minutes.
 until_true() {
-    local until=$((SECONDS + 120))
+    local until=$((SECONDS + 240))
     until "$@"; do
         if [ $SECONDS -ge $until ] || { [ "$1" != ended ] && ended; }; then
             echo "not $1 in time; $PWD/logs ends with" >&2
