@@ -12,6 +12,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
+from strides import in_turn
 
 from ckpt_component import CheckpointConfigError, CheckpointError, compose_checkpoint
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError
@@ -43,131 +44,134 @@ def test_a_value_may_be_quoted() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "override", "text"),
-    [
-        (
-            "async_persistant",
-            None,
-            f"There is no checkpoint=async_persistant. Did you mean checkpoint=async_persistent? "
-            f"checkpoint can be: {PRESETS}.",
-        ),
-        (
-            "best",
-            None,
-            f"There is no checkpoint=best. checkpoint can be: {PRESETS}, or a file of your own, checkpoint/best.yaml in a "
-            "--config-dir.",
-        ),
-        (
-            "sync",
-            "checkpoint/writer=safetensor",
-            "There is no checkpoint/writer=safetensor. Did you mean checkpoint/writer=safetensors? "
-            "checkpoint/writer can be: dcp, safetensors, torch_save.",
-        ),
-        (
-            "sync",
-            "checkpoint/stagr=pinned",
-            "There is no group checkpoint/stagr. Did you mean checkpoint/stager=pinned?",
-        ),
-        (
-            "sync",
-            "checkpoint/writer/workers=4",
-            "checkpoint/writer/workers is not a config group. Set a value with dots: checkpoint.writer.workers=4.",
-        ),
-        (
-            "sync",
-            "checkpoint.stager=pinned",
-            "checkpoint.stager='pinned' sets a string; to choose a component use a slash: checkpoint/stager=pinned",
-        ),
-        (
-            "sync",
-            "checkpoint.stager=pined",
-            "checkpoint.stager='pined' sets a string; to choose a component use a slash: checkpoint/stager=pinned",
-        ),
-        (
-            "async_persistent",
-            "checkpoint.stager.slotz=3",
-            "There is no key checkpoint.stager.slotz. The keys of checkpoint.stager: arenas.",
-        ),
-        (
-            "async_persistent",
-            "checkpoint.stager.arena=3",
-            "There is no key checkpoint.stager.arena. Did you mean checkpoint.stager.arenas=3?",
-        ),
-        (
-            "async_zero_overhead",
-            "checkpoint.stager.device_buffer_bytes=0",
-            "checkpoint.stager.device_buffer_bytes was removed, because the device buffer never ran on a GPU; leave it "
-            "out.",
-        ),
-        (
-            "sync",
-            "checkpoint.stager.arenas=3",
-            "There is no key checkpoint.stager.arenas. checkpoint.stager has no keys.",
-        ),
-        (
-            "sync",
-            "writer.workers=3",
-            "There is no key writer.workers. Did you mean checkpoint.writer.workers=3?",
-        ),
-        (
-            "sync",
-            "checkpoint.savee.every_steps=3",
-            "There is no key checkpoint.savee.every_steps. Did you mean checkpoint.save.every_steps=3?",
-        ),
-        (
-            "async_persistent",
-            "checkpoint.recovery=host",
-            "checkpoint.recovery='host' sets a string; to choose a component use a slash: checkpoint/recovery=host",
-        ),
-        (
-            "async_persistent",
-            "checkpoint/recovery=hots",
-            "There is no checkpoint/recovery=hots. Did you mean checkpoint/recovery=host? checkpoint/recovery can be: "
-            "host, none, peers.",
-        ),
-        (
-            "async_persistent",
-            "checkpoint.recovery.every=5",
-            "There is no key checkpoint.recovery.every. Did you mean checkpoint.recovery.every_steps=5?",
-        ),
-        ("sync", "checkpoint.keep=3", "checkpoint.keep cannot itself be 3. Did you mean checkpoint.keep.last=3?"),
-        (
-            "sync",
-            "checkpoint.keep.best=loss",
-            "checkpoint.keep.best cannot itself be loss. Did you mean checkpoint.keep.best.metric=loss?",
-        ),
-        (
-            "sync",
-            "checkpoint.save=100",
-            "checkpoint.save cannot itself be 100. The keys of checkpoint.save: every_steps, every_seconds, at_end.",
-        ),
-        (
-            "sync",
-            "checkpoint.writer.workers=four",
-            "checkpoint.writer.workers must be a whole number, got four.",
-        ),
-        (
-            "sync",
-            "checkpoint.dir=/a=b",
-            "checkpoint.dir=/a=b cannot be read (mismatched input '=' expecting <EOF>). A value with special characters "
-            "needs quotes, in the shell two pairs of them: 'checkpoint.dir=\"/a=b\"'.",
-        ),
-        (
-            "sync",
-            "checkpoint.enabled",
-            "'checkpoint.enabled' is not of the form key=value, such as checkpoint=async_persistent.",
-        ),
-        (
-            "sync",
-            "checkpoint.writer.workers=1,2",
-            "checkpoint.writer.workers=1,2 has several values. Quote them if they are one string; to sweep, run a Hydra app "
-            "with -m.",
-        ),
-        (
-            "sync",
-            "~checkpoint.keep.last",
-            "checkpoint.keep.last cannot be deleted. Set it to null instead, if it may be null: checkpoint.keep.last=null",
-        ),
-    ],
+    in_turn(
+        [
+            (
+                "async_persistant",
+                None,
+                f"There is no checkpoint=async_persistant. Did you mean checkpoint=async_persistent? "
+                f"checkpoint can be: {PRESETS}.",
+            ),
+            (
+                "best",
+                None,
+                f"There is no checkpoint=best. checkpoint can be: {PRESETS}, or a file of your own, checkpoint/best.yaml in a "
+                "--config-dir.",
+            ),
+            (
+                "sync",
+                "checkpoint/writer=safetensor",
+                "There is no checkpoint/writer=safetensor. Did you mean checkpoint/writer=safetensors? "
+                "checkpoint/writer can be: dcp, safetensors, torch_save.",
+            ),
+            (
+                "sync",
+                "checkpoint/stagr=pinned",
+                "There is no group checkpoint/stagr. Did you mean checkpoint/stager=pinned?",
+            ),
+            (
+                "sync",
+                "checkpoint/writer/workers=4",
+                "checkpoint/writer/workers is not a config group. Set a value with dots: checkpoint.writer.workers=4.",
+            ),
+            (
+                "sync",
+                "checkpoint.stager=pinned",
+                "checkpoint.stager='pinned' sets a string; to choose a component use a slash: checkpoint/stager=pinned",
+            ),
+            (
+                "sync",
+                "checkpoint.stager=pined",
+                "checkpoint.stager='pined' sets a string; to choose a component use a slash: checkpoint/stager=pinned",
+            ),
+            (
+                "async_persistent",
+                "checkpoint.stager.slotz=3",
+                "There is no key checkpoint.stager.slotz. The keys of checkpoint.stager: arenas.",
+            ),
+            (
+                "async_persistent",
+                "checkpoint.stager.arena=3",
+                "There is no key checkpoint.stager.arena. Did you mean checkpoint.stager.arenas=3?",
+            ),
+            (
+                "async_zero_overhead",
+                "checkpoint.stager.device_buffer_bytes=0",
+                "checkpoint.stager.device_buffer_bytes was removed, because the device buffer never ran on a GPU; leave it "
+                "out.",
+            ),
+            (
+                "sync",
+                "checkpoint.stager.arenas=3",
+                "There is no key checkpoint.stager.arenas. checkpoint.stager has no keys.",
+            ),
+            (
+                "sync",
+                "writer.workers=3",
+                "There is no key writer.workers. Did you mean checkpoint.writer.workers=3?",
+            ),
+            (
+                "sync",
+                "checkpoint.savee.every_steps=3",
+                "There is no key checkpoint.savee.every_steps. Did you mean checkpoint.save.every_steps=3?",
+            ),
+            (
+                "async_persistent",
+                "checkpoint.recovery=host",
+                "checkpoint.recovery='host' sets a string; to choose a component use a slash: checkpoint/recovery=host",
+            ),
+            (
+                "async_persistent",
+                "checkpoint/recovery=hots",
+                "There is no checkpoint/recovery=hots. Did you mean checkpoint/recovery=host? checkpoint/recovery can be: "
+                "host, none, peers.",
+            ),
+            (
+                "async_persistent",
+                "checkpoint.recovery.every=5",
+                "There is no key checkpoint.recovery.every. Did you mean checkpoint.recovery.every_steps=5?",
+            ),
+            ("sync", "checkpoint.keep=3", "checkpoint.keep cannot itself be 3. Did you mean checkpoint.keep.last=3?"),
+            (
+                "sync",
+                "checkpoint.keep.best=loss",
+                "checkpoint.keep.best cannot itself be loss. Did you mean checkpoint.keep.best.metric=loss?",
+            ),
+            (
+                "sync",
+                "checkpoint.save=100",
+                "checkpoint.save cannot itself be 100. The keys of checkpoint.save: every_steps, every_seconds, at_end.",
+            ),
+            (
+                "sync",
+                "checkpoint.writer.workers=four",
+                "checkpoint.writer.workers must be a whole number, got four.",
+            ),
+            (
+                "sync",
+                "checkpoint.dir=/a=b",
+                "checkpoint.dir=/a=b cannot be read (mismatched input '=' expecting <EOF>). A value with special characters "
+                "needs quotes, in the shell two pairs of them: 'checkpoint.dir=\"/a=b\"'.",
+            ),
+            (
+                "sync",
+                "checkpoint.enabled",
+                "'checkpoint.enabled' is not of the form key=value, such as checkpoint=async_persistent.",
+            ),
+            (
+                "sync",
+                "checkpoint.writer.workers=1,2",
+                "checkpoint.writer.workers=1,2 has several values. Quote them if they are one string; to sweep, run a Hydra app "
+                "with -m.",
+            ),
+            (
+                "sync",
+                "~checkpoint.keep.last",
+                "checkpoint.keep.last cannot be deleted. Set it to null instead, if it may be null: checkpoint.keep.last=null",
+            ),
+        ],
+        2,
+    ),
 )
 def test_what_is_typed_wrong_is_told_in_words(preset: str, override: str | None, text: str) -> None:
     with pytest.raises(CheckpointConfigError) as caught:

@@ -261,7 +261,7 @@ def test_tensors_of_a_device_mesh_are_saved_and_loaded_there_too(preset: str, tm
     assert done.returncode == 0 and "restored one\nrestored two\n" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("preset", ["sync", "async_temporal", "async_persistent", "async_zero_overhead"])
+@pytest.mark.parametrize("preset", in_turn(["sync", "async_temporal", "async_persistent", "async_zero_overhead"], 2))
 def test_a_thread_that_saves_while_the_interpreter_ends_gets_an_answer(preset: str, tmp_path: Path) -> None:
     done = run_program([str(SCRIPTS / "ending.py"), preset], tmp_path, timeout=60)
     answer = "Nothing is saved or loaded any more, because the interpreter is ending"

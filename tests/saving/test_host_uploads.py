@@ -265,11 +265,12 @@ def test_a_process_that_is_killed_is_started_again_by_the_rank_that_has_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     job = uploads(steps=[1])
+    job.start("host-a")
+    before = psutil.Process().children()  # the fork server of other tests among them
     sender = HostUploads(job.policy_of("host-b", max_bytes_per_second=2000))
     sender.start()
-    job.start("host-a")
     job.said("host-a", "began")
-    (process,) = [each for each in psutil.Process().children() if each.pid != job.running["host-a"].pid]
+    (process,) = [each for each in psutil.Process().children() if each not in before]
     process.kill()
     until(lambda: "the process of the uploads of host-b ended with code -9; it is started again" in caplog.text)
     job.end()

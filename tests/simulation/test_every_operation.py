@@ -36,11 +36,11 @@ def kept_configs() -> Iterator[None]:
 
 
 def cases(workloads: list[Workload], always: str) -> list[Any]:
-    """Each workload on each protocol: one of them in every run, the others in turn."""
+    """Each workload on each protocol: one of them in every run, on one protocol; the others in turn."""
     quick = [workload for workload in workloads if workload.name == always]
     others = [workload for workload in workloads if workload.name != always]
     return [
-        *itertools.product(quick, PROTOCOLS),
+        *in_turn(itertools.product(quick, PROTOCOLS), len(PROTOCOLS)),
         *in_turn(itertools.product(others, PROTOCOLS), CUT_STRIDE, marks=[pytest.mark.slow]),
     ]
 

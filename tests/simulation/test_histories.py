@@ -199,7 +199,7 @@ def explore(machine: type[Histories], examples: int, steps: int, folder: Path) -
 
 @pytest.mark.timeout(600)  # 10 s of CPU
 @pytest.mark.parametrize(
-    ("machine", "examples"), [(Histories, 20), pytest.param(FrozenHistories, 10, marks=pytest.mark.slow)]
+    ("machine", "examples"), [(Histories, 10), pytest.param(FrozenHistories, 10, marks=pytest.mark.slow)]
 )
 def test_any_history(machine: type[Histories], examples: int, tmp_path: Path, record_property: Record) -> None:
     explore(machine, examples, 12, tmp_path)

@@ -334,7 +334,7 @@ def test_in_every_app(ask: Ask, line: str, words: str | None) -> None:
             [True, False],
             ["checkpoint=null", "+checkpoint=sync", "stager=pinned", "checkpoint = sync", "checkpoint=synk"],
         ),
-        2,
+        3,
     ),
 )
 def test_the_answer_comes_first_and_alone(
