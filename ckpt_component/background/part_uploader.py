@@ -72,10 +72,9 @@ class PartUploader(Uploading):
     def _is_wanted(self, step: int, local: Scan) -> bool:
         """Whether the host that commits has begun with a step, and waits for the files of this one."""
         attempt = self._attempt(step, local)
-        if not is_called(attempt):
-            return False
         note = read_note(self._storage, note_path(attempt, local.manifests[step], self._policy.host))
-        return note is None or note.attempt != attempt.token
+        # The call goes before the notes: who finds no note, and then a call, is waited for.
+        return (note is None or note.attempt != attempt.token) and is_called(attempt)
 
     def _rest(self, local: Scan, *, ended: bool) -> bool:
         if ended and time.monotonic() >= self._end_at:
