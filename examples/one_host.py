@@ -1,4 +1,4 @@
-"""Training on several hosts, each with copies of another one's snapshots in memory. Its arguments: steps, overrides.
+"""Training on several hosts, each with a disk, and with copies of another one's snapshots. Its argument: steps.
 
 examples/hosts.sh runs it on four hosts that are one machine.
 """
@@ -17,10 +17,11 @@ from ckpt_component import CheckpointListener, LoadReport, SaveReport, build_man
 OVERRIDES = [
     "checkpoint/recovery=peers",
     "checkpoint.recovery.every_steps=1",  # a snapshot in memory after each step, and
-    "checkpoint.save.every_steps=25",  # one on the disk after each 25th
+    "checkpoint.save.every_steps=10",  # and after each tenth one on the disk of each host, uploaded to dir
+    "checkpoint.local.dir=disks/${oc.env:CKPT_HOST}/run",  # on several machines: /scratch/run
     "checkpoint.timeouts.heartbeat=10",  # s; a lost host is noticed sooner than usual
 ]
-PLACES = {"memory": "memory", "peer": "memory, also that of other hosts", "storage": "the disk"}
+PLACES = {"memory": "memory", "peer": "memory, also that of other hosts", "storage": "disk"}
 
 
 class Told(CheckpointListener):
@@ -35,17 +36,16 @@ class Told(CheckpointListener):
         print(f"{host}: step {report.step} is at its peers", flush=True)
 
 
-host, steps, more = os.environ.get("CKPT_HOST"), int(sys.argv[1]), sys.argv[2:]
+host, steps = os.environ["CKPT_HOST"], int(sys.argv[1])
 dist.init_process_group("gloo")
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.set_num_threads(1)
 torch.manual_seed(0)
-module = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
-model = DistributedDataParallel(module)
+layers = (torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+model = DistributedDataParallel(torch.nn.Sequential(*layers))
 optimizer = torch.optim.AdamW(model.parameters())
 state = {"model": model, "optimizer": optimizer}
-
-with build_manager("async_persistent", [*OVERRIDES, *more], dir="shared/run") as manager:
+with build_manager("async_persistent", OVERRIDES, dir="shared/run") as manager:
     manager.add_listener(Told())
     start = manager.restore(state) or 0
     for step in range(start + 1, start + 1 + steps):

@@ -19,7 +19,7 @@ from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, scan_steps
 from ..core.formats.verification import verify_part
 from ..core.storage.files import local_files
-from ..errors import CheckpointCorruptError, CheckpointError
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from .run_watch import RunWatch
 from .upload_policy import UploadPolicy
 from .uploading import Uploading
@@ -73,8 +73,10 @@ class PartUploader(Uploading):
         """Whether the host that commits has begun with a step, and waits for the files of this one."""
         attempt = self._attempt(step, local)
         note = read_note(self._storage, note_path(attempt, local.manifests[step], self._policy.host))
-        # The call goes before the notes: who finds no note, and then a call, is waited for.
-        return (note is None or note.attempt != attempt.token) and is_called(attempt)
+        if note is not None and note.attempt == attempt.token:
+            return False
+        # After the note, which is deleted after the call: if this host has been waited for, there is none.
+        return is_called(attempt)
 
     def _rest(self, local: Scan, *, ended: bool) -> bool:
         if ended and time.monotonic() >= self._end_at:
@@ -147,6 +149,8 @@ class PartUploader(Uploading):
             return
         try:
             verify_part(self._storage, attempt.staging, part)
+        except CheckpointUnreadableError:
+            raise
         except CheckpointCorruptError:
             for entry in part["files"]:  # the next try sends them again
                 with contextlib.suppress(FileNotFoundError):

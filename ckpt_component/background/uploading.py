@@ -59,8 +59,8 @@ class Uploading(ABC):
         locked, pause = self._lock_source(), _FIRST_PAUSE_SECONDS
         try:
             while True:
+                self._run.changed.clear()  # before the look: the end sets it, too
                 ended = self._run.ended.is_set()
-                self._run.changed.clear()
                 step: int | None = None
                 try:
                     local = self._scan_source()

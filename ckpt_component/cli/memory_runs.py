@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import posixpath
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ..core.commit.fencing import read_owner
+from ..core.commit.names import NAMINGS
 from ..core.formats.checkpoints import Root, created_of
 from ..core.spelling import closest
 from ..core.storage.locate import storage_at
@@ -95,34 +95,51 @@ class RunInMemory:
         """The steps of its whole snapshots."""
         return self.snapshots.committed
 
-    def steps_of(self, rank: int) -> list[int]:
-        """The steps of snapshots of which a rank's keeper has the rank's own part."""
-        files = [file.path for file in self._answering[rank].listed("") if file.home is None]
-        return self._steps_of(files)
-
-    def copies_of(self, rank: int) -> list[KeptCopy]:
-        """What a rank's keeper has of ranks on other hosts."""
-        files = defaultdict[int, list[KeptFile]](list)
-        for file in self._answering[rank].listed(""):
-            if file.home is not None:
-                files[file.home].append(file)
-        hosts = self.about[rank].get("homes") or {}
-        return [
-            KeptCopy(home, hosts.get(str(home)), self._steps_of([file.path for file in its]), sum(f.size for f in its))
-            for home, its in sorted(files.items())
-        ]
-
-    def _steps_of(self, files: Sequence[str]) -> list[int]:
-        """The steps of snapshots that have one of these files; what is not whole counts where ranks are elsewhere."""
-        known = self.steps + self.parts
-        folders = {path: step for step, path in self.snapshots.paths.items() if step in known}
-        return sorted({folders[folder] for folder in map(posixpath.dirname, files) if folder in folders})
-
     @property
     def parts(self) -> list[int]:
         """The steps of snapshots of which this host has a part alone, as not all ranks are here."""
         is_all = len(self.about) + len(self.silent) == self.world_size
-        return [] if is_all else sorted(step for step in self.snapshots.paths if step not in self.steps)
+        return [] if is_all else sorted({*self._folders.values()} - {*self.steps})
+
+    def steps_of(self, rank: int) -> list[int]:
+        """The steps of snapshots of which a rank's keeper has the rank's own part."""
+        return self._steps_with([file for file in self._files[rank] if file.home is None])
+
+    def copies_of(self, rank: int) -> list[KeptCopy]:
+        """What a rank's keeper has of ranks on other hosts."""
+        copies = defaultdict[int, list[KeptFile]](list)
+        for file in self._files[rank]:
+            if file.home is not None:
+                copies[file.home].append(file)
+        hosts = self.about[rank].get("homes") or {}
+        return [
+            KeptCopy(home, hosts.get(str(home)), self._steps_with(files), sum(file.size for file in files))
+            for home, files in sorted(copies.items())
+        ]
+
+    def _steps_with(self, files: Sequence[KeptFile]) -> list[int]:
+        """The steps of snapshots that have one of these files; what is not whole counts where ranks are elsewhere."""
+        folders = {*map(self._folder_of, files)}
+        return [step for step in sorted([*self.steps, *self.parts]) if folders & self._folders_of(step)]
+
+    def _folders_of(self, step: int) -> set[str]:
+        return {folder for folder, found in self._folders.items() if found == step}
+
+    @cached_property
+    def _files(self) -> dict[int, list[KeptFile]]:
+        """What each keeper has, by rank."""
+        return {rank: keeper.listed("") for rank, keeper in self._answering.items()}
+
+    @cached_property
+    def _folders(self) -> dict[str, int]:
+        """The folders of snapshots of which some files are here, whole or not, with their steps."""
+        folders = {self._folder_of(file) for files in self._files.values() for file in files}
+        named = ((folder, names.step_of(folder.rpartition("/")[2])) for folder in folders for names in NAMINGS.values())
+        return {folder: step for folder, step in named if step is not None}
+
+    def _folder_of(self, file: KeptFile) -> str:
+        root = self.snapshots.path
+        return f"{root}/{file.path.removeprefix(f'{root}/').partition('/')[0]}"
 
     def facts_of(self, step: int) -> tuple[float, int, int]:
         """When the snapshot of a step became whole, seconds since 1970; its bytes; and the ranks that took it."""
@@ -131,12 +148,13 @@ class RunInMemory:
 
     def drop(self, step: int) -> int:
         """Delete the snapshot of a step from all keepers; returns how many bytes it had."""
-        path, nbytes = self.snapshots.paths[step], 0
-        for keeper in self._answering.values():
-            files = keeper.listed(path)
-            keeper.delete([file.path for file in files])
-            nbytes += sum(file.size for file in files)
-        del self.snapshots
+        nbytes = 0
+        for path in self._folders_of(step):
+            for keeper in self._answering.values():
+                files = keeper.listed(path)
+                keeper.delete([file.path for file in files])
+                nbytes += sum(file.size for file in files)
+        del self.snapshots, self._files, self._folders
         return nbytes
 
 

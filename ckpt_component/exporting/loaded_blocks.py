@@ -9,7 +9,7 @@ import torch
 from ..core.formats import Entry, Index
 from ..core.state import objects
 from ..core.state.dense_tensors import tensor_bytes
-from ..loading.reader import open_source
+from ..loading.open_source import open_source
 from ..loading.source import Access, Request
 from .blocks import BLOCK_BYTES, TensorBlocks
 

@@ -13,7 +13,7 @@ from ..core.formats import Index
 from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.flatten import unflatten
 from ..loading.foreign.archives import RefusedObject
-from ..loading.reader import open_source
+from ..loading.open_source import open_source
 from ..loading.source import Access
 from .export_files import File
 from .selection import Selected

@@ -15,41 +15,26 @@ import torch
 
 from ..core.commit.scan import pointed_folder
 from ..core.commit.visibility import wait_visible
-from ..core.formats.dcp_metadata import Megatron, StockDcp
-from ..core.formats.index import Index
 from ..core.formats.opening import open_index
-from ..core.formats.own import OwnIndex, OwnTorchSave
-from ..core.formats.torch_file import TorchFile
 from ..core.formats.verification import verify_checkpoint
 from ..core.memory.gc_control import collector_paused
 from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
-from ..core.state.flatten import StateDict, unflatten
+from ..core.state.flatten import StateDict
 from ..core.state.key_map import KeyMap
 from ..core.state.objects import refuse_fake_tensors
-from ..core.state.wrapped_modules import canonical_state_of
 from ..core.storage.locate import storage_at
 from ..core.storage.storage import Storage
-from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
+from ..errors import CheckpointNotFoundError
 from .collective import CollectiveLoad, CollectiveLoads, OpenFiles, Phase
-from .foreign.archives import RefusedObject
-from .foreign.dcp import StockDcpSource
-from .foreign.megatron import MegatronSource
-from .foreign.torch_file import TorchFileSource
+from .filling import Filling, load_all, to_device_of
 from .load_options import LoadOptions
 from .mapped_source import MappedSource
-from .mismatch import how_to_find
-from .object_state import load_state
-from .own_dicts import plain_now
+from .open_source import open_source
 from .proof import Proof
-from .ranges import RangeSource
 from .source import Access, Source
-from .target import Target
-from .torch_save import TorchSaveSource
 
 logger = logging.getLogger("ckpt_component.readers")
-
-_ToDevice = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Reader:
@@ -130,7 +115,7 @@ class Reader:
         with ExitStack() as until_read:
             with phase("open"):
                 refuse_fake_tensors()
-                to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
+                to_device, names = to_device_of(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
                 key_map = KeyMap(*names) if any(names) else None
                 verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
                 if wanted.visible is not None:
@@ -142,7 +127,7 @@ class Reader:
                     share = (self._rank, self._world_size) if phase is not nullcontext else (0, 1)
                     until_read.enter_context(source.verified(*share))
             marks.append(("read" if state_dict is None else "match", clock()))
-            target: Target | None = None
+            filling: Filling | None = None
             missing: list[str] = []
             with phase("read"):
                 mapped = None
@@ -153,36 +138,17 @@ class Reader:
                 if state_dict is None:
                     if mapped is not None:
                         mapped.check_ignored([])
-                    state_dict = _load_all(source, to_device, self._progress)
+                    state_dict = load_all(source, to_device, self._progress)
                 else:
-                    if isinstance(state_dict, torch.nn.Module):
-                        state, own_state = canonical_state_of(state_dict)
-                    else:
-                        state = state_dict
-                    target = Target(
-                        state,
-                        source,
-                        self._rank,
-                        self._world_size,
-                        allow_dtype_cast=wanted.allow_dtype_cast,
-                        mapped=mapped,
-                    )
-                    source = target.source
-                    objects = source.read_objects(target.objects)
-                    missing = _match(path, target, objects, mapped, wanted)
+                    filling = Filling(state_dict, source, mapped, wanted, self._rank, self._world_size)
+                    missing = filling.match(path)
                     marks.append(("read", clock()))
-                    tensors = {}
-                    if target.new_tensors:
-                        tensors = _moved(source.new_tensors(target.new_tensors, self._progress), to_device)
-                    target.accept({**tensors, **objects})
-                    source.read_tensors(target.requests, self._progress)
+                    filling.read(to_device, self._progress)
             with phase("take"):  # only now, so that no object waits for one on a rank that could not read
-                if target is not None:
+                if filling is not None:
                     proves = self._prove is Prove.on_read or (wanted.resuming and self._prove is Prove.on_resume)
                     proof = Proof(source.where, self._may_differ) if proves else None
-                    target.finish(proof)
-                    if isinstance(state_dict, torch.nn.Module):
-                        load_state(state_dict, partial(own_state, state), "", source.where, proof)
+                    filling.take(proof)
                     if proof is not None:
                         proof.conclude()
                         self.last_read.update(proven=tuple(proof.proven), differing=tuple(proof.differing))
@@ -242,38 +208,6 @@ class Reader:
         return source
 
 
-def open_source(index: Index, access: Access, rank: int = 0, world_size: int = 1) -> Source:
-    """What reads what a rank loads of a checkpoint.
-
-    Args:
-        index: the checkpoint
-        access: how it is read
-        rank: the rank
-        world_size: number of ranks
-
-    Raises:
-        CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
-    """
-    if isinstance(index, OwnIndex):
-        if index.per_rank and index.world_size not in (1, world_size):
-            raise CheckpointLoadError(
-                f"{index.where} was saved by {index.world_size} ranks with checkpoint/writer={index.format}, which "
-                f"writes one file per rank, and there are {world_size} now; only checkpoints of checkpoint/writer=dcp "
-                "load on another number of ranks."
-            )
-        rank = rank if index.world_size > 1 else 0
-        if isinstance(index, OwnTorchSave):
-            return TorchSaveSource(index, rank, access)
-        return RangeSource(index, index.of_rank(rank), access)
-    if isinstance(index, Megatron):
-        return MegatronSource(index, access)
-    if isinstance(index, StockDcp):
-        return StockDcpSource(index, access)
-    if isinstance(index, TorchFile):
-        return TorchFileSource(index.storage, index.where, access)
-    return RangeSource(index, index.contents, access)
-
-
 def shares_host(world_size: int) -> bool:
     """Whether other ranks may be on this host: torchrun sets how many there are, other launchers may not."""
     return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
@@ -285,78 +219,3 @@ def _spans(marks: Sequence[tuple[str, float]]) -> dict[str, tuple[float, float]]
     for (name, begin), (_, end) in itertools.pairwise(marks):
         spans[name] = begin - started, end - started
     return spans
-
-
-def _match(
-    path: str, target: Target, objects: Mapping[str, Any], mapped: MappedSource | None, wanted: LoadOptions
-) -> list[str]:
-    """Compare a target with a checkpoint, and refuse what does not fit; returns the keys that the checkpoint lacks."""
-    missing = target.compare(objects)
-    if mapped is not None:
-        mapped.check_ignored(target.keys())
-        missing = [key for key in missing if not mapped.is_ignored(key)]
-    target.mismatches.refuse(missing, target.unexpected, strict=wanted.strict, allow_unexpected=wanted.allow_unexpected)
-    advice = how_to_find(missing, target.unexpected) if missing else None
-    if advice is not None:
-        logger.warning("%s may have what is missing under other keys. %s", path, advice)
-    for note in target.notes:
-        logger.warning("%s", note)
-    if target.unexpected:
-        # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
-        level = logging.WARNING if wanted.resuming or target.shortens_lists else logging.INFO
-        text = "%s has keys that the target does not have: %s; they are not loaded"
-        logger.log(level, text, path, first_keys(target.unexpected))
-    return missing
-
-
-def _load_all(source: Source, to_device: _ToDevice, progress: Progress) -> StateDict:
-    contents = source.contents
-    tensors = _moved(source.new_tensors(contents.tensors, progress), to_device)
-    values = {**tensors, **source.read_objects([*contents.objects])}
-    refused = {key: value.kind for key, value in values.items() if isinstance(value, RefusedObject)}
-    if refused:
-        logger.warning(
-            "%s: %d value(s) are objects that safe loading does not create, and are left out: %s; if you trust the "
-            "file, load it with torch.load(weights_only=False)",
-            source.where,
-            len(refused),
-            first_keys([f"{key} ({kind})" for key, kind in refused.items()]),
-        )
-    if plain := plain_now(contents, [()]):
-        logger.warning("%s: %s", source.where, plain)
-    try:
-        kept = {contents.path_of(key): value for key, value in values.items() if key not in refused}
-        return unflatten(kept, contents.containers, classes=True)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise CheckpointCorruptError(f"The keys of {source.where} make up no state dict: {error}.") from error
-
-
-def _moved(tensors: Mapping[str, torch.Tensor], to_device: _ToDevice) -> dict[str, torch.Tensor]:
-    """Move new tensors to their device; tied ones stay tied."""
-    moved = {id(tensor): to_device(tensor) for tensor in {id(tensor): tensor for tensor in tensors.values()}.values()}
-    return {key: moved[id(tensor)] for key, tensor in tensors.items()}
-
-
-def _to_device(map_location: Any) -> _ToDevice:
-    """The function that moves new tensors, from a `map_location` as `torch.load` takes it."""
-    if isinstance(map_location, Mapping):
-        map_location = map_location.get("cpu")
-    if map_location is None:
-        return lambda tensor: tensor
-    if isinstance(map_location, (str, torch.device)):
-        device = torch.device(map_location)
-        return lambda tensor: tensor.to(device)
-    if callable(map_location):
-
-        def by_function(tensor: torch.Tensor) -> torch.Tensor:
-            storage = map_location(tensor.untyped_storage(), "cpu")
-            if storage is None:
-                return tensor
-            empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-            return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-        return by_function
-    raise CheckpointLoadError(
-        f"default_map_location={map_location!r} is a {type(map_location).__name__}; give a device, a dict "
-        "or a function."
-    )

@@ -100,13 +100,14 @@ class Purge:
             logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
             discard(self._run.fs, path)
             self._run.note("delete", old, path)
-        for part in self._outlived_parts(newest):
+        for part in self._outlived_parts():
             logger.info("deleting what is left of the checkpoint of step %d: %s", part, self._known.scan.parts[part])
             discard(self._run.fs, self._run.path_of(part))
 
-    def _outlived_parts(self, newest: int) -> list[int]:
-        """The steps before the newest of which there are only parts, as hosts are lost; none if all are kept."""
-        older = [step for step in self._known.scan.parts if step < newest and self._keep.last is not None]
+    def _outlived_parts(self) -> list[int]:
+        """The steps of which there are only parts, as hosts are lost, and that would not be kept if they were whole."""
+        kept = self._keep.newest(self._known.scan.committed)
+        older = [step for step in self._known.scan.parts if len(kept) == self._keep.last and step < kept[0]]
         self._known.look_again(older)  # the others may be back
         return [step for step in older if step in self._known.scan.parts]
 

@@ -218,6 +218,7 @@ class SaveAttempts:
             self._indexes.sidecars,
             [ReusedFile(*each) for each in shared],
             () if unchanged is None else list(unchanged.items),
+            not self._context.unseen,
         )
         if self._shows_progress:
             self._writing = attempt.token, self._caller.progress()

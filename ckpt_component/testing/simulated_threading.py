@@ -116,11 +116,11 @@ class SimulatedCondition:
         latch = self._clock.latch()
         self._waiting.append(latch)
         self._lock.__exit__(None, None, None)
-        latch.wait(1e9 if timeout is None else timeout)
+        is_notified = latch.wait(1e9 if timeout is None else timeout)
         if latch in self._waiting:
             self._waiting.remove(latch)
         self._lock.__enter__()
-        return latch.is_set
+        return is_notified
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
         """Wait until something holds, at most so many seconds; returns whether it does."""

@@ -22,7 +22,8 @@ from ..core.state import objects as object_codec
 from ..core.state.paths import key_of
 from ..core.state.structure import Stored, Structure
 from ..core.state.tensor_parts import CONTEXT
-from ..core.writing.request import EncodedSave, Lane, ObjectBlob, WriteTable, places_of
+from ..core.writing.request import EncodedSave, ObjectBlob
+from ..core.writing.write_table import Lane, WriteTable, places_of
 from ..errors import CheckpointConfigError
 from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
 from .metadata_pickle import metadata_of

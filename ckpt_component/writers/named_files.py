@@ -21,7 +21,8 @@ from ..core.state.paths import key_of
 from ..core.state.structure import Relation, Stored, Structure
 from ..core.state.tensor_parts import CONTEXT
 from ..core.storage.safe_open import is_plain_name
-from ..core.writing.request import EncodedSave, Lane, ObjectBlob
+from ..core.writing.request import EncodedSave, ObjectBlob
+from ..core.writing.write_table import Lane
 from ..errors import CheckpointStageError
 from .base import FormatPlan, Writer, lanes_by_bytes, make_table
 from .safetensors import SafetensorsPlan

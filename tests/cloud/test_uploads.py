@@ -84,7 +84,7 @@ def test_a_bucket_gets_the_files_of_all_hosts(tmp_path: Path, bucket: Bucket) ->
     """One process is killed on its way, and one host says at first what is not so."""
     hosts = ("host-a", "host-b", "host-c")
     save_on_hosts(tmp_path, hosts, 1, 2, elements=500_000)
-    job = HostProcesses(tmp_path, hosts, f"s3://{bucket.name}/run", silent_seconds=1.0)
+    job = HostProcesses(tmp_path, hosts, f"s3://{bucket.name}/run", silent_seconds=7.0)
     attempt, manifest = job.attempt(2)
     try:
         job.start("host-b", max_bytes_per_second=1e6)
@@ -92,7 +92,7 @@ def test_a_bucket_gets_the_files_of_all_hosts(tmp_path: Path, bucket: Bucket) ->
         job.said("host-b", "began")
         job.running["host-b"].kill()
         write_note(job.storage, note_path(attempt, manifest, "host-c"), PartNote(attempt=attempt.token))
-        job.fails("host-a", "host-b has not gone on sending its files of iter_0000002 for 1 s")
+        job.fails("host-a", "host-b has not gone on sending its files of iter_0000002 for 7 s")
         job.start("host-b")
         job.fails("host-a", "host-c says that it has sent its files of iter_0000002: ")
         assert job.committed() == []

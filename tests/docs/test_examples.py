@@ -105,17 +105,22 @@ def start_hosts(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_lost_host_is_replaced_and_nothing_is_left(tmp_path: Path) -> None:
     job = start_hosts(tmp_path / "job")
-    told, _ = job.communicate(timeout=280)
+    told, _ = job.communicate(timeout=580)
     assert job.returncode == 0, told
-    steps = re.findall(r"^(node\d): step (\d+) from memory, also that of other hosts$", told, re.MULTILINE)
-    assert [host for host, _ in steps] == ["node0", "node2", "node3", "node4"] and len({step for _, step in steps}) == 1
+    steps = re.findall(r"^(node\d): step (\d+) from (memory, also that of other hosts|disk)$", told, re.MULTILINE)
+    assert [host for host, *_ in steps] == ["node0", "node2", "node3", "node4"] * 2
+    assert {place for *_, place in steps[:4]} == {"memory, also that of other hosts"}, "node4 has it from node3"
     assert re.search(r"^ +1  node1 .*  rank 3's$", told, re.MULTILINE), "node3 has the copies of node1's rank"
-    assert re.search(r"^restored step \d+ from peers: ", told, re.MULTILINE) and "Killed" not in told
-    assert hosts_of(tmp_path / "job") == []
+    assert {place for *_, place in steps[4:]} == {"disk"}, "memory is lost, and the disks are not"
+    assert len({step for _, step, _ in steps}) == 2
+    assert "part: its files are on node0, node2, node3, node4" in told
+    assert re.search(r"^ +\d+ .* 4  committed, newest$", told, re.MULTILINE), "the hosts have uploaded their files"
+    assert "Killed" not in told and hosts_of(tmp_path / "job") == []
     again = start_hosts(tmp_path / "job")
     refused, _ = again.communicate(timeout=30)
     assert again.returncode == 2 and refused.endswith("has a run already; name a new folder\n")

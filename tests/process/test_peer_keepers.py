@@ -22,15 +22,8 @@ from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.process import ByteProcess
-from ckpt_component.core.writing.request import (
-    FileSpec,
-    Lane,
-    ObjectBlob,
-    WriteOptions,
-    WriteRequest,
-    WriteTable,
-    places_of,
-)
+from ckpt_component.core.writing.request import ObjectBlob, WriteOptions, WriteRequest
+from ckpt_component.core.writing.write_table import FileSpec, Lane, WriteTable, places_of
 from ckpt_component.errors import CheckpointSaveError
 from ckpt_component.testing.conformance.leftovers import memfds, nothing_left
 

@@ -106,8 +106,11 @@ def train(state: dict[str, Any]) -> None:
 
 
 def state_of(value: float, writer: str = "dcp", device: str = "cpu") -> dict[str, Any]:
-    """A state of each kind of value; with more small tensors than one system call takes. The optimizer has no step."""
-    model = module_of(value, device)
+    """A state of each kind of value; for `dcp` with more small tensors than one system call takes.
+
+    The optimizer has no step.
+    """
+    model, small = module_of(value, device), 1100 if writer == "dcp" else 30
     tensors = {
         "large": made(value, 300_000, device=device),
         "strided": made(value, 3, 4, device=device).cumsum(0).t(),
@@ -116,7 +119,7 @@ def state_of(value: float, writer: str = "dcp", device: str = "cpu") -> dict[str
         "complex": made(value, 3, dtype=torch.complex64),
         "flag": made(value, dtype=torch.bool),
         "empty": made(value, 0),
-        "many": {f"{number}": made(value + number, 3, device=device) for number in range(1100)},
+        "many": {f"{number}": made(value + number, 3, device=device) for number in range(small)},
     }
     if writer == "safetensors":
         return {"model": model, **tensors}

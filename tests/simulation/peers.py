@@ -42,6 +42,7 @@ from ckpt_component.core.commit.names import MEGATRON, owned_token
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
+from ckpt_component.core.memory import huge_pages
 from ckpt_component.core.options import Prove, RecoveryMode, Verify
 from ckpt_component.core.processes import framing
 from ckpt_component.core.storage.memory import (
@@ -153,7 +154,7 @@ class ClusterPatches(HostPatches):
         super().__enter__()
         patch, threads = self._patch, SimulatedThreading(self._running)
         timed = (at_peers, framing, keeper_server, connected_keeper, arrivals, passing, copy_sender, copy_taker)
-        for module in (*timed, peer_sockets):
+        for module in (*timed, peer_sockets, huge_pages):
             patch.setattr(module, "time", self.time)
         for module in (at_peers, peer_keeper, arrivals, passing):
             patch.setattr(module, "threading", threads)
@@ -167,6 +168,7 @@ class ClusterPatches(HostPatches):
             patch.setattr(module, "dist", Current(lambda: self.cluster.gloo, None))
         patch.setattr(read_once, "distributed", lambda: self.cluster.gloo)
         patch.setattr(save_lane, "ThreadPoolExecutor", lambda count, thread_name_prefix: Lane(self._running()))
+        patch.setattr(copy_taker, "ThreadPoolExecutor", AtOnce)
         patch.setattr(keeper_module, "CopyTaker", self._taker)
         patch.setattr(peer_memory, "keepers_of", lambda path: self._set().keepers_at(path))
         patch.setattr(peer_memory, "tokens_of", lambda root: self._set().tokens(root))
@@ -236,6 +238,27 @@ class PeerTrainerMemory(TrainerMemory):
         super(TrainerMemory, self).__init__(find, own)
         self.clock = process.clock
         self._life, self._process = life, process
+
+
+class AtOnce:
+    """In the place of a `ThreadPoolExecutor`: who gives it a task does that itself."""
+
+    def __init__(self, count: int, thread_name_prefix: str) -> None:
+        pass
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, task: Callable[[], Any]) -> Future[Any]:
+        done = Future[Any]()
+        try:
+            done.set_result(task())
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 class Lane:

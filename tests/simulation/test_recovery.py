@@ -19,7 +19,7 @@ from strides import STRIDE_OFFSET, in_turn
 
 PAIRS = [*itertools.product(TROUBLES, repeat=2)]
 #: In the quick tests one pair has its turn, in the slow ones a few more, in the soak all.
-SLOW_STRIDE = 60
+SLOW_STRIDE = 120
 
 
 class Host:

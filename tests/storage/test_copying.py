@@ -20,7 +20,7 @@ from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.copying import Continued, copy_checkpoint
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.liveness import AttemptLock
-from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
 from ckpt_component.core.commit.names import OWNER
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
@@ -28,10 +28,11 @@ from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import (
     CheckpointCorruptError,
     CheckpointFencedError,
+    CheckpointSaveError,
     CheckpointStorageFullError,
     CheckpointUnreadableError,
 )
-from ckpt_component.testing import Disk, SimulatedFiles
+from ckpt_component.testing import Disk, Fault, SimulatedBucket, SimulatedFiles, SimulatedObjects
 
 SOURCE, TARGET = "/runs/one/iter_0000001", "/runs/two/iter_0000001"
 ROOT = os.path.dirname(TARGET)
@@ -125,15 +126,15 @@ def test_a_copy_is_fenced_at_its_commit(saved: str, tmp_path: Path) -> None:
     assert storage.names(str(tmp_path)) == [OWNER]
 
 
-def source_on(files: FileStorage) -> Mapping[str, Any]:
-    """Make a checkpoint of `FILES`; returns its manifest."""
+def source_on(files: FileStorage, content: Mapping[str, bytes] = FILES) -> Mapping[str, Any]:
+    """Make a checkpoint of files; returns its manifest."""
     files.make_folders(os.path.dirname(SOURCE))
     attempt = commit.new_attempt(files, SOURCE, new_token())
     commit.begin(attempt)
-    for name, data in FILES.items():
+    for name, data in content.items():
         files.write_new(os.path.join(attempt.staging, name), data)
     commit.publish(
-        attempt, [{"rank": 0, "files": [{"name": name, "size": len(data)} for name, data in FILES.items()]}], {}, {}
+        attempt, [{"rank": 0, "files": [{"name": name, "size": len(data)} for name, data in content.items()]}], {}, {}
     )
     manifest = read_manifest(files, SOURCE)
     assert manifest is not None
@@ -275,3 +276,36 @@ def test_when_a_file_cannot_be_copied_the_others_are_not_copied_to_their_end() -
             continued=Continued(manifest["attempt"], FencingToken(files, ROOT), pace),
         )
     assert sum(paced) < len(FILES["large"])
+
+
+@pytest.mark.parametrize("kind", ["fail", "lost"])
+@pytest.mark.parametrize("place", ["rename", "manifest", "bucket"])
+def test_after_any_operation_that_fails_the_next_try_completes_the_copy(place: str, kind: str) -> None:
+    source = SimulatedFiles(Disk())
+    manifest = source_on(source, {"one": b"1234", "two": b"5678"})
+
+    def is_beyond(number: int) -> bool:
+        """Whether there are fewer operations."""
+        faults = {number: Fault(kind)}
+        target: SimulatedBucket | SimulatedFiles = SimulatedBucket(SimulatedObjects(), faults)
+        if place != "bucket":
+            target = SimulatedFiles(Disk(), faults, atomic_rename=place == "rename", locks=place == "rename")
+        continued = Continued(manifest["attempt"], FencingToken(target, ROOT), do_nothing)
+
+        def copy() -> None:
+            copy_checkpoint(source, SOURCE, manifest, target, TARGET, do_nothing, continued=continued)
+
+        try:
+            copy()
+        except OSError:
+            copy()
+        except CheckpointSaveError as error:
+            assert kind == "lost", error  # it is unknown what became of the last step
+        beyond = len(target.operations) < number
+        faults.clear()
+        made = read_manifest(target, TARGET)
+        assert made is not None, target.operations[number - 1]
+        check_files(target, data_folder(target, TARGET, made), made)
+        return beyond
+
+    assert any(map(is_beyond, range(1, 200)))

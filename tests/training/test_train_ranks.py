@@ -214,7 +214,7 @@ def test_sigterm_to_all_processes_saves_once_and_leaves_in_time(
         assert code == 0 and f"restored step {last} from" in output, output
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_torchrun_starts_again_from_the_last_commit_after_a_rank_was_killed_in_mid_save(
     start: Started, tmp_path: Path
 ) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ..measure.loop_clock import LoopClock
 from ..measure.states import STATES, make_state
 from ..measure.training_loop import Loop
 from .keeper_pair import KeeperPair
@@ -15,23 +16,22 @@ from .keeper_pair import KeeperPair
 #: Copies into new memory, before those that are measured: a run has two copies at a peer, and uses their memory again.
 _FIRST = 2
 _SECONDS = 300.0
+_QUIET_STEPS = 25
 
 
-def measure_copies(
-    state: str, pairs: int, step_seconds: float, loop_threads: int, folder: str
-) -> Iterator[dict[str, Any]]:
+def measure_copies(state: str, pairs: int, step_seconds: float, folder: str) -> Iterator[dict[str, Any]]:
     """Seconds of copies and of plain streams in turn, and how much longer steps take beside copies.
 
     Args:
         state: whose tensors are copied
         pairs: how many times
         step_seconds: approximate duration of a step
-        loop_threads: threads of a step
         folder: not used
 
     Yields:
         `bytes`; seconds of each turn, as `stream`, `copy`, and `first_copy`, into new memory; CPU seconds of both
-        processes, as `stream_cpu` and `copy_cpu`; `step_ratio` of each turn.
+        processes, as `stream_cpu` and `copy_cpu`; and if steps can have a core of their own, `step_ratio` and
+        `step_cpu_ratio` of each turn.
     """
     items = [math.prod(shape) * dtype.itemsize for _, shape, dtype in STATES[state]()]
     with KeeperPair(items) as pair:
@@ -45,18 +45,32 @@ def measure_copies(
             "stream_cpu": [stream.cpu_s for stream, _ in turns],
             "copy_cpu": [copy.cpu_s for _, copy in turns],
         }
-        loop = Loop(make_state("tiny"), loop_threads, step_seconds)
-        yield {"step_ratio": [_step_ratio(loop, pair) for _ in range(pairs)]}
+        first_core, *others = sorted(os.sched_getaffinity(0))
+        if others:
+            os.sched_setaffinity(0, {first_core})
+            pair.stay_on(others)
+            loop = Loop(make_state("tiny"), 1, step_seconds)
+            ratios = [_step_ratios(loop, pair) for _ in range(pairs)]
+            yield {"step_ratio": [wall for wall, _ in ratios], "step_cpu_ratio": [cpu for _, cpu in ratios]}
 
 
-def _step_ratio(loop: Loop, pair: KeeperPair) -> float:
-    """How long steps are while a snapshot is copied, over those just before and after it."""
+def _step_ratios(loop: Loop, pair: KeeperPair) -> tuple[float, float]:
+    """How long steps are while a snapshot is copied, over those before and after it; and the same of their CPU."""
     with ThreadPoolExecutor(1) as pool:
-        before = [loop.step() for _ in range(10)]
+        before = _steps(loop, lambda steps: steps == _QUIET_STEPS)
         copying = pool.submit(pair.copy)
-        beside = [loop.step()]
-        while not copying.done():
-            beside.append(loop.step())
+        beside = _steps(loop, lambda _: copying.done())
         copying.result(_SECONDS)
-    after = [loop.step() for _ in range(10)]
-    return statistics.fmean(beside) / statistics.fmean([*before, *after])
+    after = _steps(loop, lambda steps: steps == _QUIET_STEPS)
+    wall, cpu = (2 * b / (a + c) for a, b, c in zip(before, beside, after, strict=True))
+    return wall, cpu
+
+
+def _steps(loop: Loop, is_enough: Callable[[int], bool]) -> tuple[float, float]:
+    """The mean seconds of steps, without what the host stole, and their mean CPU seconds."""
+    clock, steps = LoopClock(), 0
+    while steps == 0 or not is_enough(steps):
+        loop.step()
+        steps += 1
+    spent = clock.spent()
+    return spent.wall_s / steps, spent.cpu_s / steps

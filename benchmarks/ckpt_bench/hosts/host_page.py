@@ -22,7 +22,7 @@ _COPY_BOUND, _READ_BOUND, _STEP_BOUND = 0.8, 1.2, 1.05
 
 LEGEND = """stream: seconds of all bytes over a plain TCP connection, between the same two processes
 copy: of a snapshot to its peer, verified; first: into memory that is new
-step x: length of a training step beside copies, over that without
+step x: length of a training step, on a core of its own, beside copies, over that without
 read once: seconds of a load of all hosts, of which each wants everything; least: size over rate of the storage
 x: over the figure before it, turn by turn, the median; CPU: seconds of all processes together"""
 

@@ -40,9 +40,8 @@ def measure_hosts(
         By row, its figures, which are lists of its turns.
     """
     bench, (state,) = request.bench, request.states
-    loop = {"step_seconds": bench.step_seconds, "loop_threads": bench.loop_threads}
     wanted: dict[str, tuple[str, dict[str, Any]]] = {
-        COPIES: ("hosts.copies:measure_copies", {"pairs": bench.pairs, **loop})
+        COPIES: ("hosts.copies:measure_copies", {"pairs": bench.pairs, "step_seconds": bench.step_seconds})
     }
     for hosts in request.sizes["hosts"]:
         arguments = {"hosts": hosts, "rate": bench.storage_rate, "loads": bench.saves}

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -80,6 +80,11 @@ class KeeperPair:
         self._taker.ask("drop", self._number - 1)
         return moved
 
+    def stay_on(self, cores: Collection[int]) -> None:
+        """Have both run on these cores alone."""
+        for process in (self._sender, self._taker):
+            process.ask("stay", [*cores])
+
     def _moved(self, what: str, *arguments: Any) -> Moved:
         before = self._cpu()
         if what == "stream":
@@ -132,6 +137,7 @@ class _SpawnedProcess:
 
 def _serve(pipe: Connection, acts: _Acts) -> None:
     """Do what is asked, until the pipe is closed."""
+    acts = {**acts, "cpu": time.process_time, "stay": _stay_on}
     while True:
         try:
             what, *arguments = pipe.recv()
@@ -141,6 +147,11 @@ def _serve(pipe: Connection, acts: _Acts) -> None:
             pipe.send(acts[what](*arguments))
         except Exception as error:
             pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _stay_on(cores: Collection[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def _serve_taker(pipe: Connection, nbytes: int) -> None:
@@ -169,7 +180,6 @@ def _serve_taker(pipe: Connection, nbytes: int) -> None:
             "ports": lambda: (entrance.port, listener.getsockname()[1]),
             "receive": receive,
             "drop": drop,
-            "cpu": time.process_time,
         },
     )
     server.close()
@@ -207,7 +217,7 @@ def _serve_sender(pipe: Connection, items: Sequence[int]) -> None:
         files.delete([file.path for file in files.listed("")])
         return seconds
 
-    _serve(pipe, {"connect": connect, "stream": stream, "copy": copy, "cpu": time.process_time})
+    _serve(pipe, {"connect": connect, "stream": stream, "copy": copy})
 
 
 def _step(number: int) -> str:

@@ -103,7 +103,7 @@ def copy_checkpoint(
     attempt = new_attempt(storage, target, token, owner)
     # Locked before the root is acquired, which deletes the files of dead attempts.
     again = continued is not None and storage.is_real_folder(attempt.staging)
-    lock = AttemptLock(storage, attempt) if again else None
+    lock = AttemptLock(storage, attempt, owner) if again else None
     try:
         if continued is not None:
             continued.ownership.acquire()
@@ -116,7 +116,7 @@ def copy_checkpoint(
         missing = _missing(attempt, files, kept)
         if lock is None:
             begin(attempt)
-            lock = AttemptLock(storage, attempt)
+            lock = AttemptLock(storage, attempt, owner)
         try:
             if part is not manifest:
                 call_for_parts(attempt)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..storage.host_folders import HostFolders
+from .manifest import read_manifest
 from .manifest_commit import ManifestCommit
 from .protocol import Attempt
 
@@ -55,6 +56,11 @@ class HostCommit(ManifestCommit):
             hosts.setdefault(names[rank["rank"]], []).extend(entry["name"] for entry in rank["files"])
         hosts[names[0]].extend(sidecars)
         return {**super().manifest_fields(attempt, ranks, sidecars), "hosts": hosts}
+
+    def _committed_token(self, target: str) -> str | None:
+        """See the base class: the manifest on this host says so, whether or not others can be asked."""
+        manifest = read_manifest(self.storage.fs, self.storage.here(target))
+        return None if manifest is None else str(manifest.get("attempt"))
 
 
 class HostAttempt(Attempt):

@@ -16,13 +16,18 @@ from functools import cached_property
 
 from ..clock import Latch, Thread
 from ..processes.running import ProcessName
-from ..storage.files import FileStorage, local_files
+from ..storage.files import FileStorage
+from ..storage.host_folders import HostFolders
 from ..storage.new_names import new_token
 from ..storage.storage import Storage
 from .names import ALIVE_PREFIX, TRIAL_PREFIX
 from .protocol import Attempt
 
 logger = logging.getLogger("ckpt_component.storage")
+
+#: Where a folder can be locked: of several hosts, on this one.
+_WithLocks = (FileStorage, HostFolders)
+_Lockable = FileStorage | HostFolders
 
 TOUCH_SECONDS = 5.0
 #: Without locks, an attempt that did not change for this long is considered dead.
@@ -42,23 +47,26 @@ class AttemptLock:
     Args:
         storage: the storage
         attempt: an attempt that has begun
+        holder: names who locks it again after a failure, of which a mark may have stayed; empty: nobody does
 
     Raises:
         OSError: the folder could be neither locked nor marked
     """
 
-    def __init__(self, storage: Storage, attempt: Attempt) -> None:
+    def __init__(self, storage: Storage, attempt: Attempt, holder: str = "") -> None:
         self._storage = storage
         self._attempt = attempt
         self._root = os.path.dirname(attempt.target)
         self._mark: str | None = None
         self._touching: tuple[Thread, Latch] | None = None
-        files = local_files(storage)
-        self._lock = None if files is None else _locked(files, attempt.staging)
+        self._lock = _locked(storage, attempt.staging) if isinstance(storage, _WithLocks) else None
         if self._lock is None:
-            process = ProcessName.current().key
-            self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{process}.{new_token()}")
-            storage.close(storage.create(self._mark))
+            name = f"{ALIVE_PREFIX}{attempt.token}.{ProcessName.current().key}.{holder or new_token()}"
+            self._mark = os.path.join(self._root, name)
+            try:
+                storage.close(storage.create(self._mark))
+            except FileExistsError:  # this holder made it, and was told that it failed
+                storage.touch(self._mark)
             over = storage.clock.latch()
             self._touching = storage.clock.start("ckpt-alive", self._touch, self._mark, over), over
 
@@ -161,7 +169,7 @@ class LifeSigns:
             return self._storage.clock.date()
 
 
-def _locked(files: FileStorage, folder: str) -> tuple[FileStorage, int] | None:
+def _locked(files: _Lockable, folder: str) -> tuple[_Lockable, int] | None:
     """Lock a folder, as long as its descriptor is open; None: the file system has no locks."""
     fd, locked, deadline = files.open_folder(folder), None, files.clock.now() + _LOOK_SECONDS
     try:
@@ -175,7 +183,7 @@ def _locked(files: FileStorage, folder: str) -> tuple[FileStorage, int] | None:
     return (files, fd) if locked else None
 
 
-def try_lock(files: FileStorage, fd: int, how: int, path: str) -> bool | None:
+def try_lock(files: _Lockable, fd: int, how: int, path: str) -> bool | None:
     """Lock an open folder without waiting. False: another process holds it; None: the file system has no locks."""
     try:
         files.flock(fd, how | fcntl.LOCK_NB)
@@ -198,14 +206,18 @@ def try_lock(files: FileStorage, fd: int, how: int, path: str) -> bool | None:
 
 def is_locked(storage: Storage, path: str) -> bool | None:
     """Whether a live process holds an `AttemptLock` on a folder; None: the storage has no locks."""
-    files = local_files(storage)
-    if files is None:
+    if not isinstance(storage, _WithLocks):
         return None
-    fd = files.open_folder(path)
     try:
-        locked = try_lock(files, fd, fcntl.LOCK_EX, path)
+        fd = storage.open_folder(path)
+    except FileNotFoundError:
+        if not storage.exists(path):
+            raise
+        return False  # it is on other hosts alone, and the leading rank holds its lock where it made the attempt
+    try:
+        locked = try_lock(storage, fd, fcntl.LOCK_EX, path)
     finally:
-        files.close_folder(fd)
+        storage.close_folder(fd)
     return None if locked is None else not locked
 
 

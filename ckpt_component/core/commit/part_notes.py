@@ -61,8 +61,12 @@ def call_for_parts(attempt: Attempt) -> None:
 
 
 def is_called(attempt: Attempt) -> bool:
-    """Whether an attempt waits for the files of the hosts."""
-    return attempt.protocol.storage.size(os.path.join(attempt.staging, _CALL)) is not None
+    """Whether an attempt waits for the files of the hosts. Reads the call, as a network file system caches names."""
+    try:
+        attempt.protocol.storage.read(os.path.join(attempt.staging, _CALL), _MAX_BYTES)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def note_path(attempt: Attempt, manifest: Mapping[str, Any], host: str) -> str:

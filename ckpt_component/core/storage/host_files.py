@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from operator import attrgetter
 from typing import IO, Any
 
 from ..memory.scratch import ScratchBlock
@@ -64,12 +66,10 @@ class HostFiles(FileSet):
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
         batch_bytes: float = math.inf,
     ) -> None:
-        """Read what is here, in the way that is best for its disk, and then what is elsewhere; see the base class."""
-        places = dict[FileSet, list[RangeRead]]()
-        for read in reads:
-            places.setdefault(self._place(read.file), []).append(read)
-        for place, its in sorted(places.items(), key=lambda each: each[0] is not self._here):
-            place.read_all(its, progress, inside=inside, batch_bytes=batch_bytes)
+        """Read in file order, which is that of turns, and each place in the way that is best; see the base class."""
+        ordered = sorted(reads, key=attrgetter("file"))
+        for place, its in itertools.groupby(ordered, key=lambda read: self._place(read.file)):
+            place.read_all([*its], progress, inside=inside, batch_bytes=batch_bytes)
 
     def _place(self, name: str) -> FileSet:
         """Where a file is; here, if nobody has it. Raises as `size`."""

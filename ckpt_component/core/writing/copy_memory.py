@@ -23,20 +23,48 @@ class CopyBlock:
 
     Args:
         nbytes: its size
+        name: of its keeper, for errors
 
     Attributes:
-        pages: the memory
+        fd: its descriptor
         nbytes: see above
         source: its number in `KeptFiles`, a new one for each copy
         is_filling: whether a copy is on its way into it
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.pages = SharedPages(nbytes)
+    def __init__(self, nbytes: int, name: str) -> None:
+        self._pages = SharedPages(nbytes)
+        self._name = name
+        self.fd = self._pages.fd
         self.nbytes = nbytes
         self.source = 0
         self.is_filling = True
-        weakref.finalize(self, os.close, self.pages.fd).atexit = False
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+    def part(self, start: int, end: int, deadline: float) -> memoryview:
+        """The memory from `start` to `end`, when it is allocated.
+
+        Raises:
+            TimeoutError: it is not in time
+            OSError: there is not enough memory
+        """
+        try:
+            self._pages.wait(end, deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"{self._name} has no memory for a copy: {error.strerror}") from error
+        return self._pages.memory[start:end]
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Allocate it in a thread, within a context. What goes wrong there is raised by `part`."""
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pages") as pool:
+            pool.submit(self._pages.allocate, 1)
+            try:
+                yield
+            finally:
+                self._pages.stop()
 
 
 class CopyMemory:
@@ -59,7 +87,7 @@ class CopyMemory:
     def block(self, home: int, nbytes: int) -> Iterator[CopyBlock]:
         """Memory for a copy, into which nothing else comes until it is free of files again.
 
-        It may still be being allocated, in a thread: `SharedPages.wait` before a part of it is used.
+        It may still be being allocated, in a thread.
 
         Args:
             home: whose copy it is
@@ -73,11 +101,11 @@ class CopyMemory:
             is_new = block is None
             if block is None:
                 self._refuse_large(nbytes)
-                block = CopyBlock(nbytes)
+                block = CopyBlock(nbytes, self._name)
                 self._blocks.setdefault(home, []).append(block)
             block.is_filling, block.source = True, self._files.new_source()
         try:
-            with _allocating(block.pages) if is_new else contextlib.nullcontext():
+            with block.allocating() if is_new else contextlib.nullcontext():
                 yield block
         except BaseException:
             with self._lock:
@@ -101,14 +129,3 @@ class CopyMemory:
         left = self._available()
         if nbytes > left:
             raise OSError(errno.ENOMEM, f"{self._name} has {left} bytes of memory left, too few for a copy of {nbytes}")
-
-
-@contextlib.contextmanager
-def _allocating(pages: SharedPages) -> Iterator[None]:
-    """Allocate memory in a thread. What goes wrong there is raised where the memory is waited for."""
-    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pages") as pool:
-        pool.submit(pages.allocate, 1)
-        try:
-            yield
-        finally:
-            pages.stop()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..memory.available import available_bytes
@@ -24,13 +26,12 @@ from ..storage.memory.keeper_server import failure_of
 from ..storage.memory.kept_files import ImageRange, KeptFiles
 from .copy_memory import CopyBlock, CopyMemory
 from .range_writer import SumCursor
-from .request import Lane
+from .write_table import Lane
 
 #: How long a copy's next bytes may take, and the end of a connection over which one was refused.
 _STALL_SECONDS = 10.0
-#: Bytes whose checksum is computed while the next ones come. They are still in a cache that the processors share, and
-#: so many that the two threads seldom wake each other.
-_PIECE_BYTES = 4 << 20
+#: Bytes to receive and sum at once, which fit into a processor's cache.
+_PIECE_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 
 
@@ -112,7 +113,7 @@ class CopyTaker:
                         self._receive(channel, block, base, length, path, until)
                         contents[path] = ImageRange(block.source, base, length, tails[number]), modified
                         base += align(length)
-                    self._files.put_replica(home, folder, contents, (block.source, block.pages.fd))
+                    self._files.put_replica(home, folder, contents, (block.source, block.fd))
             else:
                 yield {"wanted": wanted}
                 self._files.put_replica(home, folder, contents)
@@ -133,37 +134,75 @@ class CopyTaker:
         checksum = find_checksum(header["algorithm"] or "crc32", self._checksum_home())
         found = [checksum.of(memoryview(b""))] * len(right)
         cursor = SumCursor(Lane(0, 0, length, 0, memoryview(places)), checksum, found)
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as helper:
-            summing = list[Future[None]]()
-            for start in range(base, base + length, _PIECE_BYTES):
-                end = min(start + _PIECE_BYTES, base + length)
-                self._wait_for_memory(block, end, until)
-                piece = block.pages.memory[start:end]
-                try:
-                    is_there = channel.receive_into(piece, until)
-                except TimeoutError as error:
-                    raise _late(path, until) from error
-                if not is_there:
-                    raise _hung_up()
-                summing.append(helper.submit(cursor.feed, [piece]))
-            for each in summing:
-                each.result(_STALL_SECONDS)
+        incoming = _IncomingFile(channel, block, (base, base + length), path, until, cursor)
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-copy") as helper:
+            other = helper.submit(incoming.work)
+            incoming.work()
+            other.result(_STALL_SECONDS)
         for number, value in enumerate(right):
             if found[number] != value:
                 raise self._damaged(path, f"the item at byte {places[2 * number]}")
-        memory = block.pages.memory[base : base + length]
+        memory = block.part(base, base + length, until)
         if sum_between(places, length, lambda start, end: iter([memory[start:end]])) != header["others"]:
             raise self._damaged(path, "what lies between its items")
-
-    def _wait_for_memory(self, block: CopyBlock, end: int, until: float) -> None:
-        try:
-            block.pages.wait(end, until)
-        except OSError as error:
-            raise OSError(error.errno, f"{self._name} has no memory for a copy: {error.strerror}") from error
 
     def _damaged(self, path: str, what: str) -> OSError:
         text = f"{what} was damaged on its way to {self._name}: the bytes do not match their checksum"
         return OSError(errno.EBADMSG, text, path)
+
+
+class _IncomingFile:
+    """The bytes of a file, which two threads receive and sum in turn: each sums its piece while the other receives.
+
+    So a piece is summed by the processor that has it in its cache, and no thread waits for the other one to wake up.
+
+    Args:
+        channel: to who sends them
+        block: where they go
+        place: start and end there
+        path: of the file, for errors
+        until: when they must be here, monotonic seconds
+        cursor: sums them
+    """
+
+    def __init__(
+        self, channel: Channel, block: CopyBlock, place: tuple[int, int], path: str, until: float, cursor: SumCursor
+    ) -> None:
+        self._channel, self._block, self._path, self._until, self._cursor = channel, block, path, until, cursor
+        start, self._end = place
+        self._starts = deque(range(start, self._end, _PIECE_BYTES))
+        self._receiving, self._summing = threading.Lock(), threading.Lock()
+
+    def work(self) -> None:
+        """Receive and sum, in turn with another thread, until nothing is left; raises OSError."""
+        while (piece := self._next()) is not None:
+            try:
+                self._cursor.feed([piece])
+            finally:
+                self._summing.release()
+
+    def _next(self) -> memoryview | None:
+        """Receive the next piece, and keep others from summing theirs before it; None: there is none."""
+        with self._receiving:
+            if not self._starts:
+                return None
+            try:
+                return self._receive(self._starts.popleft())
+            except OSError:
+                self._starts.clear()  # the other thread is to end too
+                raise
+
+    def _receive(self, start: int) -> memoryview:
+        try:
+            piece = self._block.part(start, min(start + _PIECE_BYTES, self._end), self._until)
+            is_there = self._channel.receive_into(piece, self._until)
+            if is_there and not self._summing.acquire(timeout=_STALL_SECONDS):
+                raise TimeoutError
+        except TimeoutError as error:
+            raise _late(self._path, self._until) from error
+        if not is_there:
+            raise _hung_up()
+        return piece
 
 
 def _late(path: str, until: float) -> TimeoutError:

@@ -18,8 +18,9 @@ from ..storage.checksum import Checksum, find_checksum
 from ..storage.memory.file_sums import FileSums
 from ..storage.memory.kept_files import KeptFiles
 from .range_writer import SumCursor
-from .request import Lane, ReusedFile, WriteRequest, WriteResult, WriteTable
+from .request import ReusedFile, WriteRequest, WriteResult
 from .write_job import sizes_of, sum_objects, write_integrity
+from .write_table import Lane, WriteTable
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.
 _CHUNK_BYTES = 4 << 20

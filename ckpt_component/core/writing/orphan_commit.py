@@ -50,7 +50,7 @@ class UndecidedSave:
         try:
             if is_over(attempt):
                 return  # the trainer died between the commit and its word of it
-            votes = self._votes()
+            votes = self._votes() if request.sees_all else None
             if votes is None:
                 _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
                 abandon(attempt)

@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..memory.huge_pages import align, align_down
 from ..storage.checksum import Checksum, Stream
-from .request import Lane, WriteRequest
+from .request import WriteRequest
+from .write_table import Lane
 
 #: This much is still in the core's cache (2 MB) when its checksum is computed right after the copy.
 _CACHED_BYTES = 512 << 10

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypedDict
 
@@ -13,6 +11,7 @@ from ..commit.protocols import attempt_here
 from ..options import ResolvedTimeouts
 from ..storage.locate import storage_at
 from ..storage.storage import Held, Storage
+from .write_table import WriteTable
 
 
 class ByteSource(Protocol):
@@ -40,102 +39,6 @@ class ByteSource(Protocol):
             whole: return one piece, page-aligned in memory
         """
         ...
-
-
-@dataclass(frozen=True)
-class Lane:
-    """A range for one parallel writer: bytes [start, end) of a file, and the items in it.
-
-    Attributes:
-        file: its number in the table
-        start: offset of the first byte
-        end: offset after the last byte
-        first: number of the first item among all items
-        places: offsets and lengths of the items, packed by `places_of`
-    """
-
-    file: int
-    start: int
-    end: int
-    first: int
-    places: memoryview
-
-
-def places_of(items: Iterable[tuple[int, int]]) -> memoryview:
-    """Pack the ascending offsets and the lengths of items in a file; tuples would take ten times the memory.
-
-    Args:
-        items: (offset, length) of each
-
-    Returns:
-        64-bit integers: offset, length, offset, length, and so on.
-    """
-    return memoryview(array("Q", itertools.chain.from_iterable(items)))
-
-
-@dataclass(frozen=True)
-class FileSpec:
-    """One file of the image: its name, where its bytes start in the image, and its size."""
-
-    name: str
-    base: int
-    size: int
-
-
-@dataclass(frozen=True)
-class WriteTable:
-    """The constant part of a rank's requests, sent to the writer process once per structure.
-
-    Attributes:
-        number: unique to the table
-        files: the files whose bytes come from the image
-        lanes: what each parallel writer writes, in order
-        item_count: number of items in all lanes
-        description: JSON text that describes items and keys for readers; copied unchanged into the integrity file
-        checksum: algorithm of the items' checksums
-    """
-
-    number: int
-    files: Sequence[FileSpec]
-    lanes: Sequence[Sequence[Lane]]
-    item_count: int
-    description: bytes | memoryview
-    checksum: str = "crc32"
-
-    def items_of(self, file: int) -> list[int]:
-        """Numbers of a file's items."""
-        lanes = [lane for group in self.lanes for lane in group if lane.file == file]
-        return [lane.first + place for lane in lanes for place in range(len(lane.places) // 2)]
-
-    def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
-        """Return plain values for JSON, and the large parts as bytes, not copied."""
-        places = [lane.places.cast("B") for group in self.lanes for lane in group]
-        plain = {
-            "number": self.number,
-            "files": [vars(spec) for spec in self.files],
-            "lanes": [[[lane.file, lane.start, lane.end, lane.first] for lane in group] for group in self.lanes],
-            "item_count": self.item_count,
-            "checksum": self.checksum,
-            "sizes": [len(self.description), *(data.nbytes for data in places)],
-        }
-        return plain, [self.description, *places]
-
-    @classmethod
-    def from_parts(cls, plain: Mapping[str, Any], parts: Sequence[memoryview]) -> WriteTable:
-        """The inverse of `to_parts`; `parts` have the sizes listed in `plain` and are not copied."""
-        description, *places = parts
-        lists = iter([data.cast("Q") for data in places])
-        return cls(
-            plain["number"],
-            [FileSpec(**spec) for spec in plain["files"]],
-            [
-                [Lane(file, start, end, first, next(lists)) for file, start, end, first in lanes]
-                for lanes in plain["lanes"]
-            ],
-            plain["item_count"],
-            description,
-            plain["checksum"],
-        )
 
 
 @dataclass(frozen=True)
@@ -274,6 +177,7 @@ class WriteRequest:
             the trainers die
         shared: files that are not written, because an earlier checkpoint has them
         kept: numbers of the files that later checkpoints may share, so that their checksums are returned
+        sees_all: whether the files of all ranks can be seen from here, so that the writer process can commit
     """
 
     fs: Storage
@@ -289,6 +193,7 @@ class WriteRequest:
     sidecars: Mapping[str, bytes] | None = None
     shared: Sequence[ReusedFile] = ()
     kept: Sequence[int] = ()
+    sees_all: bool = True
 
     def to_parts(self) -> tuple[dict[str, Any], list[memoryview]]:
         """Return JSON values and the bytes of the blobs.
@@ -315,6 +220,7 @@ class WriteRequest:
                 [each.file, each.held if isinstance(each.held, str) else None, list(each.sums)] for each in self.shared
             ],
             "kept": list(self.kept),
+            "sees_all": self.sees_all,
         }
         return plain, parts
 
@@ -349,6 +255,7 @@ class WriteRequest:
                 for file, path, sums in plain["shared"]
             ],
             kept=plain["kept"],
+            sees_all=plain["sees_all"],
         )
 
 

@@ -24,8 +24,9 @@ from ..processes.serve import serve
 from ..storage.storage import Storage
 from .cached_files import CachedFiles
 from .orphan_commit import UndecidedSave
-from .request import WriteRequest, WriteResult, WriteTable, storage_in
+from .request import WriteRequest, WriteResult, storage_in
 from .write_job import run_write_job
+from .write_table import WriteTable
 
 
 class MappedArena:

@@ -152,7 +152,12 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     overrides = ["checkpoint.save.every_steps=1000", "checkpoint.save.at_end=false"]
     overrides += MEMORY if plan.get("recovery", True) else []
     overrides += plan.get("overrides", [])
-    manager = build_manager("async_persistent", overrides, dir=plan.get("dir") or folder / "run")
+    try:
+        manager = build_manager("async_persistent", overrides, dir=plan.get("dir") or folder / "run")
+    except Exception as error:
+        tell(refused=f"{type(error).__name__}: {error}")
+        dist.barrier()  # the store ends with the first rank
+        raise
     manager.add_listener(source)
 
     def run() -> None:

@@ -13,12 +13,11 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...clock import CLOCK, Clock
-from ..safe_open import open_to_read
 from .file_sums import FileSums
+from .held_images import HeldImages
 from .keepers import KeptFile, LocalPiece, ServedKeeper
 
 
@@ -62,23 +61,6 @@ class _KeptEntry(NamedTuple):
     home: int | None = None
 
 
-@dataclass
-class _HeldImage:
-    """An open image, or an open file on disk.
-
-    Attributes:
-        descriptor: our own
-        inode: which file it is, among all that are open
-        files: how many files are in it
-        readers: how many readers have it open
-    """
-
-    descriptor: int
-    inode: tuple[int, int]
-    files: int = 0
-    readers: int = 0
-
-
 class KeptFiles(ServedKeeper):
     """See the top of this file.
 
@@ -92,7 +74,7 @@ class KeptFiles(ServedKeeper):
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
         self._files: dict[str, _KeptEntry] = {}
-        self._sources: dict[int, _HeldImage] = {}
+        self._sources = HeldImages()
 
     def listed(self, prefix: str) -> list[KeptFile]:
         with self._lock:
@@ -111,7 +93,7 @@ class KeptFiles(ServedKeeper):
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
             if isinstance(content, bytes):
                 return content
-            with self._opened({content.source}) as sources:
+            with self._sources.opened({content.source}) as sources:
                 return _read(sources[content.source], content, path)
 
     def put(self, path: str, data: bytes, *, new: bool = True) -> None:
@@ -153,7 +135,7 @@ class KeptFiles(ServedKeeper):
         with self._lock:
             self._refuse_taken(path)
             if source not in self._sources:
-                self._hold(source, descriptor)
+                self._sources.hold(source, descriptor)
             self._add(path, _KeptEntry(ImageRange(source, base, size, tail, sums), self._clock.date()))
 
     def put_replica(
@@ -176,7 +158,7 @@ class KeptFiles(ServedKeeper):
         """
         with self._lock:
             if image is not None:
-                self._hold(*image)
+                self._sources.hold(*image)
             older = [
                 (path, entry.content)
                 for path, entry in self._files.items()
@@ -190,7 +172,7 @@ class KeptFiles(ServedKeeper):
             for _, content in older:  # now, as a source may be of use again
                 self._let_go(content)
             if image is not None:
-                self._close_unused(image[0])
+                self._sources.close_unused(image[0])
 
     def delete(self, paths: Sequence[str]) -> None:
         with self._lock:
@@ -252,7 +234,7 @@ class KeptFiles(ServedKeeper):
                     if entry.home == home and isinstance(content, ImageRange) and content.length == length:
                         found[path] = content
             sources = {content.source for content in found.values()}
-            self._enter(sources)
+            self._sources.enter(sources)
         try:
             yield found
         finally:
@@ -266,7 +248,7 @@ class KeptFiles(ServedKeeper):
     def held(self) -> set[int]:
         """The sources that a reader has open now."""
         with self._lock:
-            return {number for number, source in self._sources.items() if source.readers}
+            return self._sources.being_read
 
     @property
     def nbytes(self) -> int:
@@ -278,20 +260,16 @@ class KeptFiles(ServedKeeper):
         if path in self._files:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
-    def _hold(self, source: int, descriptor: int) -> None:
-        status = os.fstat(descriptor)
-        self._sources[source] = _HeldImage(os.dup(descriptor), (status.st_dev, status.st_ino))
-
     def _add(self, path: str, entry: _KeptEntry) -> None:
         if isinstance(entry.content, ImageRange):
-            self._sources[entry.content.source].files += 1
+            self._sources.add_file(entry.content.source)
         self._files[path] = entry
 
     def _place_on_disk(self, content: ImageRange | bytes) -> tuple[object, ...] | None:
         """Which bytes of which file on disk a file is; None: it is in an arena, which is filled again, or small."""
         if isinstance(content, bytes) or content.source >= 0:
             return None
-        return self._sources[content.source].inode, content.base, content.length
+        return self._sources.inode(content.source), content.base, content.length
 
     def _drop(self, paths: Sequence[str]) -> None:
         for path in paths:
@@ -300,23 +278,11 @@ class KeptFiles(ServedKeeper):
 
     def _let_go(self, content: ImageRange | bytes) -> None:
         if isinstance(content, ImageRange):
-            self._sources[content.source].files -= 1
-            self._close_unused(content.source)
-
-    def _enter(self, sources: Collection[int]) -> None:
-        for number in sources:
-            self._sources[number].readers += 1
+            self._sources.drop_file(content.source)
 
     def _leave(self, sources: Collection[int]) -> None:
         with self._lock:
-            for number in sources:
-                self._sources[number].readers -= 1
-                self._close_unused(number)
-
-    def _close_unused(self, number: int) -> None:
-        source = self._sources.get(number)
-        if source is not None and not (source.files or source.readers):
-            os.close(self._sources.pop(number).descriptor)
+            self._sources.leave(sources)
 
     @contextlib.contextmanager
     def _opened_where(
@@ -328,19 +294,9 @@ class KeptFiles(ServedKeeper):
                 entries = {path: entry for path, entry in self._files.items() if is_wanted(path, entry)}
                 contents = [entry.content for entry in entries.values()]
                 sources = {content.source for content in contents if isinstance(content, ImageRange)}
-                self._enter(sources)
+                self._sources.enter(sources)
             until_closed.callback(self._leave, sources)
-            yield entries, until_closed.enter_context(self._opened(sources))
-
-    @contextlib.contextmanager
-    def _opened(self, sources: Collection[int]) -> Iterator[dict[int, int]]:
-        """Open sources, which stay, for reading alone: their descriptors by number."""
-        with ExitStack() as until_closed:
-            descriptors = dict[int, int]()
-            for number in sources:
-                descriptors[number] = open_to_read(self._sources[number].descriptor)
-                until_closed.callback(os.close, descriptors[number])
-            yield descriptors
+            yield entries, until_closed.enter_context(self._sources.opened(sources))
 
 
 def _open_content(entry: _KeptEntry, descriptors: Mapping[int, int]) -> LocalPiece | bytes:
