@@ -70,6 +70,7 @@ from ckpt_component.managing.run_folder import RunFolder
 from ckpt_component.saving import at_peers, save_lane
 from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import NoRun, SaveContext
+from ckpt_component.stagers.base import Snapshot
 from ckpt_component.testing.process_files import ProcessFiles
 from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess
@@ -489,8 +490,10 @@ class PeerLife(Life):
         self.peer_claims = list[Claim]()
         #: From when until when links were not well.
         self.unwell = list[tuple[float, float]]()
-        #: When keepers were lost.
-        self.losses = list[float]()
+        #: When keepers were lost, and of which host.
+        self.losses = list[tuple[float, str]]()
+        #: When the first rank took the snapshot of a step of a job.
+        self.taken_at = dict[tuple[int, int], float]()
         super().__init__(patches, stagers, troubles)
 
     def make_host(self, patches: HostPatches) -> Host:
@@ -532,21 +535,26 @@ class PeerLife(Life):
 
     def was_saved(self, job: PeerJob, step: int, *, in_memory: bool) -> None:
         if in_memory:
-            self.memory_claims.append(Claim(job.number, step, job.hosts, self.lost & {*job.hosts}))
+            self.memory_claims.append(self._claim(job, step))
         self.acknowledged(job.number, step, in_memory=in_memory)
 
     def has_peers(self, job: PeerJob, step: int) -> None:
         if not any((each.job, each.step) == (job.number, step) for each in self.peer_claims):
             self.peer_claims = [each for each in self.peer_claims if each.job == job.number]
-            self.peer_claims.append(Claim(job.number, step, job.hosts, self.lost & {*job.hosts}))
+            self.peer_claims.append(self._claim(job, step))
 
-    @property
-    def lost(self) -> set[str]:
-        return self.cluster.network.lost
+    def _claim(self, job: PeerJob, step: int) -> Claim:
+        """What was lost since the snapshot was taken may have been lost with it."""
+        taken = self.taken_at[job.number, step]
+        return Claim(job.number, step, job.hosts, {host for when, host in self.losses if when >= taken} & {*job.hosts})
+
+    def take(self, rank: int, job: int, step: int) -> Snapshot:
+        self.taken_at.setdefault((job, step), self.simulation.now)
+        return super().take(rank, job, step)
 
     def lose(self, host: str) -> None:
         """What the keepers of a host had is gone."""
-        self.losses.append(self.simulation.now)
+        self.losses.append((self.simulation.now, host))
         for claim in (*self.memory_claims, *self.peer_claims):
             claim.lost |= {host} & {*claim.hosts}
 
@@ -554,7 +562,7 @@ class PeerLife(Life):
         """The least step that a job must begin with."""
         in_memory, at_peers, durable = map(min, job.claims, self.claimed())
         unwell = any(start <= self.simulation.now and end >= job.began for start, end in self.unwell)
-        unwell |= any(when >= job.began for when in (*self.cluster.network.flipped, *self.losses))
+        unwell |= any(when >= job.began for when in (*self.cluster.network.flipped, *dict(self.losses)))
         return durable if unwell else max(in_memory, at_peers, durable)
 
     def came_back(self, job: PeerJob, resumed: Resumed) -> None:

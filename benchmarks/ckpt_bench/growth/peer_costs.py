@@ -46,6 +46,8 @@ _SETTINGS: Any = SimpleNamespace(
     ),
     stager={},
 )
+#: Of a call of the store, which answers about 100,000 in a second: the least, and the most.
+_OPERATION_SECONDS = 1e-6, 1e-4
 #: In simulated seconds: a look at what has happened, and the end of all.
 _POLL, _LIMIT = 0.5, 1e6
 
@@ -71,7 +73,7 @@ class _PeerJob:
     def __init__(self, count: int, saves: int) -> None:
         self.hosts = Hosts(tuple(f"node{number:04d}" for number in range(count)))
         self.saves = saves
-        self.simulation = Simulation(1)
+        self.simulation = Simulation(1, *_OPERATION_SECONDS)
         self.files = SimulatedFiles(Disk())
         self.store = SimulatedStore(self.simulation.process("agent"))
         self.ranks = [_RankAlone(self, rank) for rank in range(count)]
