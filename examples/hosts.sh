@@ -9,9 +9,14 @@ set -euo pipefail
 
 script=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/one_host.py
 python=$(command -v "${PYTHON:-python}") || { echo "there is no ${PYTHON:-python}; set PYTHON" >&2; exit 2; }
-[ $# -le 1 ] || { echo "hosts.sh takes one folder, not $*" >&2; exit 2; }
+case $#${1:-} in
+    *-h | *--help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;;
+    [01] | 1[!-]*) ;;
+    *) echo "hosts.sh takes one folder, not $*" >&2; exit 2 ;;
+esac
 folder=${1:-$(mktemp -d)}
-mkdir -p "$folder/logs" && cd "$folder"
+mkdir -p "$folder/logs"
+cd "$folder"
 [ ! -e shared ] || { echo "$PWD has a run already; name a new folder" >&2; exit 2; }
 runtime=$PWD/sockets
 
@@ -35,7 +40,8 @@ end_all() {
     end $(jobs -p) $(processes)
 }
 trap end_all EXIT
-trap 'exit 130' INT TERM
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 # Start the job on the hosts that are named, for so many steps.
 starts=0
@@ -50,9 +56,9 @@ train() {
     done
 }
 
-# Wait until a command succeeds, at most two minutes.
+# Wait until a command succeeds, at most four minutes.
 until_true() {
-    local until=$((SECONDS + 120))
+    local until=$((SECONDS + 240))
     until "$@"; do
         if [ $SECONDS -ge $until ] || { [ "$1" != ended ] && ended; }; then
             echo "not $1 in time; $PWD/logs ends with" >&2

@@ -20,6 +20,7 @@ from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
 from ..core.formats.verification import small_files, verify_part
 from ..core.storage.files import local_files
+from ..errors import CheckpointUnreadableError
 from .run_watch import RunWatch
 from .upload_policy import UploadPolicy
 from .uploading import Uploading
@@ -100,7 +101,8 @@ class Uploader(Uploading):
     def _verify_small(self, staging: str, part: Mapping[str, Any]) -> None:
         """Verify the small files that another host has sent; they say what the large ones have to hold."""
         for damage in small_files(self._storage, staging, part):
-            self._storage.unlink(os.path.join(staging, damage.file))
+            if not isinstance(damage.error, CheckpointUnreadableError):
+                self._storage.unlink(os.path.join(staging, damage.file))
             raise damage.error
 
     def _tidy(self, step: int, local: Scan) -> None:

@@ -19,8 +19,9 @@ import argparse
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config.config_files import presets
 from ..config.quantities import BYTES, SECONDS
@@ -97,8 +98,8 @@ def _question(parsed: argparse.Namespace) -> Scenario:
     if parsed.recovery is not None and parsed.recovery not in GROUPS["recovery"]:
         raise CheckpointConfigError(invalid_choice("--recovery", parsed.recovery, list(GROUPS["recovery"])))
     state = with_unit(parsed.state, BYTES, "--state", "1.2TB")
-    preset, parts, recovery, tiered = _planned_config(parsed)
-    _refuse_unfit_recovery(parsed, preset, parts or PartSizes.of_preset(preset), recovery)
+    config = _planned_config(parsed)
+    _refuse_unfit_recovery(parsed, config)
     folders = [folder.expanduser() for folder in parsed.measured or ()]
     hosts, ranks, ranks_per_host = _places(parsed)
     restores = measured_restores(folders)
@@ -107,36 +108,57 @@ def _question(parsed: argparse.Namespace) -> Scenario:
         state=state,
         ranks=ranks,
         ranks_per_host=ranks_per_host,
-        preset=preset,
-        parts=parts,
+        preset=config.preset,
+        parts=config.parts,
         storage=None if parsed.storage_gbps is None else parsed.storage_gbps * 1e9,
-        tiered=tiered or parsed.local_gbps is not None,
+        tiered=config.tiered or parsed.local_gbps is not None,
         local=None if parsed.local_gbps is None else parsed.local_gbps * 1e9,
+        upload=config.upload,
         mtbf=_time(parsed.mtbf, "--mtbf", "8h"),
         restart_s=parsed.restart_s,
-        recovery=recovery,
-        memory_every=_memory_every(parsed, recovery, step or restores.step_s),
+        recovery=config.recovery,
+        memory_every=_memory_every(parsed, config.recovery, step or restores.step_s),
         link=None if parsed.link is None else with_unit(parsed.link, BYTES, "--link", "10GB/s"),
         step_s=step,
-        rates=measured_rates(folders, preset) if folders else None,
+        rates=measured_rates(folders, config.preset) if folders else None,
         restores=restores,
         names=hosts,
     )
 
 
-def _planned_config(parsed: argparse.Namespace) -> tuple[str, PartSizes | None, Recovery, bool]:
-    """The preset, its parts if others may be chosen, what stays in memory, and whether there is a local tier."""
+class _PlannedConfig(NamedTuple):
+    """What is planned with of a config.
+
+    Attributes:
+        preset: its name
+        parts: its parts; None: those of the preset
+        recovery: what stays in memory
+        tiered: whether there is a local tier
+        upload: the most that a host uploads from it, bytes per second; None: no limit
+    """
+
+    preset: str
+    parts: PartSizes | None
+    recovery: Recovery
+    tiered: bool = False
+    upload: float | None = None
+
+
+def _planned_config(parsed: argparse.Namespace) -> _PlannedConfig:
     options = [] if parsed.recovery is None else [f"checkpoint/recovery={parsed.recovery}"]
     if not parsed.config:
-        mode = RecoveryMode[parsed.recovery or "none"]
-        every = None if parsed.memory_every is None else 1  # as often as that
-        return parsed.preset or USUAL, None, Recovery(mode=mode, every_steps=every), False
-    from .composed import composed  # imports Hydra
+        config = _PlannedConfig(parsed.preset or USUAL, None, Recovery(RecoveryMode[parsed.recovery or "none"]))
+    else:
+        from .composed import composed  # imports Hydra
 
-    if parsed.preset is not None:
-        options.append(f"checkpoint={parsed.preset}")
-    config = composed([*parsed.config, *options])
-    return config.preset, config.sizes, config.settings.recovery, config.settings.local.dir is not None
+        if parsed.preset is not None:
+            options.append(f"checkpoint={parsed.preset}")
+        made = composed([*parsed.config, *options])
+        local, upload = made.settings.local.dir, made.settings.upload.max_bytes_per_second
+        config = _PlannedConfig(made.preset, made.sizes, made.settings.recovery, local is not None, upload)
+    if parsed.memory_every is None or config.recovery.every_steps is not None:
+        return config
+    return config._replace(recovery=replace(config.recovery, every_steps=1))  # as often as that
 
 
 def _places(parsed: argparse.Namespace) -> tuple[tuple[str, ...], int, int]:
@@ -167,11 +189,11 @@ def _memory_every(parsed: argparse.Namespace, recovery: Recovery, step_s: float 
     return recovery.every_steps * step_s
 
 
-def _refuse_unfit_recovery(parsed: argparse.Namespace, preset: str, sizes: PartSizes, recovery: Recovery) -> None:
-    mode = recovery.mode
+def _refuse_unfit_recovery(parsed: argparse.Namespace, config: _PlannedConfig) -> None:
+    mode, sizes = config.recovery.mode, config.parts or PartSizes.of_preset(config.preset)
     if mode is not RecoveryMode.none and sizes.caller in ("inline", "temporal"):
         raise CheckpointConfigError(
-            f"--recovery={mode} needs the writer process of checkpoint/caller=persistent, and {preset} has "
+            f"--recovery={mode} needs the writer process of checkpoint/caller=persistent, and {config.preset} has "
             f"{sizes.caller}; type --preset=async_persistent, or --recovery=none."
         )
     if mode is RecoveryMode.none and parsed.memory_every is not None:

@@ -2,7 +2,7 @@
 
 Read checkpoints, or all of a folder, and compare every value with the checksums taken at the save; a file that several
 of them share is read once. Needs no torch. Of other programs' checkpoints it checks sizes and structure, and the CRCs
-in files of torch.save. Exit code 1: something is damaged.
+in files of torch.save. Exit code 1: something is damaged; 2: only a part is here, and other hosts have the rest.
 
 example:
   ckpt verify checkpoints@200 --key 'model.*'

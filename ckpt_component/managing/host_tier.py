@@ -102,13 +102,15 @@ class HostTier:
         """
         ranks = self._ranks
         deadline = ranks.clock.now() + self._timeouts.stage + self._timeouts.visible
-        offered = [self._folder, offered_address() if self._leads_host else None]
-        begun = ranks.decide("tier/begin", offered, lambda offers: self._begin(offers, saves=saves), deadline)
-        own: _Served | None = None
+        address = offered_address() if self._leads_host else None
+        begun = ranks.decide("tier/begin", address, lambda offers: self._begin(offers, saves=saves), deadline)
+        own, trial = None, begun["trial"] if ranks.is_leader else None
         try:
             failure = None
             try:
-                own = self._serve(begun, saves=saves) if self._leads_host else None
+                if self._leads_host:
+                    own = self._serve(begun, saves=saves)
+                    trial = own.trial
             except (CheckpointError, OSError) as error:
                 failure = str(error)
             found = ranks.decide("tier/found", [failure, own], _found, deadline)
@@ -119,10 +121,10 @@ class HostTier:
                 return
             self._join(begun, hosts)
             ranks.decide("tier/joined", self._look_for(hosts), self._reach, deadline)
-            self._tell("each host has a folder of its own")
+            self._tell("each host has a folder of its own" if saves else "the folders of all hosts count")
         finally:
-            if own is not None and own.trial is not None:
-                self._fs.unlink(os.path.join(self._folder, own.trial))
+            if trial is not None:
+                self._fs.unlink(os.path.join(self._folder, trial))
 
     def close(self, *, waits: bool = True) -> None:
         """Serve the folder no longer; where this is not the leading rank, not before that one needs it no more.
@@ -145,7 +147,7 @@ class HostTier:
 
     def _begin(self, offers: Sequence[Any], *, saves: bool) -> dict[str, Any]:
         """On the leading rank: what all need to know each other, and a file to look for."""
-        names = {self._hosts.names[rank]: address for rank, (_, address) in enumerate(offers) if address is not None}
+        names = {self._hosts.names[rank]: address for rank, address in enumerate(offers) if address is not None}
         if "" in names.values():
             host = next(host for host, address in names.items() if not address)
             raise CheckpointConfigError(

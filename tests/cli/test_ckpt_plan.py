@@ -330,6 +330,8 @@ def test_what_is_lost_is_said_in_steps_and_where_the_run_goes_on(capsys: pytest.
         "a host and its peer": "storage",
         "no disk: all hosts restart": "local.dir",
     }
+    limit = ["--config", "checkpoint.local.dir=/scratch/run", "checkpoint.upload.max_bytes_per_second=250MB"]
+    assert figures(capsys, *PEERS, *tiered, *limit)["uploaded"] == pytest.approx(64), "four hosts upload 1 GB/s"
     assert found["a host"]["steps"] == pytest.approx(3.5) and found["a host"]["repeated_s"] == pytest.approx(7)
     local = found["no disk: all hosts restart"]
     assert local["restore_s"] == pytest.approx(16e9 / 2e9), "each host reads its own"

@@ -268,6 +268,7 @@ def test_a_page_that_shows_something_else_is_noticed() -> None:
         assert not shows(normalized(page, Path("/tmp/x")), printed)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_commands_of_the_readme_run_beside_its_script(tmp_path: Path) -> None:

@@ -105,11 +105,12 @@ def start_hosts(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_lost_host_is_replaced_and_nothing_is_left(tmp_path: Path) -> None:
     job = start_hosts(tmp_path / "job")
-    told, _ = job.communicate(timeout=380)
+    told, _ = job.communicate(timeout=580)
     assert job.returncode == 0, told
     steps = re.findall(r"^(node\d): step (\d+) from (memory, also that of other hosts|disk)$", told, re.MULTILINE)
     assert [host for host, *_ in steps] == ["node0", "node2", "node3", "node4"] * 2

@@ -86,6 +86,35 @@ class MortalKeeper(PeerKeeper):
         super().delete(paths)
 
 
+class CountedKeeper(PeerKeeper):
+    """Counts what is asked.
+
+    Args:
+        asked: is added to
+        place: of the host
+    """
+
+    def __init__(self, asked: list[str], place: PeerAddress) -> None:
+        super().__init__(place, SECRET, now=False)
+        self.asked = asked
+
+    def listed(self, prefix: str) -> list[KeptFile]:
+        self.asked.append(f"list {prefix}")
+        return super().listed(prefix)
+
+    def get(self, path: str, limit: int) -> bytes:
+        self.asked.append(f"get {path}")
+        return super().get(path, limit)
+
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        self.asked.append(f"put {path}")
+        super().put(path, data, new=new)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self.asked.append(f"delete {paths}")
+        super().delete(paths)
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path)
@@ -137,6 +166,29 @@ def test_ranges_are_read_in_file_order_wherever_they_are(cluster: Cluster, rank:
     with cluster.storages[rank].open_files(f"{path}/01020304-0a0b0c0d-o") as files:
         files.read_all([RangeRead(name, 0, 10, partial(read.append, int(name[2]))) for name in reversed(names)])
     assert read == [0, 1, 2, 3]
+
+
+def test_a_commit_sends_each_host_the_manifest_and_asks_nothing(tmp_path: Path) -> None:
+    asked = list[str]()
+    with contextlib.closing(Cluster(tmp_path, connect=partial(CountedKeeper, asked))) as cluster:
+        cluster.save(3)  # takes the folder
+        asked.clear()
+        path = cluster.save(4, "0a0a0a0a-0a0b0c0d-o")
+        assert asked == [f"put {path}/manifest.json"]
+
+
+def test_what_is_known_to_be_on_a_host_is_read_there(tmp_path: Path) -> None:
+    asked, hosts = list[str](), ("a", "b", "c")
+    with contextlib.closing(Cluster(tmp_path, connect=partial(CountedKeeper, asked), hosts=hosts)) as cluster:
+        folder = f"{cluster.save(3)}/01020304-0a0b0c0d-o"
+        assert committed(cluster.storages[0], cluster.root) == [3]
+        asked.clear()
+        leader = cluster.storages[0]
+        assert leader.read(f"{folder}/integrity-2.json", 9) == leader.read(f"{folder}/integrity-0.json", 9) == b"{}"
+        assert asked == [f"get {folder}/integrity-2.json"]
+        (cluster.folders["c"] / "iter_0000003" / "01020304-0a0b0c0d-o" / "integrity-2.json").unlink()
+        with pytest.raises(FileNotFoundError):
+            leader.read(f"{folder}/integrity-2.json", 9)
 
 
 def test_a_deleted_checkpoint_leaves_nothing_on_any_host(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""Two hosts on this machine, each with a folder of its own, as one storage for each of their ranks."""
+"""Hosts on this machine, each with a folder of its own, as one storage for each of their ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTS = ("a", "a", "b", "b")
 
 
 class Cluster:
-    """Two hosts, whose folders have other names; that of host a is the name for all.
+    """Hosts, whose folders have other names; that of the first one is the name for all.
 
     Args:
         folder: of the test
@@ -47,17 +47,18 @@ class Cluster:
         hosts: Sequence[str] = HOSTS,
     ) -> None:
         self.leader, self.connect, self.hosts = leader or FileStorage(), connect or _connect, hosts
-        self.folders = {host: folder / host / "run" for host in "ab"}
-        self.root = str(self.folders["a"])
+        self.folders = {host: folder / host / "run" for host in dict.fromkeys(hosts)}
+        self.root = str(self.folders[hosts[0]])
         self.servers, places = dict[str, KeeperServer](), dict[str, PeerAddress]()
-        for number, (host, path) in enumerate(self.folders.items()):
+        for host, path in self.folders.items():
             path.mkdir(parents=True, exist_ok=True)
             keeper, entrance = FolderKeeper(FileStorage(), str(path), self.root), PeerEntrance("127.0.0.1", SECRET)
-            self.servers[host] = KeeperServer(keeper, memory_root(self.root, TOKEN), 2 * number, dict)
+            self.servers[host] = KeeperServer(keeper, memory_root(self.root, TOKEN), hosts.index(host), dict)
             self.servers[host].open(entrance)
-            places[host] = PeerAddress(host, "127.0.0.1", entrance.port, 2 * number)
+            places[host] = PeerAddress(host, "127.0.0.1", entrance.port, hosts.index(host))
         self.keepers = list[PeerKeeper]()
         self.storages = [self._storage(rank, host, places) for rank, host in enumerate(hosts)]
+        self.owner = FencingToken(self.storages[0], self.root, token="0123")
 
     def _storage(self, rank: int, own: str, places: dict[str, PeerAddress]) -> HostFolders:
         make = self.connect if rank == 0 else _connect
@@ -79,9 +80,8 @@ class Cluster:
     def save(self, step: int, token: str = "01020304-0a0b0c0d-o") -> str:
         """Commit a checkpoint; returns its path."""
         target, votes = f"{self.root}/{MEGATRON.folder(step)}", []
-        owner = FencingToken(self.storages[0], self.root, token="0123")
-        owner.acquire()
-        attempts = [commit.new_attempt(each, target, token, owner.token) for each in self.storages]
+        self.owner.acquire()
+        attempts = [commit.new_attempt(each, target, token, self.owner.token) for each in self.storages]
         commit.begin(attempts[0])
         for rank, attempt in enumerate(attempts):
             if rank:
@@ -91,7 +91,8 @@ class Cluster:
             for name, data in files.items():
                 here.protocol.storage.write_new(os.path.join(here.staging, name), data)
             votes.append({"rank": rank, "files": [{"name": name, "size": len(data)} for name, data in files.items()]})
-        commit.publish(attempts[0], votes, {".metadata": b"m"}, {"format": "dcp"}, 1.0, unseen=(2, 3))
+        unseen = [rank for rank, host in enumerate(self.hosts) if host != self.hosts[0]]
+        commit.publish(attempts[0], votes, {".metadata": b"m"}, {"format": "dcp"}, 1.0, unseen=unseen)
         return target
 
 

@@ -132,33 +132,38 @@ def _repeated(scenario: Scenario, save: SaveTimes) -> Iterator[Forecast]:
     every = scenario.memory_every
     between, part = (save.interval, "an interval") if every is None else (every, "--memory-every")
     if scenario.recovery.mode is not RecoveryMode.none:
-        is_found, where = (
-            scenario.has_peers or scenario.hosts == 1,
-            "hosts live" if scenario.has_peers else "host lives",
-        )
-        yield Forecast(
-            _REPEATED[MEMORY],
-            between / 2 + save.copy if is_found and between is not None else None,
-            "s",
-            f"if the {where}: half {part} + copy" if is_found else "needs all ranks on one host: --recovery=peers",
-        )
+        if scenario.has_peers or scenario.hosts == 1:
+            seconds = None if between is None else between / 2 + save.copy
+            why = f"if the {'hosts live' if scenario.has_peers else 'host lives'}: half {part} + copy"
+        else:
+            seconds, why = None, "needs all ranks on one host: --recovery=peers"
+        yield Forecast(_REPEATED[MEMORY], seconds, "s", why)
     if scenario.has_peers:
         sent = _sent(scenario, _link(scenario)[0]).value
         seconds = None if between is None or sent is None else max(between, sent) / 2 + save.copy + sent
         yield Forecast(
             _REPEATED[PEERS], seconds, "s", f"if a host is lost: half {part}, or sent to peers if longer, + copy + sent"
         )
-    known = save.interval is not None and save.durable is not None
-    durable = save.interval / 2 + save.durable if known else None  # type: ignore[operator]
+    yield from _repeated_from_disks(scenario, save)
+
+
+def _repeated_from_disks(scenario: Scenario, save: SaveTimes) -> Iterator[Forecast]:
+    """The same for checkpoints."""
+    interval, durable = save.interval, save.durable
+    seconds = None if interval is None or durable is None else interval / 2 + durable
     if not scenario.tiered:
-        yield Forecast(_REPEATED[STORAGE], durable, "s", "by a failure: half an interval + durable")
+        yield Forecast(_REPEATED[STORAGE], seconds, "s", "by a failure: half an interval + durable")
         return
-    yield Forecast(_REPEATED[LOCAL], durable, "s", "if no disk is lost: half an interval + durable")
-    upload = None if scenario.storage is None else scenario.state / scenario.storage
-    yield Forecast("uploaded", upload, "s", "state / --storage-gbps, after durable")
+    yield Forecast(_REPEATED[LOCAL], seconds, "s", "if no disk is lost: half an interval + durable")
+    rate, of = scenario.storage, "--storage-gbps"
+    limit = None if scenario.upload is None else scenario.upload * scenario.hosts
+    if limit is not None and (rate is None or limit < rate):
+        rate, of = limit, f"upload.max_bytes_per_second x {scenario.hosts} host(s)"
+    upload = None if rate is None else scenario.state / rate
+    yield Forecast("uploaded", upload, "s", f"state / {of}, after durable")
     seconds = None
-    if known and upload is not None:
-        seconds = max(save.interval or 0.0, upload) / 2 + (save.durable or 0.0) + upload
+    if interval is not None and durable is not None and upload is not None:
+        seconds = max(interval, upload) / 2 + durable + upload
     yield Forecast(_REPEATED[STORAGE], seconds, "s", "half an interval, or uploaded if longer, + durable + uploaded")
 
 

@@ -56,6 +56,7 @@ class Scenario:
         storage: what the storage takes from all ranks together; None: as measured, or unknown
         tiered: whether saves go to `checkpoint.local.dir` first, a folder of each host
         local: what that takes from a host; None: as measured, or unknown
+        upload: the most that a host uploads; None: what the storage takes
         mtbf: mean time between failures of the whole run; None: at a published rate per host
         restart_s: from a failure until training continues
         recovery: which snapshots stay in memory
@@ -75,6 +76,7 @@ class Scenario:
     storage: float | None = None
     tiered: bool = False
     local: float | None = None
+    upload: float | None = None
     mtbf: float | None = None
     restart_s: float = RESTART_S
     recovery: Recovery = field(default_factory=Recovery)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...errors import CheckpointCorruptError
+from ...errors import CheckpointCorruptError, CheckpointUnreadableError
 from .host_parts import hosts_of, part_of
 from .part_notes import PartNote, is_note, note_path, read_note
 from .protocol import Attempt
@@ -102,6 +102,8 @@ class _AwaitedPart:
             return False
         try:
             check(self._part)
+        except CheckpointUnreadableError as error:
+            raise OSError(str(error)) from error
         except CheckpointCorruptError as error:
             raise self._disbelieve(str(error)) from error
         return True

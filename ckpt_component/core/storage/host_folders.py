@@ -7,6 +7,7 @@ the manifest of a checkpoint, the owner of the folder, the pointer to the newest
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,8 @@ class HostFolders(KeeperUnion):
         self._others = others
         #: Files that this process has made, which no other host has: the last ones, in their order.
         self._made: dict[str, None] = {}
+        #: Who has the files of the folder that was looked through last.
+        self._places: dict[str, Keeper] = {}
 
     @property
     def has_direct_io(self) -> bool:
@@ -182,13 +185,20 @@ class HostFolders(KeeperUnion):
         try:
             return self.fs.read(self.here(path), limit)
         except FileNotFoundError:
-            return super().read(path, limit)
+            return self._read_elsewhere(path, limit)
 
     def read_again(self, path: str, limit: int) -> bytes:
         try:
             return self.fs.read_again(self.here(path), limit)
         except FileNotFoundError:
-            return super().read(path, limit)
+            return self._read_elsewhere(path, limit)
+
+    def _read_elsewhere(self, path: str, limit: int) -> bytes:
+        """Read a file that is not on this host; who is known to have it is asked first."""
+        if path in self._places:
+            with contextlib.suppress(FileNotFoundError):  # deleted since
+                return self._places[path].get(path, limit)
+        return super().read(path, limit)
 
     def write_over(self, path: str, data: bytes) -> None:
         """See the base class; on all hosts, first on this one."""
@@ -239,8 +249,16 @@ class HostFolders(KeeperUnion):
 
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
         found = self.fs.sizes(self.here(folder), names)
-        missing = [name for name, size in found.items() if size is None]
-        return {**found, **(super().sizes(folder, missing) if missing else {})}
+        if None not in found.values():
+            return found
+        places, elsewhere = dict[str, Keeper](), dict[str, int]()
+        for keeper, files in self._answers(folder, lambda keeper: keeper.listed(folder)):
+            places.update((file.path, keeper) for file in files)
+            elsewhere.update((file.path, file.size) for file in files)
+        self._places = places
+        return {
+            name: elsewhere.get(os.path.join(folder, name)) if size is None else size for name, size in found.items()
+        }
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
         here, own = self.here(path), set[str]()
