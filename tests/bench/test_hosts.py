@@ -44,11 +44,11 @@ def verdicts(**rows: dict[str, Any]) -> dict[str, bool | None]:
 
 def test_what_is_promised_of_copies_and_of_loads_can_fail() -> None:
     figures = {"bytes": 9, "stream": [1.0, 1.0, 9.0], "first_copy": [3.0], "stream_cpu": [1.0], "copy_cpu": [1.0]}
-    fast = {**figures, "copy": [1.2, 1.2, 30.0], "step_ratio": [1.04]}
-    slow = {**figures, "copy": [1.3, 1.3, 9.0], "step_ratio": [1.06]}
-    assert verdicts(copies=fast) == {"copies: speed": True, "copies: training steps": True}
-    assert verdicts(copies=slow) == {"copies: speed": False, "copies: training steps": False}
-    assert verdicts(copies={"error": "killed"}) == {"copies: speed": None, "copies: training steps": None}
+    fast = {**figures, "copy": [1.2, 1.2, 30.0], "step_cpu_ratio": [1.04]}
+    slow = {**figures, "copy": [1.3, 1.3, 9.0], "step_cpu_ratio": [1.06]}
+    assert verdicts(copies=fast) == {"copies: speed": True, "copies: CPU of training steps": True}
+    assert verdicts(copies=slow) == {"copies: speed": False, "copies: CPU of training steps": False}
+    assert verdicts(copies={"error": "killed"}) == {"copies: speed": None, "copies: CPU of training steps": None}
     for load, holds in ((2.3, True), (2.5, False)):
         run = {"bytes": 9, "least": 2.0, "load": [load], "load_cpu": [1.0]}
         assert [each.holds for each in hosts_shown({reads(4): run}).verdicts] == [holds]

@@ -22,7 +22,7 @@ _COPY_BOUND, _READ_BOUND, _STEP_BOUND = 0.8, 1.2, 1.05
 
 LEGEND = """stream: seconds of all bytes over a plain TCP connection, between the same two processes
 copy: of a snapshot to its peer, verified; first: into memory that is new
-step x: length of a training step, on a core of its own, beside copies, over that without
+step x: CPU time of a training step, on a core of its own, beside copies, over that without
 read once: seconds of a load of all hosts, of which each wants everything; least: size over rate of the storage
 x: over the figure before it, turn by turn, the median; CPU: seconds of all processes together"""
 
@@ -53,7 +53,7 @@ def _table(measured: Mapping[str, Run]) -> str:
         if found:
             before = run["least"] if "least" in run else median(run["stream"])
             first = f"{median(run['first_copy']):.2f}" if "first_copy" in run else ""
-            steps = f"{median(run['step_ratio']):.2f}" if "step_ratio" in run else ""
+            steps = f"{median(run['step_cpu_ratio']):.2f}" if "step_cpu_ratio" in run else ""
             own = "copy" if row == COPIES else "load"
             spread = f"{min(found):.2f}..{max(found):.2f}"
             times = [f"{before:.2f}", f"{median(run[own]):.2f}", f"{median(found):.2f}", spread]
@@ -69,13 +69,13 @@ def _verdicts(row: str, run: Run) -> list[Verdict]:
         load = _middle(run, "a load", "load", "least")
         return [at_most(f"{row}: seconds", _READ_BOUND, load, Measured("size over rate", 1.0))]
     steps: Measured | Missing = "no steps were measured"
-    if run.get("step_ratio"):
-        steps = Measured("beside copies", median(run["step_ratio"]))
+    if run.get("step_cpu_ratio"):
+        steps = Measured("beside copies", median(run["step_cpu_ratio"]))
     return [
         at_least(
             "copies: speed", _COPY_BOUND, _middle(run, "a copy", "stream", "copy"), Measured("a plain stream", 1.0)
         ),
-        at_most("copies: training steps", _STEP_BOUND, steps, Measured("without", 1.0)),
+        at_most("copies: CPU of training steps", _STEP_BOUND, steps, Measured("without", 1.0)),
     ]
 
 
