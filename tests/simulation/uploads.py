@@ -10,9 +10,8 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from simulation.keepers import SimulatedTime
@@ -53,19 +52,13 @@ def read_folders(folder: Path) -> dict[str, dict[str, bytes]]:
 
 
 class HostFiles(ProcessFiles):
-    """The files of a disk, as the process of an uploader sees them: what it does with them are its operations."""
-
-    crew: Crew
-
-    @contextmanager
-    def _look(self) -> Iterator[Disk]:
-        self.crew.operation(self.process)
-        with super()._look() as disk:
-            yield disk
+    """The files of a disk, as the process of an uploader sees them."""
 
     def identity(self, path: str) -> tuple[int, int]:
-        with self._look() as disk:
-            return 1, id(disk.file(path))
+        file = self.file_at(path)
+        if file is None:
+            raise FileNotFoundError(path)
+        return 1, cast(int, file.identity)
 
 
 class Ending:
@@ -176,6 +169,13 @@ class Crew:
 
     def _start(self, host: str) -> None:
         process = self.simulation.process(f"uploader of {host}")
+        turn = process.turn
+
+        def operation() -> None:
+            self.operation(process)
+            turn()
+
+        process.turn = operation  # type: ignore[method-assign]
         self.processes[host], self._host_of[process] = process, host
         process.start(self._upload, host, process)
 
@@ -206,9 +206,7 @@ class Crew:
         return self._seen(self.target)
 
     def _seen(self, files: SimulatedFiles) -> HostFiles:
-        seen = HostFiles(self.simulation.current.process, files)
-        seen.crew = self
-        return seen
+        return HostFiles(self.simulation.current.process, files)
 
     def operation(self, process: SimulatedProcess) -> None:
         """Count an operation, and let happen what is to happen at it."""
