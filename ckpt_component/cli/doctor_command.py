@@ -6,7 +6,7 @@ the hosts: peers, memory, checkpoint.local.dir. Leaves nothing behind. Exit code
 
 examples:
   ckpt doctor checkpoints
-  ckpt doctor --config +recipe=many_hosts checkpoint.dir=/shared/run --hosts 'node[1-8]' --state 640GB --ranks 64
+  ckpt doctor --config +recipe=many_hosts --hosts 'node[1-8]' --ranks 64
 
 note: works, but slower or with less protection. FAIL: saves would fail;
 the line says what to do.

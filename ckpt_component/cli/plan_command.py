@@ -7,8 +7,8 @@ lost when ranks or hosts fail. Every figure names its formula or source.
 examples:
   ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200
   ckpt plan --state 40GB --ranks 8 --measured checkpoints
-  ckpt plan --state 640GB --ranks 64 --hosts 8 --recovery peers --link 10GB --storage-gbps 20
-  ckpt plan --state 640GB --ranks 64 --hosts 'node[1-8]' --config +recipe=many_hosts --step 2s
+  ckpt plan --state 640GB --ranks 64 --hosts 8 --recovery peers --link 10GB
+  ckpt plan --state 640GB --ranks 64 --hosts 8 --config +recipe=many_hosts
 
 ?: a figure that needs another option.
 """

@@ -42,7 +42,6 @@ from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.unchanged_tensors import UnchangedTensors
 from ..core.storage.files import FileStorage, local_files
-from ..core.storage.host_folders import HostFolders
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -409,7 +408,7 @@ def _host_tier(files: FileStorage, folder: str, run: RunContext, *, saves: bool)
 
 def _storage_in(storage: Storage, elsewhere: Callable[[str], Storage], path: str) -> Storage:
     """A storage for the paths in it, and that of others elsewhere."""
-    return storage if isinstance(storage, HostFolders) and storage.holds(path) else elsewhere(path)
+    return storage if storage.hosts and storage.holds(path) else elsewhere(path)
 
 
 def _place_of(storage: Storage, memory: RunContext, path: str) -> Storage:

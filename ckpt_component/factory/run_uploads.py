@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 from ..background.host_uploads import HostUploads
 from ..background.upload_policy import UploadPolicy
 from ..background.uploads import BackgroundUploads, LagPolicy
 from ..config.schema import Checkpoint
 from ..core.commit.retention import RetentionPolicy
 from ..core.options import OnLag
-from ..core.storage.host_folders import HostFolders
 from ..managing.run_context import RunContext
+
+if TYPE_CHECKING:
+    from ..core.storage.host_folders import HostFolders
 
 
 def uploads_of(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> BackgroundUploads | HostUploads | None:
@@ -26,8 +30,8 @@ def uploads_of(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> 
     """
     upload, remote, rank = settings.upload, run.remote or run, run.ranks.rank
     source, hosts, host = run.root, tuple[str, ...](), ""
-    if isinstance(run.fs, HostFolders):
-        source, hosts, host = run.fs.folder, tuple(dict.fromkeys(run.fs.hosts)), run.fs.hosts[rank]
+    if run.fs.hosts:
+        source, hosts, host = cast("HostFolders", run.fs).folder, tuple(dict.fromkeys(run.fs.hosts)), run.fs.hosts[rank]
     if not (run.ranks.is_leader or (hosts and run.hosts.leads(rank))):
         return None
     policy = UploadPolicy(

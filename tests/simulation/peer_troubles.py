@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import cast
 
 from simulation.keepers import HostKeeper
 from simulation.network import Link
-from simulation.peers import PeerLife
+from simulation.peers import ClusterHost, PeerLife
 from simulation.recovery import ROOT
 from simulation.troubles import OLD
 
@@ -149,11 +149,15 @@ def newest_keepers(life: PeerLife) -> list[HostKeeper]:
 
 def keeper_of_other(life: PeerLife, beside: HostKeeper, root: str) -> HostKeeper:
     """A keeper of another run on the same host, which lets peers in that know another secret."""
-    host = beside.host
+    host = cast(ClusterHost, beside.host)
     dead = life.simulation.process("a trainer of another run")
     host.at(dead)
     dead.kill()
     keeper = host.keeper_of(dead, root, beside.rank, len(life.hosts)).keeper
-    listen = partial(keeper.snapshots.listen, "another secret", life.cluster.network.address_of(host.name))
+    address = life.cluster.network.address_of(host.name)
+
+    def listen() -> None:
+        keeper.snapshots.listen("another secret", address)
+
     keeper.process.clock.start("listen", listen)
     return keeper

@@ -185,8 +185,8 @@ class ClusterPatches(HostPatches):
         return self.cluster.network
 
     def _taker(self, *arguments: Any) -> Any:
-        name = self.network.host_of[self._running()]
-        return copy_taker.CopyTaker(*arguments, available=lambda: self.cluster.available(name))
+        host = self.network.host_of[self._running()]
+        return copy_taker.CopyTaker(*arguments, lambda: self.cluster.available(host))
 
     def _besides(self, rank: int) -> Callable[[str], list[Keeper]]:
         host, process = self._set(), self._running()
@@ -453,11 +453,11 @@ class PeerJob(one_host.Job):
             handle = lane.submit(self._staged(place.fs, place.path_of(at), at, snapshot, token, owner)[0])
             while not handle.done():
                 clock.sleep(0.1)
-            error = handle.exception()
-            if error is not None:
-                life.errors.append(f"job {self.number} rank {rank}: {error}")
+            failure = handle.exception()
+            if failure is not None:
+                life.errors.append(f"job {self.number} rank {rank}: {failure}")
                 if place is run:
-                    raise error
+                    raise failure
         # What is being sent may arrive, if it is not slow.
         for _ in range(20):
             if any((claim.job, claim.step) == (self.number, at) for claim in life.peer_claims):

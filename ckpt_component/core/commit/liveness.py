@@ -16,18 +16,12 @@ from functools import cached_property
 
 from ..clock import Latch, Thread
 from ..processes.running import ProcessName
-from ..storage.files import FileStorage
-from ..storage.host_folders import HostFolders
 from ..storage.new_names import new_token
-from ..storage.storage import Storage
+from ..storage.storage import LocalFolders, Storage
 from .names import ALIVE_PREFIX, TRIAL_PREFIX
 from .protocol import Attempt
 
 logger = logging.getLogger("ckpt_component.storage")
-
-#: Where a folder can be locked: of several hosts, on this one.
-_WithLocks = (FileStorage, HostFolders)
-_Lockable = FileStorage | HostFolders
 
 TOUCH_SECONDS = 5.0
 #: Without locks, an attempt that did not change for this long is considered dead.
@@ -59,7 +53,7 @@ class AttemptLock:
         self._root = os.path.dirname(attempt.target)
         self._mark: str | None = None
         self._touching: tuple[Thread, Latch] | None = None
-        self._lock = _locked(storage, attempt.staging) if isinstance(storage, _WithLocks) else None
+        self._lock = _locked(storage, attempt.staging) if isinstance(storage, LocalFolders) else None
         if self._lock is None:
             name = f"{ALIVE_PREFIX}{attempt.token}.{ProcessName.current().key}.{holder or new_token()}"
             self._mark = os.path.join(self._root, name)
@@ -169,7 +163,7 @@ class LifeSigns:
             return self._storage.clock.date()
 
 
-def _locked(files: _Lockable, folder: str) -> tuple[_Lockable, int] | None:
+def _locked(files: LocalFolders, folder: str) -> tuple[LocalFolders, int] | None:
     """Lock a folder, as long as its descriptor is open; None: the file system has no locks."""
     fd, locked, deadline = files.open_folder(folder), None, files.clock.now() + _LOOK_SECONDS
     try:
@@ -183,7 +177,7 @@ def _locked(files: _Lockable, folder: str) -> tuple[_Lockable, int] | None:
     return (files, fd) if locked else None
 
 
-def try_lock(files: _Lockable, fd: int, how: int, path: str) -> bool | None:
+def try_lock(files: LocalFolders, fd: int, how: int, path: str) -> bool | None:
     """Lock an open folder without waiting. False: another process holds it; None: the file system has no locks."""
     try:
         files.flock(fd, how | fcntl.LOCK_NB)
@@ -206,7 +200,7 @@ def try_lock(files: _Lockable, fd: int, how: int, path: str) -> bool | None:
 
 def is_locked(storage: Storage, path: str) -> bool | None:
     """Whether a live process holds an `AttemptLock` on a folder; None: the storage has no locks."""
-    if not isinstance(storage, _WithLocks):
+    if not isinstance(storage, LocalFolders):
         return None
     try:
         fd = storage.open_folder(path)

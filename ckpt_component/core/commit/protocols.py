@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 from ..storage.files import FileStorage, local_files
-from ..storage.host_folders import HostFolders
 from ..storage.storage import Storage
-from .host_commit import HostCommit
 from .manifest_commit import ManifestCommit, attempts_in
 from .protocol import Attempt, CommitProtocol
 from .rename_commit import RenameCommit
+
+if TYPE_CHECKING:
+    from ..storage.host_folders import HostFolders
 
 
 def protocol_of(storage: Storage) -> CommitProtocol:
@@ -19,7 +21,11 @@ def protocol_of(storage: Storage) -> CommitProtocol:
     files = _renaming(storage)
     if files is not None:
         return RenameCommit(files)
-    return HostCommit(storage) if isinstance(storage, HostFolders) else ManifestCommit(storage)
+    if storage.hosts:
+        from .host_commit import HostCommit  # which jobs on one host do not load
+
+        return HostCommit(cast("HostFolders", storage))
+    return ManifestCommit(storage)
 
 
 def attempt_here(storage: Storage, plain: Mapping[str, str]) -> Attempt:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..storage.new_names import new_path
 from .safe_open import kind_of, read_regular
-from .storage import Held, Storage, StoredFile
+from .storage import Held, LocalFolders, Storage, StoredFile
 from .tree_removal import named, remove_tree
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NOREPLACE, _EXCHANGE, _AT_FDCWD = 1, 2, -100
 
 
-class FileStorage(Storage):
+class FileStorage(LocalFolders):
     """Folders and files. With `atomic_rename=False`, for mounted object stores, nothing is renamed."""
 
     #: The system call behind `write`; it may write fewer bytes than given.
@@ -354,15 +354,12 @@ class FileStorage(Storage):
         return status.st_dev, status.st_ino
 
     def open_folder(self, path: str) -> int:
-        """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
         return os.open(path, _FOLDER)
 
     def flock(self, fd: int, how: int) -> None:
-        """Lock an open folder, which shows other processes that its owner is alive; raises ENOLCK without locks."""
         fcntl.flock(fd, how)
 
     def close_folder(self, fd: int) -> None:
-        """Close a folder, and release its lock."""
         os.close(fd)
 
 

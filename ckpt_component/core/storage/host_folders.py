@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from .files import FileStorage
 from .memory.keeper_union import KeeperUnion
 from .memory.keepers import Keeper
-from .storage import Held, StoredFile
+from .storage import Held, LocalFolders, StoredFile
 
 if TYPE_CHECKING:
     from .host_files import HostFiles
@@ -30,7 +30,7 @@ _MOST_MADE = 256
 _MOST_AT_ONCE = 16
 
 
-class HostFolders(KeeperUnion):
+class HostFolders(KeeperUnion, LocalFolders):
     """See the top of this file. Paths outside of `root` are those of this host. Thread-safe.
 
     Args:
@@ -305,15 +305,12 @@ class HostFolders(KeeperUnion):
     # Locks, of this host
 
     def open_folder(self, path: str) -> int:
-        """See `FileStorage`."""
         return self.fs.open_folder(self.here(path))
 
     def flock(self, fd: int, how: int) -> None:
-        """See `FileStorage`."""
         self.fs.flock(fd, how)
 
     def close_folder(self, fd: int) -> None:
-        """See `FileStorage`."""
         self.fs.close_folder(fd)
 
     def _keepers(self, path: str) -> Sequence[Keeper]:

@@ -61,10 +61,12 @@ class Storage(ABC):
     Attributes:
         clock: of the process that uses the storage: waits for what happens there go by it
         verifies_first: whether a load verifies all bytes before it fills a tensor, as reading them twice costs no disk
+        hosts: the host of each rank, where each host has a folder of its own, see `HostFolders`; else empty
     """
 
     clock: Clock = CLOCK
     verifies_first: ClassVar[bool] = False
+    hosts: Sequence[str] = ()
 
     def __init__(
         self,
@@ -331,6 +333,22 @@ class Storage(ABC):
     def device(self, path: str) -> int:
         """A number for the device that a folder is on."""
         return 0
+
+
+class LocalFolders(Storage):
+    """A storage whose folders are on this host, at least a part of each, where they can be locked."""
+
+    @abstractmethod
+    def open_folder(self, path: str) -> int:
+        """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
+
+    @abstractmethod
+    def flock(self, fd: int, how: int) -> None:
+        """Lock an open folder, which shows other processes that its owner is alive; raises ENOLCK without locks."""
+
+    @abstractmethod
+    def close_folder(self, fd: int) -> None:
+        """Close a folder, and release its lock."""
 
 
 def not_here(what: str) -> OSError:
