@@ -184,9 +184,9 @@ class ClusterPatches(HostPatches):
     def network(self) -> Network:
         return self.cluster.network
 
-    def _taker(self, *arguments: Any) -> Any:
+    def _taker(self, files: Any, root: str, name: str, home: Any) -> Any:
         host = self.network.host_of[self._running()]
-        return copy_taker.CopyTaker(*arguments, lambda: self.cluster.available(host))
+        return copy_taker.CopyTaker(files, root, name, home, lambda: self.cluster.available(host))
 
     def _besides(self, rank: int) -> Callable[[str], list[Keeper]]:
         host, process = self._set(), self._running()

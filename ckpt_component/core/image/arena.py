@@ -119,11 +119,12 @@ class Arena:
                 self.close()
                 raise
 
-    def allocate(self, threads: int) -> None:
+    def allocate(self, threads: int, share: float = 1.0) -> None:
         """Allocate the missing pages of a shared arena. Threads may call this together; all return at the end.
 
         Args:
             threads: how many threads may clear pages
+            share: of its time that each works
 
         Raises:
             CheckpointError: there is not enough memory
@@ -132,7 +133,7 @@ class Arena:
         if pages is None:
             return
         try:
-            not_huge = pages.allocate(threads)
+            not_huge = pages.allocate(threads, share)
         except OSError as error:
             raise self._refused(error) from error
         if not_huge and self._pages is not None:

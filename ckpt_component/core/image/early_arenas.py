@@ -18,6 +18,8 @@ logger = logging.getLogger("ckpt_component.image")
 
 #: A thread that is stopped ends within milliseconds, unless a CUDA driver holds it.
 _STOP_SECONDS = 10.0
+#: Of its time that the thread works: the first step after a restart, with nothing in caches, is slow enough.
+_SHARE = 0.33
 
 
 class EarlyArenas:
@@ -102,7 +104,7 @@ class EarlyArenas:
         if arena is None or self._stopped:
             return
         try:
-            arena.allocate(threads=1)
+            arena.allocate(threads=1, share=_SHARE)
             if not self._stopped:
                 self._prepare(arena)
         except Exception as error:

@@ -30,6 +30,8 @@ _MAX_THREADS = 8
 _ADD_SEALS, _SIZE_STAYS = 1033, 0x1 | 0x2 | 0x4
 #: Unit of allocation: takes about a millisecond.
 _SLICE_BYTES = HUGE_PAGE
+#: Between two of them, in seconds.
+_LONGEST_REST = 0.1
 
 
 def align(position: int, boundary: int = PAGE) -> int:
@@ -133,11 +135,12 @@ class SharedPages:
         self._not_huge = 0
         self._error: OSError | None = None
 
-    def allocate(self, threads: int) -> int:
+    def allocate(self, threads: int, share: float = 1.0) -> int:
         """Allocate what is missing, huge pages if possible. When this returns or raises, no thread is at work.
 
         Args:
             threads: how many threads may clear pages, with those that are in this method already
+            share: of its time that a thread works, as long as there is something left; it rests in between
 
         Returns:
             0, or the error number for which some of it is not in huge pages.
@@ -148,8 +151,8 @@ class SharedPages:
         helpers = min(threads, _MAX_THREADS, len(self._todo)) - 1
         with ThreadPoolExecutor(max(helpers, 1), thread_name_prefix="ckpt-pages") as pool:
             for _ in range(helpers):
-                pool.submit(self._work)
-            self._work()
+                pool.submit(self._work, share)
+            self._work(share)
         with self._changed:
             while self._running:  # about a millisecond
                 self._changed.wait()
@@ -181,14 +184,16 @@ class SharedPages:
         """Let all threads in `allocate` return after their slice; the rest stays unallocated."""
         with self._changed:
             self._todo.clear()
+            self._changed.notify_all()
 
-    def _work(self) -> None:
+    def _work(self, share: float) -> None:
         while True:
             with self._changed:
                 if not self._todo:
                     return
                 start = self._todo.popleft()
                 self._running.add(start)
+            began = time.monotonic()
             try:
                 self._allocate_slice(start, min(_SLICE_BYTES, self._nbytes - start))
             except OSError as error:
@@ -198,6 +203,10 @@ class SharedPages:
                 with self._changed:
                     self._running.remove(start)
                     self._changed.notify_all()
+            if share < 1:
+                rest = (time.monotonic() - began) * (1 / share - 1)
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._todo, min(rest, _LONGEST_REST))
 
     def _allocate_slice(self, start: int, nbytes: int) -> None:
         not_huge = make_huge(self._address + start, nbytes)
