@@ -34,6 +34,8 @@ class RunWatch:
         self._files = FileStorage()
         self.changed, self.ended = threading.Event(), threading.Event()
         self.newest = 0
+        #: The run itself, and the one before it, which owns the folder until the first save. Seen before any upload.
+        self._known = {policy.run, self._owner()[0]}
 
     def watch(self, parent: Channel, report: Callable[[dict[str, Any]], None]) -> None:
         """Listen to the run; end this process when its time is over, or another run has taken over the local folder."""
@@ -44,7 +46,6 @@ class RunWatch:
 
     def _watch(self, parent: Channel, report: Callable[[dict[str, Any]], None]) -> None:
         deadline = float("inf")
-        known = {self._policy.run, self._owner()[0]}
         while time.monotonic() < deadline:
             if self.ended.is_set():
                 time.sleep(_LOOK_SECONDS)
@@ -58,7 +59,7 @@ class RunWatch:
                         self.newest = frame[0]["newest"] or self.newest
                     self.changed.set()
             token, owner = self._owner()
-            if token and token not in known:
+            if token and token not in self._known:
                 report({"fenced": f"Another run took over {self._policy.source} ({owner})."})
                 return
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median_low
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 from ckpt_component.callers import PersistentCaller
 from ckpt_component.core.commit.names import MEGATRON
@@ -63,8 +65,9 @@ def measure_hosts(count: int, saves: int, folder: str) -> Iterator[dict[str, flo
     Yields:
         Costs by the names of `costs.COSTS`.
     """
-    logging.getLogger("ckpt_component").setLevel(logging.ERROR)
-    yield _PeerJob(max(count, 2), saves).costs()
+    job = _PeerJob(max(count, 2), saves)
+    with _simulated(job):
+        yield job.costs()
 
 
 class _PeerJob:
@@ -83,7 +86,6 @@ class _PeerJob:
 
     def costs(self) -> dict[str, float]:
         """Run it; returns its costs."""
-        _simulate(self)
         for rank in self.ranks:
             rank.process.start(rank.run)
         if not self.simulation.run(_LIMIT):
@@ -196,20 +198,26 @@ class _NoKeeper:
         """Nothing is open."""
 
 
-def _simulate(job: _PeerJob) -> None:
-    """Have this process, which measures nothing else, run on simulated time, without keepers."""
+@contextmanager
+def _simulated(job: _PeerJob) -> Iterator[None]:
+    """Have this process run on simulated time, without keepers and without their log."""
+    logger = logging.getLogger("ckpt_component")
 
     def running() -> SimulatedProcess:
         return job.simulation.current.process
 
-    for module, name, value in (
-        (at_peers, "threading", SimulatedThreading(running)),
-        (recovery, "MemoryCaller", _NoKeeper),
-        (recovery, "offered_address", lambda: "10.100.100.100"),
-        (peer_memory, "tokens_of", lambda _: [_TOKEN]),
-        (peer_memory, "keepers_of", lambda _: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
-    ):
-        setattr(module, name, value)
+    with ExitStack() as until_measured:
+        for module, name, value in (
+            (at_peers, "threading", SimulatedThreading(running)),
+            (recovery, "MemoryCaller", _NoKeeper),
+            (recovery, "offered_address", lambda: "10.100.100.100"),
+            (peer_memory, "tokens_of", lambda _: [_TOKEN]),
+            (peer_memory, "keepers_of", lambda _: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
+        ):
+            until_measured.enter_context(patch.object(module, name, value))
+        until_measured.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
+        yield
 
 
 def _costs_of(part: tuple[Counts, Counts]) -> dict[str, float]:
