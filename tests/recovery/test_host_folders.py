@@ -45,6 +45,7 @@ def has(lives: list[Life], step: int, before: list[Life]) -> None:
     assert [life.told["began"] for life in lives] == [life.told["digests"][str(step)] for life in before]
 
 
+@pytest.mark.turns(3)
 def test_a_run_goes_on_from_the_folders_of_its_hosts(tmp_path: Path) -> None:
     before = run(tmp_path, FOUR, steps=3, durable=[1, 3], end="kill")
     for host in "abcd":
@@ -59,6 +60,7 @@ def test_a_run_goes_on_from_the_folders_of_its_hosts(tmp_path: Path) -> None:
     assert not any("ERROR" in life.output for life in after)
 
 
+@pytest.mark.turns(3)
 def test_all_fall_back_together_when_the_disk_of_a_host_is_lost(tmp_path: Path) -> None:
     run(tmp_path, FOUR, *UPLOADS, steps=1, durable=[1])
     run(tmp_path, FOUR, steps=3, durable=[3], end="kill")
@@ -74,6 +76,7 @@ def test_all_fall_back_together_when_the_disk_of_a_host_is_lost(tmp_path: Path) 
     has(run(tmp_path, FOUR), 4, after)
 
 
+@pytest.mark.turns(3)
 def test_what_is_lost_with_a_disk_comes_from_the_peers(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"recovery": True, "at_peers": 3, "end": "kill"}
     before = run(tmp_path, FOUR, *PEERS, steps=3, durable=[2], **plan)
@@ -84,6 +87,7 @@ def test_what_is_lost_with_a_disk_comes_from_the_peers(tmp_path: Path) -> None:
     assert "restored step 3 from peers" in after[0].output
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "hosts",
     [pytest.param(["a", "b"], marks=pytest.mark.soak), ["b", "b", "a", "x"]],
@@ -119,6 +123,7 @@ def test_another_folder_than_that_of_its_host_is_refused_on_all_ranks(tmp_path: 
     assert not [*tmp_path.rglob(".ckpt-trial.*")]
 
 
+@pytest.mark.turns(3)
 def test_hosts_that_share_a_folder_go_on_from_it(tmp_path: Path) -> None:
     shared = [f"checkpoint.local.dir={tmp_path}/shared", *NO_UPLOADS]
     plan: dict[str, Any] = {"hosts": ["a", "a", "b", "b"], "recovery": False, "overrides": shared}
@@ -141,6 +146,7 @@ def dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     return at
 
 
+@pytest.mark.turns(3)
 def test_a_host_that_dies_before_it_has_the_manifest_has_the_checkpoint(
     dies: Callable[[str], None], tmp_path: Path
 ) -> None:
@@ -156,6 +162,7 @@ def test_a_host_that_dies_before_it_has_the_manifest_has_the_checkpoint(
     assert after[2].told["began"] == lives[2].told["digests"]["3"]
 
 
+@pytest.mark.turns(3)
 def test_a_host_that_dies_while_it_writes_leaves_the_step_before(dies: Callable[[str], None], tmp_path: Path) -> None:
     dies("sync_folder:process=trainer:path=disks/b/run/iter_0000003")
     plan: dict[str, Any] = {"recovery": False, "overrides": local(tmp_path, "checkpoint.timeouts.heartbeat=4")}
