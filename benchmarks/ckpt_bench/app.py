@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +38,7 @@ from .hosts.host_page import hosts_shown
 from .hosts.host_rows import measure_hosts, read_hosts, write_hosts
 from .peer_environment import PeerEnvironment
 from .place import place
+from .presentation import Presentation
 from .promises import judge
 from .recovery.kill_turns import measure_turns
 from .recovery.restart_page import restarts_shown
@@ -225,12 +227,7 @@ def _grow(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Pat
     else:
         about = _about(request, peers)
         courses = measure_courses(request, _parent(bench, request.targets[0], here), about, folder, _say)
-    shown = costs_shown(courses)
-    shown.show(about, folder, _say)
-    if shown.failed:
-        raise BenchmarkFailed(f"{counted(shown.failed, 'cost')} grew faster than linearly; see FAIL above.")
-    if shown.draw is None:
-        raise BenchmarkFailed("Nothing was measured; the reasons are above.")
+    _present(costs_shown(courses), about, folder, "{} grew faster than linearly", "cost")
 
 
 def _kill(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
@@ -243,12 +240,7 @@ def _kill(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Pat
     else:
         about = _about(request, peers)
         measured = measure_turns(request, _parent(bench, request.targets[0], here), about, folder, _say)
-    shown = restarts_shown(measured)
-    shown.show(about, folder, _say)
-    if shown.failed:
-        raise BenchmarkFailed(f"{counted(shown.failed, 'promise')} failed; see FAIL above.")
-    if shown.draw is None:
-        raise BenchmarkFailed("Nothing was measured; the reasons are above.")
+    _present(restarts_shown(measured), about, folder)
 
 
 def _copy_and_read(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
@@ -261,10 +253,16 @@ def _copy_and_read(request: BenchRequest, peers: PeerEnvironment, here: Path, fo
     else:
         about = _about(request, peers)
         measured = measure_hosts(request, _parent(bench, request.targets[0], here), about, folder, _say)
-    shown = hosts_shown(measured)
+    _present(hosts_shown(measured), about, folder)
+
+
+def _present(
+    shown: Presentation, about: Mapping[str, Any], folder: Path, failed: str = "{} failed", one: str = "promise"
+) -> None:
+    """Show what was measured; raises BenchmarkFailed if not all of it is as it must be, or there is nothing."""
     shown.show(about, folder, _say)
     if shown.failed:
-        raise BenchmarkFailed(f"{counted(shown.failed, 'promise')} failed; see FAIL above.")
+        raise BenchmarkFailed(f"{failed.format(counted(shown.failed, one))}; see FAIL above.")
     if shown.draw is None:
         raise BenchmarkFailed("Nothing was measured; the reasons are above.")
 

@@ -7,7 +7,6 @@ listed has every file once. The first rank of each host serves its folder to the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -135,8 +134,12 @@ class HostTier:
         server, self._server = self._server, None
         for keeper in self._keepers:
             if self._ranks.is_leader:
-                with contextlib.suppress(OSError):  # it has ended
+                try:
                     keeper.end()
+                except OSError as error:  # then its host stops by itself, after `timeouts.close`
+                    logger.info(
+                        "host %s was not told that its folder is no longer needed: %s", keeper.address.host, error
+                    )
             keeper.close()
         if server is None:
             return

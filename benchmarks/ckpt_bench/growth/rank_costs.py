@@ -7,7 +7,6 @@ the CPU of the others is not measured, because their threads contend for one int
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
@@ -27,6 +26,7 @@ from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.writing.request import WriteRequest
 
 from ..measure.target_files import remove
+from ..spawned_process import SpawnedProcess
 from .counted_connection import CountedConnection, Counts
 
 _SECONDS = 600.0
@@ -53,11 +53,11 @@ def measure_ranks(count: int, saves: int, folder: str) -> Iterator[dict[str, flo
     store = TCPStore(_HOST, 0, None, is_master=True, wait_for_workers=False)
     others = range(1, count)
     parts = [others[first : first + _IN_A_PROCESS] for first in range(0, len(others), _IN_A_PROCESS)]
-    groups = [_Process(store.port, part, count) for part in parts]
+    groups = [SpawnedProcess(_serve, store.port, part, count, seconds=_SECONDS) for part in parts]
     try:
         leader = _Group(store, range(1), count)
         for group in groups:
-            group.ready()
+            group.answer()  # its ranks are connected
         costs = []
         for number in range(saves + 1):
             path = os.path.join(folder, f"save-{number}")
@@ -66,7 +66,7 @@ def measure_ranks(count: int, saves: int, folder: str) -> Iterator[dict[str, flo
             used = time.process_time()
             led = leader.save(path)
             used = time.process_time() - used
-            counts = [led, *(group.finish() for group in groups)]
+            counts = [led, *(group.answer() for group in groups)]
             costs.append(
                 {
                     "leader_cpu": used,
@@ -124,46 +124,6 @@ class _Group:
             checkpointer.close()
 
 
-class _Process:
-    """A `_Group` in a process of its own."""
-
-    def __init__(self, port: int, numbers: range, world_size: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, port, numbers, world_size), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ready(self) -> None:
-        """Wait until its ranks are connected."""
-        self._answer()
-
-    def begin(self, path: str) -> None:
-        """Start a save on its ranks."""
-        self._pipe.send(path)
-
-    def finish(self) -> Counts:
-        """Wait for the save and return its cost; see `_Group.save`."""
-        counts: Counts = self._answer()
-        return counts
-
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(10)
-
-    def _answer(self) -> Any:
-        if not self._pipe.poll(_SECONDS):
-            raise TimeoutError(f"The simulated ranks did not answer within {_SECONDS:g} s.")
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
 def _serve(pipe: Connection, port: int, numbers: range, world_size: int) -> None:
     """Run a group: receive a path, save, send the cost; exit when the pipe is closed."""
     torch.set_num_threads(1)
@@ -174,7 +134,7 @@ def _serve(pipe: Connection, port: int, numbers: range, world_size: int) -> None
     pipe.send(None)
     try:
         while True:
-            path = pipe.recv()
+            (path,) = pipe.recv()
             try:
                 pipe.send(group.save(path))
             except Exception as error:

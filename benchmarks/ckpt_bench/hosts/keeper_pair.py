@@ -5,7 +5,6 @@ The same two processes also move as many bytes over a plain TCP connection, to c
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import time
@@ -24,6 +23,8 @@ from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.writing.copy_sender import send_copy
 from ckpt_component.core.writing.copy_taker import CopyTaker
+
+from ..spawned_process import SpawnedProcess
 
 _HOST = "127.0.0.1"
 _SECONDS = 300.0
@@ -57,8 +58,8 @@ class KeeperPair:
     """
 
     def __init__(self, items: Sequence[int]) -> None:
-        self._taker = _SpawnedProcess(_serve_taker, sum(map(align, items)))
-        self._sender = _SpawnedProcess(_serve_sender, items)
+        self._taker = SpawnedProcess(_serve_taker, sum(map(align, items)), seconds=_SECONDS)
+        self._sender = SpawnedProcess(_serve_sender, items, seconds=_SECONDS)
         self._number = 0
 
     def __enter__(self) -> KeeperPair:
@@ -96,43 +97,6 @@ class KeeperPair:
 
     def _cpu(self) -> float:
         return float(self._sender.ask("cpu")) + float(self._taker.ask("cpu"))
-
-
-class _SpawnedProcess:
-    """A process that does what it is asked, one thing after the other."""
-
-    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """Have something done; returns what comes of it."""
-        self.begin(what, *arguments)
-        return self.answer()
-
-    def begin(self, what: str, *arguments: Any) -> None:
-        """Ask for something whose answer is awaited later."""
-        self._pipe.send((what, *arguments))
-
-    def answer(self) -> Any:
-        """What came of what was begun; raises TimeoutError, EOFError if the process has ended, and its own errors."""
-        if not self._pipe.poll(_SECONDS):
-            raise TimeoutError(f"a keeper did not answer within {_SECONDS:g} s")
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        """End it."""
-        self._pipe.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(10)
 
 
 def _serve(pipe: Connection, acts: _Acts) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import fcntl
 import os
+import struct
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ckpt_component.core.storage.open_files import OpenFiles
 
 from ..measure.states import make_state, nbytes_of
 from ..measure.target_files import fill_cache, remove
+from ..spawned_process import SpawnedProcess
 
 _SECONDS = 300.0
 
@@ -35,25 +38,20 @@ def measure_reads(hosts: int, state: str, rate: float, loads: int, folder: str) 
         `bytes`; `least`, the seconds that reading them once takes; seconds of each load, as `load`; CPU seconds of
         all ranks, as `load_cpu`.
     """
-    spawn = multiprocessing.get_context("spawn")
-    path, free_at, results = os.path.join(folder, "checkpoint"), spawn.Value("d", 0.0), spawn.Queue()
+    path = os.path.join(folder, "checkpoint")
     tensors = make_state(state)
     with build_checkpointer("sync", alone=True) as checkpointer:
         checkpointer.save(tensors, path)
     fill_cache(path)
     nbytes = nbytes_of(tensors)
     del tensors
-    arguments = (hosts, state, rate, loads, folder, free_at, results)
-    ranks = [spawn.Process(target=_load, args=(rank, *arguments), daemon=True) for rank in range(hosts)]
+    arguments = (hosts, state, rate, loads, folder)
+    ranks = [SpawnedProcess(_load, rank, *arguments, seconds=_SECONDS) for rank in range(hosts)]
     try:
-        for rank in ranks:
-            rank.start()
-        found = [results.get(timeout=_SECONDS) for _ in ranks]
-        for rank in ranks:
-            rank.join(_SECONDS)
+        found = [rank.answer() for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
+            rank.close()
     remove(path)
     seconds, cpu = zip(*found, strict=True)
     yield {
@@ -70,12 +68,12 @@ class SlowFiles(OpenFiles):
     Args:
         folder: folder of the checkpoint
         rate: bytes in a second
-        free_at: when storage has given all that was asked for so far, monotonic seconds, for all processes
+        turns: a file that says when storage has given all that was asked for so far, in monotonic seconds
     """
 
-    def __init__(self, folder: str, rate: float, free_at: Any) -> None:
+    def __init__(self, folder: str, rate: float, turns: str) -> None:
         super().__init__(folder)
-        self._rate, self._free_at = rate, free_at
+        self._rate, self._turns = rate, turns
 
     def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
         """Read in its turn."""
@@ -88,29 +86,34 @@ class SlowFiles(OpenFiles):
         return super().fill_block(name, offset, length)
 
     def _wait(self, nbytes: int) -> None:
-        with self._free_at.get_lock():
-            until = self._free_at.value = max(self._free_at.value, time.monotonic()) + nbytes / self._rate
+        with open(self._turns, "a+b") as turns:
+            fcntl.flock(turns, fcntl.LOCK_EX)  # no semaphore, which a benchmark that is killed leaves in /dev/shm
+            turns.seek(0)
+            (free_at,) = struct.unpack("d", turns.read() or bytes(8))
+            until = max(free_at, time.monotonic()) + nbytes / self._rate
+            turns.truncate(0)
+            turns.write(struct.pack("d", until))
         time.sleep(max(until - time.monotonic(), 0))
 
 
 class SlowStorage(FileStorage):
     """Storage of `SlowFiles`; arguments as there."""
 
-    def __init__(self, rate: float, free_at: Any) -> None:
+    def __init__(self, rate: float, turns: str) -> None:
         super().__init__()
-        self._rate, self._free_at = rate, free_at
+        self._rate, self._turns = rate, turns
 
     def open_files(self, folder: str, *, shared: bool = True) -> SlowFiles:
         """Open the files of a folder."""
-        return SlowFiles(folder, self._rate, self._free_at)
+        return SlowFiles(folder, self._rate, self._turns)
 
 
-def _load(rank: int, hosts: int, state: str, rate: float, loads: int, folder: str, free_at: Any, results: Any) -> None:
-    """What a rank does: put the seconds of its loads, and their CPU seconds."""
+def _load(pipe: Connection, rank: int, hosts: int, state: str, rate: float, loads: int, folder: str) -> None:
+    """What a rank does: send the seconds of its loads, and their CPU seconds."""
     os.environ["CKPT_HOST"] = f"host-{rank}"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=hosts)
-    storage, seconds, cpu = SlowStorage(rate, free_at), list[float](), list[float]()
+    storage, seconds, cpu = SlowStorage(rate, os.path.join(folder, "turns")), list[float](), list[float]()
     tensors = make_state(state)
     with build_checkpointer("sync", storage_of=lambda _: storage) as checkpointer:
         for _ in range(loads + 1):
@@ -119,5 +122,5 @@ def _load(rank: int, hosts: int, state: str, rate: float, loads: int, folder: st
             checkpointer.load(os.path.join(folder, "checkpoint"), tensors)
             seconds.append(time.perf_counter() - started)
             cpu.append(time.process_time() - used)
-    results.put((seconds[1:], cpu[1:]))
+    pipe.send((seconds[1:], cpu[1:]))
     dist.destroy_process_group()

@@ -68,7 +68,7 @@ class EarlyArenas:
         if mapped is None:
             return None
         self._mapped = None
-        arena = None if wait_futures([mapped], timeout).not_done or mapped.exception() is not None else mapped.result()
+        arena = None if wait_futures([mapped], timeout).not_done else mapped.result()
         if arena is not None:
             with contextlib.suppress(CheckpointError):  # the thread has the same error, and warns
                 arena.allocate(torch.get_num_threads())
@@ -90,17 +90,17 @@ class EarlyArenas:
             logger.warning("an arena is still being page-locked after %g s; it is freed then", _STOP_SECONDS)
 
     def _map(self, least: int) -> Arena | None:
-        available = psutil.virtual_memory().available
-        if self._stopped or available < least:
-            return None
         try:
+            available = psutil.virtual_memory().available
+            if self._stopped or available < least:
+                return None
             return Arena(self._each, shared=True, allocated=False, available=available)
-        except CheckpointError as error:
+        except Exception as error:  # the save itself raises it
             _warn(error)
-            raise
+            return None
 
     def _make(self, mapped: Future[Arena | None]) -> None:
-        arena = None if mapped.exception() is not None else mapped.result()
+        arena = mapped.result()  # done, as it was submitted to the same thread before
         if arena is None or self._stopped:
             return
         try:
@@ -116,7 +116,7 @@ def _drop(mapped: Future[Arena | None], made: Future[None]) -> None:
     """Free an arena, now or when the thread has left it."""
 
     def stop(_: Future[Arena | None]) -> None:
-        arena = None if mapped.exception() is not None else mapped.result()
+        arena = mapped.result()
         if arena is not None:
             arena.stop_allocating()
             made.add_done_callback(lambda _: arena.close())
