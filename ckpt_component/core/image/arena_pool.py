@@ -48,16 +48,19 @@ class ArenaPool:
         return self._shared and not self._used and not self._closed
 
     def reserve(self, nbytes: int, prepare: Callable[[Arena], None]) -> None:
-        """Make arenas in the background, each before it is leased, unless such of this size are being made already.
+        """Make arenas in the background, each before it is leased, unless such of this size are asked for already.
 
-        Called by the thread that leases.
+        Called by the thread that leases; the second call of a size says that a step has ended.
 
         Args:
             nbytes: size of each
             prepare: see `EarlyArenas`
         """
         early = self._early
-        if not self.awaits_first_lease or (early is not None and early.fit(nbytes)):
+        if not self.awaits_first_lease:
+            return
+        if early is not None and early.fit(nbytes):
+            early.start()
             return
         if early is not None:
             self._early = None
