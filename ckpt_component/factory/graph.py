@@ -19,7 +19,7 @@ import torch
 
 from .._version import __version__
 from ..background.exports import BackgroundExports
-from ..background.uploads import BackgroundUploads
+from ..background.follower import Follower
 from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir
@@ -171,7 +171,7 @@ def build_manager(
     if settings.local.dir is not None:
         storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings))
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
-    checkpointer, restorer, exports, uploads = None, None, None, None
+    checkpointer, restorer, followers = None, None, list[Follower]()
     tier: HostTier | None = None
     ranks: Coordinator = LocalCoordinator()
     run = RunContext(storages[0], absolute(roots[0]), names, ranks, timeouts, best)
@@ -197,7 +197,7 @@ def build_manager(
                 waits=not save.enabled,
             )
             if export is not None and save.enabled and ranks.is_leader:
-                exports = BackgroundExports(export, events.note_now)
+                followers.append(BackgroundExports(export, events.note_now))
             run = RunContext(
                 storages[-1],
                 roots[-1],
@@ -218,17 +218,13 @@ def build_manager(
                     storages[0], roots[0] = tier.storage, tier.root
                     storage_of = partial(_storage_in, storages[0], storage_of)
                 run = replace(run, fs=storages[0], root=roots[0], remote=run, elsewhere=storage_of)
-                if save.enabled:
-                    uploads = uploads_of(settings, run, keep)
+                if save.enabled and (uploads := uploads_of(settings, run, keep)) is not None:
+                    followers.append(uploads)
                 keep = RetentionPolicy(settings.local.keep_last)
             if snapshots is not None:
                 run = snapshots.begin(run)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
-            leads = uploads if isinstance(uploads, BackgroundUploads) else None
-            background = [each for each in (exports, leads) if each is not None]
-            in_use, on_commit = [each.in_use for each in background], [each.on_commit for each in background]
-            checks = () if leads is None else (leads.check,)
-            folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit, takeover=settings.takeover)
+            folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
             if save.enabled:
                 folder.check_writable()
             saves_to = run.fs
@@ -246,7 +242,7 @@ def build_manager(
             if tier is not None:
                 tier.close(waits=False)
             raise
-    manager = CheckpointManager(checkpointer, run, save, restorer, exports, uploads, tier)
+    manager = CheckpointManager(checkpointer, run, save, restorer, followers, tier)
     record(manager)
     return manager
 
