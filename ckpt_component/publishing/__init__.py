@@ -1,0 +1,1 @@
+"""Weights of a run, published to inference as numbered versions: whole, or the changes of the version before."""
