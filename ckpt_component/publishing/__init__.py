@@ -1,1 +1,1 @@
-"""Weights published to inference: versions in a folder or bucket, whole ones and deltas, and folders that follow them."""
+"""Weights published to inference: whole versions and deltas in a folder or bucket, and folders that follow them."""
