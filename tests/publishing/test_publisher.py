@@ -228,7 +228,7 @@ def test_damage_of_a_file_of_changes_is_noticed(world: World) -> None:
         (folder / name).write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", ["bytes", "state", "sums", "gone", "longer", "other"])
+@pytest.mark.parametrize("damage", ["bytes", "state", "sums", "sums of another", "no sums", "gone", "longer", "other"])
 def test_a_mirror_that_is_not_what_was_published_gives_a_whole_version(
     damage: str, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,6 +242,10 @@ def test_a_mirror_that_is_not_what_was_published_gives_a_whole_version(
         (mirror / ".ckpt-version.json").write_text("{")
     elif damage == "sums":
         (mirror / ".ckpt-checksums.json").write_text("{")
+    elif damage == "sums of another":
+        (mirror / ".ckpt-checksums.json").write_text('{"attempt": "another", "tensors": {}}')
+    elif damage == "no sums":
+        (mirror / ".ckpt-checksums.json").unlink()
     elif damage == "gone":
         (mirror / "model.safetensors").unlink()
     elif damage == "longer":
@@ -252,7 +256,8 @@ def test_a_mirror_that_is_not_what_was_published_gives_a_whole_version(
     assert world.version(2).is_whole
     assert not world.version(3).is_whole
     world.check()
-    assert ("the mirror was damaged" in caplog.text) == (damage in ("bytes", "sums"))
+    assert ("the mirror was damaged" in caplog.text) == (damage == "bytes")
+    assert (".json is damaged" in caplog.text) == (damage in ("state", "sums"))
 
 
 def test_a_folder_with_other_files_is_no_mirror(world: World) -> None:
