@@ -83,7 +83,7 @@ class LocalCopy:
         self._next = self._work.next
         #: The names in which the spare, which is at `_next`, differs from the folder; None: there is no spare.
         self._behind: set[str] | None = None
-        self.state = read_state(fs, path)
+        self.state = read_state(fs, path) if fs.is_folder(path) else None
 
     @property
     def version(self) -> int | None:
