@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class Found(NamedTuple):
         occupied: all steps that a save would collide with
         in_memory: the root of the snapshots in memory; empty: there are none
         keepers: where those keepers are that other hosts have
+        attempts: of the checkpoints in folders that each host has for itself, by path
     """
 
     candidates: Sequence[tuple[int, str]]
@@ -58,6 +60,7 @@ class Found(NamedTuple):
     occupied: Sequence[int]
     in_memory: str = ""
     keepers: Sequence[Any] = ()
+    attempts: Mapping[str, str] = MappingProxyType({})
 
 
 class Restorer:
@@ -237,6 +240,8 @@ class Restorer:
             started, self.path = time.perf_counter(), path
             in_memory = bool(found.in_memory) and _is_in(path, found.in_memory)
             options: dict[str, Any] = {"visible": None} if in_memory else {}  # what is not there has ended
+            if path in found.attempts:
+                options["attempt"] = found.attempts[path]
             try:
                 load(path, tag=f"{tag}/{number}", manifest=manifests.get(path), **options)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
@@ -302,6 +307,11 @@ class Restorer:
             places.insert(0, in_memory)
             scan = both(in_memory[1], scan)
         manifests.update({at.path_of(step): has.manifests[step] for at, has in places for step in has.committed})
+        attempts = {
+            at.path_of(step): str(has.manifests[step].get("attempt"))
+            for at, has in places
+            for step in (has.committed if at.fs.hosts else ())
+        }
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
@@ -326,7 +336,7 @@ class Restorer:
         ]
         self._folder.purge.found(local)
         suspects = suspects if self._policy.searches else []
-        return Found(candidates, durable, suspects, occupied, kept, keepers)
+        return Found(candidates, durable, suspects, occupied, kept, keepers, attempts)
 
     def _refuse_unknown(self, local: Scan, remote: str) -> None:
         """The permanent folder cannot be listed: refuse to begin if the local one has nothing to begin with.
