@@ -111,9 +111,9 @@ class HostDisk(ProcessFiles):
         self._life = life
 
     @contextmanager
-    def _look(self) -> Iterator[Disk]:
+    def at_disk(self) -> Iterator[Disk]:
         self._life.operation(self.process, "")
-        with super()._look() as disk:
+        with super().at_disk() as disk:
             yield disk
 
 
