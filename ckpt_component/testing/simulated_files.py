@@ -99,6 +99,7 @@ class SimulatedFiles(FileStorage):
 
     @contextmanager
     def at_disk(self) -> Iterator[Disk]:
+        """The disk, for one operation; a subclass may let something happen before it. Raises `PowerCut`."""
         with self._lock:
             if self.is_off:
                 raise PowerCut
