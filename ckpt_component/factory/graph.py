@@ -222,7 +222,7 @@ def build_manager(
                     followers.append(uploads)
                 keep = RetentionPolicy(settings.local.keep_last)
             if snapshots is not None:
-                run = snapshots.begin(run)
+                run = snapshots.begin(run, followers)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
             folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
             if save.enabled:
