@@ -48,19 +48,16 @@ class ArenaPool:
         return self._shared and not self._used and not self._closed
 
     def reserve(self, nbytes: int, prepare: Callable[[Arena], None]) -> None:
-        """Make arenas in the background, each before it is leased, unless such of this size are asked for already.
+        """Make arenas in the background, each before it is leased, unless such of this size are being made already.
 
-        Called by the thread that leases; the second call of a size says that a step has ended.
+        Called by the thread that leases. They begin at `start_early`, or some seconds later.
 
         Args:
             nbytes: size of each
             prepare: see `EarlyArenas`
         """
         early = self._early
-        if not self.awaits_first_lease:
-            return
-        if early is not None and early.fit(nbytes):
-            early.start()
+        if not self.awaits_first_lease or (early is not None and early.fit(nbytes)):
             return
         if early is not None:
             self._early = None
@@ -71,6 +68,11 @@ class ArenaPool:
                 self._early = early
                 return
         early.close()
+
+    def start_early(self) -> None:
+        """Begin with the arenas that are made in the background: a step has ended. Called by the thread that leases."""
+        if self._early is not None:
+            self._early.start()
 
     def wait_free(self, deadline: float) -> bool:
         """Wait until `lease` would not block; returns False if `deadline` (monotonic seconds) passes first."""
