@@ -121,6 +121,10 @@ class FileStorage(LocalFolders):
         """Create or truncate a file for writing; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
+    def open_update(self, path: str) -> int:
+        """Open a file to read ranges of it, and to change them by `write`; returns its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
     def open_append(self, path: str) -> int:
         """Open a file for `write` at its end, whatever the offset says, and create it if necessary."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
