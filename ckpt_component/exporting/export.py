@@ -24,17 +24,16 @@ from ..core.storage.space import FULL, full_text, refuse_without_room
 from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError, first_keys
 from .blocks import TensorBlocks
-from .casting import caster, check_dtype
+from .casting import check_dtype
 from .export_files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
 from .hugging_face import small_files
 from .selection import model_prefix, select
+from .streaming import stream_file
 
 logger = logging.getLogger(__name__)
 
 FORMATS = ("hf", "safetensors", "torch")
 MAX_SHARD_BYTES = 5_000_000_000
-#: So often the disk is made to begin with what was written.
-_FLUSH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ def _write(
     lock = AttemptLock(fs, attempt)
     try:
         for file in files:
-            _write_file(fs, os.path.join(attempt.staging, file.name), file, blocks, done)
+            stream_file(fs, os.path.join(attempt.staging, file.name), file, blocks, done)
         for small_name, data in small.items():
             fs.write_new(os.path.join(attempt.staging, small_name), data)
         fs.sync_folder(attempt.staging)
@@ -221,28 +220,6 @@ def _write(
         if fs.is_folder(attempt.staging):
             discard(fs, attempt.staging)
         lock.close()
-
-
-def _write_file(fs: FileStorage, path: str, file: File, blocks: TensorBlocks, done: Any) -> None:
-    flushed = 0
-    fd = fs.create(path, file.size)
-    try:
-        for position, data in file.constants:
-            fs.write(fd, [memoryview(data)], position)
-        for tensor, position in file.places:
-            cast = caster(tensor.entry.dtype, tensor.dtype)
-            for block in blocks.of(tensor.entry):
-                converted = block if cast is None else cast(block)
-                fs.write(fd, [converted], position)
-                position += len(converted)
-                done(len(converted))
-            if position - flushed >= _FLUSH_BYTES:
-                fs.start_writeback(fd, flushed, position - flushed)
-                flushed = position
-        fs.sync(fd)
-        fs.drop_cached(fd)
-    finally:
-        fs.close(fd)
 
 
 def open_blocks(index: Index, entries: Sequence[Entry]) -> TensorBlocks:

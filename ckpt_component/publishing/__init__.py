@@ -1,1 +1,1 @@
-"""Weights published to inference: versions in a folder or bucket, whole ones and deltas, and folders that follow them."""
+"""Weights of a run, published to inference as numbered versions: whole, or the changes of the version before."""

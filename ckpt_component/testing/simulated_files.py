@@ -156,6 +156,9 @@ class SimulatedFiles(FileStorage):
 
         return self._do("open_over", path, effect)
 
+    def open_again(self, path: str) -> int:
+        return self._do("open_again", path, lambda: self._opened(path, self.disk.file(path)))
+
     def open_append(self, path: str) -> int:
         raise NotImplementedError  # `append` is one operation here
 
@@ -345,6 +348,11 @@ class SimulatedFiles(FileStorage):
             if node is None:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             return node.modified
+
+    def is_open_elsewhere(self, path: str) -> bool:
+        with self._look() as disk:
+            file = disk.file(path)
+            return any(other is file for _, other in self._open.values())
 
     def device(self, path: str) -> int:
         with self._look() as disk:

@@ -28,7 +28,7 @@ EFFECTS = (
     "create",
     "open_direct",
     "open_over",
-    "open_update",
+    "open_again",
     "link",
     "share",
     "write",
