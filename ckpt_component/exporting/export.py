@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.commit.cleanup import discard, sweep_attempts
@@ -27,8 +28,8 @@ from .blocks import TensorBlocks
 from .casting import check_dtype
 from .export_files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
 from .hugging_face import small_files
-from .selection import model_prefix, select
-from .streaming import stream_file
+from .selection import Selected, model_prefix, select
+from .streaming import stream_file, tensor_bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,12 +123,7 @@ def export_checkpoint(
     target = os.path.abspath(target)
     _refuse_target(fs, target, options)
     index = open_index(storage or storage_at(source), source)
-    prefix = options.prefix
-    if prefix is None:
-        prefix = model_prefix(index) if options.format == "hf" else ""
-        if prefix:
-            logger.info("exporting what is below '%s'; --prefix '' exports everything", prefix)
-    selected = select(index, prefix, KeyMap(options.rename, ignore=options.ignore), options.dtype)
+    selected = selected_by(options, index)
     tensors, name = selected.tensors, os.path.basename(target)
     with open_blocks(index, [tensor.entry for tensor in tensors]) as blocks:
         left_out = [entry.key for _, entry in selected.objects]
@@ -159,6 +155,20 @@ def export_checkpoint(
     tied = {} if options.format == "torch" else {key: each.name for each in tensors for key, _ in each.tied}
     names = [*(file.name for file in files), *small]
     return Exported(target, names, len(tensors), nbytes, time.perf_counter() - started, tied, left_out)
+
+
+def selected_by(options: ExportOptions, index: Index) -> Selected:
+    """What an export with these options has of a checkpoint.
+
+    Raises:
+        CheckpointLoadError: a name fits no key
+    """
+    prefix = options.prefix
+    if prefix is None:
+        prefix = model_prefix(index) if options.format == "hf" else ""
+        if prefix:
+            logger.info("exporting what is below '%s'; --prefix '' exports everything", prefix)
+    return select(index, prefix, KeyMap(options.rename, ignore=options.ignore), options.dtype)
 
 
 def _refuse_target(fs: FileStorage, target: str, options: ExportOptions) -> None:
@@ -203,7 +213,8 @@ def _write(
     lock = AttemptLock(fs, attempt)
     try:
         for file in files:
-            stream_file(fs, os.path.join(attempt.staging, file.name), file, blocks, done)
+            path = os.path.join(attempt.staging, file.name)
+            stream_file(fs, path, file, partial(tensor_bytes_of, blocks), done)
         for small_name, data in small.items():
             fs.write_new(os.path.join(attempt.staging, small_name), data)
         fs.sync_folder(attempt.staging)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..core.storage.checksum import Stream
 from ..core.storage.storage import Storage
@@ -19,8 +19,8 @@ def stream_file(
     storage: Storage,
     path: str,
     file: File,
-    blocks: TensorBlocks,
-    done: Callable[[int], object],
+    read: Callable[[Tensor], Iterable[memoryview]],
+    done: Callable[[int], object] = lambda nbytes: None,
     checksum: Stream | None = None,
 ) -> None:
     """Write a file that must not exist yet, and make it durable.
@@ -29,7 +29,7 @@ def stream_file(
         storage: the storage
         path: where
         file: what is in it
-        blocks: the bytes of its tensors
+        read: gives the bytes of a tensor in blocks, such as `tensor_bytes_of`
         done: called with the number of bytes of tensors that were written
         checksum: takes all bytes of the file
 
@@ -40,7 +40,7 @@ def stream_file(
     flushed = position = 0
     fd = storage.create(path, file.size)
     try:
-        for data, is_tensor in _bytes_of(file, blocks):
+        for data, is_tensor in _bytes_of(file, read):
             # A storage that streams reads the memory later, and blocks are valid until the next one.
             piece = memoryview(bytes(data)) if storage.streams else data
             storage.write(fd, [piece], position)
@@ -58,7 +58,7 @@ def stream_file(
         storage.close(fd)
 
 
-def tensor_bytes_of(tensor: Tensor, blocks: TensorBlocks) -> Iterator[memoryview]:
+def tensor_bytes_of(blocks: TensorBlocks, tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor as the export has them, in blocks that are valid until the next one.
 
     Raises:
@@ -69,7 +69,7 @@ def tensor_bytes_of(tensor: Tensor, blocks: TensorBlocks) -> Iterator[memoryview
         yield block if cast is None else cast(block)
 
 
-def _bytes_of(file: File, blocks: TensorBlocks) -> Iterator[tuple[memoryview, bool]]:
+def _bytes_of(file: File, read: Callable[[Tensor], Iterable[memoryview]]) -> Iterator[tuple[memoryview, bool]]:
     """The bytes of a file from its beginning to its end, and whether they are of a tensor."""
     pieces: list[tuple[int, bytes | Tensor]] = [
         *file.constants,
@@ -79,5 +79,5 @@ def _bytes_of(file: File, blocks: TensorBlocks) -> Iterator[tuple[memoryview, bo
         if isinstance(piece, bytes):
             yield memoryview(piece), False
         else:
-            for block in tensor_bytes_of(piece, blocks):
+            for block in read(piece):
                 yield block, True

@@ -119,7 +119,8 @@ class Reader:
                 key_map = KeyMap(*names) if any(names) else None
                 verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
                 if wanted.visible is not None:
-                    wait_visible(partial(self._storage_of(path).exists, path), path, wanted.visible)
+                    storage = self._storage_of(path)
+                    wait_visible(partial(storage.exists, path), path, wanted.visible, storage.clock)
                 is_target = state_dict is not None
                 source = self.open(path, mapped=is_target, verify=verify, manifest=wanted.manifest, load=load)
                 if source.verifies_first:

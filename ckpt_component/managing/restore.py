@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,7 @@ from .lookup import candidates_of
 from .run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from .run_context import RunContext
     from .run_memory import RunMemory  # which runs that keep no snapshots do not load
 
 logger = logging.getLogger(__name__)
@@ -193,7 +195,8 @@ class Restorer:
 
     def _check_start(self, step: int) -> bool:
         """On the leading rank: clean up, verify the checkpoint of a step, and refuse or retire those that follow."""
-        local, remote = self._run.scan(self._clean_up()), self._run.scan_remote()
+        with self._listing():
+            local, remote = self._run.scan(self._clean_up()), self._run.scan_remote()
         scan = local if remote is None else both(local, remote)
         place = self._run if step in local.occupied else self._run.remote or self._run
         path = place.path_of(step)
@@ -273,10 +276,15 @@ class Restorer:
             offers: what each rank's `RunMemory` has offered
 
         Raises:
-            CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed
+            CheckpointUnreadableError: the folder cannot be listed, or the permanent one, which alone can have what
+                `resume` asks for
         """
-        run = self._run
         in_memory = None if self._memory is None else self._memory.look(offers)
+        with self._listing():
+            return self._find(manifests, in_memory)
+
+    def _find(self, manifests: dict[str, Mapping[str, Any]], in_memory: tuple[RunContext, Scan] | None) -> Found:
+        run = self._run
         # What the writer of a dead run is still finishing is no newer than the snapshot that it was made of.
         waits = in_memory is None or not in_memory[1].committed
         local, remote = run.scan(self._clean_up(waits=waits)), run.scan_remote()
@@ -376,6 +384,18 @@ class Restorer:
             return True
         except (CheckpointError, OSError):
             return False
+
+    @contextlib.contextmanager
+    def _listing(self) -> Iterator[None]:
+        """Raise CheckpointUnreadableError if the folder, or that of another host, cannot be listed."""
+        run = self._run
+        try:
+            yield
+        except OSError as error:
+            text = f"{run.root} cannot be listed: {error}. Start the run again when it can"
+            if run.remote is not None:
+                text += ", or without checkpoint.local.dir, to begin with what checkpoint.dir has"
+            raise CheckpointUnreadableError(f"{text}.", error.errno) from error
 
     def _clean_up(self, *, waits: bool = True) -> Mapping[str, Mapping[str, Any]]:
         """Wait, bounded, for the writer of a dead run to finish its checkpoint; then delete what dead runs left.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from .versions import Version
 
 #: So many compressed bytes are collected for a file; they are all the memory that a version takes.
 _SHARD_BYTES = 64 << 20
-_MAX_INDEX = 1 << 30
+_OPEN_SHARDS = 2
 
 
 def version_text(number: int) -> str:
@@ -122,9 +123,9 @@ class DeltaWriter:
 
 
 class DeltaFiles:
-    """Reads the changes of a version; each file is read once, as a whole, and verified before it is used.
+    """Reads the changes of a version; each file is read as a whole, and verified before it is used.
 
-    Not for several threads at the same time.
+    Thread-safe. Read in the order of `names`, each file is read once.
 
     Args:
         storage: the storage
@@ -143,8 +144,9 @@ class DeltaFiles:
         self._folder = data_folder(storage, version.path, version.manifest)
         self._entries = {entry["name"]: entry for entry in version.manifest["files"]}
         self._weight_map, self.encoding = self._read_index(version)
-        self._open = ""
-        self._shard: Mapping[str, tuple[memoryview, str]] = {}
+        self._lock = threading.Lock()
+        #: The files that were read last: threads may still want the end of one when others begin the next.
+        self._shards: dict[str, Mapping[str, tuple[memoryview, str]]] = {}
 
     def names(self) -> list[str]:
         """The tensors that have changed, file by file."""
@@ -158,12 +160,15 @@ class DeltaFiles:
             CheckpointUnreadableError: it cannot be read
         """
         file = self._weight_map[name]
-        if file != self._open:
-            self._shard, self._open = {}, ""
-            self._shard, self._open = _tensors_of(os.path.join(self._folder, file), self._read(file)), file
-        if name not in self._shard:
+        with self._lock:
+            if file not in self._shards:
+                while len(self._shards) >= _OPEN_SHARDS:
+                    del self._shards[next(iter(self._shards))]
+                self._shards[file] = _tensors_of(os.path.join(self._folder, file), self._read(file))
+            shard = self._shards[file]
+        if name not in shard:
             raise CheckpointCorruptError(f"{os.path.join(self._folder, file)} does not have '{name}'.")
-        return self._shard[name]
+        return shard[name]
 
     def _read_index(self, version: Version) -> tuple[dict[str, str], str]:
         path = os.path.join(self._folder, INDEX)
@@ -196,7 +201,7 @@ class DeltaFiles:
             raise CheckpointCorruptError(f"{path} is not in the manifest with a checksum.")
         if name == INDEX:
             try:
-                data = self._storage.read_verified(path, _MAX_INDEX, entry["crc32"])
+                data = self._storage.read_verified(path, entry["size"], entry["crc32"])
             except OSError as error:
                 raise read_failure(path, error) from error
             if data is None:

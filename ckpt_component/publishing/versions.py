@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ..core.commit.known_steps import KnownSteps
-from ..core.commit.names import StepNames
+from ..core.commit.names import STAGING_PREFIX, TRASH_PREFIX, StepNames
 from ..core.commit.scan import warn_of_skipped
 from ..core.storage.storage import Storage
 from ..errors import CheckpointNotFoundError
@@ -68,6 +68,9 @@ class Versions:
     Args:
         storage: the storage
         root: the folder of the versions
+
+    Attributes:
+        has_debris: whether something was left there that is no version: unfinished, or half deleted
     """
 
     def __init__(self, storage: Storage, root: str) -> None:
@@ -76,6 +79,13 @@ class Versions:
         self._known = KnownSteps(storage, root, NAMES)
         self._versions: dict[int, Version] = {}
         self._warned = set[str]()
+        self.has_debris = False
+
+    @property
+    def next_number(self) -> int:
+        """The number that comes after all that are taken, also by what is damaged."""
+        scan = self._known.scan
+        return max(scan.steps() - scan.unfinished.keys(), default=0) + 1
 
     def look(self) -> dict[int, Version]:
         """The committed versions by number, oldest first. What is damaged is left out with a warning, once.
@@ -84,10 +94,14 @@ class Versions:
             OSError: the folder cannot be listed
         """
         known, scan = self._known, self._known.scan
-        new = known.update(self._storage.names(self._root))
+        names = self._storage.names(self._root)
+        new = known.update(names)
         # In a bucket a version's folder is there before its manifest is.
         waiting = {*scan.unfinished, *scan.foreign, *scan.torn, *scan.damaged} - new
         known.look_again(waiting)
+        self.has_debris = bool(scan.unfinished) or any(
+            name.startswith((STAGING_PREFIX, TRASH_PREFIX)) for name in names
+        )
         warn_of_skipped(scan, self._warned)
         self._versions = {
             number: version for number in sorted(scan.committed) if (version := self._version(number)) is not None
