@@ -130,9 +130,19 @@ class Publisher:
                 raise
             raise self._failure(error) from error
         versions[number] = version
-        deleted = [old for old in to_delete(versions, self._options.keep) if discard(self._storage, versions[old].path)]
+        deleted = self._delete_old(versions)
         seconds = clock.now() - started
         return Published(number, step, version.path, version.nbytes, weights.nbytes, version.is_whole, seconds, deleted)
+
+    def _delete_old(self, versions: Mapping[int, Version]) -> list[int]:
+        """Delete what is not kept; what a version builds on stays with it if that cannot be deleted, or read."""
+        deleted, needed = list[int](), {number - 1 for number in self._versions.unreadable}
+        for number in to_delete(versions, self._options.keep):
+            if number not in needed and discard(self._storage, versions[number].path):
+                deleted.append(number)
+            else:
+                needed.add(versions[number].base or 0)
+        return sorted(deleted)
 
     def _note(self, version: Version) -> None:
         """The mirror has this version. If that cannot be noted, the next one is whole."""
