@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,27 @@ def test_versions_that_are_deleted_while_they_are_read(
         assert next(versions).version == 5
         versions.close()
     assert_at(source, folder, 5)
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_version_without_a_file_or_with_a_damaged_manifest_does_not_count(
+    source: Source, folder: str, is_missing: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source.chain(1, 3)
+    if is_missing:
+        next(files_of(source.path(3))).unlink()
+    else:
+        flip(source.path(3) / "manifest.json", 30)
+    assert pull(source, folder).version == 2
+    assert_at(source, folder, 2)
+    assert "weight_v000003" in caplog.text
+
+
+@pytest.mark.parametrize("package", ["xxhash", "zstandard"])
+def test_a_package_that_is_missing(source: Source, folder: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.chain(1, 2)
+    monkeypatch.setitem(sys.modules, package, None)
+    pull(source, folder, 1)  # which is whole
+    with pytest.raises(CheckpointConfigError, match=rf"needs the package {package}: pip install '.*\[publish\]'"):
+        pull(source, folder)
+    assert_at(source, folder, 1)
