@@ -22,6 +22,7 @@ from ckpt_component import (
 )
 from ckpt_component.publishing.delta_files import DeltaFiles
 from ckpt_component.publishing.receiver import Receiver
+from ckpt_component.publishing.versions import Version, Versions
 
 
 def test_a_folder_with_something_else(source: Source, folder: str) -> None:
@@ -159,6 +160,23 @@ def test_following_a_damaged_version_waits_for_a_newer_one(
         source.whole(4, random_state(4))
         assert next(receiver.follow(0.01, timeout=10)).version == 4
     assert_at(source, folder, 4)
+
+
+def test_following_a_source_without_a_version_looks_as_often_as_it_is_told(
+    source: Source, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.makedirs(source.root)
+    genuine, looks = Versions.look, 0
+
+    def look(versions: Versions) -> dict[int, Version]:
+        nonlocal looks
+        looks += 1
+        return genuine(versions)
+
+    monkeypatch.setattr(Versions, "look", look)
+    with Receiver(source.root, folder) as receiver, pytest.raises(CheckpointTimeoutError, match="at no version"):
+        next(receiver.follow(0.01, timeout=2))
+    assert looks > 20, "pauses became longer"
 
 
 def test_following_a_source_that_cannot_be_listed_tries_it_again(
