@@ -54,7 +54,7 @@ class WriteAccess:
             self._check_shared(deadline)
         if not run.ranks.is_leader:
             try:
-                wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible)
+                wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible, run.fs.clock)
                 self._try_to_write()
             except CheckpointError as error:
                 failure = str(error)
@@ -99,7 +99,7 @@ class WriteAccess:
         trial = os.path.join(run.root, name)  # each rank looks in its own folder, which may have another name
         if not run.ranks.is_leader:
             try:
-                wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible)
+                wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible, run.fs.clock)
             except CheckpointError:
                 failure = (
                     f"{self._named} is another folder than that of rank 0. All ranks must share it: the disk of a host "
@@ -111,7 +111,7 @@ class WriteAccess:
             run.ranks.decide("root/shared", failure, refuse_failed, deadline)
         finally:
             if run.ranks.is_leader:
-                run.fs.unlink(trial)
+                remove_trial(run.fs, trial)
 
     def _leave_trial(self) -> str | None:
         return leave_trial(self._run.fs, self._run.root, self._named)
@@ -162,6 +162,14 @@ def leave_trial(fs: Storage, root: str, named: str) -> str | None:
         logger.warning("%s: whether all ranks share it is not checked: %s", named, error)
         return None
     return name
+
+
+def remove_trial(fs: Storage, path: str) -> None:
+    """Delete what `leave_trial` has left. If that fails, a later start does it: what is told now matters more."""
+    try:
+        fs.unlink(path)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", path, error)
 
 
 def refuse_failed(failures: list[str | None]) -> None:

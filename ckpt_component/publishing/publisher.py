@@ -153,7 +153,8 @@ class Publisher:
                 "give each a checkpoint.publish.to of its own."
             )
         if owner is None or owner.token != self._run:
-            FencingToken(self._storage, self._to, NAMES, self._run).acquire()
+            ownership = FencingToken(self._storage, self._to, NAMES, self._run)
+            ownership.acquire()
 
     def _base(self, versions: Mapping[int, Version], weights: WeightFiles) -> Version | None:
         """The version whose changes are published; None: a whole one is due."""

@@ -24,8 +24,8 @@ class ProcessFiles(SimulatedFiles):
         self.process = process
 
     @contextmanager
-    def _look(self) -> Iterator[Disk]:
+    def at_disk(self) -> Iterator[Disk]:
         self.process.turn()
-        with super()._look() as disk:
+        with super().at_disk() as disk:
             disk.now = max(disk.now, 1e9 + self.process.simulation.now)
             yield disk

@@ -14,6 +14,7 @@ from ckpt_component import build_checkpointer
 from ckpt_component.core.state.dense_tensors import tensor_bytes
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.storage import Storage
 from ckpt_component.exporting.export import ExportOptions
 from ckpt_component.publishing.publisher import Published, Publisher, PublishOptions
 
@@ -50,16 +51,25 @@ def bytes_of(model: State) -> dict[str, bytes]:
     return {name: bytes(tensor_bytes(tensor)) for name, tensor in model.items()}
 
 
-def publisher(to: Path | str, mirror: Path, run: str = "", fs: FileStorage | None = None, **options: Any) -> Publisher:
+#: Options of the weights, and not of the publisher.
+_OF_EXPORT = ("dtype", "rename", "ignore", "prefix", "max_shard_bytes", "config_from")
+
+
+def publisher(
+    to: Path | str,
+    mirror: Path | str,
+    run: str = "",
+    fs: FileStorage | None = None,
+    storage: Storage | None = None,
+    process: str = "trainer",
+    **options: Any,
+) -> Publisher:
     """A publisher as a new process has it."""
-    export = {
-        name: options.pop(name)
-        for name in ("dtype", "rename", "ignore", "prefix", "max_shard_bytes", "config_from")
-        if name in options
-    }
+    export = {name: options.pop(name) for name in _OF_EXPORT if name in options}
     chosen = PublishOptions(ExportOptions("hf", **export), **options)
     run = hashlib.sha256(run.encode()).hexdigest()[:16]
-    return Publisher(storage_at(to), str(to), str(mirror), chosen, run, fs or FileStorage(durable=False))
+    storage = storage or storage_at(to, process=process)
+    return Publisher(storage, str(to), str(mirror), chosen, run, fs or FileStorage(durable=False))
 
 
 def publish(made: Publisher, path: str, step: int) -> Published:

@@ -19,7 +19,7 @@ logger = logging.getLogger("ckpt_component.image")
 
 #: A thread that is stopped ends within milliseconds, unless a CUDA driver holds it.
 _STOP_SECONDS = 10.0
-#: How long the first waits until it is said that a step has ended: what a step does first, it does slowly.
+#: How long the first waits for `start`: what a restarted run does first, it does slowly.
 _STEP_SECONDS = 5.0
 #: Of its time that the thread works: steps need the cores.
 _SHARE = 0.33
@@ -28,7 +28,7 @@ _SHARE = 0.33
 class EarlyArenas:
     """Shared arenas that one thread makes, each while training runs: the next one begins when one is taken.
 
-    The first begins when a step has ended, or after some seconds. One at a time, because a training step waits for
+    The first begins at `start`, or after some seconds. One at a time, because a training step waits for
     memory that all processes of a host ask for at once. The thread has normal priority: with a lower one it is
     suspended while it holds the kernel's lock of the address space, for which a step waits that maps memory. On a busy
     machine that cost two to four times as much.
@@ -61,7 +61,7 @@ class EarlyArenas:
         return 0 if self._mapped is None else align(max(self._each, 1))
 
     def start(self) -> None:
-        """Begin now: a step has ended since they were asked for."""
+        """Begin now: a step has ended."""
         self._started.set()
 
     def fit(self, nbytes: int) -> bool:

@@ -62,6 +62,7 @@ class HostFolders(KeeperUnion, LocalFolders):
         self.hosts = hosts
         self.leads = hosts[rank] == hosts[0]
         self.fs = files
+        self.clock = files.clock
         self._others = others
         #: Files that this process has made, which no other host has: the last ones, in their order.
         self._made: dict[str, None] = {}
@@ -186,6 +187,13 @@ class HostFolders(KeeperUnion, LocalFolders):
             return self.fs.read(self.here(path), limit)
         except FileNotFoundError:
             return self._read_elsewhere(path, limit)
+
+    def versions(self, path: str, limit: int) -> Iterator[bytes]:
+        with contextlib.suppress(FileNotFoundError):
+            yield self.fs.read(self.here(path), limit)
+        for keeper in self._keepers(path):
+            with contextlib.suppress(FileNotFoundError):
+                yield keeper.get(path, limit)
 
     def read_again(self, path: str, limit: int) -> bytes:
         try:

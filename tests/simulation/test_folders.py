@@ -1,0 +1,119 @@
+"""Hosts with local folders save together, lose disks, and come back, while any two things happen in any phases."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from evidence import Record
+from simulation.folder_troubles import TROUBLES, FolderTrouble
+from simulation.folders import PHASES, FolderLife, FolderPatches, wrong_in_folders
+from simulation.peers import LAYOUTS
+from simulation.recovery import RankStagers
+from strides import STRIDE_OFFSET, in_turn
+
+PAIRS = [*itertools.product(TROUBLES, repeat=2)]
+#: In the quick tests one pair has its turn in a few pairs of phases, in the slow ones another one in all; in the soak all.
+QUICK_STRIDE = 18
+
+
+class Hosts:
+    """Makes lives."""
+
+    def __init__(self, patches: FolderPatches, stagers: dict[int, RankStagers]) -> None:
+        self._patches, self._stagers = patches, stagers
+        #: How many operations a job has in each phase, roughly, by layout.
+        self._operations = dict[tuple[str, ...], Counter[str]]()
+
+    def life(self, layout: tuple[str, ...], *troubles: FolderTrouble) -> tuple[FolderLife, list[str]]:
+        """Live one life; returns it, and what was wrong."""
+        life = FolderLife(self._patches, self._stagers[len(layout)], layout, troubles)
+        ended = life.run()
+        return life, wrong_in_folders(life, ended=ended)
+
+    def undisturbed(self, layout: tuple[str, ...]) -> FolderLife:
+        """A life in which nothing happens."""
+        life, wrong = self.life(layout)
+        assert not wrong and not life.errors, (wrong, life.errors)
+        self._operations[layout] = Counter({phase: max(life.operations[phase] // 3, 1) for phase in PHASES})
+        return life
+
+    def trouble(self, layout: tuple[str, ...], kind: str, phase: str, seed: str) -> FolderTrouble:
+        """Something that happens at an operation of a phase, another one for each commit."""
+        if layout not in self._operations:
+            self.undisturbed(layout)
+        chosen = random.Random(f"{seed} {STRIDE_OFFSET}")
+        number = 1 + chosen.randrange(self._operations[layout][phase])
+        return FolderTrouble(kind, phase, number, chosen.randrange(len(layout)))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    logging.disable(logging.CRITICAL)  # thousands of failures are reported
+    with torch.no_grad(), FolderPatches() as patches:
+        stagers = {ranks: RankStagers(ranks) for ranks in (2, 3)}
+        try:
+            yield Hosts(patches, stagers)
+        finally:
+            for each in stagers.values():
+                each.close()
+            logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("layout", in_turn([(each,) for each in LAYOUTS], 3))
+def test_a_run_goes_on_from_the_folders_of_its_hosts(hosts: Hosts, layout: tuple[str, ...]) -> None:
+    life = hosts.undisturbed(layout)
+    assert {(each.job, each.step) for each in life.resumed_at_peers} == {(1, None), (2, 2), (3, 3)}
+    assert life.durable == [(1, 1), (2, 3)], "what the second run began with is in the local folders alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), in_turn(itertools.product(TROUBLES, LAYOUTS), 3 * len(TROUBLES), [pytest.mark.slow])
+)
+def test_a_run_goes_on_from_folders_whatever_happens_once(
+    hosts: Hosts, kind: str, layout: tuple[str, ...], record_property: Record
+) -> None:
+    wrong = []
+    for phase in PHASES:
+        trouble = hosts.trouble(layout, kind, phase, kind)
+        wrong += [f"{layout} {trouble}: {text}" for text in hosts.life(layout, trouble)[1]]
+    record_property("recoveries", len(PHASES))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("rank", in_turn(range(3), 3))
+def test_a_host_that_was_away_comes_back_to_a_step_that_was_saved_anew(hosts: Hosts, rank: int) -> None:
+    """It has the manifest and the files of the attempt before, and the others go on from the one that is whole."""
+    trouble = FolderTrouble("host_away", "verify", 10 + STRIDE_OFFSET % 30, rank)
+    life, wrong = hosts.life(LAYOUTS[2], trouble)
+    assert life.happened and not wrong and not life.errors, (wrong, life.errors)
+
+
+def cases_of_pairs() -> Iterator[Any]:
+    """Pairs, and that every so many pairs of phases have their turn."""
+    yield pytest.param(*PAIRS[STRIDE_OFFSET % len(PAIRS)], QUICK_STRIDE)
+    for number, pair in enumerate(PAIRS):
+        is_slow = number == (STRIDE_OFFSET + 40) % len(PAIRS)
+        yield pytest.param(*pair, 1, marks=pytest.mark.slow if is_slow else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("first", "second", "stride"), [*cases_of_pairs()])
+def test_a_run_goes_on_from_folders_whatever_happens_twice(
+    hosts: Hosts, first: str, second: str, stride: int, record_property: Record
+) -> None:
+    wrong, cases = [], [*itertools.product(PHASES, repeat=2)][STRIDE_OFFSET % stride :: stride]
+    for number, (here, there) in enumerate(cases):
+        layout = LAYOUTS[(number + PAIRS.index((first, second)) + STRIDE_OFFSET) % len(LAYOUTS)]
+        troubles = (
+            hosts.trouble(layout, first, here, f"{second} {there}"),
+            hosts.trouble(layout, second, there, f"{first} {here}"),
+        )
+        wrong += [f"{layout} {troubles}: {text}" for text in hosts.life(layout, *troubles)[1]]
+    record_property("recoveries", len(cases))
+    assert not wrong, "\n".join(wrong)
