@@ -25,6 +25,7 @@ class ProcessFiles(SimulatedFiles):
 
     @contextmanager
     def at_disk(self) -> Iterator[Disk]:
+        """A turn, then the disk."""
         self.process.turn()
         with super().at_disk() as disk:
             disk.now = max(disk.now, 1e9 + self.process.simulation.now)
