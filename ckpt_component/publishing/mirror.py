@@ -13,11 +13,13 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, TypeVar
 
 from ..core.commit.liveness import try_lock
 from ..core.storage.checksum import find_checksum
 from ..core.storage.files import FileStorage
+from ..core.storage.new_names import NEW_PREFIX
 from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointExistsError, CheckpointInUseError
 from ..exporting.blocks import BLOCK_BYTES
@@ -76,14 +78,14 @@ class Mirror:
                     f"The file system of the mirror {path} has no locks; name a folder on a disk of this host: "
                     "checkpoint.publish.mirror=FOLDER."
                 )
-            names = fs.names(path)
-            if names and not {_MARK, STATE} & {*names}:
+            names = [name for name in fs.names(path) if not name.startswith(NEW_PREFIX)]  # left by a kill
+            if names and _MARK not in names:
                 raise CheckpointExistsError(
                     f"The mirror {path} is a folder with other files ({', '.join(names[:3])}), which would be deleted; "
                     "name another one: checkpoint.publish.mirror=FOLDER."
                 )
             if _MARK not in names:
-                fs.write_over(os.path.join(path, _MARK), b"")
+                self._mark()
             state = read_state(fs, path)
             self._sums = {} if state is None else self._read_sums(state)
             self.state = None if self._sums is None else state
@@ -91,6 +93,12 @@ class Mirror:
             self.__exit__()
             raise
         return self
+
+    def _mark(self) -> None:
+        """Durably, before anything else is there, so that the folder is known by it after a power cut, too."""
+        durable = copy(self._fs)
+        durable.durable = True
+        durable.write_over(os.path.join(self._path, _MARK), b"")
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:

@@ -87,6 +87,11 @@ class Versions:
         scan = self._known.scan
         return max(scan.steps() - scan.unfinished.keys(), default=0) + 1
 
+    @property
+    def unreadable(self) -> set[int]:
+        """Numbers of which it is unknown now what is there."""
+        return {*self._known.scan.unusable}
+
     def look(self) -> dict[int, Version]:
         """The committed versions by number, oldest first. What is damaged is left out with a warning, once.
 
@@ -169,8 +174,16 @@ def chain_to(versions: Mapping[int, Version], target: int, have: int | None) -> 
     return chain[::-1]
 
 
+def deltas_up_to(versions: Mapping[int, Version], newest: Version) -> int:
+    """How many deltas there are since the last whole version, this one included."""
+    count, version = 0, newest
+    while version.base is not None and version.base in versions:
+        count, version = count + 1, versions[version.base]
+    return count
+
+
 def to_delete(versions: Mapping[int, Version], keep: int) -> list[int]:
-    """The versions that are not kept, oldest first.
+    """The versions that are not kept, newest first: a delta goes before what it builds on.
 
     Args:
         versions: the versions by number
@@ -182,7 +195,7 @@ def to_delete(versions: Mapping[int, Version], keep: int) -> list[int]:
         while number is not None and number in versions and number not in kept:
             kept.add(number)
             number = versions[number].base
-    return sorted(versions.keys() - kept)
+    return sorted(versions.keys() - kept, reverse=True)
 
 
 def _missing(versions: Mapping[int, Version], number: int, chain: list[Version]) -> str:
