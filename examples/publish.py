@@ -45,7 +45,7 @@ def train() -> None:
 
 def write() -> None:
     """Write with each version that comes."""
-    for weights in follow(WEIGHTS, timeout=60):
+    for weights in follow(WEIGHTS, timeout=300):
         model.load_state_dict(dict(weights.tensors()))
         written = codes[:CONTEXT].tolist()
         while len(written) < CONTEXT + 60:
