@@ -218,9 +218,7 @@ def test_a_bucket_of_checkpoints_needs_a_mirror_on_a_local_disk() -> None:
         build_manager("sync", ["checkpoint.publish.to=/w"], dir="s3://bucket/run")
 
 
-def test_changes_need_packages_and_whole_versions_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_needs_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(CheckpointConfigError, match=r"publish\.delta=auto needs the package zstandard: pip install"):
+    with pytest.raises(CheckpointConfigError, match=r"checkpoint\.publish needs the package zstandard: pip install"):
         build_manager("sync", [f"checkpoint.publish.to={tmp_path / 'w'}"], dir=tmp_path / "run")
-    overrides = [f"checkpoint.publish.to={tmp_path / 'w'}", "checkpoint.publish.delta=off"]
-    build_manager("sync", overrides, dir=tmp_path / "run").close()
