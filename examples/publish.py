@@ -31,7 +31,7 @@ def train() -> None:
     """Train, and publish from each snapshot in memory."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     state = {"model": model, "optimizer": optimizer}
-    settings = ["checkpoint/recovery=host", "checkpoint.recovery.every_steps=1", "checkpoint.save.every_steps=100"]
+    settings = ["checkpoint/recovery=host", "checkpoint.recovery.every_steps=5", "checkpoint.save.every_steps=100"]
     settings += [f"checkpoint.publish.to={WEIGHTS}", "checkpoint.publish.dtype=bfloat16"]
     with build_manager("async_persistent", settings, dir="runs/publish/checkpoints") as manager:
         for step in range((manager.restore(state) or 0) + 1, STEPS + 1):
@@ -45,7 +45,7 @@ def train() -> None:
 
 def write() -> None:
     """Write with each version that comes."""
-    for weights in follow(WEIGHTS, timeout=60):
+    for weights in follow(WEIGHTS, timeout=300):
         model.load_state_dict(dict(weights.tensors()))
         written = codes[:CONTEXT].tolist()
         while len(written) < CONTEXT + 60:

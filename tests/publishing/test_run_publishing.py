@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Container, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,14 @@ def trained(
             manager.maybe_save(step, {"model": model, "step": step})
             manager.wait()
             if step in awaited:
-                eventually(lambda step=step: step in [event["step"] for event in events_of(folder)], 60)
+                eventually(partial(is_told, folder, step), 60)
         if fails:
             raise ZeroDivisionError
     return manager
+
+
+def is_told(folder: Path, step: int) -> bool:
+    return step in [event["step"] for event in events_of(folder)]
 
 
 def versions_in(folder: Path) -> dict[int, Version]:
@@ -112,7 +116,7 @@ def test_numbers_and_changes_go_on_in_the_next_run(tmp_path: Path) -> None:
         ([], "write:process=publish:nth=2:action=kill", "was killed by SIGKILL"),
         (
             ["publish.timeout=2"],
-            "write:process=publish:nth=2:action=sleep:60",
+            "write:process=publish:from=1:action=sleep:60",
             "took longer than 2 s (checkpoint.publish.timeout)",
         ),
     ],
@@ -159,10 +163,8 @@ def test_a_run_that_fails_gives_up_its_version_and_leaves_nothing_half(
 ) -> None:
     monkeypatch.setenv("CKPT_FAILPOINT", "write:process=publish:nth=2:action=sleep:60")
     monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "log"))
-    began = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         trained(tmp_path, steps=[1], fails=True)
-    assert time.monotonic() - began < 30
     assert versions_in(tmp_path) == {}
     monkeypatch.delenv("CKPT_FAILPOINT")
     trained(tmp_path, steps=[2])
@@ -216,9 +218,7 @@ def test_a_bucket_of_checkpoints_needs_a_mirror_on_a_local_disk() -> None:
         build_manager("sync", ["checkpoint.publish.to=/w"], dir="s3://bucket/run")
 
 
-def test_changes_need_packages_and_whole_versions_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_needs_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(CheckpointConfigError, match=r"publish\.delta=auto needs the package zstandard: pip install"):
+    with pytest.raises(CheckpointConfigError, match=r"checkpoint\.publish needs the package zstandard: pip install"):
         build_manager("sync", [f"checkpoint.publish.to={tmp_path / 'w'}"], dir=tmp_path / "run")
-    overrides = [f"checkpoint.publish.to={tmp_path / 'w'}", "checkpoint.publish.delta=off"]
-    build_manager("sync", overrides, dir=tmp_path / "run").close()

@@ -1,0 +1,93 @@
+"""Runs that publish, and receivers that follow them, killed at random times: each version that arrives is right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from ranks import finish_ranks, run_ranks, start_ranks
+from snapshots import keepers
+from strides import STRIDE_OFFSET
+from waiting import eventually
+
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.publishing import follow
+from ckpt_component.publishing.versions import Versions
+
+SCRIPT = Path(__file__).parent / "scripts" / "published_run.py"
+#: Enough, or as many as a busy machine makes in this time; at least the second number.
+VERSIONS, LEAST, SECONDS = 100, 8, 600
+
+
+def publishing(trainer: int) -> list[psutil.Process]:
+    """The processes of a trainer that make versions."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(trainer).children(recursive=True)
+        return [child for child in children if any("publish_process" in word for word in child.cmdline())]
+    return []
+
+
+def newest(folder: Path) -> int:
+    return max(Versions(FileStorage(), str(folder / "weights")).look(), default=0)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.turns(4)
+@pytest.mark.timeout(1500)
+def test_kills_of_the_run_its_publishing_and_the_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "sockets"))
+    chance, killed = random.Random(STRIDE_OFFSET), dict.fromkeys(("trainer", "version", "receiver"), 0)
+    (trainer,) = start_ranks(SCRIPT, "train", 1, tmp_path)
+    (receiver,) = start_ranks(SCRIPT, "receive", 1, tmp_path)
+    try:
+        eventually(lambda: newest(tmp_path), 120)
+        until = time.monotonic() + SECONDS
+        while newest(tmp_path) < VERSIONS and time.monotonic() < until:
+            time.sleep(chance.uniform(0.2, 4.0))
+            victim = chance.choice([*killed])
+            if victim == "version":
+                for process in publishing(trainer):
+                    kill(process.pid)
+                    killed[victim] += 1
+                continue
+            pid, name = (trainer, "train") if victim == "trainer" else (receiver, "receive")
+            kill(pid)
+            (ended,) = finish_ranks([pid])
+            assert ended.code == -signal.SIGKILL, ended.output
+            killed[victim] += 1
+            (pid,) = start_ranks(SCRIPT, name, 1, tmp_path)
+            trainer, receiver = (pid, receiver) if victim == "trainer" else (trainer, pid)
+        (tmp_path / "stop").touch()
+        for ended in finish_ranks([trainer, receiver], 180):
+            assert ended.code == 0, ended.output
+    finally:
+        for pid in (trainer, receiver):
+            kill(pid)
+    assert min(killed.values()) > 0 and newest(tmp_path) >= LEAST, killed
+    received = [int(line) for line in (tmp_path / "received").read_text().split()]
+    assert received == sorted(received) and received[-1] == newest(tmp_path)
+    assert not [name for name in os.listdir(tmp_path / "weights") if name.startswith((".ckpt-tmp", ".ckpt-trash"))]
+    eventually(lambda: not keepers(), 60)
+
+
+def test_a_sharded_model_is_one_version_of_whole_tensors(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "sharded", 2, tmp_path)
+    expected, versions = torch.load(tmp_path / "expected.pt"), follow(tmp_path / "weights", timeout=20)
+    weights = next(versions)
+    there = dict(weights.tensors())
+    assert weights.step == 2 and there.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in there.items())
+    there.clear()
+    versions.close()
