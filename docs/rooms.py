@@ -19,7 +19,7 @@ STOREYS = {
     "image and commit": ("core.commit", "core.image"),
     "files": ("events", "core.writing", "core.formats"),
     "reading and writing formats, configs": ("config", "writers", "loading"),
-    "parts": ("exporting", "compat", "callers", "stagers"),
+    "parts": ("exporting", "publishing", "compat", "callers", "stagers"),
     "one save, a run": ("background", "saving", "checkpointer", "managing"),
     "assembly": ("factory",),
     "faces": ("testing", "megatron", "integrations", "cli", "train", "_hydra_searchpath"),

@@ -18,7 +18,16 @@ PACKAGE = Path(ckpt_component.__file__).parent
 STOREYS = runpy.run_path(str(PACKAGE.parent / "docs" / "rooms.py"))["STOREYS"]
 LEVEL = {room: level for level, room in enumerate(room for storey in STOREYS.values() for room in storey)}
 #: Modules that anybody may import without torch, with all that they import themselves.
-WITHOUT_TORCH = ("core.processes", "core.storage", "core.commit", "core.formats", "core.writing", "events", "config")
+WITHOUT_TORCH = (
+    "core.processes",
+    "core.storage",
+    "core.commit",
+    "core.formats",
+    "core.writing",
+    "events",
+    "config",
+    "publishing",
+)
 #: Only these read or make configs of Hydra.
 WITH_HYDRA = ("config.hydra", "factory", "megatron", "cli", "integrations", "_hydra_searchpath")
 

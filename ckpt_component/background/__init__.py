@@ -1,1 +1,1 @@
-"""Work beside a run in child processes: uploads to the permanent place, and exports. Imports no torch."""
+"""What follows the commits of a run, in child processes: uploads to the permanent place, exports. Imports no torch."""

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from ..core.storage.space import amount
+from .follower import Follower
 from .upload_child import UploadChild
 from .upload_policy import UploadPolicy
 
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 _AGAIN_SECONDS = 1.0
 
 
-class HostUploads:
+class HostUploads(Follower):
     """Owns the process of the uploads on the first rank of such a host. How far they are behind, the leader says.
 
     Args:

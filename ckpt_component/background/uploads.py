@@ -13,6 +13,7 @@ from typing import Any
 from ..core.storage.space import amount
 from ..errors import CheckpointFencedError, CheckpointSaveError
 from ..events import SaveReport
+from .follower import Follower
 from .upload_child import UploadChild
 from .upload_policy import UploadPolicy
 
@@ -32,7 +33,7 @@ class LagPolicy:
     raises: bool = False
 
 
-class BackgroundUploads:
+class BackgroundUploads(Follower):
     """Owns the process that begins and commits uploads, on rank 0.
 
     Args:

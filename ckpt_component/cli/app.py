@@ -46,6 +46,7 @@ COMMANDS = {
     "memory": ("memory_command", "list, show or drop the snapshots that runs have in the memory of this host"),
     "gc": ("gc_command", "delete what dead runs left, and old checkpoints"),
     "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
+    "pull": ("pull_command", "bring a folder of this host to a version of published weights, once or as they come"),
     "import": ("import_command", "make a committed checkpoint from one of another program"),
     "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),

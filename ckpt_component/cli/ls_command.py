@@ -2,7 +2,7 @@
 
 List the checkpoints of a folder, oldest first: committed; unverified (of another program, without checksums); damaged;
 a part, of which other hosts have the rest; in progress; debris that killed runs left, which ckpt gc deletes; and
-snapshots that this host has in memory.
+snapshots that this host has in memory. Of published weights (checkpoint.publish.to) list the versions.
 
 example:
   ckpt ls checkpoints
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from ..core.formats.checkpoints import Root, find_root
-from ..core.storage.locate import is_url
+from ..core.storage.locate import absolute, is_url, storage_at
 from ..core.storage.memory.keeper_sockets import tokens_of
 from ..core.storage.space import amount
 from .listing import (
@@ -39,6 +39,7 @@ from .listing import (
 from .output import Output
 from .text import Table, age_text, counted
 from .usage import files_in
+from .version_list import has_versions, list_versions
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     Raises:
         CheckpointNotFoundError: there is no such folder, or it is a checkpoint itself
     """
+    path, storage = absolute(parsed.root), storage_at(parsed.root, options=parsed.options)
+    if has_versions(storage, path):
+        list_versions(storage, path, output)
+        return
     root = find_root(parsed.root, parsed.options)
     entries = sorted([*entries_of(root), *_in_memory(root)], key=order_of)
     data = {

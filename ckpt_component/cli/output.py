@@ -48,6 +48,10 @@ class Output:
             print(json.dumps(data, indent=1, allow_nan=False, default=asdict))
         self.show(lines)
 
+    def record(self, data: Any, line: str) -> None:
+        """Print a line at once, of a command that goes on: with `--json` the data, as one object."""
+        print(json.dumps(data, allow_nan=False, default=asdict) if self.as_json else printable(line), flush=True)
+
     def show(self, lines: Iterable[str]) -> None:
         """Print text for people, line by line and `printable`, unless the result is JSON."""
         if not self.as_json:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.commit.cleanup import discard, sweep_attempts
@@ -24,17 +25,16 @@ from ..core.storage.space import FULL, full_text, refuse_without_room
 from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError, first_keys
 from .blocks import TensorBlocks
-from .casting import caster, check_dtype
+from .casting import check_dtype
 from .export_files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
 from .hugging_face import small_files
-from .selection import model_prefix, select
+from .selection import Selected, model_prefix, select
+from .streaming import stream_file, tensor_bytes_of
 
 logger = logging.getLogger(__name__)
 
 FORMATS = ("hf", "safetensors", "torch")
 MAX_SHARD_BYTES = 5_000_000_000
-#: So often the disk is made to begin with what was written.
-_FLUSH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,7 @@ def export_checkpoint(
     target = os.path.abspath(target)
     _refuse_target(fs, target, options)
     index = open_index(storage or storage_at(source), source)
-    prefix = options.prefix
-    if prefix is None:
-        prefix = model_prefix(index) if options.format == "hf" else ""
-        if prefix:
-            logger.info("exporting what is below '%s'; --prefix '' exports everything", prefix)
-    selected = select(index, prefix, KeyMap(options.rename, ignore=options.ignore), options.dtype)
+    selected = selected_by(options, index)
     tensors, name = selected.tensors, os.path.basename(target)
     with open_blocks(index, [tensor.entry for tensor in tensors]) as blocks:
         left_out = [entry.key for _, entry in selected.objects]
@@ -160,6 +155,20 @@ def export_checkpoint(
     tied = {} if options.format == "torch" else {key: each.name for each in tensors for key, _ in each.tied}
     names = [*(file.name for file in files), *small]
     return Exported(target, names, len(tensors), nbytes, time.perf_counter() - started, tied, left_out)
+
+
+def selected_by(options: ExportOptions, index: Index) -> Selected:
+    """What an export with these options has of a checkpoint.
+
+    Raises:
+        CheckpointLoadError: a name fits no key
+    """
+    prefix = options.prefix
+    if prefix is None:
+        prefix = model_prefix(index) if options.format == "hf" else ""
+        if prefix:
+            logger.info("exporting what is below '%s'; --prefix '' exports everything", prefix)
+    return select(index, prefix, KeyMap(options.rename, ignore=options.ignore), options.dtype)
 
 
 def _refuse_target(fs: FileStorage, target: str, options: ExportOptions) -> None:
@@ -204,7 +213,8 @@ def _write(
     lock = AttemptLock(fs, attempt)
     try:
         for file in files:
-            _write_file(fs, os.path.join(attempt.staging, file.name), file, blocks, done)
+            path = os.path.join(attempt.staging, file.name)
+            stream_file(fs, path, file, partial(tensor_bytes_of, blocks), done)
         for small_name, data in small.items():
             fs.write_new(os.path.join(attempt.staging, small_name), data)
         fs.sync_folder(attempt.staging)
@@ -221,28 +231,6 @@ def _write(
         if fs.is_folder(attempt.staging):
             discard(fs, attempt.staging)
         lock.close()
-
-
-def _write_file(fs: FileStorage, path: str, file: File, blocks: TensorBlocks, done: Any) -> None:
-    flushed = 0
-    fd = fs.create(path, file.size)
-    try:
-        for position, data in file.constants:
-            fs.write(fd, [memoryview(data)], position)
-        for tensor, position in file.places:
-            cast = caster(tensor.entry.dtype, tensor.dtype)
-            for block in blocks.of(tensor.entry):
-                converted = block if cast is None else cast(block)
-                fs.write(fd, [converted], position)
-                position += len(converted)
-                done(len(converted))
-            if position - flushed >= _FLUSH_BYTES:
-                fs.start_writeback(fd, flushed, position - flushed)
-                flushed = position
-        fs.sync(fd)
-        fs.drop_cached(fd)
-    finally:
-        fs.close(fd)
 
 
 def open_blocks(index: Index, entries: Sequence[Entry]) -> TensorBlocks:

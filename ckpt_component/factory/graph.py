@@ -19,7 +19,7 @@ import torch
 
 from .._version import __version__
 from ..background.exports import BackgroundExports
-from ..background.uploads import BackgroundUploads
+from ..background.follower import Follower
 from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir
@@ -69,6 +69,7 @@ from .run_uploads import uploads_of
 if TYPE_CHECKING:
     from ..managing.host_tier import HostTier
     from .recovery import SnapshotParts
+    from .run_publishing import RunPublishing
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def build_manager(
     every = settings.save
     kept = settings.recovery.every_steps
     save = SavePolicy(every.every_steps, every.every_seconds, every.at_end, settings.overlap.value, kept)
-    export = export_policy(settings)
+    export, publish = export_policy(settings), _publishing(settings)
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
@@ -171,7 +172,7 @@ def build_manager(
     if settings.local.dir is not None:
         storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings))
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
-    checkpointer, restorer, exports, uploads = None, None, None, None
+    checkpointer, restorer, followers = None, None, list[Follower]()
     tier: HostTier | None = None
     ranks: Coordinator = LocalCoordinator()
     run = RunContext(storages[0], absolute(roots[0]), names, ranks, timeouts, best)
@@ -197,7 +198,7 @@ def build_manager(
                 waits=not save.enabled,
             )
             if export is not None and save.enabled and ranks.is_leader:
-                exports = BackgroundExports(export, events.note_now)
+                followers.append(BackgroundExports(export, events.note_now))
             run = RunContext(
                 storages[-1],
                 roots[-1],
@@ -218,17 +219,15 @@ def build_manager(
                     storages[0], roots[0] = tier.storage, tier.root
                     storage_of = partial(_storage_in, storages[0], storage_of)
                 run = replace(run, fs=storages[0], root=roots[0], remote=run, elsewhere=storage_of)
-                if save.enabled:
-                    uploads = uploads_of(settings, run, keep)
+                if save.enabled and (uploads := uploads_of(settings, run, keep)) is not None:
+                    followers.append(uploads)
                 keep = RetentionPolicy(settings.local.keep_last)
+            if publish is not None and save.enabled:
+                followers += publish.followers(run, job)
             if snapshots is not None:
-                run = snapshots.begin(run)
+                run = snapshots.begin(run, followers)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
-            leads = uploads if isinstance(uploads, BackgroundUploads) else None
-            background = [each for each in (exports, leads) if each is not None]
-            in_use, on_commit = [each.in_use for each in background], [each.on_commit for each in background]
-            checks = () if leads is None else (leads.check,)
-            folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit, takeover=settings.takeover)
+            folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
             if save.enabled:
                 folder.check_writable()
             saves_to = run.fs
@@ -246,7 +245,7 @@ def build_manager(
             if tier is not None:
                 tier.close(waits=False)
             raise
-    manager = CheckpointManager(checkpointer, run, save, restorer, exports, uploads, tier)
+    manager = CheckpointManager(checkpointer, run, save, restorer, followers, tier)
     record(manager)
     return manager
 
@@ -391,6 +390,15 @@ def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:
     from .recovery import SnapshotParts  # which runs without recovery need not wait for
 
     return SnapshotParts(settings)
+
+
+def _publishing(settings: Checkpoint) -> RunPublishing | None:
+    """What publishes weights, if the config says where to; raises as `RunPublishing`."""
+    if not settings.enabled or settings.publish.to is None:
+        return None
+    from .run_publishing import RunPublishing  # which runs that publish nothing need not wait for
+
+    return RunPublishing(settings, settings.publish.to)
 
 
 def _host_tier(files: FileStorage, folder: str, run: RunContext, *, saves: bool) -> HostTier:

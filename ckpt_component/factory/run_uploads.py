@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from ..background.follower import Follower
 from ..background.host_uploads import HostUploads
 from ..background.upload_policy import UploadPolicy
 from ..background.uploads import BackgroundUploads, LagPolicy
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ..core.storage.host_folders import HostFolders
 
 
-def uploads_of(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> BackgroundUploads | HostUploads | None:
+def uploads_of(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> Follower | None:
     """Return what this rank owns of the uploads.
 
     Args:

@@ -13,9 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from ..background.exports import BackgroundExports
-from ..background.host_uploads import HostUploads
-from ..background.uploads import BackgroundUploads
+from ..background.follower import Follower
 from ..callers.write_callers import PersistentCaller
 from ..checkpointer import Checkpointer
 from ..core.memory.gc_control import collector_paused
@@ -48,10 +46,8 @@ class CheckpointManager(StoppableLoop):
         run: the folder of the checkpoints, the ranks, and deadlines
         save: when to save
         restorer: loads the checkpoint that the run begins with; None without a checkpointer
-        exports: exports committed checkpoints; called by the hooks of the run, and ended by the manager. None: nothing
-            is exported by this rank.
-        uploads: uploads committed checkpoints, or this host's files of them, in the same way; started when the run has
-            begun
+        followers: what works with the checkpoints, such as uploads; started when the run has begun, called by its
+            hooks, and ended by the manager, in this order
         tier: the local folders of several hosts, closed by the manager; None: there is one, or none
 
     Attributes:
@@ -65,8 +61,7 @@ class CheckpointManager(StoppableLoop):
         run: RunContext,
         save: SavePolicy,
         restorer: Restorer | None,
-        exports: BackgroundExports | None = None,
-        uploads: BackgroundUploads | HostUploads | None = None,
+        followers: Sequence[Follower] = (),
         tier: HostTier | None = None,
     ) -> None:
         # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
@@ -90,8 +85,7 @@ class CheckpointManager(StoppableLoop):
         #: The step of the run's own folder that it began with, until its first step.
         self._began_at: int | None = None
         self._failed = False
-        self._exports = exports
-        self._uploads = uploads
+        self._followers = followers
         self._tier = tier
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
@@ -220,8 +214,8 @@ class CheckpointManager(StoppableLoop):
         self._newest = None
         if step is not None:
             self._ranks.resumed(step)
-        if self._uploads is not None:
-            self._uploads.start(step or 0)
+        for follower in self._followers:
+            follower.start(step or 0)
 
     def begin_at(self, step: int) -> None:
         """Instead of `restore`, for a program that has loaded a checkpoint of `dir` by itself, or started from scratch.
@@ -422,9 +416,8 @@ class CheckpointManager(StoppableLoop):
         finally:
             try:
                 finish = not self._failed and self.stopped_by is None
-                for background in (self._exports, self._uploads):
-                    if background is not None:
-                        background.end(finish=finish)
+                for follower in self._followers:
+                    follower.end(finish=finish)
                 if self._tier is not None:
                     self._tier.close()
             finally:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..background.follower import Follower
 from ..core.commit.cleanup import discard, quarantine
 from ..core.commit.fencing import FencingToken, Owner
 from ..core.commit.protocols import protocol_of
@@ -44,9 +45,7 @@ class RunFolder:
         resume: where the run begins, and whether it may retire the steps that follow
         keep: which checkpoints to keep
         files: small files that rank 0 adds to every checkpoint, by name
-        in_use: each returns the paths of checkpoints that must not be deleted now
-        before_save: called before each save; an exception stops the save
-        on_commit: called for each new checkpoint, on the save thread; must not wait
+        followers: what works with the checkpoints of the run
         takeover: whether a run that is still running may lose the folder to this one
 
     Attributes:
@@ -63,9 +62,7 @@ class RunFolder:
         resume: ResumePolicy,
         keep: RetentionPolicy,
         files: Mapping[str, bytes] | None = None,
-        in_use: Sequence[Callable[[], Collection[str]]] = (),
-        before_save: Sequence[Callable[[], None]] = (),
-        on_commit: Sequence[Callable[[SaveReport], None]] = (),
+        followers: Sequence[Follower] = (),
         *,
         takeover: bool,
     ) -> None:
@@ -75,9 +72,8 @@ class RunFolder:
         self.ownership = FencingToken(run.fs, run.root, run.names, run.events.run)
         self.settled = False
         self.manifest_fields: Mapping[str, Any] = {"run": run.events.run, "resumed_from": None}
-        self.purge = Purge(run, keep, in_use)
-        self._before_save = before_save
-        self._on_commit = on_commit
+        self.purge = Purge(run, keep, [follower.in_use for follower in followers])
+        self._followers = followers
         self._takeover = takeover
         self._root = run.root
         self._protocol = protocol_of(run.fs)
@@ -93,10 +89,10 @@ class RunFolder:
 
         Raises:
             CheckpointExistsError: a checkpoint is in the way; the text names the run that saved it, if it may be alive
-            CheckpointSaveError: the folder cannot be listed, a step could not be retired, or `before_save` raised it
+            CheckpointSaveError: the folder cannot be listed, a step could not be retired, or a follower refuses it
         """
-        for check in self._before_save:
-            check()
+        for follower in self._followers:
+            follower.check()
         if not self.settled:
             self._begin_with(self.run.step_of(path))
             self.settled = True
@@ -130,9 +126,9 @@ class RunFolder:
         self.manifest_fields = {**self.manifest_fields, "resumed_from": source}
 
     def after_commit(self, report: SaveReport) -> None:
-        """Call `on_commit`, and set the pointer to a new checkpoint. A failure is only logged."""
-        for called in self._on_commit:
-            notify(called, report)
+        """Tell the followers of a new checkpoint, and set the pointer to it. A failure is only logged."""
+        for follower in self._followers:
+            notify(follower.on_commit, report)
         step = self.run.step_of(report.path)
         try:
             write_pointer(self.run.fs, self._root, self.run.names, step)

@@ -172,13 +172,12 @@ class SharedMemoryStager(Stager):
             return
         plan = self.inspect(state_dict)
         check_objects(plan.flat)
-        if not plan.changed:
-            return
-        if self._ranks.world_size == 1 or not self._writer.shared:
+        if plan.changed and (self._ranks.world_size == 1 or not self._writer.shared):
             with collector_paused(), torch.no_grad():
                 self.prepare(plan)
-        else:
+        elif plan.changed:
             self._make_early(plan, likely_bytes(plan.structure, plan.flat, self._ranks.rank, self._ranks.world_size))
+        self._pool.start_early()
 
     def _make_early(self, plan: StatePlan, nbytes: int) -> None:
         """Begin to make the arenas of a plan in the background, of `nbytes` each."""

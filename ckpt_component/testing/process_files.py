@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .disk import Disk
@@ -16,21 +16,17 @@ class ProcessFiles(SimulatedFiles):
     Args:
         process: the process
         files: the files; used by objects of this class alone
-        before: called before each operation
     """
 
-    def __init__(
-        self, process: SimulatedProcess, files: SimulatedFiles, before: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, process: SimulatedProcess, files: SimulatedFiles) -> None:
         vars(self).update(vars(files))
         self.clock = process.clock
         self.process = process
-        self._before = before
 
     @contextmanager
-    def _look(self) -> Iterator[Disk]:
-        self._before()
+    def at_disk(self) -> Iterator[Disk]:
+        """A turn, then the disk."""
         self.process.turn()
-        with super()._look() as disk:
+        with super().at_disk() as disk:
             disk.now = max(disk.now, 1e9 + self.process.simulation.now)
             yield disk

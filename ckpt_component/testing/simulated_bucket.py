@@ -118,11 +118,11 @@ class SimulatedBucket(ObjectStorage):
         faults: Mapping[int, Fault] | None = None,
         *,
         counts: Callable[[str], bool] | None = None,
-        requests: _Requests | None = None,
+        requests: BucketRequests | None = None,
     ) -> None:
         self.disk = bucket
         if requests is None:
-            requests = _Requests(bucket, {} if faults is None else faults, counts or (lambda path: True))
+            requests = BucketRequests(bucket, {} if faults is None else faults, counts or (lambda path: True))
         self.requests, self.operations = requests, requests.operations
         super().__init__("", client=requests)
         self.clock = _AheadClock()
@@ -153,7 +153,7 @@ class _AheadClock(Clock):
         self._ahead += seconds
 
 
-class _Requests:
+class BucketRequests:
     """The functions of obstore that `ObjectStorage` calls, on simulated objects."""
 
     def __init__(self, bucket: SimulatedObjects, faults: Mapping[int, Fault], counts: Callable[[str], bool]) -> None:
@@ -244,10 +244,10 @@ class _Requests:
         return {"path": path[1:], "size": file.size, "last_modified": modified}
 
 
-class _ProcessRequests(_Requests):
+class _ProcessRequests(BucketRequests):
     """The requests of one process; their numbers are those of all."""
 
-    def __init__(self, process: SimulatedProcess, shared: _Requests) -> None:
+    def __init__(self, process: SimulatedProcess, shared: BucketRequests) -> None:
         vars(self).update(vars(shared))
         self._process = process
 
@@ -269,7 +269,7 @@ class _Fetched:
 class _PartsWriter:
     """An object that is written in parts: each write sends one, and the last request makes it visible."""
 
-    def __init__(self, requests: _Requests, bucket: SimulatedObjects, path: str) -> None:
+    def __init__(self, requests: BucketRequests, bucket: SimulatedObjects, path: str) -> None:
         self._requests, self._bucket, self._path = requests, bucket, path
         self._parts: dict[int, bytes] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -102,12 +103,26 @@ class InTurn(AtOnce):
         """Nothing is left."""
 
 
+class HostDisk(ProcessFiles):
+    """The files of a disk as a process sees them. What it does with them are operations of a life."""
+
+    def __init__(self, life: FolderLife, process: SimulatedProcess, files: SimulatedFiles) -> None:
+        super().__init__(process, files)
+        self._life = life
+
+    @contextmanager
+    def at_disk(self) -> Iterator[Disk]:
+        self._life.operation(self.process, "")
+        with super().at_disk() as disk:
+            yield disk
+
+
 class PartCaller(WriteCaller):
     """Writes the files of a rank to the disk of its host."""
 
     in_other_process = False
 
-    def __init__(self, disk: ProcessFiles) -> None:
+    def __init__(self, disk: HostDisk) -> None:
         self._disk = disk
 
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
@@ -150,8 +165,8 @@ class FolderJob(PeerJob):
     ) -> tuple[HostTier, RunContext, RunFolder]:
         """As `build_manager` does."""
         life, host, hosts = self.life, self.hosts[rank], Hosts(self.hosts)
-        shared = life.seen_by(process, life.files)
-        disk = life.seen_by(process, life.disk_of(host))
+        shared = HostDisk(life, process, life.files)
+        disk = HostDisk(life, process, life.disk_of(host))
         events = EventRecorder(rank=rank, world_size=len(self.hosts), run=self.token)
         remote = RunContext(
             shared, ROOT, MEGATRON, ranks, TIMEOUTS, events=events, elsewhere=lambda path: shared, hosts=hosts
@@ -195,7 +210,7 @@ class FolderJob(PeerJob):
         assert run.remote is not None
         place, farther = run.fs, run.remote.fs
         context = SaveContext(ranks, lambda _: place, TIMEOUTS, folder, events=run.events, unseen=tier.unseen)
-        caller = PartCaller(life.seen_by(process, life.disk_of(self.hosts[rank])))
+        caller = PartCaller(HostDisk(life, process, life.disk_of(self.hosts[rank])))
         lane = SaveLane(
             SaveAttempts(caller, writer, context), context, in_background=True, add_report=self._acknowledge
         )
@@ -279,10 +294,6 @@ class FolderLife(PeerLife):
             self.disks[host] = SimulatedFiles(Disk())
             self.disks[host].make_folders(os.path.dirname(local_root(host)))
         return self.disks[host]
-
-    def seen_by(self, process: SimulatedProcess, files: SimulatedFiles) -> ProcessFiles:
-        """The files of a disk as a process sees them. What it does with them are its operations."""
-        return ProcessFiles(process, files, lambda: self.operation(process, ""))
 
     def phase(self, process: SimulatedProcess, what: str) -> str:
         usual = self.phase_of.get(process, "find")

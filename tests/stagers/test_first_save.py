@@ -205,7 +205,10 @@ def test_a_state_that_cannot_be_saved_is_a_warning_by_its_key_and_training_conti
         manager.wait()
 
 
-def test_a_restored_run_makes_its_memory_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("first_step", ["quick", pytest.param("long", marks=pytest.mark.slow)])
+def test_a_restored_run_makes_its_memory_when_a_step_has_ended_or_seconds_later(
+    first_step: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, logger="ckpt_component")
 
     def manager_in() -> CheckpointManager:
@@ -218,9 +221,13 @@ def test_a_restored_run_makes_its_memory_at_once(tmp_path: Path, caplog: pytest.
     with manager_in() as manager:
         manager.restore(job.state)
         plans = allocations(caplog)
-        until(lambda: made() >= 3 * MODEL)
+        time.sleep(0.2)
+        assert made() == 0
+        if first_step == "long":
+            until(lambda: made() >= 3 * MODEL)
         job.step()
         manager.maybe_save(2, job.state)
+        until(lambda: made() >= 3 * MODEL)
         manager.save(3, job.state)
         assert made() < 3.3 * MODEL and allocations(caplog) == plans
 

@@ -33,8 +33,8 @@ def tidied(manager: CheckpointManager) -> CheckpointManager:
 
 def uploaded(manager: CheckpointManager) -> None:
     """Wait until `checkpoint.dir` has the newest checkpoint, and the manager knows it: then it deletes the local one."""
-    uploads, deadline = manager._uploads, time.monotonic() + 60
-    assert isinstance(uploads, BackgroundUploads)
+    (uploads,) = [each for each in manager._followers if isinstance(each, BackgroundUploads)]
+    deadline = time.monotonic() + 60
     while uploads.lag_steps or uploads.in_use():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_futures
 
@@ -18,16 +19,19 @@ logger = logging.getLogger("ckpt_component.image")
 
 #: A thread that is stopped ends within milliseconds, unless a CUDA driver holds it.
 _STOP_SECONDS = 10.0
-#: Of its time that the thread works: the first step after a restart, with nothing in caches, is slow enough.
+#: How long the first waits for `start`: what a restarted run does first, it does slowly.
+_STEP_SECONDS = 5.0
+#: Of its time that the thread works: steps need the cores.
 _SHARE = 0.33
 
 
 class EarlyArenas:
     """Shared arenas that one thread makes, each while training runs: the next one begins when one is taken.
 
-    One at a time, because a training step waits for memory that all processes of a host ask for at once. The thread has
-    normal priority: with a lower one it is suspended while it holds the kernel's lock of the address space, for which a
-    step waits that maps memory. On a busy machine that cost two to four times as much.
+    The first begins at `start`, or after some seconds. One at a time, because a training step waits for
+    memory that all processes of a host ask for at once. The thread has normal priority: with a lower one it is
+    suspended while it holds the kernel's lock of the address space, for which a step waits that maps memory. On a busy
+    machine that cost two to four times as much.
 
     Args:
         nbytes: size of each
@@ -40,6 +44,8 @@ class EarlyArenas:
         self._left = count
         self._prepare = prepare
         self._stopped = False
+        #: Set when the thread may begin.
+        self._started = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-early")
         self._begin(least=0)
 
@@ -53,6 +59,10 @@ class EarlyArenas:
     def nbytes(self) -> int:
         """Size of the one that is not taken; 0: there is none any more."""
         return 0 if self._mapped is None else align(max(self._each, 1))
+
+    def start(self) -> None:
+        """Begin now: a step has ended."""
+        self._started.set()
 
     def fit(self, nbytes: int) -> bool:
         """Whether they are large enough for an image of this size, and not much larger."""
@@ -68,6 +78,7 @@ class EarlyArenas:
         if mapped is None:
             return None
         self._mapped = None
+        self._started.set()
         arena = None if wait_futures([mapped], timeout).not_done else mapped.result()
         if arena is not None:
             with contextlib.suppress(CheckpointError):  # the thread has the same error, and warns
@@ -82,6 +93,7 @@ class EarlyArenas:
     def close(self) -> None:
         """Stop the thread, and free the arena that was not taken."""
         self._stopped = True
+        self._started.set()
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             _drop(mapped, self._made)
@@ -90,6 +102,7 @@ class EarlyArenas:
             logger.warning("an arena is still being page-locked after %g s; it is freed then", _STOP_SECONDS)
 
     def _map(self, least: int) -> Arena | None:
+        self._started.wait(_STEP_SECONDS)
         try:
             available = psutil.virtual_memory().available
             if self._stopped or available < least:

@@ -121,6 +121,10 @@ class FileStorage(LocalFolders):
         """Create or truncate a file for writing; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
+    def open_again(self, path: str) -> int:
+        """Open a file to read ranges of it, and to change them by `write`; returns its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
     def open_append(self, path: str) -> int:
         """Open a file for `write` at its end, whatever the offset says, and create it if necessary."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -352,6 +356,12 @@ class FileStorage(LocalFolders):
         """What two paths of one file have in common, and no other file has while it exists."""
         status = os.stat(path)
         return status.st_dev, status.st_ino
+
+    def is_open_elsewhere(self, path: str) -> bool:
+        """Whether another descriptor or mapping of a file exists on this host; True where that is unknown."""
+        from .leases import is_open_elsewhere  # which only receivers of published weights need
+
+        return is_open_elsewhere(path)
 
     def open_folder(self, path: str) -> int:
         return os.open(path, _FOLDER)

@@ -23,7 +23,7 @@ from .operation_log import append, record
 #: Operations with two paths, of which the second one changes.
 _WITH_TARGET = ("link", "share", "rename_new", "exchange", "replace")
 #: Operations that cannot be skipped, because the caller needs their result.
-_WITH_RESULT = ("create", "share", "open_direct", "open_over", *LOOKS)
+_WITH_RESULT = ("create", "share", "open_direct", "open_over", "open_again", *LOOKS)
 
 
 class FailpointFs(FileStorage):

@@ -5,7 +5,7 @@
 
 The first word is the name of an operation of `Storage`, or `any` for all that change something. `nth=2` selects the
 second match, `from=2` the second and all later ones; the default is all. Matches can be restricted by `rank=` (the
-environment variable RANK), `process=` (`trainer`, `writer`, `upload` or `export`) and `path=` (a part of the path).
+environment variable RANK), `process=` (one of `PROCESSES`) and `path=` (a part of the path).
 `action=` comes last and happens before the operation or instead of it:
 
     kill          SIGKILL to the process            raise:ENOSPC  OSError with this errno; close still closes the file
@@ -28,6 +28,7 @@ EFFECTS = (
     "create",
     "open_direct",
     "open_over",
+    "open_again",
     "link",
     "share",
     "write",
@@ -47,7 +48,7 @@ LOOKS = ("names", "size", "modified", "read", "flock")
 _ACTIONS = ("kill", "stop", "skip", "torn", "short")
 _OF_WRITES = ("torn", "short")
 #: The processes of a run, as `storage_at` is told.
-PROCESSES = ("trainer", "writer", "upload", "export")
+PROCESSES = ("trainer", "writer", "upload", "export", "publish", "pull")
 
 
 class FailpointError(CheckpointError, ValueError):

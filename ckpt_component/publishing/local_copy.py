@@ -1,0 +1,231 @@
+"""`LocalCopy`: a folder of weights on this host that is brought from version to version, and is whole at any time.
+
+The next version is made in a hidden folder beside it, verified, made durable, and exchanged with the folder in one
+step. What was exchanged out is the *spare*: if nobody has its files open, the version after that is made in it, so that
+only the tensors that differ are written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..core.progress import Progress, no_progress
+from ..core.storage.files import FileStorage
+from ..core.storage.space import FULL, amount
+from ..core.storage.storage import Storage
+from ..errors import (
+    CheckpointCorruptError,
+    CheckpointSaveError,
+    CheckpointStorageFullError,
+)
+from .copy_state import STATE, CopyState, read_state
+from .delta_application import apply_deltas
+from .tensor_files import TensorFiles
+from .versions import Version
+from .whole_files import copy_whole
+from .work_folder import WorkFolder
+
+logger = logging.getLogger(__name__)
+Self = TypeVar("Self", bound="LocalCopy")
+
+#: What of a folder is copied at a time, so that an end is noticed soon.
+_COPY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A version that a folder was brought to.
+
+    Attributes:
+        version: number of the version
+        step: its training step; None: unknown
+        path: the folder
+        changed: names of the tensors that differ from what the folder had; None: all may
+        nbytes: bytes that were read from the source
+        seconds: how long it took
+        lag: seconds from the commit of the checkpoint until the folder had it; None: unknown
+    """
+
+    version: int
+    step: int | None
+    path: str
+    changed: frozenset[str] | None
+    nbytes: int
+    seconds: float
+    lag: float | None
+
+
+class LocalCopy:
+    """A folder of weights, and the lock on it. A context manager: the folder belongs to this process inside.
+
+    Args:
+        fs: the file system
+        path: absolute path of the folder; what is there is replaced
+
+    Attributes:
+        path: the path
+        state: what the folder has; None: no version
+
+    Raises:
+        CheckpointInUseError: another process brings the folder to versions
+        CheckpointConfigError: there are no locks
+        OSError: the folder beside it cannot be made
+    """
+
+    def __init__(self, fs: FileStorage, path: str) -> None:
+        self.path = path
+        self._fs = fs
+        self._work = WorkFolder(fs, path)
+        self._next = self._work.next
+        #: The names in which the spare, which is at `_next`, differs from the folder; None: there is no spare.
+        self._behind: set[str] | None = None
+        self.state = read_state(fs, path) if fs.is_folder(path) else None
+
+    @property
+    def version(self) -> int | None:
+        """Number of the version that the folder has."""
+        return None if self.state is None else self.state.version
+
+    def present(self) -> Pulled | None:
+        """The version that the folder has, as if nothing had to be read for it; None: it has none."""
+        state = self.state
+        return None if state is None else Pulled(state.version, state.step, self.path, None, 0, 0.0, None)
+
+    def bring_to(
+        self, storage: Storage, source: str, chain: Sequence[Version], progress: Progress = no_progress
+    ) -> Pulled:
+        """Bring the folder to the last version of a chain. Until it is there, the folder stays as it is.
+
+        Args:
+            storage: the storage of the versions
+            source: path of the folder that they are in
+            chain: from `chain_to`: what is to be read, of which the first is whole, or based on what the folder has
+            progress: follows the bytes
+
+        Raises:
+            CheckpointCorruptError: a version is damaged, or was deleted meanwhile; or the folder was changed
+            CheckpointUnreadableError: a version cannot be read
+            CheckpointStorageFullError: there is not enough space beside the folder
+            CheckpointSaveError: the folder cannot be written
+        """
+        clock, newest = self._fs.clock, chain[-1]
+        started = clock.now()
+        token, options = str(newest.manifest["attempt"]), str(newest.manifest["weights"].get("options", ""))
+        try:
+            changed = self._make(storage, chain, progress)
+            state = CopyState(source, newest.number, token, newest.step, options)
+            self._fs.write_over(os.path.join(self._next, STATE), state.encode())
+            self._sync_next()
+            self._switch(state, changed)
+        except OSError as error:
+            raise self._failure(newest, error) from error
+        finally:
+            if self._behind is None:
+                self._work.drop_next()
+        return Pulled(
+            newest.number,
+            newest.step,
+            self.path,
+            None if changed is None else frozenset(changed),
+            sum(version.nbytes for version in chain),
+            clock.now() - started,
+            clock.date() - newest.committed,
+        )
+
+    def _make(self, storage: Storage, chain: Sequence[Version], progress: Progress) -> set[str] | None:
+        """Make a version at `_next`, so that there is no spare; returns the tensors that change, None: all may."""
+        first, fs, behind = chain[0], self._fs, self._behind
+        self._behind = None
+        if first.is_whole:
+            self._work.make_next()
+            copy_whole(storage, first, fs, self._next, progress)
+            if len(chain) > 1:
+                with TensorFiles(fs, self._next, changes=True) as target:
+                    apply_deltas(storage, chain[1:], target, target, progress=progress)
+            return None
+        if first.base != self.version:
+            raise CheckpointCorruptError(f"{first.path} changes version {first.base}, and {self.path} has another one.")
+        if behind is None or self._spare_is_open():
+            behind = set()
+            self._work.make_next()
+            self._copy_folder()
+        with TensorFiles(fs, self.path) as base, TensorFiles(fs, self._next, changes=True) as target:
+            return apply_deltas(storage, chain, base, target, behind, progress)
+
+    def _spare_is_open(self) -> bool:
+        """Whether someone reads a file of the spare, which must not change under a reader."""
+        for name in self._fs.names(self._next):
+            if self._fs.is_open_elsewhere(os.path.join(self._next, name)):
+                logger.info("%s of the version before is still open, so %s is copied", name, self.path)
+                return True
+        return False
+
+    def _copy_folder(self) -> None:
+        """Copy the files of the folder to `_next`; where the file system can, they share their blocks."""
+        fs = self._fs
+        for name in fs.names(self.path):
+            path = os.path.join(self.path, name)
+            size = fs.size(path)
+            if name == STATE or size is None:
+                continue
+            source = int(fs.hold(path) or 0)
+            try:
+                fd = fs.create(os.path.join(self._next, name))
+                try:
+                    for offset in range(0, size, _COPY_BYTES):
+                        fs.copy(fd, source, offset, min(_COPY_BYTES, size - offset))
+                finally:
+                    fs.close(fd)
+            finally:
+                fs.release(source)
+
+    def _sync_next(self) -> None:
+        for name in self._fs.names(self._next):
+            fd = self._fs.open_again(os.path.join(self._next, name))
+            try:
+                self._fs.sync(fd)
+            finally:
+                self._fs.close(fd)
+        self._fs.sync_folder(self._next)
+
+    def _switch(self, state: CopyState, changed: set[str] | None) -> None:
+        """Give `_next` the name of the folder, and the folder that of `_next`, in one step."""
+        if self._fs.exists(self.path):
+            self._fs.exchange(self._next, self.path)
+            self._behind = changed
+        else:
+            self._fs.rename_new(self._next, self.path)
+        self.state = state
+        self._fs.sync_folder(os.path.dirname(self.path))
+
+    def _failure(self, version: Version, error: OSError) -> CheckpointSaveError:
+        if error.errno in FULL:
+            free = self._fs.free_bytes(self._work.path)
+            there = "" if free is None else f", where {amount(free)} are free"
+            return CheckpointStorageFullError(
+                f"{version.path} does not fit beside {self.path}{there}. A version is made beside the one that is in "
+                "use: delete what is not needed there, or name a folder on a larger disk.",
+                error.errno,
+            )
+        return CheckpointSaveError(
+            f"{self.path} could not be brought to version {version.number}: {error}", error.errno
+        )
+
+    def __enter__(self: Self) -> Self:
+        try:
+            self._work.take()
+            self.state = read_state(self._fs, self.path)
+        except OSError as error:
+            self._work.release()
+            raise CheckpointSaveError(f"{self.path} cannot be brought to a version: {error}", error.errno) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Delete the spare, and release the folder."""
+        self._behind = None
+        self._work.drop_next()
+        self._work.release()

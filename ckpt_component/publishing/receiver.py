@@ -1,0 +1,228 @@
+"""`Receiver`: brings a folder to the versions of a source, once or as they come."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ..core.progress import Progress, no_progress
+from ..core.storage.locate import absolute, file_storage, is_url, storage_at
+from ..errors import (
+    CheckpointConfigError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointStorageFullError,
+    CheckpointTimeoutError,
+    CheckpointUnreadableError,
+)
+from .copy_state import STATE
+from .local_copy import LocalCopy, Pulled
+from .versions import Version, Versions, chain_to
+
+logger = logging.getLogger(__name__)
+Self = TypeVar("Self", bound="Receiver")
+
+#: How often to look again when versions were deleted while they were read.
+_LOOKS = 4
+#: Seconds between two looks, and at most after errors of the source.
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+
+class Receiver:
+    """Brings a folder to the versions of a source. A context manager: the folder belongs to it inside.
+
+    It never writes to the source, and needs the right to read there alone.
+
+    Args:
+        source: folder or URL of the versions
+        folder: the local folder; it is made if there is none
+        options: options of the bucket, for a URL
+        replace: take a folder over that comes from another source
+        durable: whether the folder is to survive a power cut
+        progress: follows the bytes
+
+    Raises:
+        CheckpointConfigError: a package is missing, an option is wrong, or the folder is none that can be exchanged
+        CheckpointExistsError: the folder has something else, or comes from another source
+        CheckpointInUseError: another process brings the folder to versions
+    """
+
+    def __init__(
+        self,
+        source: str,
+        folder: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        durable: bool = True,
+        progress: Progress = no_progress,
+    ) -> None:
+        if is_url(folder):
+            raise CheckpointConfigError(f"{folder} is in a bucket; versions are pulled to a folder of this host.")
+        self.source, self.folder = absolute(source), absolute(folder)
+        self._storage = storage_at(self.source, options=options, process="pull")
+        self._versions = Versions(self._storage, self.source)
+        self._fs = file_storage(durable=durable, process="pull")
+        self._progress = progress
+        self._copy = LocalCopy(self._fs, self.folder)
+        self._refuse_other(replace)
+
+    def _refuse_other(self, replace: bool) -> None:
+        """Refuse a folder that did not come from this source."""
+        state, fs, folder = self._copy.state, self._fs, self.folder
+        if state is None:
+            names = fs.names(folder) if fs.is_folder(folder) else [""] * fs.exists(folder)
+            if names and STATE not in names:
+                raise CheckpointExistsError(
+                    f"{folder} exists and has no version that was pulled; name a new or empty folder."
+                )
+        elif state.source != self.source and not replace:
+            raise CheckpointExistsError(
+                f"{folder} has version {state.version} of {state.source}, not of {self.source}; name another folder, "
+                "or type --replace."
+            )
+
+    @property
+    def version(self) -> int | None:
+        """Number of the version that the folder has; None: none."""
+        return self._copy.version
+
+    def pull(self, number: int | None = None, wait: float = 0.0) -> Pulled:
+        """Bring the folder to a version.
+
+        Args:
+            number: its number; None: the newest
+            wait: seconds to wait for it if it is not there yet
+
+        Returns:
+            What was done; nothing was read if the folder had the version.
+
+        Raises:
+            CheckpointNotFoundError: there is no such version, or what it is based on is gone
+            CheckpointCorruptError: a version is damaged; CheckpointUnreadableError: it cannot be read
+            CheckpointSaveError: the folder cannot be written; CheckpointStorageFullError: it is full
+            OSError: the source cannot be listed
+        """
+        clock = self._fs.clock
+        deadline = clock.now() + wait
+        while True:
+            try:
+                return self._bring_to(self._chosen(number))
+            except CheckpointNotFoundError:
+                left = deadline - clock.now()
+                if left <= 0:
+                    raise
+            clock.sleep(min(_PAUSE, left))
+
+    def follow(self, poll_seconds: float = _PAUSE, timeout: float | None = None) -> Generator[Pulled, None, None]:
+        """Bring the folder to the newest version again and again, until the iterator is closed.
+
+        The first one is yielded even if the folder has it already. What fails at the source, or for want of space, is
+        logged once, and tried again after longer and longer pauses; a damaged version is tried once, and then a newer
+        one has to come.
+
+        Args:
+            poll_seconds: seconds between two looks at the source
+            timeout: seconds to wait for a version; None: as long as it takes
+
+        Raises:
+            CheckpointTimeoutError: no version came in time
+            CheckpointSaveError: the folder cannot be written
+        """
+        clock, pause, said, damaged = self._fs.clock, poll_seconds, "", ""
+        waits_since, is_first = clock.now(), True
+        while True:
+            pulled, token = None, ""
+            try:
+                newest = self._chosen(None)
+                token = str(newest.manifest["attempt"])
+                if token != damaged:
+                    pulled = self._bring_to(newest)
+                    said = ""
+                pause = poll_seconds
+            except (OSError, CheckpointCorruptError, CheckpointStorageFullError) as error:
+                if isinstance(error, CheckpointCorruptError) and not isinstance(error, CheckpointUnreadableError):
+                    damaged = token
+                else:
+                    pause = min(2 * pause, max(_LONGEST_PAUSE, poll_seconds))
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("%s %s stays at %s until that is over.", said, self.folder, self._at)
+            if pulled is not None and (is_first or pulled.nbytes):
+                yield pulled
+                waits_since, is_first = clock.now(), False
+                continue
+            left = math.inf if timeout is None else waits_since + timeout - clock.now()
+            if left <= 0:
+                raise CheckpointTimeoutError(
+                    f"No version came to {self.source} within {timeout:g} s (timeout); {self.folder} stays at "
+                    f"{self._at}."
+                )
+            clock.sleep(min(pause, left))
+
+    @property
+    def _at(self) -> str:
+        return "no version" if self.version is None else f"version {self.version}"
+
+    def _chosen(self, number: int | None) -> Version:
+        """A version of the source, by its number; None: the newest. Raises CheckpointNotFoundError."""
+        versions = self._versions.look()
+        if not versions:
+            raise CheckpointNotFoundError(f"{self.source} has no version of weights yet.")
+        if number is not None and number not in versions:
+            raise CheckpointNotFoundError(
+                f"{self.source} has no version {number}; it has {min(versions)} to {max(versions)} (ckpt ls)."
+            )
+        return versions[max(versions) if number is None else number]
+
+    def _bring_to(self, target: Version) -> Pulled:
+        """Bring the folder to a version. Errors as for `pull`."""
+        for looks_left in reversed(range(_LOOKS)):
+            versions = self._versions.look()
+            have = self._have(versions)
+            if have == target.number and (present := self._copy.present()) is not None:
+                return present
+            base = have if have is not None and have < target.number else None
+            chain = chain_to(versions, target.number, base)
+            try:
+                try:
+                    return self._copy.bring_to(self._storage, self.source, chain, self._progress)
+                except CheckpointUnreadableError:
+                    raise
+                except CheckpointCorruptError as error:
+                    if base is None or chain[0].is_whole or self._are_gone(chain):
+                        raise
+                    # The damage may be in the folder, which the deltas were made for.
+                    logger.warning("%s Reading a whole version for %s.", error, self.folder)
+                    chain = chain_to(versions, target.number, None)
+                    return self._copy.bring_to(self._storage, self.source, chain, self._progress)
+            except CheckpointCorruptError:
+                if not looks_left or not self._are_gone(chain):
+                    raise
+                logger.info("versions of %s were deleted while they were read; looking again", self.source)
+        raise AssertionError("the last look returns or raises")
+
+    def _have(self, versions: Mapping[int, Version]) -> int | None:
+        """The number of the version that the folder has, if that is the one of the source."""
+        state = self._copy.state
+        if state is None or state.source != self.source:
+            return None
+        listed = versions.get(state.version)
+        return state.version if listed is not None and listed.manifest["attempt"] == state.attempt else None
+
+    def _are_gone(self, chain: Sequence[Version]) -> bool:
+        """Whether a version of a chain is no longer in the source, or is another one."""
+        versions = self._versions.look()
+        return any(
+            version.number not in versions or versions[version.number].manifest != version.manifest for version in chain
+        )
+
+    def __enter__(self: Self) -> Self:
+        self._copy.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._copy.__exit__(*exception)

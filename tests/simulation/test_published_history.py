@@ -1,0 +1,41 @@
+"""A thousand versions, while publishers and receivers are killed, lose power, fail, and are damaged, again and again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from evidence import Record
+from simulation.published_history import PublishedHistory
+from simulation.publishing import KINDS
+from simulation.trained import Trained
+from strides import STRIDE_OFFSET
+
+#: In the soak, of all turns together.
+VERSIONS, TURNS = 1_000, 10
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_a_few_versions_and_all_that_may_happen(record_property: Record) -> None:
+    history = PublishedHistory(Trained(), KINDS[STRIDE_OFFSET % len(KINDS)], STRIDE_OFFSET)
+    wrong = history.run(12)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.turns(TURNS)
+@pytest.mark.parametrize("number", range(TURNS))
+def test_versions_are_right_whatever_happens(number: int, record_property: Record) -> None:
+    """Disturbances have the numbers of operations one after the other, so in the end each one is disturbed."""
+    versions = VERSIONS // TURNS
+    history = PublishedHistory(Trained(), KINDS[number % len(KINDS)], STRIDE_OFFSET + number)
+    wrong = history.run(versions)
+    record_property("published versions", versions)
+    assert not wrong, "\n".join(wrong)
