@@ -22,6 +22,9 @@ class Follower(ABC):
     def on_commit(self, report: SaveReport) -> None:
         """A checkpoint was committed. Called on the leading rank, on the save thread."""
 
+    def on_kept(self, report: SaveReport) -> None:
+        """A snapshot is whole in memory; its path is there. Called on the leading rank, on the thread of that lane."""
+
     def in_use(self) -> set[str]:
         """The paths of checkpoints that must not be deleted now."""
         return set()

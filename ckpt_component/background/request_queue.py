@@ -63,14 +63,14 @@ class RequestQueue:
             finish: wait
         """
         with self._lock:
-            thread = self._thread
+            thread, last = self._thread, [report.path for report in self._pending[-1:]]
             if not finish:
                 self._given_up.set()
                 del self._pending[1:]
         if thread is None:
             return
         if finish:
-            logger.info("waiting until %s is done (%s)", self._pending[-1].path, self._name)
+            logger.info("waiting until %s is done (%s)", *last, self._name)
         elif (process := self._process) is not None:
             process.end(_LEAVE_SECONDS)
         # One that runs and one that waits; each ends by itself at its deadline.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.processes.remote_error import as_local_error
 from ..core.storage.memory.peer_sockets import PeerAddress
@@ -14,6 +14,18 @@ from .write_callers import ConnectedCaller
 
 #: How much longer than its deadline a keeper may take to say why it is late.
 _GRACE_SECONDS = 5.0
+
+
+class Retired(NamedTuple):
+    """The arenas of a keeper after a snapshot was dropped.
+
+    Attributes:
+        unread: those that may be filled again: no other process reads them
+        read: those that other processes still read
+    """
+
+    unread: set[int]
+    read: set[int]
 
 
 class MemoryCaller(ConnectedCaller):
@@ -39,7 +51,7 @@ class MemoryCaller(ConnectedCaller):
         """Connect, and start the process again if it has ended."""
         self._running(timeout)
 
-    def retire(self, keep: Sequence[str], timeout: float) -> set[int]:
+    def retire(self, keep: Sequence[str], timeout: float) -> Retired:
         """Drop what this rank's keeper has of all snapshots but these.
 
         Args:
@@ -48,8 +60,7 @@ class MemoryCaller(ConnectedCaller):
             timeout: seconds that it may take
 
         Returns:
-            The numbers of the arenas that may be filled again: this keeper has them, and no other process reads them.
-            Of one that a keeper had which has died since, nobody knows who reads it.
+            This keeper's arenas. Of one that a keeper had which has died since, nobody knows who reads it.
 
         Raises:
             CheckpointSaveError: it could not
@@ -58,10 +69,10 @@ class MemoryCaller(ConnectedCaller):
         """
         lane = self._process
         if lane is None:
-            return set()
+            return Retired(set(), set())
         header = {"kind": "retire", "keep": list(keep)}
         held: list[int] = self._asked(lane, header, time.monotonic() + timeout, "timeouts.close")["held"]
-        return self._arenas.keys() - held
+        return Retired(self._arenas.keys() - held, self._arenas.keys() & held)
 
     def listen(self, secret: str, address: str, timeout: float) -> int:
         """Have this rank's keeper let keepers and trainers of other hosts in. A second call changes nothing.

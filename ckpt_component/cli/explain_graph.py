@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..config.hydra.parts import part_class
 from ..config.rules import PartFacts, deadlines
 from ..config.schema import Checkpoint, part_option
-from ..core.options import RecoveryMode
+from ..core.options import DeltaMode, RecoveryMode
 
 
 def facts_of(settings: Checkpoint) -> PartFacts:
@@ -53,6 +53,10 @@ def processes(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
     if settings.export.format.value != "none":
         when = f"every {settings.export.every_steps} steps and " if settings.export.every_steps else ""
         yield f"on rank 0, {when}at the end: a process that exports to {settings.export.format.value}, at low priority"
+    if (publish := settings.publish).to is not None:
+        when = "after each commit" if publish.every == 1 else f"after one of {publish.every} commits"
+        what = "weights" if publish.delta is DeltaMode.off else "changes of weights"
+        yield f"on rank 0, {when}: a process that publishes {what} to {publish.to}, at low priority"
     yield "with several ranks, thread ckpt-heartbeat: shows the others that this rank is alive"
     yield "with several ranks, threads ckpt-store: one per connection, make the calls to the store of the ranks"
 

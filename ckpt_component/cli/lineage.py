@@ -22,7 +22,7 @@ from .config_changes import Change, config_changes
 
 COMMITTED, DAMAGED, SET_ASIDE, DELETED = "committed", "damaged", "set aside", "deleted"
 #: Events that may have failed -> their outcome if they did not.
-_ENDED = {"save": "committed", "load": "loaded", "export": "exported", "upload": "uploaded"}
+_ENDED = {"save": "committed", "load": "loaded", "export": "exported", "upload": "uploaded", "publish": "published"}
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Saved:
 
 @dataclass
 class LoggedFailure:
-    """A save, load, export or upload that failed."""
+    """A save, load, export, upload or version that failed."""
 
     time: float
     step: int | None
@@ -74,6 +74,7 @@ class LoggedRun:
         saved: its checkpoints, oldest first
         failures: what failed, oldest first
         uploaded: steps that it uploaded from here to its permanent folder, in order
+        published: steps whose weights it published, in order
     """
 
     token: str
@@ -89,6 +90,7 @@ class LoggedRun:
     saved: list[Saved] = field(default_factory=list)
     failures: list[LoggedFailure] = field(default_factory=list)
     uploaded: list[int | None] = field(default_factory=list)
+    published: list[int | None] = field(default_factory=list)
 
 
 def runs_of(root: Root) -> list[LoggedRun]:
@@ -154,6 +156,8 @@ def _add_events(root: Root, runs: dict[str, LoggedRun]) -> None:
             run.failures.append(LoggedFailure(time, step, what, str(event.get("error") or "")))
         elif kind == "upload":
             run.uploaded.append(step)
+        elif kind == "publish":
+            run.published.append(step)
         elif kind == "save" and not event.get("memory") and (token, step) not in present:
             name = os.path.basename(path)
             damaged = os.path.join(root.path, name) in there  # its manifest cannot be read

@@ -1,7 +1,7 @@
 """`ckpt log ROOT`: which runs saved in a folder, what each resumed from, what changed, and what failed.
 
 Show the runs that saved in a folder, the newest first: the checkpoint that each resumed from, the changes of the
-config since, its checkpoints, its uploads, and what failed.
+config since, its checkpoints, what it uploaded and published, and what failed.
 
 example:
   ckpt log checkpoints
@@ -50,6 +50,8 @@ def _lines(path: str, newest: int | None, runs: list[LoggedRun], output: Output)
             yield fitted(f"  deleted since: {', '.join(str(saved.step) for saved in reversed(gone))}")
         if each.uploaded:
             yield fitted(f"  uploaded: {', '.join(map(str, reversed(each.uploaded)))}")
+        if each.published:
+            yield fitted(f"  published: {', '.join(map(str, reversed(each.published)))}")
         yield ""
 
 

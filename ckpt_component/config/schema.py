@@ -18,6 +18,7 @@ from ..core.options import (
     WORKERS,
     ChecksumName,
     Commit,
+    DeltaMode,
     Durability,
     ExportFormat,
     IoMode,
@@ -237,6 +238,36 @@ class Export:
 
 
 @dataclass
+class Publish:
+    """Publish the weights of committed checkpoints for inference, as versions of which most hold only what changed."""
+
+    to: str | None = field(default=None, metadata={"path": True})
+    """Folder or bucket of the versions, from which `ckpt pull` and `follow` take them; null: nothing is published."""
+    every: int = at_least(1, 1)
+    """Publish each n-th checkpoint, snapshots in memory (`recovery.every_steps`) included; 1: as many as it can."""
+    delta: DeltaMode = DeltaMode.auto
+    """What a version has of the one before: `auto`: xor; `overwrite`: positions and bytes; `off`: all is whole."""
+    whole_every: int = at_least(1, 20)
+    """Publish a whole version after this many deltas in a row."""
+    keep: int = at_least(1, 10)
+    """Keep this many of the newest versions, and those that they are based on."""
+    prefix: str | None = None
+    """Publish only keys below this prefix, which is stripped; null: the model."""
+    rename: Any = None
+    """Maps the checkpoint's names to the published ones, as in `export.rename`."""
+    ignore: list[str] = field(default_factory=list)
+    """Names in the checkpoint that are left out, as in `export.ignore`."""
+    dtype: str | None = None
+    """Convert floating-point tensors: `float64`, `float32`, `float16`, `bfloat16`; null: as they are."""
+    config_from: str | None = field(default=None, metadata={"path": True})
+    """Hugging Face folder whose config.json and tokenizer files are in each whole version."""
+    mirror: str | None = field(default=None, metadata={"path": True})
+    """Local folder for a copy of the newest weights; null: `.ckpt-mirror` in `local.dir`, or in `dir`."""
+    timeout: float = above(0, 3600.0, SECONDS)
+    """For one version, in the background or at the end of the run."""
+
+
+@dataclass
 class BucketStorage:
     """How a bucket is reached."""
 
@@ -273,6 +304,8 @@ class Checkpoint:
     """How checkpoints get from `checkpoint.local.dir` to `checkpoint.dir`."""
     export: Export = field(default_factory=Export)
     """Write committed checkpoints also as files for other programs."""
+    publish: Publish = field(default_factory=Publish)
+    """Publish the weights of committed checkpoints for inference; see [publishing](publish.md)."""
     recovery: Recovery = field(default_factory=Recovery)
     """What the next run finds in memory after this one has died."""
     resume: int | str = "auto"

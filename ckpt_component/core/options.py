@@ -70,6 +70,14 @@ class ExportFormat(Word):
     torch = "torch"
 
 
+class DeltaMode(Word):
+    """How the changes between two published versions are encoded."""
+
+    auto = "auto"  # xor with the version before
+    overwrite = "overwrite"  # positions and new bytes
+    off = "off"  # not at all: each version is whole
+
+
 class Verify(Word):
     """When checksums are verified. Sizes and structure always are."""
 

@@ -55,6 +55,8 @@ def _is_event(event: Any) -> bool:
     required = ["time", "run", "rank", *_REQUIRED.get(kind, ())] if isinstance(kind, str) else ["event"]
     if kind == "upload" and event.get("error") is None:
         required += ["bytes", "seconds", "lag_steps"]
+    if kind == "publish" and event.get("error") is None:
+        required += ["step", "version", "bytes", "whole_bytes", "seconds", "lag"]
     return event.keys() >= {*required} and all(
         name not in _FIELDS or (value is None and name in _NULL) or _FIELDS[name](value)
         for name, value in event.items()
@@ -96,11 +98,11 @@ def _are_spans(value: Any) -> bool:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "time": is_time,
     "ends": _are_times,
-    "memory": _is_flag,
+    **dict.fromkeys(("memory", "whole"), _is_flag),
     "spans": _are_spans,
     **dict.fromkeys(("event", "run", "path", "target", "outcome", "error", "preset", "host", "source"), _is_text),
     **dict.fromkeys(("rank", "world_size", "pid", "step", "first", "files", "items", "attempts"), _is_count),
-    "lag_steps": _is_count,
+    **dict.fromkeys(("lag_steps", "version", "skipped"), _is_count),
     **dict.fromkeys(("bytes", "reused", "host_memory_bytes", "stall_s", "lost_s", "gbps", "seconds"), _is_number),
-    **dict.fromkeys(("sent", "at_peers_s"), _is_number),
+    **dict.fromkeys(("sent", "at_peers_s", "whole_bytes", "lag"), _is_number),
 }

@@ -69,6 +69,7 @@ from .run_uploads import uploads_of
 if TYPE_CHECKING:
     from ..managing.host_tier import HostTier
     from .recovery import SnapshotParts
+    from .run_publishing import RunPublishing
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def build_manager(
     every = settings.save
     kept = settings.recovery.every_steps
     save = SavePolicy(every.every_steps, every.every_seconds, every.at_end, settings.overlap.value, kept)
-    export = export_policy(settings)
+    export, publish = export_policy(settings), _publishing(settings)
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
@@ -221,8 +222,10 @@ def build_manager(
                 if save.enabled and (uploads := uploads_of(settings, run, keep)) is not None:
                     followers.append(uploads)
                 keep = RetentionPolicy(settings.local.keep_last)
+            if publish is not None and save.enabled:
+                followers += publish.followers(run, job)
             if snapshots is not None:
-                run = snapshots.begin(run)
+                run = snapshots.begin(run, followers)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
             folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
             if save.enabled:
@@ -387,6 +390,15 @@ def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:
     from .recovery import SnapshotParts  # which runs without recovery need not wait for
 
     return SnapshotParts(settings)
+
+
+def _publishing(settings: Checkpoint) -> RunPublishing | None:
+    """What publishes weights, if the config says where to; raises as `RunPublishing`."""
+    if not settings.enabled or settings.publish.to is None:
+        return None
+    from .run_publishing import RunPublishing  # which runs that publish nothing need not wait for
+
+    return RunPublishing(settings, settings.publish.to)
 
 
 def _host_tier(files: FileStorage, folder: str, run: RunContext, *, saves: bool) -> HostTier:

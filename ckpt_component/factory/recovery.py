@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..background.follower import Follower
 from ..callers.memory_caller import MemoryCaller
 from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
@@ -23,13 +24,14 @@ from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, split
 from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
 from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError
+from ..events import SaveReport
 from ..loading.nearest import NearestReader, PeerReader
 from ..managing.peer_memory import PeerMemory
 from ..managing.run_context import RunContext
 from ..managing.run_memory import RunMemory
 from ..saving.at_peers import NewestStays, PeerMap, SnapshotsAtPeers
 from ..saving.kept_snapshots import KeepingLane
-from ..saving.save_lane import SaveLane
+from ..saving.save_lane import SaveLane, notify
 from ..writers.base import Writer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class SnapshotParts:
         self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
         self._keepers = JobKeepers()
         self._memory = HostMemory(self._keepers)
+        self._followers: Sequence[Follower] = ()
         #: Whether other hosts have copies; set by `begin`.
         self._has_peers = False
         self.earlier: RunMemory | None = None
@@ -72,8 +75,9 @@ class SnapshotParts:
         memory = self._memory
         return lambda path: memory if memory.holds(path) else storage_of(path)
 
-    def begin(self, run: RunContext) -> RunContext:
-        """The run with its memory, where this rank's keeper takes what is put."""
+    def begin(self, run: RunContext, followers: Sequence[Follower] = ()) -> RunContext:
+        """The run with its memory, where this rank's keeper takes what is put; `followers` hear what is whole there."""
+        self._followers = followers
         root, rank = memory_root(run.root, run.events.run), run.ranks.rank
         place = split_root(root)
         if place is None:
@@ -102,6 +106,7 @@ class SnapshotParts:
             self._tell(run.hosts)
         connect = caller.keep_snapshots(run.root, memory.root, ranks.rank, ranks.world_size, self._settings.lease)
         stays, on_kept = NewestStays(), earlier.end_others
+        followers = [follower.on_kept for follower in self._followers]
         if self._has_peers:
             # What the run before has at its peers is needed until this one has something there.
             ends = earlier.end_others if run.hosts.leads(ranks.rank) else _nothing
@@ -113,7 +118,7 @@ class SnapshotParts:
             writer=writer,
             memory=memory.fs,
             path_of=lambda path: memory.path_of(run.step_of(path)),
-            on_kept=lambda report: on_kept(),
+            on_kept=partial(_tell_all, [lambda _: on_kept(), *followers]),
             stays=stays,
         )
 
@@ -174,6 +179,12 @@ def _begin(addresses: Sequence[str]) -> list[Any]:
         )
     secret = secrets.token_hex(32)
     return [{"secret": secret, "address": address} for address in reachable(addresses)]
+
+
+def _tell_all(hooks: Sequence[Callable[[SaveReport], None]], report: SaveReport) -> None:
+    """Call each hook, whatever becomes of the others."""
+    for hook in hooks:
+        notify(hook, report)
 
 
 def _nothing() -> None:

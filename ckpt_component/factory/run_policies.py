@@ -77,17 +77,26 @@ def export_policy(settings: Checkpoint) -> ExportPolicy | None:
             f"checkpoint.export.format={export.format.value} with checkpoint.commit=manifest: an export appears by a "
             "rename, which the file system of the checkpoints lacks; name a local folder, checkpoint.export.dir."
         )
-    config_from = "" if export.config_from is None else expanded(export.config_from, "checkpoint.export.config_from")
-    if config_from and not os.path.isfile(os.path.join(config_from, CONFIG)):
-        raise HydraConfigError(f"checkpoint.export.config_from={config_from} has no {CONFIG}; name a model's folder.")
     options = ExportOptions(
         export.format.value,
         export.prefix,
         dict(export.rename or {}),
         list(export.ignore),
         export.dtype,
-        config_from=config_from,
+        config_from=model_folder("checkpoint.export.config_from", export.config_from),
         replace=True,
     )
     folder = "" if export.dir is None else os.path.abspath(expanded(export.dir, "checkpoint.export.dir"))
     return ExportPolicy(options, folder, export.every_steps, export.timeout)
+
+
+def model_folder(key: str, value: str | None) -> str:
+    """The folder of a model's config and tokenizer files that a key names; empty: none.
+
+    Raises:
+        CheckpointConfigError: it has no config
+    """
+    folder = "" if value is None else expanded(value, key)
+    if folder and not os.path.isfile(os.path.join(folder, CONFIG)):
+        raise HydraConfigError(f"{key}={folder} has no {CONFIG}; name a model's folder.")
+    return folder

@@ -25,6 +25,7 @@ class LoadOptions:
         ignore: as for `KeyMap`
         narrow: returns the part of the checkpoint that the target is compared with, under its new keys; None: all
         manifest: that of the checkpoint, if it was read already
+        attempt: whose manifest to take, where hosts may have those of several; empty: there is one
         alone: this rank loads by itself, and agrees on nothing with others
         part_of: the load of all ranks that this is a part of, and which has its phases; None: it has its own
         tag: names what ranks agree on; None: they have not met for this load yet
@@ -41,6 +42,7 @@ class LoadOptions:
     ignore: Sequence[str] = ()
     narrow: Callable[[Source], Source] | None = None
     manifest: Mapping[str, Any] | None = None
+    attempt: str = ""
     alone: bool = False
     part_of: CollectiveLoad | None = None
     tag: str | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..core.commit.host_parts import manifest_of_attempt
 from ..core.commit.scan import pointed_folder
 from ..core.commit.visibility import wait_visible
 from ..core.formats.opening import open_index
@@ -121,8 +122,11 @@ class Reader:
                 if wanted.visible is not None:
                     storage = self._storage_of(path)
                     wait_visible(partial(storage.exists, path), path, wanted.visible, storage.clock)
+                manifest = wanted.manifest
+                if manifest is None and wanted.attempt:
+                    manifest = manifest_of_attempt(self._storage_of(path), path, wanted.attempt)
                 is_target = state_dict is not None
-                source = self.open(path, mapped=is_target, verify=verify, manifest=wanted.manifest, load=load)
+                source = self.open(path, mapped=is_target, verify=verify, manifest=manifest, load=load)
                 if source.verifies_first:
                     marks.append(("verify", clock()))
                     share = (self._rank, self._world_size) if phase is not nullcontext else (0, 1)

@@ -27,7 +27,7 @@ from ..core.storage.memory.peer_sockets import PeerAddress
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointError
-from .write_access import leave_trial, refuse_failed, try_to_write
+from .write_access import leave_trial, refuse_failed, remove_trial, try_to_write
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class HostTier:
             self._tell("each host has a folder of its own" if saves else "the folders of all hosts count")
         finally:
             if trial is not None:
-                self._fs.unlink(os.path.join(self._folder, trial))
+                remove_trial(self._fs, os.path.join(self._folder, trial))
 
     def close(self, *, waits: bool = True) -> None:
         """Serve the folder no longer; where this is not the leading rank, not before that one needs it no more.

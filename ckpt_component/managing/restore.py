@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ class Found(NamedTuple):
         occupied: all steps that a save would collide with
         in_memory: the root of the snapshots in memory; empty: there are none
         keepers: where those keepers are that other hosts have
+        attempts: of the checkpoints in folders that each host has for itself, by path
     """
 
     candidates: Sequence[tuple[int, str]]
@@ -58,6 +59,7 @@ class Found(NamedTuple):
     occupied: Sequence[int]
     in_memory: str = ""
     keepers: Sequence[Any] = ()
+    attempts: Mapping[str, str] = MappingProxyType({})
 
 
 class Restorer:
@@ -195,8 +197,10 @@ class Restorer:
 
     def _check_start(self, step: int) -> bool:
         """On the leading rank: clean up, verify the checkpoint of a step, and refuse or retire those that follow."""
-        with self._listing():
+        try:
             local, remote = self._run.scan(self._clean_up()), self._run.scan_remote()
+        except OSError as error:
+            raise _unlisted(self._run, error) from error
         scan = local if remote is None else both(local, remote)
         place = self._run if step in local.occupied else self._run.remote or self._run
         path = place.path_of(step)
@@ -237,6 +241,8 @@ class Restorer:
             started, self.path = time.perf_counter(), path
             in_memory = bool(found.in_memory) and _is_in(path, found.in_memory)
             options: dict[str, Any] = {"visible": None} if in_memory else {}  # what is not there has ended
+            if path in found.attempts:
+                options["attempt"] = found.attempts[path]
             try:
                 load(path, tag=f"{tag}/{number}", manifest=manifests.get(path), **options)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
@@ -279,15 +285,13 @@ class Restorer:
             CheckpointUnreadableError: the folder cannot be listed, or the permanent one, which alone can have what
                 `resume` asks for
         """
-        in_memory = None if self._memory is None else self._memory.look(offers)
-        with self._listing():
-            return self._find(manifests, in_memory)
-
-    def _find(self, manifests: dict[str, Mapping[str, Any]], in_memory: tuple[RunContext, Scan] | None) -> Found:
-        run = self._run
+        run, in_memory = self._run, None if self._memory is None else self._memory.look(offers)
         # What the writer of a dead run is still finishing is no newer than the snapshot that it was made of.
         waits = in_memory is None or not in_memory[1].committed
-        local, remote = run.scan(self._clean_up(waits=waits)), run.scan_remote()
+        try:
+            local, remote = run.scan(self._clean_up(waits=waits)), run.scan_remote()
+        except OSError as error:
+            raise _unlisted(run, error) from error
         places = [(run, local)]
         if run.remote is not None:
             if remote is None:
@@ -302,6 +306,9 @@ class Restorer:
             places.insert(0, in_memory)
             scan = both(in_memory[1], scan)
         manifests.update({at.path_of(step): has.manifests[step] for at, has in places for step in has.committed})
+        attempts = dict[str, str]()
+        if run.fs.hosts:
+            attempts = {run.path_of(step): str(local.manifests[step].get("attempt")) for step in local.committed}
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
@@ -326,7 +333,7 @@ class Restorer:
         ]
         self._folder.purge.found(local)
         suspects = suspects if self._policy.searches else []
-        return Found(candidates, durable, suspects, occupied, kept, keepers)
+        return Found(candidates, durable, suspects, occupied, kept, keepers, attempts)
 
     def _refuse_unknown(self, local: Scan, remote: str) -> None:
         """The permanent folder cannot be listed: refuse to begin if the local one has nothing to begin with.
@@ -385,18 +392,6 @@ class Restorer:
         except (CheckpointError, OSError):
             return False
 
-    @contextlib.contextmanager
-    def _listing(self) -> Iterator[None]:
-        """Raise CheckpointUnreadableError if the folder, or that of another host, cannot be listed."""
-        run = self._run
-        try:
-            yield
-        except OSError as error:
-            text = f"{run.root} cannot be listed: {error}. Start the run again when it can"
-            if run.remote is not None:
-                text += ", or without checkpoint.local.dir, to begin with what checkpoint.dir has"
-            raise CheckpointUnreadableError(f"{text}.", error.errno) from error
-
     def _clean_up(self, *, waits: bool = True) -> Mapping[str, Mapping[str, Any]]:
         """Wait, bounded, for the writer of a dead run to finish its checkpoint; then delete what dead runs left.
 
@@ -414,6 +409,14 @@ class Restorer:
         for name in unfinished.sweep():
             logger.info("deleted %s, which a dead run left", name)
         return unfinished.manifests
+
+
+def _unlisted(run: RunContext, error: OSError) -> CheckpointUnreadableError:
+    """The error of a run whose folder, or that of another host, cannot be listed."""
+    text = f"{run.root} cannot be listed: {error}. Start the run again when it can"
+    if run.remote is not None:
+        text += ", or without checkpoint.local.dir, to begin with what checkpoint.dir has"
+    return CheckpointUnreadableError(f"{text}.", error.errno)
 
 
 def _is_in(path: str | None, root: str) -> bool:

@@ -111,7 +111,7 @@ class WriteAccess:
             run.ranks.decide("root/shared", failure, refuse_failed, deadline)
         finally:
             if run.ranks.is_leader:
-                run.fs.unlink(trial)
+                remove_trial(run.fs, trial)
 
     def _leave_trial(self) -> str | None:
         return leave_trial(self._run.fs, self._run.root, self._named)
@@ -162,6 +162,14 @@ def leave_trial(fs: Storage, root: str, named: str) -> str | None:
         logger.warning("%s: whether all ranks share it is not checked: %s", named, error)
         return None
     return name
+
+
+def remove_trial(fs: Storage, path: str) -> None:
+    """Delete what `leave_trial` has left. If that fails, a later start does it: what is told now matters more."""
+    try:
+        fs.unlink(path)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", path, error)
 
 
 def refuse_failed(failures: list[str | None]) -> None:

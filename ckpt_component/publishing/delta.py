@@ -14,8 +14,8 @@ from ..errors import CheckpointConfigError, CheckpointCorruptError
 
 ENCODINGS = ("xor", "overwrite")
 COMPRESSION, CHECKSUM = "zstd", "xxh3-128"
-#: Fast, and for changes as small as higher levels, with a window that stays in the processor's cache.
-_LEVEL, _WINDOW_LOG = 1, 17
+#: Fast, and for changes as small as higher levels, with a window and a table that stay in the cache.
+_LEVEL, _WINDOW_LOG, _HASH_LOG = 1, 17, 12
 #: Bytes that are applied at a time, so that they stay in the cache from the decompression to the checksum.
 _BLOCK_BYTES = 2 << 20
 #: Positions have four bytes.
@@ -152,7 +152,7 @@ class _Overwrite:
 def _compressor(nbytes: int) -> Any:
     import zstandard
 
-    parameters = zstandard.ZstdCompressionParameters.from_level(_LEVEL, window_log=_WINDOW_LOG)
+    parameters = zstandard.ZstdCompressionParameters.from_level(_LEVEL, window_log=_WINDOW_LOG, hash_log=_HASH_LOG)
     return zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=nbytes)
 
 

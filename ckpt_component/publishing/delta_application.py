@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ..core.progress import Progress, no_progress
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, first_keys
-from .delta import apply_delta
+from .delta import apply_delta, require_codec
 from .delta_files import DeltaFiles
 from .tensor_files import TensorFiles
 from .versions import Version
@@ -41,9 +41,11 @@ def apply_deltas(
         The names of the tensors that differ between `base` and `target` now.
 
     Raises:
+        CheckpointConfigError: a package is missing
         CheckpointCorruptError: a delta is damaged, or does not fit; the target has to be thrown away
         OSError: the target cannot be written
     """
+    require_codec("A version that is not whole")
     changed: set[str] = set()
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-pull") as pool:

@@ -11,7 +11,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, TypeVar
@@ -37,8 +37,6 @@ Self = TypeVar("Self", bound="Mirror")
 _MARK = ".ckpt-mirror"
 #: The checksum of each tensor, for the version in the state.
 _SUMS = ".ckpt-checksums.json"
-#: Bytes that are copied at a time.
-_COPY_BYTES = 8 << 20
 
 
 class Mirror:
@@ -80,7 +78,6 @@ class Mirror:
                     f"The file system of the mirror {path} has no locks; name a folder on a disk of this host: "
                     "checkpoint.publish.mirror=FOLDER."
                 )
-            self._sums = None
             names = [name for name in fs.names(path) if not name.startswith(NEW_PREFIX)]  # left by a kill
             if names and _MARK not in names:
                 raise CheckpointExistsError(
@@ -89,7 +86,9 @@ class Mirror:
                 )
             if _MARK not in names:
                 self._mark()
-            self.state = read_state(fs, path)
+            state = read_state(fs, path)
+            self._sums = {} if state is None else self._read_sums(state)
+            self.state = None if self._sums is None else state
         except BaseException:
             self.__exit__()
             raise
@@ -173,7 +172,7 @@ class Mirror:
             CheckpointCorruptError: the checkpoint is damaged
             OSError: the mirror or the changes cannot be written
         """
-        known, self._sums = self._known_sums(), {}
+        known, sums = self._sums or {}, dict[str, str]()
         self.forget()
         old, is_right = memoryview(bytearray(BLOCK_BYTES)), True
         for file in weights.files:
@@ -189,9 +188,10 @@ class Mirror:
                             self._fs.write(fd, [block], position)
                         position += len(block)
                     encoded = delta.finish()
-                    is_right &= known is None or known.get(tensor.name) == encoded.base
-                    self._sums[tensor.name] = encoded.checksum
+                    is_right &= known.get(tensor.name) == encoded.base
+                    sums[tensor.name] = encoded.checksum
                     writer.add(tensor.name, encoded)
+        self._sums = sums
         return is_right
 
     def copy_to(self, storage: Storage, folder: str, weights: WeightFiles) -> list[dict[str, Any]]:
@@ -205,22 +205,20 @@ class Mirror:
         Raises:
             OSError: they cannot be read or written
         """
-        entries = list[dict[str, Any]]()
-        for name, size in [(file.name, file.size) for file in weights.files]:
-            checksum, target = find_checksum("crc32").stream(), storage.create(os.path.join(folder, name), size)
-            try:
-                with self._opened(name) as fd:
-                    for position in range(0, size, _COPY_BYTES):
-                        block = memoryview(bytearray(min(_COPY_BYTES, size - position)))  # it may be sent later
-                        self._fs.read_held(fd, block, position)
-                        checksum.update(block)
-                        storage.write(target, [block], position)
-                        storage.start_writeback(target, position, len(block))
-                storage.sync(target)
-                storage.drop_cached(target)
-            finally:
-                storage.close(target)
-            entries.append({"name": name, "size": size, "crc32": checksum.value()})
+        entries, block = list[dict[str, Any]](), memoryview(bytearray(BLOCK_BYTES))
+        for file in weights.files:
+            places = {tensor.name: position for tensor, position in file.places}
+            with self._opened(file.name) as fd:
+
+                def read(tensor: Tensor, fd: int = fd, places: Mapping[str, int] = places) -> Iterator[memoryview]:
+                    for start in range(0, tensor.nbytes, BLOCK_BYTES):
+                        piece = block[: tensor.nbytes - start]
+                        self._fs.read_held(fd, piece, places[tensor.name] + start)
+                        yield piece
+
+                checksum = find_checksum("crc32").stream()
+                stream_file(storage, os.path.join(folder, file.name), file, read, checksum=checksum)
+            entries.append({"name": file.name, "size": file.size, "crc32": checksum.value()})
         for name, data in weights.small.items():
             storage.write_new(os.path.join(folder, name), data)
             entries.append({"name": name, "size": len(data), "crc32": find_checksum("crc32").of(memoryview(data))})
@@ -233,20 +231,17 @@ class Mirror:
         self._fs.write_over(os.path.join(self._path, STATE), state.encode())
         self.state = state
 
-    def _known_sums(self) -> dict[str, str] | None:
-        """The checksums of its tensors; None after it was brought to its version by what verified all bytes."""
+    def _read_sums(self, state: CopyState) -> dict[str, str] | None:
+        """The checksums of its tensors; None: those of this version are not there."""
         path = os.path.join(self._path, _SUMS)
-        size = self._fs.size(path)
-        if self.state is None or size is None:
-            return None
         try:
-            content = json.loads(self._fs.read(path, size))
-            if content["attempt"] == self.state.attempt:
-                return dict[str, str](content["tensors"])
+            content = json.loads(self._fs.read(path, self._fs.size(path) or 0))
+            return dict[str, str](content["tensors"]) if content["attempt"] == state.attempt else None
+        except FileNotFoundError:
+            return None
         except (ValueError, LookupError, TypeError) as error:
-            logger.warning("%s is damaged (%s); a whole version is published", path, error)
-            return {}
-        return None
+            logger.warning("%s is damaged (%s), so the next version is whole", path, error)
+            return None
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from ..core.commit.liveness import AttemptLock
 from ..core.commit.names import owned_token
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import new_token
-from ..core.storage.space import FULL, full_text, refuse_without_room
+from ..core.storage.space import FULL, amount
 from ..core.storage.storage import Storage
 from ..errors import (
     CheckpointError,
@@ -29,7 +30,7 @@ from .delta import can_encode, require_codec
 from .delta_files import DeltaWriter
 from .mirror import Mirror
 from .publish_options import DELTAS, PublishOptions as PublishOptions
-from .versions import NAMES, Version, Versions, to_delete, version_of
+from .versions import NAMES, Version, Versions, deltas_up_to, to_delete, version_of
 from .weight_files import WeightFiles, weight_files
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class Publisher:
         """The version whose changes are published; None: a whole one is due."""
         options, state, mirror = self._options, self._mirror.state, self._mirror
         encoding, newest = DELTAS[options.delta], versions.get(self._versions.next_number - 1)
-        if encoding is None or newest is None or _deltas_before(versions, newest) >= options.whole_every:
+        if encoding is None or newest is None or deltas_up_to(versions, newest) >= options.whole_every:
             return None
         known = None if state is None else (state.source, state.version, state.attempt, state.options)
         if known != (self._to, newest.number, str(newest.manifest["attempt"]), options.digest):
@@ -193,8 +194,9 @@ class Publisher:
                 return version
         else:
             self._mirror.replace(weights)
-        target = os.path.join(self._to, NAMES.folder(number))
-        refuse_without_room(self._storage, target, weights.nbytes, 0)
+        free = self._storage.free_bytes(self._to)
+        if free is not None and free < weights.nbytes:
+            raise OSError(errno.ENOSPC, f"a whole version has {amount(weights.nbytes)}", self._to)
         version = self._committed(number, lambda folder: self._mirror.copy_to(self._storage, folder, weights), fields)
         assert version is not None  # a copy has files
         return version
@@ -241,15 +243,13 @@ class Publisher:
         return version_of(number, target, content)
 
     def _failure(self, error: OSError) -> CheckpointSaveError:
-        if error.errno in FULL:
-            text = full_text(self._storage, os.path.join(self._to, "x"), 0, error.errno)
-            return CheckpointStorageFullError(f"{self._to} cannot take a version: {error}. {text}", error.errno)
-        return CheckpointSaveError(f"{self._to} cannot take a version: {error}.", error.errno)
-
-
-def _deltas_before(versions: Mapping[int, Version], newest: Version) -> int:
-    """How many deltas there are since the last whole version, up to this one."""
-    count, version = 0, newest
-    while version.base is not None and version.base in versions:
-        count, version = count + 1, versions[version.base]
-    return count
+        """The error of a version that could not be written."""
+        if error.errno not in FULL:
+            return CheckpointSaveError(f"{self._to} cannot take a version: {error}.", error.errno)
+        free = self._storage.free_bytes(self._to)
+        now = "" if free is None else f"; {amount(free)} are free at {self._to}"
+        return CheckpointStorageFullError(
+            f"A version cannot be written: {error}{now}. Delete what is not needed there, or lower "
+            "checkpoint.publish.keep.",
+            error.errno,
+        )

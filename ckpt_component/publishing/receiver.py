@@ -19,7 +19,6 @@ from ..errors import (
     CheckpointUnreadableError,
 )
 from .copy_state import STATE
-from .delta import require_codec
 from .local_copy import LocalCopy, Pulled
 from .versions import Version, Versions, chain_to
 
@@ -61,7 +60,6 @@ class Receiver:
         durable: bool = True,
         progress: Progress = no_progress,
     ) -> None:
-        require_codec("Pulling published weights")
         if is_url(folder):
             raise CheckpointConfigError(f"{folder} is in a bucket; versions are pulled to a folder of this host.")
         self.source, self.folder = absolute(source), absolute(folder)

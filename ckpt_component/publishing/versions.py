@@ -175,6 +175,14 @@ def chain_to(versions: Mapping[int, Version], target: int, have: int | None) -> 
     return chain[::-1]
 
 
+def deltas_up_to(versions: Mapping[int, Version], newest: Version) -> int:
+    """How many deltas there are since the last whole version, this one included."""
+    count, version = 0, newest
+    while version.base is not None and version.base in versions:
+        count, version = count + 1, versions[version.base]
+    return count
+
+
 def to_delete(versions: Mapping[int, Version], keep: int) -> list[int]:
     """The versions that are not kept, newest first: a delta goes before what it builds on.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..core.formats import open_index
@@ -58,8 +59,9 @@ def weight_files(storage: Storage, path: str, options: ExportOptions, fs: FileSt
         CheckpointCorruptError: the checkpoint is damaged
     """
     index = open_index(storage, path)
-    selected = selected_by(options, index)
+    # By name: the files are the same, however many ranks saved the checkpoint.
+    tensors = sorted(selected_by(options, index).tensors, key=attrgetter("name"))
     small = small_files(fs, options.config_from, options.dtype) if options.config_from else {}
-    files, small_index = hugging_face_files(selected.tensors, options.max_shard_bytes)
-    with open_blocks(index, [tensor.entry for tensor in selected.tensors]) as blocks:
+    files, small_index = hugging_face_files(tensors, options.max_shard_bytes)
+    with open_blocks(index, [tensor.entry for tensor in tensors]) as blocks:
         yield WeightFiles(files, {**small, **small_index}, partial(tensor_bytes_of, blocks))

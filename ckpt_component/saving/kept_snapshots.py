@@ -14,9 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..callers.memory_caller import MemoryCaller
+from ..callers.memory_caller import MemoryCaller, Retired
 from ..core.commit.commit import new_attempt
 from ..core.commit.protocol import Attempt
+from ..core.image.arena import Arena
 from ..core.image.file_reuse import ProvedReuse
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointSaveError
@@ -187,6 +188,8 @@ class KeptSnapshots(SaveAttempts):
         self._start_timeout = context.timeouts.worker_start
         self._stays = stays
         self._snapshots: dict[str, Snapshot] = {}
+        #: Those of dropped snapshots that other processes still read.
+        self._lent: list[Arena] = []
 
     def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
         """Write and commit; see the base class. When this returns, those that do not stay are no longer in memory."""
@@ -206,15 +209,21 @@ class KeptSnapshots(SaveAttempts):
 
     def drop_others(self) -> None:
         """Drop the snapshots that do not stay any more."""
-        stay, unread = self._stays.paths(), set[int]()
+        stay, arenas = self._stays.paths(), Retired(set(), set())
         try:
-            unread = self._keeper.retire(stay, self._timeout)
+            arenas = self._keeper.retire(stay, self._timeout)
         except CheckpointError as error:  # the newest one is whole on all ranks, whatever became of older ones
             logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", stay[-1], error)
+        for lent in self._lent:
+            lent.reusable, lent.awaited = lent.number in arenas.unread, lent.number in arenas.read
+        self._lent = [lent for lent in self._lent if lent.awaited and not lent.closed]
         for path in self._snapshots.keys() - {*stay}:
             older = self._snapshots.pop(path)
             arena = older.arena
-            older.release(reusable=arena is None or arena.number in unread)
+            if arena is not None and arena.number in arenas.read:
+                arena.awaited = True
+                self._lent.append(arena)
+            older.release(reusable=arena is None or arena.number in arenas.unread)
 
     def release(self) -> None:
         """Let go of all snapshots."""

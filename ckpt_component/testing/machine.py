@@ -86,10 +86,10 @@ class MachineFiles(SimulatedFiles):
         self._machine.is_off = self._machine.is_off or off
 
     @contextmanager
-    def _look(self) -> Iterator[Disk]:
+    def at_disk(self) -> Iterator[Disk]:
         if not self.is_off:
             self._machine.looked()
-        with super()._look() as disk:
+        with super().at_disk() as disk:
             yield disk
 
     def _do(self, operation: str, path: str, effect: Callable[[], T]) -> T:

@@ -24,8 +24,9 @@ class ProcessFiles(SimulatedFiles):
         self.process = process
 
     @contextmanager
-    def _look(self) -> Iterator[Disk]:
+    def at_disk(self) -> Iterator[Disk]:
+        """A turn, then the disk."""
         self.process.turn()
-        with super()._look() as disk:
+        with super().at_disk() as disk:
             disk.now = max(disk.now, 1e9 + self.process.simulation.now)
             yield disk

@@ -98,7 +98,8 @@ class SimulatedFiles(FileStorage):
             self.is_off = True
 
     @contextmanager
-    def _look(self) -> Iterator[Disk]:
+    def at_disk(self) -> Iterator[Disk]:
+        """The disk, for one operation; a subclass may let something happen before it. Raises `PowerCut`."""
         with self._lock:
             if self.is_off:
                 raise PowerCut
@@ -106,7 +107,7 @@ class SimulatedFiles(FileStorage):
 
     def _do(self, operation: str, path: str, effect: Callable[[], T]) -> T:
         """An operation that changes something."""
-        with self._look():
+        with self.at_disk():
             fault = self._fault_at(operation, path)
             if fault is not None and fault.kind == "cut":
                 self.is_off = True
@@ -223,11 +224,11 @@ class SimulatedFiles(FileStorage):
         self._do("link", target, lambda: self.disk.add(target, self.disk.file(source)))
 
     def hold(self, path: str) -> Held | None:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             return self._opened(path, disk.file(path))
 
     def read_held(self, held: Held, buffer: memoryview, offset: int) -> None:
-        with self._look():
+        with self.at_disk():
             buffer[:] = self._open[int(held)][1].data[offset : offset + len(buffer)]
 
     def release(self, held: Held) -> None:
@@ -268,7 +269,7 @@ class SimulatedFiles(FileStorage):
         self._do("remove_folder", path, effect)
 
     def remove_tree(self, path: str) -> None:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             folder = disk.folder(path)
         for name in sorted(folder.entries):
             below = os.path.join(path, name)
@@ -280,33 +281,33 @@ class SimulatedFiles(FileStorage):
             self._do("sync_folder", path, lambda: self.disk.sync_folder(path))
 
     def touch(self, path: str) -> None:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             disk.file(path).modified = disk.tick()
 
     # Looks
 
     def names(self, path: str) -> list[str]:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             return sorted(disk.folder(path).entries) if disk.find(path) is not None else []
 
     def exists(self, path: str) -> bool:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             return disk.find(path) is not None
 
     def is_folder(self, path: str) -> bool:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             return isinstance(disk.find(path), DiskFolder)
 
     def is_real_folder(self, path: str) -> bool:
         return self.is_folder(path)
 
     def size(self, path: str) -> int | None:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             node = disk.find(path)
             return len(node.data) if isinstance(node, DiskFile) else None
 
     def file_at(self, path: str) -> StoredFile | None:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             node = disk.find(path)
             if not isinstance(node, DiskFile):
                 return None
@@ -320,14 +321,14 @@ class SimulatedFiles(FileStorage):
         return made
 
     def free_bytes(self, path: str) -> int | None:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             return disk.bytes_free
 
     def in_memory(self, path: str) -> bool:
         return False
 
     def read(self, path: str, limit: int) -> bytes:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             data = bytes(disk.file(path).data)
         if len(data) > limit:
             raise OSError(errno.EFBIG, f"{len(data)} bytes, and at most {limit} were expected", path)
@@ -337,38 +338,38 @@ class SimulatedFiles(FileStorage):
         return self.read(path, limit)
 
     def modified(self, path: str) -> float:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             node = disk.find(path)
             times = [entry.modified for entry in node.entries.values()] if isinstance(node, DiskFolder) else []
             return max([self.changed(path), *times])
 
     def changed(self, path: str) -> float:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             node = disk.find(path)
             if node is None:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             return node.modified
 
     def is_open_elsewhere(self, path: str) -> bool:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             file = disk.file(path)
             return any(other is file for _, other in self._open.values())
 
     def device(self, path: str) -> int:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             disk.folder(path)
             return 1
 
     # Locks
 
     def open_folder(self, path: str) -> int:
-        with self._look() as disk:
+        with self.at_disk() as disk:
             fd = next(self._descriptors)
             self._folders[fd] = path, disk.folder(path), fcntl.LOCK_UN
             return fd
 
     def flock(self, fd: int, how: int) -> None:
-        with self._look():
+        with self.at_disk():
             if not self._locks:
                 raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
             path, folder, _ = self._folders[fd]

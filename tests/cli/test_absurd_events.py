@@ -38,6 +38,7 @@ ABSURD = {
     "no ends": json.dumps({"event": "steps", **_ABOUT, "first": 1, "ends": []}),
     "seconds": json.dumps({"event": "load", **_ABOUT, "path": "a", "spans": {}, "seconds": [1]}),
     "upload": json.dumps({"event": "upload", **_ABOUT, "step": 1, "outcome": "uploaded"}),
+    "publish": json.dumps({"event": "publish", **_ABOUT, "step": 1, "outcome": "published", "version": 1}),
     "kind": json.dumps({"event": ["save"], **_ABOUT}),
     "list": "[1]",
 }

@@ -70,6 +70,28 @@ def test_what_was_written_and_what_was_reused(
 
 
 @pytest.mark.usefixtures("without_picture")
+def test_published_versions_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There may be one for each step."""
+    write_run(tmp_path, saves=2)
+    same = {"event": "publish", "run": f"run {BEGAN:.0f}", "rank": 0, "path": "run/iter_0000020"}
+    sizes = {"bytes": 4 * 10**6, "whole_bytes": 10**9, "seconds": 0.5, "lag": 0.7}
+    for number in (1, 2, 3):
+        about = {"step": 20 * number, "version": number, "whole": number == 1, "skipped": number - 1}
+        event = {**same, **sizes, **about, "time": BEGAN + number, "outcome": "published", "target": "weights"}
+        EventFile(str(tmp_path), 0).append([event])
+    failed = {**same, "time": BEGAN + 9, "step": 80, "outcome": "failed", "error": "the bucket is gone"}
+    EventFile(str(tmp_path), 0).append([failed])
+    assert ckpt(str(tmp_path), "--json") == 0
+    published = json.loads(capsys.readouterr().out)["runs"][0]["published"]
+    counts = {"versions": 3, "whole": 1, "version": 3, "step": 60, "skipped": 3, "errors": ["the bucket is gone"]}
+    assert published == {**counts, "bytes": 12 * 10**6, "whole_bytes": 3 * 10**9, "seconds": 0.5, "lag": 0.7}
+    assert ckpt(str(tmp_path)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "published: 3 versions, 1 whole, 12.00 MB for 3.00 GB; 500 ms each, 700 ms after the commit" in text
+    assert "the last: version 3, step 60, 3 checkpoints skipped" in text and "not published: the bucket is gone" in text
+
+
+@pytest.mark.usefixtures("without_picture")
 def test_snapshots_in_memory_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There may be one for each step: they are no line each, and no checkpoint."""
     write_run(tmp_path, saves=2)

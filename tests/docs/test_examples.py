@@ -57,6 +57,19 @@ def test_a_hydra_app_takes_the_keys_of_a_preset(tmp_path: Path) -> None:
     assert output_of(sweep).count("steps 1 to 60, checkpoints [20, 40, 60]") == 2
 
 
+def test_a_second_process_writes_with_the_published_weights(tmp_path: Path) -> None:
+    program = [sys.executable, str(EXAMPLES / "publish.py")]
+    env = {**os.environ, "CKPT_RUNTIME_DIR": str(tmp_path / "sockets"), "OMP_WAIT_POLICY": "PASSIVE"}
+    with subprocess.Popen([*program, "write"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as writer:
+        trained = subprocess.run(
+            program, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
+        )
+        told, _ = writer.communicate(timeout=60)
+    assert trained.returncode == 0 == writer.returncode, trained.stderr
+    steps = [int(step) for step in re.findall(r"^step (\d+): ", told, re.MULTILINE)]
+    assert len(steps) >= 2 and steps == sorted({*steps}) and steps[-1] == 300
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="FSDP2 of torch 2.7 sums gradients over gloo")
 def test_fsdp_goes_from_two_ranks_to_one_and_to_four(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from publishing.publish_worlds import State, bytes_of, publish, publisher, save, weights_at
 from publishing.published_format import changes_of, is_delta, pull
+from ranks import run_ranks
 
 from ckpt_component import (
     CheckpointConfigError,
@@ -20,8 +21,11 @@ from ckpt_component import (
     CheckpointFencedError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    CheckpointStorageFullError,
+    build_checkpointer,
 )
 from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.publishing.delta_files import DeltaFiles
 from ckpt_component.publishing.publisher import Published
@@ -228,7 +232,7 @@ def test_damage_of_a_file_of_changes_is_noticed(world: World) -> None:
         (folder / name).write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", ["bytes", "state", "sums", "gone", "longer", "other"])
+@pytest.mark.parametrize("damage", ["bytes", "state", "sums", "sums of another", "no sums", "gone", "longer", "other"])
 def test_a_mirror_that_is_not_what_was_published_gives_a_whole_version(
     damage: str, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,6 +246,10 @@ def test_a_mirror_that_is_not_what_was_published_gives_a_whole_version(
         (mirror / ".ckpt-version.json").write_text("{")
     elif damage == "sums":
         (mirror / ".ckpt-checksums.json").write_text("{")
+    elif damage == "sums of another":
+        (mirror / ".ckpt-checksums.json").write_text('{"attempt": "another", "tensors": {}}')
+    elif damage == "no sums":
+        (mirror / ".ckpt-checksums.json").unlink()
     elif damage == "gone":
         (mirror / "model.safetensors").unlink()
     elif damage == "longer":
@@ -252,7 +260,8 @@ def test_a_mirror_that_is_not_what_was_published_gives_a_whole_version(
     assert world.version(2).is_whole
     assert not world.version(3).is_whole
     world.check()
-    assert ("the mirror was damaged" in caplog.text) == (damage in ("bytes", "sums"))
+    assert ("the mirror was damaged" in caplog.text) == (damage == "bytes")
+    assert (".json is damaged" in caplog.text) == (damage in ("state", "sums"))
 
 
 def test_a_folder_with_other_files_is_no_mirror(world: World) -> None:
@@ -305,6 +314,56 @@ def test_a_version_that_is_damaged_keeps_its_number(world: World, caplog: pytest
     done = world.version(3)
     assert done.version == 3 and done.is_whole
     assert "skipped, not a committed checkpoint" in caplog.text
+
+
+def test_a_full_disk_is_said_before_a_whole_version(world: World) -> None:
+    class Full(FileStorage):
+        def free_bytes(self, path: str) -> int | None:
+            return 1000
+
+    path = save(world.root, 1, weights_at(1))
+    made = publisher(world.to, world.mirror, storage=Full())
+    with pytest.raises(CheckpointStorageFullError, match=r"1000 bytes are free.*checkpoint.publish.keep"):
+        publish(made, path, 1)
+    assert world.version(2).version == 1
+
+
+def test_a_version_that_cannot_be_deleted_keeps_its_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Kept(FileStorage):
+        def rename_new(self, source: str, target: str) -> bool:
+            if source.endswith("weight_v000002"):
+                raise PermissionError(13, "it is held", source)
+            return super().rename_new(source, target)
+
+    world = World(tmp_path, whole_every=3, keep=1)
+    for step in (1, 2, 3, 4):
+        world.version(step)
+    assert world.version(5, storage=Kept()).deleted == [3, 4]
+    assert "weight_v000002 could not be deleted" in caplog.text
+    assert [*Versions(FileStorage(), str(world.to)).look()] == [1, 2, 5]
+    world.check()
+    assert world.version(6).deleted == [1, 2]
+
+
+@pytest.mark.slow
+def test_parts_of_several_ranks_are_the_tensors_that_one_rank_saves(world: World) -> None:
+    script = Path(__file__).parents[1] / "saving" / "scripts" / "sharded.py"
+    run_ranks(script, "save_sharded", 2, world.root)
+    sharded, alone = str(world.root / "shared_memory"), str(world.root / "alone")
+    with build_checkpointer("sync") as checkpointer:
+        whole = checkpointer.load(sharded)
+        assert isinstance(whole, dict)
+        whole["rows"].view(-1)[1] += 1
+        checkpointer.save(whole, alone)
+    names = ("rows", "columns", "square", "few", "alike")
+    tensors = bytes_of({name: whole[name] for name in names})
+    whole["rows"].view(-1)[1] -= 1
+    before = bytes_of({name: whole[name] for name in names})
+    for number, (path, expected) in enumerate(((sharded, before), (alone, tensors), (sharded, before)), 1):
+        done = publish(publisher(world.to, world.mirror, prefix="", ignore=["step"]), path, number)
+        assert done.is_whole == (number == 1)
+        pulled = pull(world.to, number)
+        assert {name: pulled[name] for name in names} == expected
 
 
 def test_a_folder_that_cannot_be_written_is_said(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,32 @@ def test_versions_that_are_deleted_while_they_are_read(
         assert next(versions).version == 5
         versions.close()
     assert_at(source, folder, 5)
+
+
+def test_a_version_whose_manifest_is_damaged_does_not_count(
+    source: Source, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source.chain(1, 3)
+    flip(source.path(3) / "manifest.json", 30)
+    assert pull(source, folder).version == 2
+    assert_at(source, folder, 2)
+    assert "weight_v000003" in caplog.text
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_file_that_is_missing(source: Source, folder: str, number: int) -> None:
+    source.chain(1, 2)
+    next(files_of(source.path(number))).unlink()
+    with pytest.raises(CheckpointCorruptError, match=f"weight_v00000{number}/.* (is missing|No such file)"):
+        pull(source, folder)
+    assert version_at(folder) is None and not leftovers(folder)
+
+
+@pytest.mark.parametrize("package", ["xxhash", "zstandard"])
+def test_a_package_that_is_missing(source: Source, folder: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.chain(1, 2)
+    monkeypatch.setitem(sys.modules, package, None)
+    pull(source, folder, 1)  # which is whole
+    with pytest.raises(CheckpointConfigError, match=rf"needs the package {package}: pip install '.*\[publish\]'"):
+        pull(source, folder)
+    assert_at(source, folder, 1)

@@ -124,3 +124,25 @@ def test_all_is_durable_before_the_switch(receivers: Forker, published: Source, 
         assert made[-1][0] == "sync_folder" and made[-1][1].endswith("/next")
         assert ("sync_folder", str(tmp_path)) in calls[switch : switch + 2]
         before = switch + 1
+
+
+def test_a_disk_without_room_for_two_versions(receivers: Forker, tmp_path: Path) -> None:
+    if receivers.unmountable:
+        pytest.skip(receivers.unmountable)
+    source, disk = Source(tmp_path / "to"), tmp_path / "disk"
+    source.chain(1, 2, scale=100)
+    disk.mkdir()
+    size = sum(path.stat().st_size for path in source.path(1).iterdir())
+    try:
+        met = receivers.run(
+            "publishing.receiving:receive_on_a_full_disk",
+            source=source.root,
+            disk=str(disk),
+            sizes=[int(1.5 * size), 3 * size],
+        )
+    finally:
+        receivers.here("faults.mounts:unmount", folder=str(disk))
+    (said,) = met["said"]
+    assert f"{source.path(2)} does not fit beside {disk}/model, where " in said and "on a larger disk" in said
+    assert "stays at version 1" in said and "stays at version 1" in met["end"]
+    assert (met["before"], met["left"], met["after"]) == (1, [], 2)

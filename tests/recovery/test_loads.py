@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from snapshots import MEMORY, in_memory, keeper_of, kill, paused
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, LoadReport, build_checkpointer, build_manager, load_weights
+from ckpt_component.core.image.arena import Arena
+from ckpt_component.core.storage.memory.host_memory import HostMemory
 
 QUIET = [*MEMORY, "checkpoint.save.every_steps=100", "checkpoint.save.at_end=false"]
 READER = ["checkpoint/recovery=host"]
@@ -136,3 +138,28 @@ def test_a_reader_has_the_bytes_that_it_began_with_while_training_goes_on(
             loading.result(60)
         assert state["weight"].equal(weight(1)["weight"])
         assert reader.last_load is not None and reader.last_load.source == "memory"
+
+
+def test_readers_slower_than_snapshots_cost_the_run_no_new_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What publishes reads a snapshot for longer than it stays: its memory is filled again when it is done."""
+    made = list[int]()
+
+    class Counted(Arena):
+        def __init__(self, nbytes: int, **options: Any) -> None:
+            super().__init__(nbytes, **options)
+            made.append(self.number)
+
+    monkeypatch.setattr("ckpt_component.core.image.arena_pool.Arena", Counted)
+    with build_manager("async_persistent", QUIET, dir=tmp_path / "run") as manager, ExitStack() as readers:
+        for step in range(1, 25):
+            manager.maybe_save(step, weight(step))
+            manager.wait()
+            if step % 3 == 1:  # for three snapshots
+                readers.close()
+                memory, path = HostMemory(), manager.reports[-1].path
+                (data,) = (file.path for file in memory.files_below(path) if file.path.endswith(".distcp"))
+                files = readers.enter_context(memory.open_files(os.path.dirname(data)))
+                assert files.fill(os.path.basename(data), memoryview(bytearray(4)), 0)
+    assert len(made) <= 4

@@ -191,3 +191,20 @@ def test_before_a_first_save_a_folder_that_cannot_be_listed_is_an_error_and_is_a
         with pytest.raises(CheckpointExistsError, match="Step 3 is the first that this run saves, .* step 5"):
             manager.save(3, {})
         assert manager.steps() == [1, 5]
+
+
+def test_a_restore_from_a_folder_that_cannot_be_listed_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1, 5)
+
+    def fail(self: FileStorage, path: str, *rest: Any) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with manager_in(tmp_path) as manager, monkeypatch.context() as patched:
+        patched.setattr(FileStorage, "names", fail)
+        with pytest.raises(CheckpointUnreadableError, match="cannot be listed: .* Start the run again") as caught:
+            manager.restore({})
+        with pytest.raises(CheckpointUnreadableError, match="cannot be listed: .* Start the run again"):
+            manager.begin_at(5)
+    assert caught.value.errno == errno.EIO

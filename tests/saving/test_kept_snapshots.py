@@ -18,7 +18,7 @@ import torch
 from rank_threads import rank_threads
 
 from ckpt_component import CheckpointError, CheckpointFencedError, CheckpointGivenUpError, CheckpointSaveError
-from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.callers.memory_caller import MemoryCaller, Retired
 from ckpt_component.callers.write_callers import InlineCaller
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
@@ -95,13 +95,14 @@ class Keeper(MemoryCaller):
     def settle(self) -> None:
         """There is no process that would finish the save."""
 
-    def retire(self, keep: Sequence[str], timeout: float) -> set[int]:
+    def retire(self, keep: Sequence[str], timeout: float) -> Retired:
         self.events.append(f"only {' '.join(map(os.path.basename, keep))}")
         if self.refusal is not None:
             raise self.refusal
         older = [file.path for file in self.files.listed(IN_MEMORY) if "/iter_" in file.path]
         self.files.delete([file for file in older if not file.startswith(tuple(f"{path}/" for path in keep))])
-        return {arena.number for arena in self.arenas} - self.files.held()
+        known, held = {arena.number for arena in self.arenas}, self.files.held()
+        return Retired(known - held, known & held)
 
     def close(self, timeout: float = 60.0) -> None:
         self.events.append("closed")
@@ -518,7 +519,7 @@ def test_two_lanes_claim_the_folder_one_after_the_other(tmp_path: Path) -> None:
             assert run.on_disk() == run.in_memory() == [1] and run.claim.asked == 2
 
 
-def test_memory_that_somebody_reads_is_not_filled_again(tmp_path: Path) -> None:
+def test_memory_that_somebody_reads_is_not_filled_again_before_he_lets_go(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         run.save(1, memory=True).result(60)
         folder = next(
@@ -526,11 +527,13 @@ def test_memory_that_somebody_reads_is_not_filled_again(tmp_path: Path) -> None:
         )
         with run.keeper.files.opened(folder):
             run.save(2, memory=True).result(60)
-            assert run.keeper.arenas[0].closed and not run.keeper.arenas[1].closed
             for step in (3, 4):
                 run.save(step, memory=True).result(60)
             assert run.keeper.arenas[0].number not in {arena.number for arena in run.keeper.arenas[1:]}
-        assert run.in_memory() == [4]
+        for step in (5, 6, 7):
+            run.save(step, memory=True).result(60)
+        assert run.keeper.arenas[0] in run.keeper.arenas[4:]
+        assert run.in_memory() == [7]
 
 
 def test_an_older_snapshot_that_cannot_be_dropped_does_not_fail_the_newer_one(

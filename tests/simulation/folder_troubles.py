@@ -50,14 +50,15 @@ def kill_host(life: FolderLife, rank: int) -> str:
 
 
 def send_host_away(life: FolderLife, rank: int) -> None:
-    """A host is gone for a job, and another one is in its place; then it is back with its disk."""
+    """A host is gone for a job, and a new one, or another one of the job, has its ranks; then it is back as it was."""
     name = kill_host(life, rank)
-    if name not in life.hosts:
+    others = sorted({*life.hosts} - {name})
+    if name not in life.hosts or len(others) == len({*life.hosts}):
         return
     life.lose(name)
-    life.away[f"{name}~"] = name
-    life.instead.add(f"{name}~")
-    life.hosts = [f"{host}~" if host == name else host for host in life.hosts]
+    instead = life.simulation.random.choice([f"{name}~", *others[1:]])
+    life.returns = [*life.hosts]
+    life.hosts = [instead if host == name else host for host in life.hosts]
 
 
 def cut_power(life: FolderLife, rank: int) -> None:

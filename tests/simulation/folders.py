@@ -111,9 +111,9 @@ class HostDisk(ProcessFiles):
         self._life = life
 
     @contextmanager
-    def _look(self) -> Iterator[Disk]:
+    def at_disk(self) -> Iterator[Disk]:
         self._life.operation(self.process, "")
-        with super()._look() as disk:
+        with super().at_disk() as disk:
             yield disk
 
 
@@ -242,6 +242,8 @@ class FolderJob(PeerJob):
         """As admission does on the leading rank."""
         try:
             folder.check_path(path)
+        except CheckpointError:
+            raise
         except OSError as error:
             text = f"{path} was not saved: could not find out whether the path is free: {error}"
             raise CheckpointSaveError(text, error.errno) from error
@@ -263,19 +265,23 @@ class FolderLife(PeerLife):
         self.disks = dict[str, SimulatedFiles]()
         #: What was on each disk when a step was acknowledged, the newest last.
         self._earlier = dict[str, list[Disk]]()
-        #: Hosts that are away for a job, by the one that is there instead.
-        self.away = dict[str, str]()
-        #: Those that were there instead of others.
-        self.instead = set[str]()
+        #: The hosts that there are again after the next job.
+        self.returns = list[str]()
+        #: The hosts of the last job.
+        self.present = set[str]()
         self.has_damage = False
         super().__init__(patches, stagers, layout, troubles)
 
     def new_job(self, number: int, count: int) -> FolderJob:
-        for host in self.instead - {*self.hosts}:
-            self.lose(host)
+        self.present = {*self.hosts}
         job = FolderJob(self, number, count - 1)
-        self.hosts = [self.away.pop(host, host) for host in self.hosts]  # who was away is there for the next one
+        if self.returns:  # for the next one
+            lost = self.cluster.network.lost
+            self.hosts, self.returns = [f"{host}'" if host in lost else host for host in self.returns], []
         return job
+
+    def may_end_after(self, number: int) -> bool:
+        return super().may_end_after(number) and self.hosts == [*self.jobs[-1].hosts]  # else who was away comes back
 
     @property
     def is_refused(self) -> bool:
@@ -305,6 +311,11 @@ class FolderLife(PeerLife):
             for host in {*job.hosts} & self.disks.keys():
                 self._earlier.setdefault(host, []).append(copy.deepcopy(self.disks[host].disk))
         super().was_saved(job, step, in_memory=in_memory)
+
+    def claimed(self) -> tuple[int, int, int]:
+        """See the base class; what other hosts have does not count."""
+        local = [claim.step for claim in self.memory_claims if claim.all_there and {*claim.hosts} <= self.present]
+        return max(local, default=0), *super().claimed()[1:]
 
     def earlier(self, host: str) -> Disk:
         """What was on a disk before its newest step."""

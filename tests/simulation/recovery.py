@@ -401,10 +401,14 @@ class Life:
             was_whole = len(job.done) == self.stagers.ranks and not any(process.is_dead for process in job.processes)
             clock.sleep(2.0)
             job.kill()  # all at once; or the launcher has noticed that one has died
-            if was_whole and ((number > 2 and not self._troubles) or number == MOST_JOBS):
+            if was_whole and (self.may_end_after(number) or number == MOST_JOBS):
                 self.is_in_peace = True
                 return
             clock.sleep(self.pause_after(number))
+
+    def may_end_after(self, number: int) -> bool:
+        """Whether no other job need follow one that has come to its end."""
+        return number > 2 and not self._troubles
 
     def pause_after(self, number: int) -> float:
         """How long the launcher waits after a job."""

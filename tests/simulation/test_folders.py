@@ -20,7 +20,7 @@ from strides import STRIDE_OFFSET, in_turn
 
 PAIRS = [*itertools.product(TROUBLES, repeat=2)]
 #: In the quick tests one pair has its turn in a few pairs of phases, in the slow ones another one in all; in the soak all.
-QUICK_STRIDE = 12
+QUICK_STRIDE = 18
 
 
 class Hosts:
@@ -85,6 +85,14 @@ def test_a_run_goes_on_from_folders_whatever_happens_once(
         wrong += [f"{layout} {trouble}: {text}" for text in hosts.life(layout, trouble)[1]]
     record_property("recoveries", len(PHASES))
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("rank", in_turn(range(3), 3))
+def test_a_host_that_was_away_comes_back_to_a_step_that_was_saved_anew(hosts: Hosts, rank: int) -> None:
+    """It has the manifest and the files of the attempt before, and the others go on from the one that is whole."""
+    trouble = FolderTrouble("host_away", "verify", 10 + STRIDE_OFFSET % 30, rank)
+    life, wrong = hosts.life(LAYOUTS[2], trouble)
+    assert life.happened and not wrong and not life.errors, (wrong, life.errors)
 
 
 def cases_of_pairs() -> Iterator[Any]:

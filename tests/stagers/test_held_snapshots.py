@@ -91,6 +91,42 @@ def test_memory_that_somebody_reads_is_freed_and_not_filled_again(order: str) ->
     stager.close()
 
 
+def test_memory_that_a_reader_has_let_go_is_filled_again() -> None:
+    """Of several that are read only the newest waits for its reader."""
+    stager = connected(SharedMemoryStager(arenas=1))
+    read = []
+    for number in (1, 2):
+        snapshot = taken(stager, number)
+        arena = snapshot.arena
+        assert arena is not None
+        arena.awaited = True
+        snapshot.release(reusable=False)
+        read.append(arena)
+    assert [arena.closed for arena in read] == [True, False] and stager.host_bytes == read[1].nbytes
+    another = taken(stager, 3)
+    assert another.arena is not read[1]
+    read[1].reusable, read[1].awaited = True, False
+    another.release()
+    again = taken(stager, 4)
+    assert stager.host_bytes == 2 * read[1].nbytes and not read[1].closed
+    again.release()
+    stager.close()
+    assert read[1].closed and stager.host_bytes == 0
+
+
+def test_memory_whose_reader_is_unknown_is_freed() -> None:
+    stager = connected(SharedMemoryStager(arenas=1))
+    snapshot = taken(stager, 1)
+    arena = snapshot.arena
+    assert arena is not None
+    arena.awaited = True
+    snapshot.release(reusable=False)
+    arena.awaited = False  # its keeper has died
+    taken(stager, 2).release()
+    assert arena.closed
+    stager.close()
+
+
 def test_memory_of_a_running_copy_comes_back_after_it() -> None:
     stager = connected(ZeroOverheadStager(arenas=1))
     snapshot = stager.take(stager.inspect(large_state(1)))

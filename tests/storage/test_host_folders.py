@@ -17,6 +17,7 @@ from host_cluster import SECRET, Cluster
 
 from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
 from ckpt_component.core.commit.fencing import read_owner
+from ckpt_component.core.commit.host_parts import manifest_of_attempt
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
@@ -250,6 +251,31 @@ def test_what_another_host_has_of_an_older_attempt_does_not_count(cluster: Clust
     for each in cluster.storages:
         manifest = read_manifest(each, path)
         assert manifest is not None and manifest["attempt"] == "0a0a0a0a-0a0b0c0d-o"
+
+
+@pytest.mark.parametrize("away", ["a", "b"])
+def test_a_host_that_was_away_while_its_step_was_saved_anew_hides_it_from_nobody(away: str, tmp_path: Path) -> None:
+    """Whether or not it is that of the leading rank: the manifest counts of which all files are there."""
+    both = [host for host in "abc" if host != away]
+    with contextlib.closing(Cluster(tmp_path, hosts=("a", "b", "c"))) as cluster:
+        cluster.save(3)
+    with contextlib.closing(Cluster(tmp_path, hosts=both)) as cluster:
+        assert scan_steps(cluster.storages[0], cluster.root, MEGATRON).parts.keys() == {3}
+        assert discard(cluster.storages[0], f"{cluster.root}/iter_0000003")
+        cluster.save(3, "0a0a0a0a-0a0b0c0d-o")
+    with contextlib.closing(Cluster(tmp_path, hosts=("a", "b", "c"))) as cluster:
+        path = f"{cluster.root}/iter_0000003"
+        for each in cluster.storages:
+            scan = scan_steps(each, cluster.root, MEGATRON)
+            assert scan.committed == [3] and scan.manifests[3]["attempt"] == "0a0a0a0a-0a0b0c0d-o"
+            assert manifest_of_attempt(each, path, "0a0a0a0a-0a0b0c0d-o") == scan.manifests[3]
+            with pytest.raises(CheckpointUnreadableError, match="start the run again"):
+                manifest_of_attempt(each, path, "0c0c0c0c-0a0b0c0d-o")
+        unfinished = Unfinished(cluster.storages[0], cluster.root, MEGATRON)
+        assert "iter_0000003/0a0a0a0a-0a0b0c0d-o" not in {*unfinished.in_use(), *unfinished.left_by_owners()}
+        cluster.lose("c")
+        with pytest.raises(CheckpointUnreadableError, match="cannot be read"):
+            manifest_of_attempt(cluster.storages[0], path, "0c0c0c0c-0a0b0c0d-o")
 
 
 def test_a_host_that_does_not_answer_is_no_lost_one(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

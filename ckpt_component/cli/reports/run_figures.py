@@ -53,6 +53,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "at_peers": _at_peers(run.leader.at_peers) if run.leader.at_peers else None,
         "loads": [load.event() for load in run.leader.loads],
         "uploads": run.leader.uploads,
+        "published": _published(run.leader.published) if run.leader.published else None,
     }
 
 
@@ -75,6 +76,24 @@ def _at_peers(arrived: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "step": arrived[-1]["step"],
         "at_peers_s": median(each["at_peers_s"] for each in arrived),
         "sent": sum(each["sent"] for each in arrived),
+    }
+
+
+def _published(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the versions that were published, of which there may be one for each step."""
+    versions = [event for event in events if event["error"] is None]
+    last = versions[-1] if versions else {}
+    return {
+        "versions": len(versions),
+        "whole": sum(bool(event["whole"]) for event in versions),
+        "version": last.get("version"),
+        "step": last.get("step"),
+        "bytes": sum(event["bytes"] for event in versions),
+        "whole_bytes": sum(event["whole_bytes"] for event in versions),
+        "seconds": median(event["seconds"] for event in versions) if versions else None,
+        "lag": median(event["lag"] for event in versions) if versions else None,
+        "skipped": sum(event["skipped"] or 0 for event in versions),
+        "errors": sorted({event["error"] for event in events if event["error"] is not None}),
     }
 
 

@@ -17,6 +17,8 @@ PHASES = ("plan", "memory", "stage", "queue", "write", "sync", "vote", "commit")
 AT_PEERS = ("step", "bytes", "sent", "at_peers_s")
 #: What is known of an upload; of one that failed its time, maybe its step, and the error.
 UPLOAD = ("time", "step", "outcome", "error", "bytes", "seconds", "lag_steps")
+#: What is known of a published version; of one that failed its time, step and the error.
+PUBLISHED = ("time", "step", "error", "version", "whole", "bytes", "whole_bytes", "seconds", "lag", "skipped")
 
 T = TypeVar("T", bound=SaveReport | LoadReport)
 
@@ -59,6 +61,7 @@ class RankLog:
     at_peers: list[Mapping[str, Any]] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
     uploads: list[Mapping[str, Any]] = field(default_factory=list)
+    published: list[Mapping[str, Any]] = field(default_factory=list)
 
     def steps(self) -> Iterator[Step]:
         """The steps whose beginning is known: the end of the step before, or of what its save made training wait."""
@@ -127,6 +130,9 @@ class Run:
             ended = when + log.loads[-1].seconds
         elif kind == "upload":
             log.uploads.append({name: event.get(name) for name in UPLOAD})
+            ended = when + (event.get("seconds") or 0.0)
+        elif kind == "publish":
+            log.published.append({name: event.get(name) for name in PUBLISHED})
             ended = when + (event.get("seconds") or 0.0)
         self.began, self.ended = min(self.began, when), max(self.ended, ended)
 

@@ -94,6 +94,7 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     yield from _snapshots(run["in_memory"])
     yield from _peers(run["at_peers"])
     yield from _uploads(run["uploads"])
+    yield from _published(run["published"])
     for load in run["loads"]:
         if load["error"] is not None:
             yield f"load of {load['path']} failed: {load['error']}"
@@ -133,6 +134,22 @@ def _uploads(uploads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for each in failed[-_SHOWN:]:
         of_step = "" if each["step"] is None else f" of step {each['step']}"
         yield f"upload{of_step} failed: {each['error']}"
+
+
+def _published(found: Mapping[str, Any] | None) -> Iterator[str]:
+    """Of the versions for inference."""
+    if found is None:
+        return
+    if found["versions"]:
+        skipped = f", {counted(found['skipped'], 'checkpoint')} skipped" if found["skipped"] else ""
+        size, whole = amount(found["bytes"]), amount(found["whole_bytes"])
+        times = f"{duration(found['seconds'])} each, {duration(found['lag'])} after the commit (medians)"
+        yield (
+            f"published: {counted(found['versions'], 'version')}, {found['whole']} whole, {size} for {whole}; {times}; "
+            f"the last: version {found['version']}, step {found['step']}{skipped}"
+        )
+    for error in found["errors"][:_SHOWN]:
+        yield f"not published: {error}"
 
 
 def _saves_table(saves: Sequence[Mapping[str, Any]]) -> Table:

@@ -8,8 +8,10 @@ from typing import Any, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from ...core.commit.names import NAMINGS
 from ...core.storage.bucket_store import SCHEMES
-from ..schema import PARTS, Checkpoint, Upload, part_schema
+from ...core.storage.locate import absolute, is_url
+from ..schema import PARTS, Checkpoint, Publish, Upload, part_schema
 from .explain import USUAL, not_itself, picked_with_a_dot, unknown_key_of
 from .hydra_errors import HydraConfigError, built_text
 from .read import missing_text
@@ -92,17 +94,17 @@ def refuse_unknown_part_keys(kind: str, part: Mapping[str, Any]) -> None:
         refuse_unknown_keys(part, schema, f"checkpoint.{kind}")
 
 
-def refuse_bad_dir(value: str) -> None:
+def refuse_bad_dir(value: str, key: str = "checkpoint.dir", such: str = "checkpoints") -> None:
     """Refuse an empty folder, and a URL that is not of a bucket."""
     if not value:
-        raise HydraConfigError("checkpoint.dir is empty; name a folder: checkpoint.dir=checkpoints")
+        raise HydraConfigError(f"{key} is empty; name a folder: {key}={such}")
     scheme, single, rest = value.partition(":/")
     if single and scheme in SCHEMES and not rest.startswith("/"):
-        raise HydraConfigError(f"checkpoint.dir={value} has one slash; for a bucket type {scheme}://{rest}")
+        raise HydraConfigError(f"{key}={value} has one slash; for a bucket type {scheme}://{rest}")
     scheme, url, rest = value.partition("://")
     if url and (scheme not in SCHEMES or not rest.strip("/")):
         raise HydraConfigError(
-            f"checkpoint.dir={value} is no folder and no bucket; buckets begin with "
+            f"{key}={value} is no folder and no bucket; buckets begin with "
             f"{', '.join(f'{each}://' for each in SCHEMES)} and their name."
         )
 
@@ -134,6 +136,46 @@ def refuse_bad_tiers(config: Checkpoint) -> None:
     if local == config.dir:
         raise HydraConfigError(
             f"checkpoint.local.dir and checkpoint.dir are both {local}; name a fast local folder and a permanent one."
+        )
+
+
+def refuse_bad_publish(config: Checkpoint) -> None:
+    """Refuse versions where checkpoints are, a mirror that is not on a local disk, and keys that have no effect."""
+    publish, usual = config.publish, vars(Publish())
+    if publish.to is None:
+        changed = [name for name, value in vars(publish).items() if value != usual[name]]
+        if changed:
+            raise HydraConfigError(
+                f"checkpoint.publish.{changed[0]} has no effect without a place for the versions; name a folder or a "
+                "bucket: checkpoint.publish.to=/shared/weights"
+            )
+        return
+    refuse_bad_dir(publish.to, "checkpoint.publish.to", "weights")
+    to, names = absolute(publish.to), NAMINGS[config.naming.value]
+    for key, root in (("dir", config.dir), ("local.dir", config.local.dir)):
+        if root is not None:
+            below = to.removeprefix(f"{absolute(root)}/") if to.startswith(f"{absolute(root)}/") else ""
+            if to == absolute(root) or names.step(below.partition("/")[0]) is not None:
+                where = "in a checkpoint of" if below else "the same folder as"
+                raise HydraConfigError(
+                    f"checkpoint.publish.to={publish.to} is {where} checkpoint.{key}={root}; name a folder of its own, "
+                    "which receivers see: checkpoint.publish.to=/shared/weights"
+                )
+    mirror = publish.mirror
+    if mirror is None and config.local.dir is None and is_url(config.dir):
+        raise HydraConfigError(
+            "checkpoint.publish.to needs a copy of the newest weights on a local disk, and checkpoint.dir="
+            f"{config.dir} is a bucket; name a folder for it: checkpoint.publish.mirror=/scratch/mirror"
+        )
+    if mirror is not None and (not mirror or is_url(mirror)):
+        raise HydraConfigError(
+            f"checkpoint.publish.mirror={mirror} is not a folder on a local disk, where the copy of the newest weights "
+            "is; name one: checkpoint.publish.mirror=/scratch/mirror"
+        )
+    if mirror is not None and absolute(mirror) in (to, absolute(config.dir), absolute(config.local.dir or config.dir)):
+        raise HydraConfigError(
+            f"checkpoint.publish.mirror={mirror} is also the folder of the versions or of the checkpoints; give the "
+            "mirror one of its own."
         )
 
 

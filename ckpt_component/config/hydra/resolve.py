@@ -19,6 +19,7 @@ from .checks import (
     refuse_bad_dir,
     refuse_bad_options,
     refuse_bad_peers,
+    refuse_bad_publish,
     refuse_bad_rename,
     refuse_bad_tiers,
     refuse_built,
@@ -72,13 +73,19 @@ def resolve_config(
     refuse_bad_options(checkpoint.storage.options)
     refuse_bad_rename(checkpoint.load.rename)
     refuse_bad_rename(checkpoint.export.rename, "checkpoint.export.rename")
+    refuse_bad_rename(checkpoint.publish.rename, "checkpoint.publish.rename")
     refuse_bad_peers(checkpoint.recovery.peers)
     with for_hydra():
         checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
         if checkpoint.local.dir is not None:
             checkpoint.local.dir = expanded(checkpoint.local.dir, "checkpoint.local.dir")
+        for name in ("to", "mirror"):
+            value = getattr(checkpoint.publish, name)
+            if value is not None:
+                setattr(checkpoint.publish, name, expanded(value, f"checkpoint.publish.{name}"))
         checkpoint.resume = checked_resume(checkpoint.resume)
     refuse_bad_tiers(checkpoint)
+    refuse_bad_publish(checkpoint)
     refuse_contradictions(checkpoint)
     for kind, part in parts.items():
         setattr(checkpoint, kind, _complete(kind, part))

@@ -81,7 +81,8 @@ class Arena:
     Attributes:
         memory: the block as bytes; empty once the arena is closed
         slab: the block as a tensor
-        reusable: False: another process may still read an image in it, so it is to be freed and not filled again
+        reusable: False: another process may still read an image in it, so it must not be filled again
+        awaited: such a process is known, and `reusable` becomes True when it no longer reads
 
     Raises:
         CheckpointError: there is not enough memory
@@ -93,7 +94,7 @@ class Arena:
         self.number = next(_numbers)
         self.nbytes = align(max(nbytes, 1))
         self.closed = False
-        self.reusable = True
+        self.reusable, self.awaited = True, False
         self.fd: int | None = None
         self._pages: SharedPages | None = None
         self._locked = False

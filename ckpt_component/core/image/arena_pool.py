@@ -27,6 +27,8 @@ class ArenaPool:
         self._count = count
         self._shared = shared
         self._free: list[Arena] = []
+        #: What another process still reads; the newest alone, so that few readers cost little memory.
+        self._lent: list[Arena] = []
         self._leased = 0
         self._leased_bytes = 0
         #: Whether an arena was leased before.
@@ -40,7 +42,7 @@ class ArenaPool:
         """Total size of all arenas, leased or not."""
         with self._changed:
             early = 0 if self._early is None else self._early.nbytes
-            return self._leased_bytes + early + sum(arena.nbytes for arena in self._free)
+            return self._leased_bytes + early + sum(arena.nbytes for arena in (*self._free, *self._lent))
 
     @property
     def awaits_first_lease(self) -> bool:
@@ -96,6 +98,7 @@ class ArenaPool:
                 )
             self._leased += 1
             self._used = True
+            self._take_back()
             for arena in self._free:
                 if arena.nbytes >= nbytes:
                     self._free.remove(arena)
@@ -128,23 +131,40 @@ class ArenaPool:
     def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
         """End a lease after the save was committed or given up. Can be used as a callback of the copy's future.
 
-        An arena that is not reusable is freed; another one may be made in its place.
+        An arena that is not reusable is freed, unless it is awaited; another one may be made in its place.
         """
         with self._changed:
             self._leased -= 1
             self._leased_bytes -= arena.nbytes
-            if self._closed or not arena.reusable:
+            if self._closed or not (arena.reusable or arena.awaited):
                 arena.close()
-            else:
+            elif arena.reusable:
                 self._free.append(arena)
+            else:
+                self._take_back()
+                for older in self._lent:
+                    older.close()
+                self._lent = [arena]
             self._changed.notify()
+
+    def _take_back(self) -> None:
+        """Have what nobody reads any more be filled again, which costs less than new pages."""
+        lent, self._lent = self._lent, []
+        for arena in lent:
+            if arena.reusable:
+                self._free.append(arena)
+            elif arena.awaited:
+                self._lent.append(arena)
+            else:
+                arena.close()
 
     def close(self) -> None:
         """Free the arenas that are not leased now, and the others when they are given back."""
         with self._changed:
             self._closed = True
-            while self._free:
-                self._free.pop().close()
+            for arena in (*self._free, *self._lent):
+                arena.close()
+            self._free, self._lent = [], []
             early, self._early = self._early, None
         if early is not None:
             early.close()

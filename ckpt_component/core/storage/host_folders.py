@@ -188,6 +188,13 @@ class HostFolders(KeeperUnion, LocalFolders):
         except FileNotFoundError:
             return self._read_elsewhere(path, limit)
 
+    def versions(self, path: str, limit: int) -> Iterator[bytes]:
+        with contextlib.suppress(FileNotFoundError):
+            yield self.fs.read(self.here(path), limit)
+        for keeper in self._keepers(path):
+            with contextlib.suppress(FileNotFoundError):
+                yield keeper.get(path, limit)
+
     def read_again(self, path: str, limit: int) -> bytes:
         try:
             return self.fs.read_again(self.here(path), limit)

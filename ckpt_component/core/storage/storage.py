@@ -215,6 +215,10 @@ class Storage(ABC):
     def read(self, path: str, limit: int) -> bytes:
         """Read a file of at most `limit` bytes; refuses links, FIFOs and the like. Raises FileNotFoundError."""
 
+    def versions(self, path: str, limit: int) -> Iterator[bytes]:
+        """Read a file from each host that has it, this one first, if each has a folder of its own; else as `read`."""
+        yield self.read(path, limit)
+
     def read_again(self, path: str, limit: int) -> bytes:
         """Like `read`, past caches: for a file that was not as expected."""
         return self.read(path, limit)

@@ -1,0 +1,111 @@
+"""`RunPublishing`: what `checkpoint.publish` adds to a run. Imported only by runs that publish."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from ..background.publishing import BackgroundPublishing, PublishPolicy
+from ..config.hydra.checks import refuse_bad_publish
+from ..config.hydra.hydra_errors import HydraConfigError
+from ..config.hydra.hydra_job import MultirunJob
+from ..config.rules import resolved_commit
+from ..config.schema import Checkpoint
+from ..core.options import Commit, DeltaMode, Durability, RecoveryMode
+from ..core.storage.locate import absolute, is_url
+from ..exporting.casting import check_dtype
+from ..exporting.export import ExportOptions
+from ..managing.run_context import RunContext
+from ..publishing.delta import require_codec
+from ..publishing.publisher import PublishOptions
+from .run_policies import model_folder
+
+logger = logging.getLogger(__name__)
+
+#: Beside the checkpoints.
+_MIRROR = ".ckpt-mirror"
+
+
+class RunPublishing:
+    """How a run publishes.
+
+    Args:
+        settings: the config
+        to: its `publish.to`
+
+    Raises:
+        CheckpointConfigError: a value of `checkpoint.publish` is wrong, or a package is missing
+    """
+
+    def __init__(self, settings: Checkpoint, to: str) -> None:
+        refuse_bad_publish(settings)  # again, as `build_manager` may have been given the folder
+        self._settings, self._to = settings, to
+        publish = settings.publish
+        check_dtype("checkpoint.publish.dtype", publish.dtype)
+        if publish.delta is not DeltaMode.off:
+            require_codec(f"checkpoint.publish.delta={publish.delta}")
+        if resolved_commit(settings) is Commit.manifest and publish.mirror is None and settings.local.dir is None:
+            raise HydraConfigError(
+                "checkpoint.publish.to with checkpoint.commit=manifest: the copy of the newest weights needs a local "
+                "disk; name a folder for it: checkpoint.publish.mirror=/scratch/mirror"
+            )
+        export = ExportOptions(
+            "hf",
+            publish.prefix,
+            dict(publish.rename or {}),
+            list(publish.ignore),
+            publish.dtype,
+            config_from=model_folder("checkpoint.publish.config_from", publish.config_from),
+        )
+        self._options = PublishOptions(export, publish.delta.name, publish.whole_every, publish.keep)
+
+    def followers(self, run: RunContext, job: MultirunJob | None) -> list[BackgroundPublishing]:
+        """What this rank owns of the publishing: the leading rank all of it, others nothing.
+
+        Args:
+            run: the run, with the folder that it saves to first
+            job: of a multirun, in whose output folder relative paths are
+
+        Raises:
+            CheckpointConfigError: no rank sees whole checkpoints; on all ranks
+        """
+        publish, settings = self._settings.publish, self._settings
+        if run.fs.hosts:
+            raise HydraConfigError(
+                f"checkpoint.publish.to with a checkpoint.local.dir on each of {len({*run.fs.hosts})} hosts: rank 0 "
+                "sees only a part of each checkpoint; save to a folder that all hosts share: checkpoint.local.dir=null"
+            )
+        if not run.ranks.is_leader:
+            return []
+        if run.hosts.several and settings.recovery.mode is not RecoveryMode.none:
+            text = "checkpoint.publish: snapshots in memory are on %d hosts, so only checkpoints in %s are published"
+            logger.warning(text, len({*run.hosts.names}), run.root)
+        policy = PublishPolicy(
+            self._options,
+            to=_place(self._to, job),
+            mirror=os.path.join(run.root, _MIRROR) if publish.mirror is None else _place(publish.mirror, job),
+            run=run.events.run,
+            root=run.root,
+            names=run.names,
+            every=publish.every,
+            timeout=publish.timeout,
+            from_memory=not run.hosts.several,
+            storage=self._storage(),
+        )
+        return [BackgroundPublishing(policy, run.events.note_now)]
+
+    def _storage(self) -> dict[str, Any]:
+        """Arguments of `storage_at`."""
+        return {
+            "durable": self._settings.durability is Durability.power_cut,
+            "atomic_rename": self._settings.commit is Commit.rename,
+            "options": self._settings.storage.options,
+        }
+
+
+def _place(configured: str, job: MultirunJob | None) -> str:
+    """An absolute path or URL; a relative path begins in the job's output folder."""
+    if job is not None and not is_url(configured) and not os.path.isabs(configured):
+        configured = os.path.join(job.output_dir, configured)
+    return absolute(configured)
