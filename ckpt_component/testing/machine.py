@@ -87,7 +87,7 @@ class MachineFiles(SimulatedFiles):
 
     @contextmanager
     def at_disk(self) -> Iterator[Disk]:
-        """What the machine does first, then the disk."""
+        """The disk, for one look or operation; other processes may act before it."""
         if not self.is_off:
             self._machine.looked()
         with super().at_disk() as disk:
