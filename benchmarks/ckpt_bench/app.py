@@ -31,18 +31,11 @@ from ckpt_component.errors import CheckpointError
 
 from .child import Run
 from .device import device_name, require_cuda
-from .growth.cost_page import costs_shown
-from .growth.costs import read_growth, write_growth
-from .growth.courses import measure_courses
-from .hosts.host_page import hosts_shown
-from .hosts.host_rows import measure_hosts, read_hosts, write_hosts
+from .experiments import EXPERIMENTS
 from .peer_environment import PeerEnvironment
 from .place import place
 from .presentation import Presentation
 from .promises import judge
-from .recovery.kill_turns import measure_turns
-from .recovery.restart_page import restarts_shown
-from .recovery.restarts import read_restarts, write_restarts
 from .row_figures import read_figures, rows_for_sweep, write_figures
 from .row_page import rows_shown
 from .row_table import render
@@ -113,12 +106,8 @@ def run_job(config: DictConfig) -> None:
             return
         if request.bench.device is Device.cuda and request.bench.results is None:
             require_cuda()
-        if request.bench.action is Action.growth:
-            _grow(request, peers, here, folder)
-        elif request.bench.action is Action.recovery:
-            _kill(request, peers, here, folder)
-        elif request.bench.action is Action.hosts:
-            _copy_and_read(request, peers, here, folder)
+        if request.bench.action in EXPERIMENTS:
+            _experiment(request, peers, here, folder)
         else:
             _measure_rows(request, peers, here, folder, job)
     except KeyboardInterrupt:
@@ -218,64 +207,28 @@ def _measure(
                 print(render(cases[-1]), flush=True)
 
 
-def _grow(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
-    bench = request.bench
-    _refuse_cuda(bench, "costs in Python grow alike there")
+def _experiment(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
+    bench, experiment = request.bench, EXPERIMENTS[request.bench.action]
+    if bench.device is not Device.cpu:
+        raise HydraConfigError(f"device={bench.device.value}: {experiment.cpu_alone}; use device=cpu.")
+    if experiment.one_state and (len(request.states) > 1 or len(request.targets) > 1):
+        raise HydraConfigError(f"ckpt-bench {bench.action.value} takes one state= and one target=; use -m for several.")
     if bench.results is not None:
-        courses, about = read_growth(str(here / bench.results))
-        write_growth(courses, folder, about)
+        measured, about = experiment.read(str(here / bench.results))
+        experiment.write(measured, folder, about)
     else:
         about = _about(request, peers)
-        courses = measure_courses(request, _parent(bench, request.targets[0], here), about, folder, _say)
-    _present(costs_shown(courses), about, folder, "{} grew faster than linearly", "cost")
+        measured = experiment.measure(request, _parent(bench, request.targets[0], here), about, folder, _say)
+    _present(experiment.shown(measured), about, folder, *experiment.failure)
 
 
-def _kill(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
-    bench = request.bench
-    _refuse_cuda(bench, "trainers of this benchmark have their state in host memory")
-    _refuse_several(request)
-    if bench.results is not None:
-        measured, about = read_restarts(str(here / bench.results))
-        write_restarts(measured, folder, about)
-    else:
-        about = _about(request, peers)
-        measured = measure_turns(request, _parent(bench, request.targets[0], here), about, folder, _say)
-    _present(restarts_shown(measured), about, folder)
-
-
-def _copy_and_read(request: BenchRequest, peers: PeerEnvironment, here: Path, folder: Path) -> None:
-    bench = request.bench
-    _refuse_cuda(bench, "copies are of host memory")
-    _refuse_several(request)
-    if bench.results is not None:
-        measured, about = read_hosts(str(here / bench.results))
-        write_hosts(measured, folder, about)
-    else:
-        about = _about(request, peers)
-        measured = measure_hosts(request, _parent(bench, request.targets[0], here), about, folder, _say)
-    _present(hosts_shown(measured), about, folder)
-
-
-def _present(
-    shown: Presentation, about: Mapping[str, Any], folder: Path, failed: str = "{} failed", one: str = "promise"
-) -> None:
+def _present(shown: Presentation, about: Mapping[str, Any], folder: Path, failed: str, one: str) -> None:
     """Show what was measured; raises BenchmarkFailed if not all of it is as it must be, or there is nothing."""
     shown.show(about, folder, _say)
     if shown.failed:
         raise BenchmarkFailed(f"{failed.format(counted(shown.failed, one))}; see FAIL above.")
     if shown.draw is None:
         raise BenchmarkFailed("Nothing was measured; the reasons are above.")
-
-
-def _refuse_several(request: BenchRequest) -> None:
-    if len(request.states) > 1 or len(request.targets) > 1:
-        action = request.bench.action.value
-        raise HydraConfigError(f"ckpt-bench {action} takes one state= and one target=; use -m for several.")
-
-
-def _refuse_cuda(bench: Bench, reason: str) -> None:
-    if bench.device is not Device.cpu:
-        raise HydraConfigError(f"device={bench.device.value}: {reason}; use device=cpu.")
 
 
 def _parent(bench: Bench, target: str, here: Path) -> tuple[Path, str]:

@@ -28,10 +28,18 @@ from ckpt_component.core.spelling import invalid_choice
 from ckpt_component.core.storage.locate import expanded
 
 from .measure.row_kinds import FAMILIES, ROWS, rows_of
+from .publishing.row_calls import PUBLISH_ROWS
 from .recovery.restart_rows import RESTART_ROWS
 
 #: Name -> size in gigabytes (1e9), rounded up.
-STATES: Mapping[str, float] = {"large": 1.5, "many_small": 0.7, "moe": 1.5, "bf16_mixed": 1.77, "tiny": 0.03}
+STATES: Mapping[str, float] = {
+    "large": 1.5,
+    "many_small": 0.7,
+    "moe": 1.5,
+    "bf16_mixed": 1.77,
+    "weights": 0.51,
+    "tiny": 0.03,
+}
 TARGETS = ("disk", "tmpfs")
 #: States whose weights `recovery` trains: weights and moments have the size of the state, or it is for tests.
 _TRAINED = ("large", "tiny")
@@ -52,6 +60,11 @@ class Action(Enum):
     growth = "growth"
     recovery = "recovery"
     hosts = "hosts"
+    publish = "publish"
+
+
+#: The rows of actions that have their own.
+_ROWS = {Action.recovery: RESTART_ROWS, Action.publish: PUBLISH_ROWS}
 
 
 class Device(Enum):
@@ -68,14 +81,16 @@ class Bench:
     action: Action = Action.run
     """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
     `growth`: measure what grows with the number of items, ranks and hosts; `recovery`: kill jobs, and measure how they
-    come back; `hosts`: copies to peers beside a plain TCP stream, and loads whose hosts read each byte once."""
-    state: Any = field(default_factory=lambda: ["large"])
-    """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
+    come back; `hosts`: copies to peers beside a plain TCP stream, and loads whose hosts read each byte once;
+    `publish`: versions of weights for inference beside full exports, and how soon receivers have them."""
+    state: Any = None
+    """What is saved, a name or a list: large, many_small, moe, bf16_mixed, weights, or tiny, which is for tests; null:
+    large, and for `publish` weights."""
     target: Any = field(default_factory=lambda: ["disk"])
     """Where to, a name or a list: disk (a folder made in `dir`) or tmpfs (one in /dev/shm); both are removed after."""
     rows: Any = field(default_factory=lambda: ["all"])
     """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`; for `recovery`: memory, disk,
-    dcp_load, empty, or `all`."""
+    dcp_load, empty, or `all`; for `publish`: versions, training, pulls, or `all`."""
     device: Device = Device.cpu
     """Where the states and the loop are: `cpu`, or `cuda`, one CUDA device; rows of ours and of torch alone."""
     budget: float | None = above(0, 570.0, SECONDS)
@@ -151,11 +166,12 @@ def read(config: DictConfig) -> BenchRequest:
     ranks = [*(_RANKS_KILLED if kills else _RANKS)] if bench.ranks is None else bench.ranks
     reads = bench.action is Action.hosts
     hosts = [*(_HOSTS_READING if reads else _HOSTS)] if bench.hosts is None else bench.hosts
+    usual = ["weights" if bench.action is Action.publish else "large"]
     return BenchRequest(
         bench=bench,
-        states=_names("state", bench.state, _TRAINED if kills else list(STATES)),
+        states=_names("state", usual if bench.state is None else bench.state, _TRAINED if kills else list(STATES)),
         targets=_names("target", bench.target, TARGETS),
-        rows=_restart_rows(bench.rows) if kills else _saving_rows(bench.rows),
+        rows=_own_rows(bench.rows, [*_ROWS[bench.action]]) if bench.action in _ROWS else _saving_rows(bench.rows),
         sizes={
             "items": _sizes("items", bench.items),
             "ranks": _sizes("ranks", ranks),
@@ -170,9 +186,9 @@ def _saving_rows(value: Any) -> list[str]:
     return [row for row in ROWS if row in chosen]
 
 
-def _restart_rows(value: Any) -> list[str]:
-    names = _names("rows", value, [*RESTART_ROWS, "all"])
-    return [row for row in RESTART_ROWS if row in names or "all" in names]
+def _own_rows(value: Any, rows: Sequence[str]) -> list[str]:
+    names = _names("rows", value, [*rows, "all"])
+    return [row for row in rows if row in names or "all" in names]
 
 
 def _sizes(key: str, value: Any) -> list[int]:

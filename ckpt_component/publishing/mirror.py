@@ -11,16 +11,14 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..core.commit.liveness import try_lock
-from ..core.storage.checksum import find_checksum
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import NEW_PREFIX
-from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointExistsError, CheckpointInUseError
 from ..exporting.blocks import BLOCK_BYTES
 from ..exporting.selection import Tensor
@@ -56,7 +54,8 @@ class Mirror:
     """
 
     def __init__(self, fs: FileStorage, path: str) -> None:
-        self._fs = fs
+        self._fs = copy(fs)
+        self._fs.durable = False  # see the top of this file
         self._path = path
         self._lock: int | None = None
         self._sums: dict[str, str] | None = None
@@ -194,35 +193,20 @@ class Mirror:
         self._sums = sums
         return is_right
 
-    def copy_to(self, storage: Storage, folder: str, weights: WeightFiles) -> list[dict[str, Any]]:
-        """Copy its files, each durable when the next one begins; returns name, size and CRC-32 of each.
+    def copy_of(self, weights: WeightFiles) -> WeightFiles:
+        """These weights, which it has, read from its files."""
+        places = {tensor.name: (file.name, start) for file in weights.files for tensor, start in file.places}
+        block = memoryview(bytearray(BLOCK_BYTES))
 
-        Args:
-            storage: the storage of the folder
-            folder: where they go
-            weights: what it has
+        def read(tensor: Tensor) -> Iterator[memoryview]:
+            name, start = places[tensor.name]
+            with self._opened(name) as fd:
+                for offset in range(0, tensor.nbytes, BLOCK_BYTES):
+                    piece = block[: tensor.nbytes - offset]
+                    self._fs.read_held(fd, piece, start + offset)
+                    yield piece
 
-        Raises:
-            OSError: they cannot be read or written
-        """
-        entries, block = list[dict[str, Any]](), memoryview(bytearray(BLOCK_BYTES))
-        for file in weights.files:
-            places = {tensor.name: position for tensor, position in file.places}
-            with self._opened(file.name) as fd:
-
-                def read(tensor: Tensor, fd: int = fd, places: Mapping[str, int] = places) -> Iterator[memoryview]:
-                    for start in range(0, tensor.nbytes, BLOCK_BYTES):
-                        piece = block[: tensor.nbytes - start]
-                        self._fs.read_held(fd, piece, places[tensor.name] + start)
-                        yield piece
-
-                checksum = find_checksum("crc32").stream()
-                stream_file(storage, os.path.join(folder, file.name), file, read, checksum=checksum)
-            entries.append({"name": file.name, "size": file.size, "crc32": checksum.value()})
-        for name, data in weights.small.items():
-            storage.write_new(os.path.join(folder, name), data)
-            entries.append({"name": name, "size": len(data), "crc32": find_checksum("crc32").of(memoryview(data))})
-        return entries
+        return weights._replace(read=read)
 
     def note(self, state: CopyState) -> None:
         """It has this version, which is committed."""

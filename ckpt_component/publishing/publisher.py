@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from .delta_files import DeltaWriter
 from .mirror import Mirror
 from .publish_options import DELTAS, PublishOptions as PublishOptions
 from .versions import NAMES, Version, Versions, deltas_up_to, to_delete, version_of
-from .weight_files import WeightFiles, weight_files
+from .weight_files import WeightFiles, weight_files, write_weights
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +71,10 @@ class Publisher:
     Args:
         storage: the storage of the versions
         to: the folder of the versions
-        mirror: the folder of the mirror on this host, which belongs to this publisher
+        mirror: the folder of the mirror on this host, which belongs to this publisher; without deltas there is none
         options: how
         run: token of the run, by which it owns `to`
-        fs: the file system of the mirror and of the config files; nothing in it needs to be durable
+        fs: the file system of the mirror and of the config files
 
     Raises:
         CheckpointConfigError: a package that versions need is not installed
@@ -82,7 +83,9 @@ class Publisher:
     def __init__(
         self, storage: Storage, to: str, mirror: str, options: PublishOptions, run: str, fs: FileStorage
     ) -> None:
-        require_codec("checkpoint.publish")
+        self._encoding = DELTAS[options.delta]
+        if self._encoding is not None:
+            require_codec(f"checkpoint.publish.delta={options.delta}")
         self._storage = storage
         self._to = to
         self._mirror = Mirror(fs, mirror)
@@ -112,7 +115,10 @@ class Publisher:
         clock = self._storage.clock
         started = clock.now()
         try:
-            with weight_files(storage, path, self._options.export, self._fs) as weights, self._mirror:
+            with (
+                weight_files(storage, path, self._options.export, self._fs) as weights,
+                nullcontext() if self._encoding is None else self._mirror,
+            ):
                 self._own()
                 versions = self._versions.look()
                 number, base = self._versions.next_number, self._base(versions, weights)
@@ -125,7 +131,8 @@ class Publisher:
                     "committed": committed,
                 }
                 version = self._version(number, base, weights, {"format": "weights", "step": step, "weights": fields})
-                self._note(version)
+                if self._encoding is not None:
+                    self._note(version)
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -170,7 +177,7 @@ class Publisher:
     def _base(self, versions: Mapping[int, Version], weights: WeightFiles) -> Version | None:
         """The version whose changes are published; None: a whole one is due."""
         options, state, mirror = self._options, self._mirror.state, self._mirror
-        encoding, newest = DELTAS[options.delta], versions.get(self._versions.next_number - 1)
+        encoding, newest = self._encoding, versions.get(self._versions.next_number - 1)
         if encoding is None or newest is None or deltas_up_to(versions, newest) >= options.whole_every:
             return None
         known = None if state is None else (state.source, state.version, state.attempt, state.options)
@@ -192,12 +199,13 @@ class Publisher:
             version = self._committed(number, partial(self._write_changes, number, base, weights), of_base)
             if version is not None:
                 return version
-        else:
+        elif self._encoding is not None:
             self._mirror.replace(weights)
         free = self._storage.free_bytes(self._to)
         if free is not None and free < weights.nbytes:
             raise OSError(errno.ENOSPC, f"a whole version has {amount(weights.nbytes)}", self._to)
-        version = self._committed(number, lambda folder: self._mirror.copy_to(self._storage, folder, weights), fields)
+        written = weights if self._encoding is None else self._mirror.copy_of(weights)
+        version = self._committed(number, lambda folder: write_weights(self._storage, folder, written), fields)
         assert version is not None  # a copy has files
         return version
 
@@ -205,7 +213,7 @@ class Publisher:
         self, number: int, base: Version, weights: WeightFiles, folder: str
     ) -> list[dict[str, Any]] | None:
         """Write the changes since a version, and bring the mirror to the weights; None: a whole one is needed."""
-        encoding = DELTAS[self._options.delta] or ""
+        encoding = self._encoding or ""
         writer = DeltaWriter(self._storage, folder, encoding)
         if not self._mirror.update(weights, encoding, writer):
             logger.warning("the mirror was damaged, so version %d is whole", number)
@@ -222,7 +230,7 @@ class Publisher:
     ) -> Version | None:
         """Commit the files that are written into the folder of an attempt; None: there are none."""
         storage, target = self._storage, os.path.join(self._to, NAMES.folder(number))
-        if self._versions.has_debris or self._mirror.state is None:
+        if self._versions.has_debris:
             Unfinished(storage, self._to, NAMES).sweep()
         attempt = new_attempt(storage, target, owned_token(new_token()), self._run)
         begin(attempt)

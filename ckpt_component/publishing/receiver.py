@@ -110,7 +110,8 @@ class Receiver:
         deadline = clock.now() + wait
         while True:
             try:
-                return self._bring_to(self._chosen(number))
+                versions = self._versions.look()
+                return self._bring_to(self._chosen(versions, number), versions)
             except CheckpointNotFoundError:
                 left = deadline - clock.now()
                 if left <= 0:
@@ -137,16 +138,17 @@ class Receiver:
         while True:
             pulled, token = None, ""
             try:
-                newest = self._chosen(None)
+                versions = self._versions.look()
+                newest = self._chosen(versions, None)
                 token = str(newest.manifest["attempt"])
                 if token != damaged:
-                    pulled = self._bring_to(newest)
+                    pulled = self._bring_to(newest, versions)
                     said = ""
                 pause = poll_seconds
             except (OSError, CheckpointCorruptError, CheckpointStorageFullError) as error:
                 if isinstance(error, CheckpointCorruptError) and not isinstance(error, CheckpointUnreadableError):
                     damaged = token
-                else:
+                elif not isinstance(error, CheckpointNotFoundError):  # then the source has answered
                     pause = min(2 * pause, max(_LONGEST_PAUSE, poll_seconds))
                 if str(error) != said:
                     said = str(error)
@@ -167,9 +169,8 @@ class Receiver:
     def _at(self) -> str:
         return "no version" if self.version is None else f"version {self.version}"
 
-    def _chosen(self, number: int | None) -> Version:
-        """A version of the source, by its number; None: the newest. Raises CheckpointNotFoundError."""
-        versions = self._versions.look()
+    def _chosen(self, versions: Mapping[int, Version], number: int | None) -> Version:
+        """One of the versions, by its number; None: the newest. Raises CheckpointNotFoundError."""
         if not versions:
             raise CheckpointNotFoundError(f"{self.source} has no version of weights yet.")
         if number is not None and number not in versions:
@@ -178,10 +179,9 @@ class Receiver:
             )
         return versions[max(versions) if number is None else number]
 
-    def _bring_to(self, target: Version) -> Pulled:
-        """Bring the folder to a version. Errors as for `pull`."""
+    def _bring_to(self, target: Version, versions: Mapping[int, Version]) -> Pulled:
+        """Bring the folder to one of the versions. Errors as for `pull`."""
         for looks_left in reversed(range(_LOOKS)):
-            versions = self._versions.look()
             have = self._have(versions)
             if have == target.number and (present := self._copy.present()) is not None:
                 return present
@@ -196,13 +196,17 @@ class Receiver:
                     if base is None or chain[0].is_whole or self._are_gone(chain):
                         raise
                     # The damage may be in the folder, which the deltas were made for.
+                    try:
+                        chain = chain_to(versions, target.number, None)
+                    except CheckpointNotFoundError:
+                        raise error from None
                     logger.warning("%s Reading a whole version for %s.", error, self.folder)
-                    chain = chain_to(versions, target.number, None)
                     return self._copy.bring_to(self._storage, self.source, chain, self._progress)
             except CheckpointCorruptError:
                 if not looks_left or not self._are_gone(chain):
                     raise
                 logger.info("versions of %s were deleted while they were read; looking again", self.source)
+                versions = self._versions.look()
         raise AssertionError("the last look returns or raises")
 
     def _have(self, versions: Mapping[int, Version]) -> int | None:

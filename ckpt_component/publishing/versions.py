@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from ..core.commit.known_steps import KnownSteps
-from ..core.commit.names import STAGING_PREFIX, TRASH_PREFIX, StepNames
+from ..core.commit.names import ALIVE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, StepNames
 from ..core.commit.scan import warn_of_skipped
+from ..core.storage.new_names import NEW_PREFIX
 from ..core.storage.storage import Storage
 from ..errors import CheckpointNotFoundError
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: The names that slime gives its versions and SGLang reads. The pointer file is not written.
 NAMES = StepNames("weight_v", 6, "latest_weights.txt")
+#: What processes that were killed leave beside versions.
+_LEFT = (STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Versions:
         root: the folder of the versions
 
     Attributes:
-        has_debris: whether something was left there that is no version: unfinished, or half deleted
+        has_debris: whether something was left there that is no version: unfinished, half deleted, or a small file
     """
 
     def __init__(self, storage: Storage, root: str) -> None:
@@ -104,9 +107,7 @@ class Versions:
         # In a bucket a version's folder is there before its manifest is.
         waiting = {*scan.unfinished, *scan.foreign, *scan.torn, *scan.damaged} - new
         known.look_again(waiting)
-        self.has_debris = bool(scan.unfinished) or any(
-            name.startswith((STAGING_PREFIX, TRASH_PREFIX)) for name in names
-        )
+        self.has_debris = bool(scan.unfinished) or any(name.startswith(_LEFT) for name in names)
         warn_of_skipped(scan, self._warned)
         self._versions = {
             number: version for number in sorted(scan.committed) if (version := self._version(number)) is not None

@@ -87,6 +87,7 @@ class MachineFiles(SimulatedFiles):
 
     @contextmanager
     def at_disk(self) -> Iterator[Disk]:
+        """What the machine does first, then the disk."""
         if not self.is_off:
             self._machine.looked()
         with super().at_disk() as disk:

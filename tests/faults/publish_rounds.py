@@ -13,6 +13,6 @@ from ckpt_component.core.storage.locate import file_storage
 def publish_round(root: str, source: str, step: int, delta: str, failpoint: str, log: str) -> int:
     """Publish a checkpoint into `root/to` by the mirror `root/mirror`; returns the number of the version."""
     os.environ |= {SPEC: failpoint, LOG: log}
-    files = file_storage(durable=False, process="publish")
+    files = file_storage(process="publish")
     made = publisher(f"{root}/to", f"{root}/mirror", fs=files, process="publish", delta=delta, keep=2, whole_every=3)
     return publish(made, source, step).version

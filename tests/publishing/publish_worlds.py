@@ -69,7 +69,7 @@ def publisher(
     chosen = PublishOptions(ExportOptions("hf", **export), **options)
     run = hashlib.sha256(run.encode()).hexdigest()[:16]
     storage = storage or storage_at(to, process=process)
-    return Publisher(storage, str(to), str(mirror), chosen, run, fs or FileStorage(durable=False))
+    return Publisher(storage, str(to), str(mirror), chosen, run, fs or FileStorage())
 
 
 def publish(made: Publisher, path: str, step: int) -> Published:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ def test_a_whole_version_and_deltas(delta: str, tmp_path: Path) -> None:
         assert (done.nbytes == done.whole_nbytes) == done.is_whole
     world.check()
     assert sorted(os.listdir(world.to)) == [".ckpt-owner.json", *(f"weight_v{n:06d}" for n in (1, 2, 3))]
+
+
+def test_whole_versions_need_no_mirror_and_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path, delta="off")
+    for package in ("xxhash", "zstandard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert world.version(1).is_whole and world.version(2).is_whole
+    assert not world.mirror.exists()
+    with pytest.raises(CheckpointConfigError, match=r"delta=auto needs the package xxhash: pip install"):
+        world.version(3, delta="auto")
+    monkeypatch.undo()
+    assert world.version(4, delta="auto").is_whole and not world.version(5, delta="auto").is_whole
+    world.check()
 
 
 def test_a_manifest_says_what_a_version_is(world: World) -> None:

@@ -22,6 +22,7 @@ from ckpt_component import (
 )
 from ckpt_component.publishing.delta_files import DeltaFiles
 from ckpt_component.publishing.receiver import Receiver
+from ckpt_component.publishing.versions import Version, Versions
 
 
 def test_a_folder_with_something_else(source: Source, folder: str) -> None:
@@ -161,6 +162,23 @@ def test_following_a_damaged_version_waits_for_a_newer_one(
     assert_at(source, folder, 4)
 
 
+def test_following_a_source_without_a_version_looks_as_often_as_it_is_told(
+    source: Source, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.makedirs(source.root)
+    genuine, looks = Versions.look, 0
+
+    def look(versions: Versions) -> dict[int, Version]:
+        nonlocal looks
+        looks += 1
+        return genuine(versions)
+
+    monkeypatch.setattr(Versions, "look", look)
+    with Receiver(source.root, folder) as receiver, pytest.raises(CheckpointTimeoutError, match="at no version"):
+        next(receiver.follow(0.01, timeout=2))
+    assert looks > 20, "pauses became longer"
+
+
 def test_following_a_source_that_cannot_be_listed_tries_it_again(
     source: Source, folder: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -206,23 +224,18 @@ def test_versions_that_are_deleted_while_they_are_read(
     assert_at(source, folder, 5)
 
 
-def test_a_version_whose_manifest_is_damaged_does_not_count(
-    source: Source, folder: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_version_without_a_file_or_with_a_damaged_manifest_does_not_count(
+    source: Source, folder: str, is_missing: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     source.chain(1, 3)
-    flip(source.path(3) / "manifest.json", 30)
+    if is_missing:
+        next(files_of(source.path(3))).unlink()
+    else:
+        flip(source.path(3) / "manifest.json", 30)
     assert pull(source, folder).version == 2
     assert_at(source, folder, 2)
     assert "weight_v000003" in caplog.text
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_file_that_is_missing(source: Source, folder: str, number: int) -> None:
-    source.chain(1, 2)
-    next(files_of(source.path(number))).unlink()
-    with pytest.raises(CheckpointCorruptError, match=f"weight_v00000{number}/.* (is missing|No such file)"):
-        pull(source, folder)
-    assert version_at(folder) is None and not leftovers(folder)
 
 
 @pytest.mark.parametrize("package", ["xxhash", "zstandard"])

@@ -95,6 +95,16 @@ def test_a_host_that_was_away_comes_back_to_a_step_that_was_saved_anew(hosts: Ho
     assert life.happened and not wrong and not life.errors, (wrong, life.errors)
 
 
+@pytest.mark.slow
+def test_a_folder_that_is_deleted_while_a_run_begins_is_an_error_in_words(hosts: Hosts) -> None:
+    """So is a trial file that is gone with it, which other errors matter more than."""
+    wrong = []
+    for number in range(120 + STRIDE_OFFSET % 30, 300, 30):
+        trouble = FolderTrouble("folder_lost", "begin", number, number % 2)
+        wrong += [f"{trouble}: {text}" for text in hosts.life(LAYOUTS[number // 30 % 2], trouble)[1]]
+    assert not wrong, "\n".join(wrong)
+
+
 def cases_of_pairs() -> Iterator[Any]:
     """Pairs, and that every so many pairs of phases have their turn."""
     yield pytest.param(*PAIRS[STRIDE_OFFSET % len(PAIRS)], QUICK_STRIDE)

@@ -112,11 +112,19 @@ def _counts(tensors: int, low: int, high: int) -> list[int]:
     return list(map(int, counts))
 
 
+def _weights() -> Iterator[_Shape]:
+    for key, shape in _gpt2(width=1024, layers=16):
+        yield f"model.{key}", shape, torch.bfloat16
+
+
 def _gpt2_small() -> Iterator[tuple[str, tuple[int, ...]]]:
-    width = 768
+    return _gpt2(width=768, layers=12)
+
+
+def _gpt2(width: int, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "wte.weight", (50257, width)
     yield "wpe.weight", (1024, width)
-    for layer in range(12):
+    for layer in range(layers):
         key = f"h.{layer}"
         for norm in ("ln_1", "ln_2"):
             yield f"{key}.{norm}.weight", (width,)
@@ -147,5 +155,6 @@ STATES: Mapping[str, Callable[[], Iterator[_Shape]]] = {
     "many_small": _many_small,  # 20,000 tensors of 1 to 64 KB, 0.67 GB
     "moe": _moe,  # 10,000 tensors from 1 KB to 0.25 MB
     "bf16_mixed": _bf16_mixed,  # bf16 weights, float32 master weights and moments
+    "weights": _weights,  # bf16 weights alone: 0.51 GB, as runs publish them
     "tiny": _tiny,  # for tests
 }

@@ -1,0 +1,1 @@
+"""`ckpt-bench publish`: versions of weights for inference, what they cost, and how soon receivers have them."""
