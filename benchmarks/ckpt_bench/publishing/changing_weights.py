@@ -53,7 +53,7 @@ class ChangingWeights:
             if number not in self._places:
                 self._places[number] = self._draw(len(bits))
             # Other places in each step, without the time to draw them, which a loop of training would show.
-            moved = int(torch.randint(0, len(bits), (), generator=self._random, device="cpu"))
+            moved = int(torch.randint(0, len(bits), (), generator=self._random, dtype=torch.int64, device="cpu"))
             places = (self._places[number] + moved) % len(bits)
             sign = 1 if moved % 2 else -1
             bits[places] = bits[places] + sign

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 VERSIONS, TRAINING, PULLS = "versions", "training", "pulls"
 PUBLISH_ROWS: Mapping[str, str] = {
-    VERSIONS: "publishing.versions:measure_versions",
+    VERSIONS: "publishing.version_costs:measure_versions",
     TRAINING: "publishing.training:measure_training",
     PULLS: "publishing.pulls:measure_pulls",
 }

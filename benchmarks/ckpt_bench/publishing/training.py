@@ -63,8 +63,8 @@ def measure_training(
         publishing = open_runs.enter_context(_manager(os.path.join(folder, "published"), f"checkpoint.publish.to={to}"))
         runs = {
             "quiet": None,
-            "kept": _Run(weights, kept),
-            "published": _Run(weights, publishing, Versions(file_storage(), to)),
+            "kept": _SnapshotRun(weights, kept),
+            "published": _SnapshotRun(weights, publishing, Versions(file_storage(), to)),
         }
         for run in filter(None, runs.values()):
             _stretch(loop, weights, run.save, _FIRST_STEPS)
@@ -78,7 +78,7 @@ def measure_training(
             yield found
 
 
-class _Run:
+class _SnapshotRun:
     """A run that keeps the weights in memory after each step."""
 
     def __init__(self, weights: ChangingWeights, manager: CheckpointManager, versions: Versions | None = None) -> None:
@@ -110,7 +110,7 @@ def _manager(folder: str, *overrides: str) -> CheckpointManager:
     return build_manager("async_persistent", [*_OVERRIDES, *overrides], dir=folder)
 
 
-def _measured(loop: Loop, weights: ChangingWeights, run: _Run | None) -> dict[str, float]:
+def _measured(loop: Loop, weights: ChangingWeights, run: _SnapshotRun | None) -> dict[str, float]:
     """A stretch, and how long until all is quiet again does not count."""
     if run is None:
         return _per_step(_stretch(loop, weights, None, _STEPS))

@@ -10,7 +10,7 @@ from ckpt_component.publishing.delta import TensorDelta
 
 from .background_work import NICE
 from .changing_weights import ChangingWeights, bytes_of
-from .parts import BLOCK_BYTES, Parts
+from .delta_parts import BLOCK_BYTES, Parts
 from .published_run import PublishedRun
 from .spent import Spent, SpentClock
 
