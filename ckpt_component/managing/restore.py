@@ -320,7 +320,10 @@ class Restorer:
             logger.warning("%s, so it is not considered a checkpoint of this run and is left alone", why)
         self._run.warned.update(bad.values(), scan.parts.values(), scan.foreign.values())
         # An empty local folder is not what errors are about.
-        candidates = candidates_of(run if local.occupied or local.parts else run.remote or run, self._policy, scan)
+        try:
+            candidates = candidates_of(run if local.occupied or local.parts else run.remote or run, self._policy, scan)
+        except OSError as error:
+            raise _unlisted(run, error) from error
         if self._policy.path is None:  # from the nearest place first
             steps = [step for step, _ in candidates]
             candidates = [(step, at.path_of(step)) for step in steps for at, has in places if step in has.committed]
