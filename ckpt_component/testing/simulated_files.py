@@ -42,7 +42,6 @@ class Fault:
 
     Attributes:
         kind: `cut`: the power goes off before it. `fail`: it does nothing and raises. `lost`: it is done, and raises.
-            `short`: a write writes half of its bytes, which is no error; other operations are done.
         code: the `errno` of what is raised
         lasts: whether every later operation fails too
     """
@@ -172,12 +171,12 @@ class SimulatedFiles(FileStorage):
         path, file = self._open[fd]
         data = b"".join(buffers)
 
-        def effect(data: bytes) -> None:
+        def effect() -> None:
             self._take_room(file, offset + len(data), path)
             file.write(data, offset)
             file.modified = self.disk.tick()
 
-        self._do("write", path, lambda: effect(data))
+        self._do("write", path, effect)
 
     def _take_room(self, file: DiskFile, end: int, path: str) -> None:
         more = max(end - len(file.data), 0)

@@ -23,10 +23,9 @@ FAULTS = {
     "fails_from_then_on": Fault("fail", lasts=True),
     "is_full": Fault("fail", errno.ENOSPC),
     "answer_lost": Fault("lost"),
-    "writes_half": Fault("short"),
 }
 #: Where a fault means something of its own.
-ONLY_AT = {"is_full": ["write", "create", "make_folder", "append"], "writes_half": ["write"]}
+ONLY_AT = {"is_full": ["write", "create", "make_folder", "append"]}
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from simulation.world import configs_are_kept
 from ckpt_component.core.writing import write_job
 from ckpt_component.testing import Fault
 
-FAULTS = [Fault("fail"), Fault("fail", errno.ENOSPC), Fault("lost"), Fault("short")]
+FAULTS = [Fault("fail"), Fault("fail", errno.ENOSPC), Fault("lost")]
 AFTER = st.integers(0, 10) | st.integers(11, 60)
 CUTS = st.builds(
     Event,

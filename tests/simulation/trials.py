@@ -23,7 +23,6 @@ FAULTS = {
     "fails_from_then_on": Fault("fail", lasts=True),
     "is_full": Fault("fail", errno.ENOSPC),
     "answer_lost": Fault("lost"),
-    "writes_half": Fault("short"),
 }
 SEEDS = range(6)
 
