@@ -200,11 +200,11 @@ class Mirror:
 
         def read(tensor: Tensor) -> Iterator[memoryview]:
             name, start = places[tensor.name]
-            with self._opened(name) as fd:
-                for offset in range(0, tensor.nbytes, BLOCK_BYTES):
-                    piece = block[: tensor.nbytes - offset]
+            for offset in range(0, tensor.nbytes, BLOCK_BYTES):
+                piece = block[: tensor.nbytes - offset]
+                with self._opened(name) as fd:  # nothing is open at the `yield`, from where this may never go on
                     self._fs.read_held(fd, piece, start + offset)
-                    yield piece
+                yield piece
 
         return weights._replace(read=read)
 

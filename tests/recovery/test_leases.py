@@ -40,12 +40,12 @@ def test_all_is_gone_when_the_lease_is_over(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_has_restored_holds_the_keeper_until_its_first_snapshot(tmp_path: Path) -> None:
-    live(tmp_path, steps=2, end="kill", overrides=SHORT)
+    live(tmp_path, steps=2, end="kill", overrides=["checkpoint.recovery.lease=5s"])
     (first,) = keepers().values()
     ranks = start_lives(tmp_path, end="hang")
     eventually(lambda: (tmp_path / "ready-0").exists(), 40)
     with pytest.raises(AssertionError):
-        gone(first, seconds=2.5)  # longer than its lease
+        gone(first, seconds=6)  # longer than its lease
     (tmp_path / "go").touch()
     (second,) = finish_lives(ranks)
     assert second.restored == (2, "memory")
