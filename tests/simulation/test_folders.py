@@ -137,8 +137,12 @@ def test_what_is_set_aside_was_damaged(hosts: Hosts) -> None:
             LAYOUTS[2],
             (FolderTrouble("keeper_killed", "commit", 536), FolderTrouble("file_flips", "copy", 274, 2)),
         ),
+        (  # The one manifest that there is goes while its step is loaded: the part of the other host is no damage.
+            LAYOUTS[1],
+            (FolderTrouble("link_cut", "commit", 577), FolderTrouble("folder_lost", "verify", 28)),
+        ),
     ],
-    ids=["half_deleted", "only_one_damaged"],
+    ids=["half_deleted", "only_one_damaged", "deleted_meanwhile"],
 )
 def test_a_run_goes_on_from_folders_or_says_what_is_damaged(
     hosts: Hosts, layout: tuple[str, ...], troubles: tuple[FolderTrouble, ...]
