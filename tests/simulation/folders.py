@@ -260,6 +260,7 @@ class FolderLife(PeerLife):
     """One life of a run whose hosts have local folders."""
 
     jobs: list[FolderJob]  # type: ignore[assignment]
+    most_jobs = 8  # a link that is cut while jobs begin takes four of them
 
     def __init__(
         self, patches: FolderPatches, stagers: RankStagers, layout: Sequence[str], troubles: Sequence[Any] = ()
