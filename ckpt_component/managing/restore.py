@@ -15,7 +15,7 @@ import torch
 
 from ..checkpointer import Checkpointer
 from ..core.commit.cleanup import Unfinished, quarantine, wait_for_writers
-from ..core.commit.scan import Scan, both, repair_pointer
+from ..core.commit.scan import Scan, both, is_deleted, repair_pointer
 from ..core.state.flatten import not_a_state
 from ..core.storage.space import amount
 from ..errors import (
@@ -366,8 +366,13 @@ class Restorer:
             if self._is_whole(path):
                 logger.warning("%s was found damaged, and is whole now that it was read again: it stays", path)
                 continue
+            storage = self._run.storage_of(path)
             try:
-                target = quarantine(self._run.storage_of(path), path)
+                if is_deleted(storage, path, step):
+                    logger.warning("%s was found damaged because it was being deleted: what is left of it stays", path)
+                    moved.append(step)
+                    continue
+                target = quarantine(storage, path)
             except OSError as error:
                 logger.error("%s is damaged and could not be quarantined: %s", path, error)
                 if path == self._run.path_of(step):

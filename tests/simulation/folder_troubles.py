@@ -63,12 +63,15 @@ def send_host_away(life: FolderLife, rank: int) -> None:
 
 def cut_power(life: FolderLife, rank: int) -> None:
     """A host boots again, with what was durable."""
-    life.disk_of(kill_host(life, rank)).disk.cut_power(life.simulation.random.randrange(1 << 30))
+    host = kill_host(life, rank)
+    life.disk_of(host).disk.cut_power(life.simulation.random.randrange(1 << 30))
+    life.half_deleted |= life.deleted & {host}
 
 
 def lose_folder(life: FolderLife, rank: int) -> None:
-    """A local folder is deleted, and processes go on."""
+    """A local folder is deleted, which nobody syncs, and processes go on."""
     host = life.jobs[-1].hosts[rank]
+    life.deleted.add(host)
     files, root = life.disk_of(host), local_root(host)
     life.lose(host)
     if files.exists(root):
@@ -95,10 +98,12 @@ def show_another_run(life: FolderLife, rank: int) -> None:
     files, root, part = life.disk_of(host), local_root(host), life.newest_part(host)
     if part is None:
         return
+    free, files.disk.bytes_free = files.disk.bytes_free, None  # whoever wrote it had room
     copy_tree(files, part, f"{root}/{os.path.basename(part).replace('iter_000000', 'iter_000009')}")
     owner = json.loads(files.read(f"{root}/{OWNER}", 1 << 20))
     owner |= {"token": "another", "host": "elsewhere", "generation": owner["generation"] + 5, "released": False}
     files.write_over(f"{root}/{OWNER}", json.dumps(owner).encode())
+    files.disk.bytes_free = free
 
 
 def copy_tree(files: SimulatedFiles, source: str, target: str) -> None:
@@ -124,8 +129,7 @@ def flip_file(life: FolderLife, rank: int) -> None:
         file = files.disk.find(choice.choice(data))
         assert isinstance(file, DiskFile)
         file.data[choice.randrange(file.size)] ^= 1 << choice.randrange(8)
-        life.has_damage = True
-        life.lose(host)
+        life.damage(host, int(part.rpartition("_")[2]))
         reads = {"verify", "copy"}
         life.late_flips += any(
             not each.is_dead and life.phase_of.get(each) in reads for each in life.jobs[-1].processes

@@ -16,10 +16,12 @@ from typing import Any, cast
 from simulation.peers import AtOnce, ClusterPatches, PeerJob, PeerLife, PhasedOnce, Resumed, violations
 from simulation.recovery import ROOT, TIMEOUTS, DurableCaller, Loader, RankStagers, blank
 
-from ckpt_component import CheckpointError, CheckpointSaveError
+from ckpt_component import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from ckpt_component.callers.write_callers import WriteCaller
+from ckpt_component.core.commit.host_parts import hosts_of
+from ckpt_component.core.commit.manifest import MAX_BYTES, decode_manifest
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
-from ckpt_component.core.commit.names import MEGATRON, owned_token
+from ckpt_component.core.commit.names import MEGATRON, QUARANTINED, owned_token
 from ckpt_component.core.commit.protocols import attempt_here
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
@@ -258,6 +260,7 @@ class FolderLife(PeerLife):
     """One life of a run whose hosts have local folders."""
 
     jobs: list[FolderJob]  # type: ignore[assignment]
+    most_jobs = 8  # a link that is cut while jobs begin takes four of them
 
     def __init__(
         self, patches: FolderPatches, stagers: RankStagers, layout: Sequence[str], troubles: Sequence[Any] = ()
@@ -270,6 +273,8 @@ class FolderLife(PeerLife):
         #: The hosts of the last job.
         self.present = set[str]()
         self.has_damage = False
+        #: The hosts whose folder was deleted, and those where a power cut undid it, perhaps in part.
+        self.deleted, self.half_deleted = set[str](), set[str]()
         super().__init__(patches, stagers, layout, troubles)
 
     def new_job(self, number: int, count: int) -> FolderJob:
@@ -287,7 +292,10 @@ class FolderLife(PeerLife):
     def is_refused(self) -> bool:
         """Whether what there is was lost in part, or damaged, and nothing else is left: all ranks say so."""
         last = [each.error for each in self.resumed_at_peers if each.job == self.jobs[-1].number]
-        return bool(self.losses) and not self.durable and all("none that can be used" in str(each) for each in last)
+        damaged = self.has_damage and all(type(each) is CheckpointCorruptError for each in last)
+        is_told = damaged or all("none that can be used" in str(each) for each in last)
+        is_lost = not any(claim.all_there for claim in self.memory_claims)
+        return bool(self.losses) and is_lost and not self.durable and is_told
 
     def disk_of(self, host: str) -> SimulatedFiles:
         if host not in self.disks:
@@ -311,6 +319,15 @@ class FolderLife(PeerLife):
             for host in {*job.hosts} & self.disks.keys():
                 self._earlier.setdefault(host, []).append(copy.deepcopy(self.disks[host].disk))
         super().was_saved(job, step, in_memory=in_memory)
+        self.memory_claims = [claim for claim in self.memory_claims if claim.step > step - KEPT]
+
+    def damage(self, host: str, step: int) -> None:
+        """What a host has of a step is damaged."""
+        self.has_damage = True
+        self.losses.append((self.simulation.now, host))
+        for claim in self.memory_claims:
+            if claim.step == step:
+                claim.lost.add(host)
 
     def claimed(self) -> tuple[int, int, int]:
         """See the base class; what other hosts have does not count."""
@@ -336,6 +353,17 @@ def wrong_in_folders(life: FolderLife, *, ended: bool) -> list[str]:
         root = local_root(host)
         for name in [] if life.has_damage else files.names(root):
             for token in attempts_in(files, f"{root}/{name}"):
-                if is_quarantined(files, f"{root}/{name}/{token}"):
+                if is_quarantined(files, f"{root}/{name}/{token}") and not is_half_deleted(life, f"{name}/{token}"):
                     wrong.append(f"{name} on {host} was set aside as damaged, and nothing was")
     return wrong
+
+
+def is_half_deleted(life: FolderLife, data: str) -> bool:
+    """Whether files of an attempt are gone, and others of the same host came back with the power."""
+    for host in life.half_deleted:
+        files, folder = life.disk_of(host), f"{local_root(host)}/{data}"
+        if files.exists(f"{folder}/{QUARANTINED}"):
+            names = hosts_of(decode_manifest(files.read(f"{folder}/{QUARANTINED}", MAX_BYTES), folder))[host]
+            if not all(files.exists(f"{folder}/{name}") for name in names):
+                return True
+    return False

@@ -60,7 +60,6 @@ TIMEOUTS = ResolvedTimeouts(stage=20.0, write=60.0, close=20.0, heartbeat=10.0, 
 PHASES = ("stage", "keep", "vote", "commit", "find", "agree", "verify", "copy")
 #: A whole life must have ended by then, in simulated seconds.
 LIMIT = 3000.0
-MOST_JOBS = 6
 _WEIGHTS = 300
 
 
@@ -342,6 +341,9 @@ class Life:
         seed: decides the schedule
     """
 
+    #: The last job may come to its end although not all that was to happen did.
+    most_jobs = 6
+
     def __init__(
         self, patches: HostPatches, stagers: RankStagers, troubles: Sequence[Trouble] = (), seed: int = 1
     ) -> None:
@@ -392,7 +394,7 @@ class Life:
 
     def _launch(self) -> None:
         clock = self._launcher.clock
-        for number in range(1, MOST_JOBS + 1):
+        for number in range(1, self.most_jobs + 1):
             job = self.new_job(number, 3 if number == 1 else 2)
             self.jobs.append(job)
             job.start()
@@ -401,7 +403,7 @@ class Life:
             was_whole = len(job.done) == self.stagers.ranks and not any(process.is_dead for process in job.processes)
             clock.sleep(2.0)
             job.kill()  # all at once; or the launcher has noticed that one has died
-            if was_whole and (self.may_end_after(number) or number == MOST_JOBS):
+            if was_whole and (self.may_end_after(number) or number == self.most_jobs):
                 self.is_in_peace = True
                 return
             clock.sleep(self.pause_after(number))

@@ -175,6 +175,13 @@ def examine(storage: Storage, folder: str, step: int, scan: Scan, known: Mapping
         scan.unusable[step] = f"{folder}: {error}"
 
 
+def is_deleted(storage: Storage, folder: str, step: int) -> bool:
+    """Whether a step's folder is gone, or has no more of a checkpoint than attempts without a manifest."""
+    scan = Scan()
+    examine(storage, folder, step, scan)
+    return step not in scan.steps() or step in scan.unfinished
+
+
 def _sort_in_without_manifest(storage: Storage, folder: str, step: int, scan: Scan) -> None:
     names, attempts = storage.names(folder), attempts_in(storage, folder)
     if not storage.is_folder(folder):
