@@ -322,6 +322,8 @@ class Restorer:
         # An empty local folder is not what errors are about.
         try:
             candidates = candidates_of(run if local.occupied or local.parts else run.remote or run, self._policy, scan)
+        except CheckpointError:  # one that is not found is an OSError, too
+            raise
         except OSError as error:
             raise _unlisted(run, error) from error
         if self._policy.path is None:  # from the nearest place first

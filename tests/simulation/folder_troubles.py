@@ -99,7 +99,8 @@ def show_another_run(life: FolderLife, rank: int) -> None:
     if part is None:
         return
     free, files.disk.bytes_free = files.disk.bytes_free, None  # whoever wrote it had room
-    copy_tree(files, part, f"{root}/{os.path.basename(part).replace('iter_000000', 'iter_000009')}")
+    newer = os.path.basename(part).replace("iter_000000", f"iter_00009{rank}")  # two hosts have no whole one together
+    copy_tree(files, part, f"{root}/{newer}")
     owner = json.loads(files.read(f"{root}/{OWNER}", 1 << 20))
     owner |= {"token": "another", "host": "elsewhere", "generation": owner["generation"] + 5, "released": False}
     files.write_over(f"{root}/{OWNER}", json.dumps(owner).encode())
@@ -107,6 +108,7 @@ def show_another_run(life: FolderLife, rank: int) -> None:
 
 
 def copy_tree(files: SimulatedFiles, source: str, target: str) -> None:
+    """Copy a folder durably, unless there is one already."""
     if files.exists(target):
         return
     files.make_folders(target)
@@ -115,6 +117,9 @@ def copy_tree(files: SimulatedFiles, source: str, target: str) -> None:
             copy_tree(files, f"{source}/{name}", f"{target}/{name}")
         else:
             files.write_new(f"{target}/{name}", files.read(f"{source}/{name}", 1 << 20))
+            files.disk.file(f"{target}/{name}").sync()
+    files.disk.sync_folder(target)
+    files.disk.sync_folder(os.path.dirname(target))
 
 
 def flip_file(life: FolderLife, rank: int) -> None:
