@@ -78,7 +78,7 @@ class Mirror:
                     "checkpoint.publish.mirror=FOLDER."
                 )
             names = [name for name in fs.names(path) if not name.startswith(NEW_PREFIX)]  # left by a kill
-            if names and _MARK not in names:
+            if names and not {_MARK, STATE, _SUMS} & {*names}:
                 raise CheckpointExistsError(
                     f"The mirror {path} is a folder with other files ({', '.join(names[:3])}), which would be deleted; "
                     "name another one: checkpoint.publish.mirror=FOLDER."

@@ -170,7 +170,15 @@ class Receiver:
         return "no version" if self.version is None else f"version {self.version}"
 
     def _chosen(self, versions: Mapping[int, Version], number: int | None) -> Version:
-        """One of the versions, by its number; None: the newest. Raises CheckpointNotFoundError."""
+        """One of the versions, by its number; None: the newest.
+
+        Raises:
+            CheckpointNotFoundError: it is not there
+            CheckpointUnreadableError: it cannot be read now, and an older one would be a step back
+        """
+        unreadable = self._versions.unreadable
+        if unreadable and max(unreadable) > max(versions, default=0) and number in (None, max(unreadable)):
+            raise CheckpointUnreadableError(f"Version {max(unreadable)} cannot be read: {unreadable[max(unreadable)]}.")
         if not versions:
             raise CheckpointNotFoundError(f"{self.source} has no version of weights yet.")
         if number is not None and number not in versions:

@@ -91,9 +91,9 @@ class Versions:
         return max(scan.steps() - scan.unfinished.keys(), default=0) + 1
 
     @property
-    def unreadable(self) -> set[int]:
-        """Numbers of which it is unknown now what is there."""
-        return {*self._known.scan.unusable}
+    def unreadable(self) -> Mapping[int, str]:
+        """Numbers of which it is unknown now what is there, and why."""
+        return self._known.scan.unusable
 
     def look(self) -> dict[int, Version]:
         """The committed versions by number, oldest first. What is damaged is left out with a warning, once.

@@ -61,7 +61,8 @@ def test_kills_of_the_run_its_publishing_and_the_receiver(
     try:
         eventually(lambda: newest(tmp_path), 120)
         until, least = time.monotonic() + seconds, time.monotonic() + 10 * seconds
-        while newest(tmp_path) < versions and time.monotonic() < (until if all(killed.values()) else least):
+        while not all(killed.values()) or (newest(tmp_path) < versions and time.monotonic() < until):
+            assert time.monotonic() < least, killed
             time.sleep(chance.uniform(0.2, 4.0))
             victim = chance.choice([*killed])
             if victim == "version":

@@ -85,7 +85,7 @@ class PublishedHistory:
         self._operations["receiver"] = max(len(machine.operations), 1)
         serving.look()
         self.wrong += serving.wrong
-        if choice.random() < 0.1:
+        if choice.random() < 0.1 and self.publishing.told:
             self.wrong += serving.catches_up()
 
     def _events(self, count: int) -> Iterator[Callable[[], object]]:

@@ -80,7 +80,8 @@ class Serving:
             return
         state = described(files.pop(STATE))
         number, before = state["version"], self.number
-        if number < before and not self.goes_back:
+        # A version that was not reported may be taken back, when its commit was not seen to be durable.
+        if number < before in self.publishing.told and not self.goes_back:
             yield f"the folder is at version {number} after {before}"
         self.number = number
         if weights_in(files) != self.publishing.weights(state["step"]):
