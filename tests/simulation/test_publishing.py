@@ -44,7 +44,7 @@ def quiet() -> Iterator[None]:
 
 
 def cases() -> list[object]:
-    return [*in_turn(QUICK, len(QUICK)), *in_turn(CASES, 23, [pytest.mark.slow])]
+    return [*in_turn(QUICK, len(QUICK)), *in_turn(CASES, 69, [pytest.mark.slow])]
 
 
 @pytest.mark.parametrize(("act", "kind", "fault", "stride"), cases(), ids=str)

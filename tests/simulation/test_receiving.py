@@ -148,7 +148,7 @@ QUICK = [(*case[:3], 8) for case in CASES if case[0].name == "next" and case[2] 
 
 
 def cases() -> list[object]:
-    return [*in_turn(QUICK, len(QUICK)), *in_turn(CASES, 23, [pytest.mark.slow])]
+    return [*in_turn(QUICK, len(QUICK)), *in_turn(CASES, 69, [pytest.mark.slow])]
 
 
 @pytest.mark.parametrize(("scene", "kind", "fault", "stride"), cases(), ids=str)
