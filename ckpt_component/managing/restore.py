@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,9 +56,9 @@ class Found(NamedTuple):
     committed: Sequence[Sequence[int]]
     suspects: Sequence[tuple[int, str]]
     occupied: Sequence[int]
-    in_memory: str = ""
-    keepers: Sequence[Any] = ()
-    attempts: Mapping[str, str] = MappingProxyType({})
+    in_memory: str
+    keepers: Sequence[Any]
+    attempts: Mapping[str, str]
 
 
 class Restorer:

@@ -57,6 +57,7 @@ def test_a_hydra_app_takes_the_keys_of_a_preset(tmp_path: Path) -> None:
     assert output_of(sweep).count("steps 1 to 60, checkpoints [20, 40, 60]") == 2
 
 
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_second_process_writes_with_the_published_weights(tmp_path: Path) -> None:

@@ -84,8 +84,10 @@ def test_overrides_that_texts_name_work(stride: int) -> None:
         key, _, value = advice.partition("=")
         if OPEN.search(value):
             value = OPTIONS.get(key) or OPEN.sub("0" if "/" in value else str(default_of(key)), value)
-        # Uploads are from a local folder.
+        # Uploads are from a local folder, and what is published goes somewhere.
         others = ["checkpoint.local.dir=/scratch/run"] if key.startswith("checkpoint.upload.") else []
+        if key.startswith("checkpoint.publish.") and key != "checkpoint.publish.to":
+            others.append("checkpoint.publish.to=/shared/weights")
         try:
             resolve_config("async_zero_overhead", [f"{key}={value}", *others])
         except CheckpointError as error:

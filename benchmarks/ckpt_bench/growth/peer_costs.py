@@ -154,7 +154,7 @@ class _RankAlone:
         memory.look(offers)
         root = memory_root(_ROOT, _TOKEN)
         step, path = self._job.saves, f"{root}/{MEGATRON.folder(self._job.saves)}"
-        return Found([(step, path)], [[]], [], [], root, memory.elsewhere(root))._asdict()
+        return Found([(step, path)], [[]], [], [], root, memory.elsewhere(root), {})._asdict()
 
 
 class _CountedArrivals(EventRecorder):
