@@ -17,13 +17,12 @@ def main() -> None:
     serve(_export, on_orphan="exit")
 
 
-def _export(job: dict[str, Any], run: Channel) -> None:
+def _export(job: dict[str, Any], run: Channel) -> dict[str, Any]:
     """Export from `source` to `target` with `options`; the answer is `nbytes` and `seconds`, or the `error`."""
     logging.disable(logging.WARNING)  # the run logs what matters
     try:
         fs = file_storage(process="export")
         done = export_checkpoint(job["source"], job["target"], ExportOptions(**job["options"]), fs)
     except CheckpointError as error:
-        run.send({"error": str(error)})
-    else:
-        run.send({"nbytes": done.nbytes, "seconds": done.seconds})
+        return {"error": str(error)}
+    return {"nbytes": done.nbytes, "seconds": done.seconds}

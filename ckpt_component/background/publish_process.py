@@ -27,7 +27,7 @@ def main() -> None:
     serve(_publish, on_orphan="exit")
 
 
-def _publish(job: dict[str, Any], run: Channel) -> None:
+def _publish(job: dict[str, Any], run: Channel) -> dict[str, Any]:
     """Publish `source` by the `policy`; of snapshots in memory the newest, when this process is ready for it.
 
     The answer has the values of `Published`, the `source`, and when that was `committed`. Or it has `gone`: it was in
@@ -43,7 +43,7 @@ def _publish(job: dict[str, Any], run: Channel) -> None:
         answer = {"fenced": str(error)}
     except CheckpointError as error:
         answer = {"error": str(error)}
-    run.send({**answer, "warnings": warnings.texts})
+    return {**answer, "warnings": warnings.texts}
 
 
 def _published(policy: PublishPolicy, storage: Storage, source: str) -> dict[str, Any]:

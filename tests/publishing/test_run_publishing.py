@@ -92,12 +92,15 @@ def test_every_second_checkpoint_and_the_last_one(tmp_path: Path) -> None:
     assert [version.is_whole for version in versions_in(tmp_path).values()] == [True] * 3
 
 
-def test_snapshots_in_memory_are_published_and_one_that_is_saved_too_counts_once(tmp_path: Path) -> None:
+def test_snapshots_in_memory_are_published_and_one_that_is_saved_too_counts_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     memory = ["recovery.mode=host", "recovery.every_steps=1", "save.every_steps=3"]
     trained(tmp_path, *memory, "publish.every=2", steps=range(1, 7), awaited=[2, 4, 6])
     assert [event["step"] for event in events_of(tmp_path)] == [2, 4, 6]
     assert [event["path"].startswith("host://") for event in events_of(tmp_path)][:2] == [True, True]
     assert weight_in(tmp_path) == (6, 6.0)
+    assert not capfd.readouterr().err  # its processes end without a word
 
 
 def test_numbers_and_changes_go_on_in_the_next_run(tmp_path: Path) -> None:

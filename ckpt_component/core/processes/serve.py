@@ -5,6 +5,7 @@ Standard library only, because the byte writer uses it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -20,12 +21,15 @@ from .framing import Channel
 SIGNALS_OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def serve(work: Callable[[dict[str, Any], Channel], None], *, on_orphan: Literal["exit", "finish"]) -> None:
+def serve(
+    work: Callable[[dict[str, Any], Channel], dict[str, Any] | None], *, on_orphan: Literal["exit", "finish"]
+) -> None:
     """Do the work of this process, which obeys its parent, and no signal that is meant for the trainer.
 
     Args:
         work: called with the job and the connection to the parent, which ends when the parent hangs up or dies, even
-            if a process that it forked lives on
+            if a process that it forked lives on. What it returns is sent as the answer, when all that it held is let go:
+            the parent hangs up when it has that, which then ends nothing.
         on_orphan: what happens then. `exit`: SystemExit is raised in `work`, which does not receive. `finish`: `work`
             goes on, and learns of it when it receives.
     """
@@ -40,9 +44,12 @@ def serve(work: Callable[[dict[str, Any], Channel], None], *, on_orphan: Literal
         signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
         threading.Thread(target=_leave_with, args=(parent,), name="ckpt-parent-watch", daemon=True).start()
     try:
-        work(first[0], parent)
+        answer = work(first[0], parent)
     finally:
-        signal.signal(signal.SIGALRM, lambda *_: None)  # the parent closes the connection when it has the answer
+        signal.signal(signal.SIGALRM, lambda *_: None)
+    if answer is not None:
+        with contextlib.suppress(ConnectionError):  # nobody waits for it any more
+            parent.send(answer)
 
 
 def _leave_with(parent: Channel) -> None:
