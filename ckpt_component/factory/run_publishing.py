@@ -12,7 +12,7 @@ from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.hydra.hydra_job import MultirunJob
 from ..config.rules import resolved_commit
 from ..config.schema import Checkpoint
-from ..core.options import Commit, Durability, RecoveryMode
+from ..core.options import Commit, DeltaMode, Durability, RecoveryMode
 from ..core.storage.locate import absolute, is_url
 from ..exporting.casting import check_dtype
 from ..exporting.export import ExportOptions
@@ -43,7 +43,8 @@ class RunPublishing:
         self._settings, self._to = settings, to
         publish = settings.publish
         check_dtype("checkpoint.publish.dtype", publish.dtype)
-        require_codec("checkpoint.publish")
+        if publish.delta is not DeltaMode.off:
+            require_codec("checkpoint.publish")
         if resolved_commit(settings) is Commit.manifest and publish.mirror is None and settings.local.dir is None:
             raise HydraConfigError(
                 "checkpoint.publish.to with checkpoint.commit=manifest: the copy of the newest weights needs a local "

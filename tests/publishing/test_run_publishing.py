@@ -225,3 +225,9 @@ def test_publishing_needs_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(CheckpointConfigError, match=r"checkpoint\.publish needs the package zstandard: pip install"):
         build_manager("sync", [f"checkpoint.publish.to={tmp_path / 'w'}"], dir=tmp_path / "run")
+
+
+def test_whole_versions_need_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    trained(tmp_path, "publish.delta=off", steps=range(1, 2), awaited=[1])
+    assert weight_in(tmp_path) == (1, 1.0)

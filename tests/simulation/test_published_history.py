@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 from evidence import Record
 from simulation.published_history import PublishedHistory
@@ -16,15 +13,11 @@ from strides import STRIDE_OFFSET
 VERSIONS, TURNS = 1_000, 10
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
-def test_a_few_versions_and_all_that_may_happen(record_property: Record) -> None:
-    history = PublishedHistory(Trained(), KINDS[STRIDE_OFFSET % len(KINDS)], STRIDE_OFFSET)
+def test_a_few_versions_and_all_that_may_happen(trained: Trained, record_property: Record) -> None:
+    history = PublishedHistory(trained, KINDS[STRIDE_OFFSET % len(KINDS)], STRIDE_OFFSET)
     wrong = history.run(12)
     assert not wrong, "\n".join(wrong)
 
@@ -32,10 +25,10 @@ def test_a_few_versions_and_all_that_may_happen(record_property: Record) -> None
 @pytest.mark.slow
 @pytest.mark.turns(TURNS)
 @pytest.mark.parametrize("number", range(TURNS))
-def test_versions_are_right_whatever_happens(number: int, record_property: Record) -> None:
+def test_versions_are_right_whatever_happens(number: int, trained: Trained, record_property: Record) -> None:
     """Disturbances have the numbers of operations one after the other, so in the end each one is disturbed."""
     versions = VERSIONS // TURNS
-    history = PublishedHistory(Trained(), KINDS[number % len(KINDS)], STRIDE_OFFSET + number)
+    history = PublishedHistory(trained, KINDS[number % len(KINDS)], STRIDE_OFFSET + number)
     wrong = history.run(versions)
     record_property("published versions", versions)
     assert not wrong, "\n".join(wrong)

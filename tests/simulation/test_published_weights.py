@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -28,17 +27,7 @@ from ckpt_component.errors import (
 from ckpt_component.testing import Disk, SimulatedObjects
 from ckpt_component.testing.machine import Machine
 
-
-@pytest.fixture(scope="module")
-def trained() -> Trained:
-    return Trained()
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def begun(trained: Trained, kind: str, *checkpoints: int) -> tuple[Publishing, Serving]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import logging
-from collections.abc import Iterator
 
 import pytest
 from evidence import Record
@@ -31,16 +29,7 @@ CASES = [*itertools.product(ACTS, KINDS, FAULTS, [1])]
 QUICK = [(*case[:3], 8) for case in CASES if case[0].name == "delta" and case[2] in ("kill", "power")]
 
 
-@pytest.fixture(scope="module")
-def trained() -> Trained:
-    return Trained()
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def cases() -> list[object]:

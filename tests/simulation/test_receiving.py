@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,17 +20,7 @@ from ckpt_component.errors import CheckpointError
 from ckpt_component.testing import Fault, PowerCut
 from ckpt_component.testing.machine import Machine
 
-
-@pytest.fixture(scope="module")
-def trained() -> Trained:
-    return Trained()
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @dataclass(frozen=True)

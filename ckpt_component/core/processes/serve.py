@@ -28,8 +28,8 @@ def serve(
 
     Args:
         work: called with the job and the connection to the parent, which ends when the parent hangs up or dies, even
-            if a process that it forked lives on. What it returns is sent as the answer, when all that it held is let go:
-            the parent hangs up when it has that, which then ends nothing.
+            if a process that it forked lives on. What it returns is sent as the answer when all that it held is let go,
+            as the parent then hangs up.
         on_orphan: what happens then. `exit`: SystemExit is raised in `work`, which does not receive. `finish`: `work`
             goes on, and learns of it when it receives.
     """
