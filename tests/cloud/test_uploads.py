@@ -14,13 +14,14 @@ from cloud.test_object_requests import ALL, is_manifest
 from host_processes import HostProcesses
 from parted import save_on_hosts
 from strides import first_of
+from waiting import eventually
 
 from ckpt_component import build_manager
 from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.part_notes import PartNote, note_path, write_note
+from ckpt_component.core.commit.part_notes import PartNote, note_path, read_note, write_note
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
@@ -90,7 +91,8 @@ def test_a_bucket_gets_the_files_of_all_hosts(tmp_path: Path, bucket: Bucket) ->
     try:
         job.start("host-b", max_bytes_per_second=1e6)
         job.start("host-a")
-        job.said("host-b", "began")
+        # It says that it has begun before its note does.
+        eventually(lambda: read_note(job.storage, note_path(attempt, manifest, "host-b")))
         job.running["host-b"].kill()
         write_note(job.storage, note_path(attempt, manifest, "host-c"), PartNote(attempt=attempt.token))
         job.fails("host-a", "host-b has not gone on sending its files of iter_0000002 for 7 s")

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.manifest import read_manifest
@@ -75,18 +77,22 @@ class HostProcesses:
                 os.kill(process.pid, signal.SIGCONT)
             process.end(0)
 
-    def said(self, host: str, what: str) -> dict[str, Any]:
+    def said(self, host: str, what: str, deadline: float = 0) -> dict[str, Any]:
         """Wait for a message of the process of a host."""
-        deadline = time.monotonic() + SECONDS
-        while (frame := self.running[host].receive(deadline)) is not None:
-            self.messages.append({"host": host, **frame[0]})
-            if what in frame[0]:
-                return frame[0]
-        raise AssertionError(f"{host} has ended and did not say {what}: {self.messages}")
+        deadline = deadline or time.monotonic() + SECONDS
+        try:
+            while (frame := self.running[host].receive(deadline)) is not None:
+                self.messages.append({"host": host, **frame[0]})
+                if what in frame[0]:
+                    return frame[0]
+        except TimeoutError:
+            pytest.fail(f"{host} did not say {what} in time: {self.messages}")
+        pytest.fail(f"{host} has ended and did not say {what}: {self.messages}")
 
     def fails(self, host: str, because: str) -> None:
         """Wait until the process of a host says that it has failed, and why."""
-        while because not in self.said(host, "failed")["error"]:
+        deadline = time.monotonic() + SECONDS
+        while because not in self.said(host, "failed", deadline)["error"]:
             pass
 
     def end(self) -> None:
