@@ -63,6 +63,9 @@ _NOT_PRIVATE = pytest.StashKey[str | None]()
 #: What to pass for tests with a marker, which are skipped without it.
 _OPTIONS = {"slow": "--run-slow", "soak": "--run-soak"}
 
+#: For every how many commits a slow test runs, on average, if it has no marker `turns`.
+_TURNS = 3
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests that are marked slow")
@@ -81,8 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     run = {mark for mark in _OPTIONS if mark in config.option.markexpr}
     run |= {"slow", "soak"} if config.option.run_soak else {"slow"} if config.option.run_slow else set()
     for item in items:
-        turns = item.get_closest_marker("turns")
-        if turns is not None and item.get_closest_marker("slow") and not has_turn(item.nodeid, *turns.args):
+        if item.get_closest_marker("slow") and not has_turn(item.nodeid, _turns(item, named=item.path in files)):
             item.add_marker("soak")
         left = {mark for mark in _OPTIONS if item.get_closest_marker(mark)} - run
         if item.get_closest_marker("soak"):
@@ -102,6 +104,14 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _turns(item: pytest.Item, *, named: bool) -> int:
+    """For every how many commits, on average, a slow test runs; `named`: whether its file is named."""
+    turns = item.get_closest_marker("turns")
+    if turns is not None:
+        return int(turns.args[0])
+    return 1 if named or item.get_closest_marker("gpu") else _TURNS
 
 
 def _path_of(argument: str) -> str:

@@ -169,6 +169,7 @@ BROKEN: list[tuple[type[WriteCaller], str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("broken", "promise", "text"), BROKEN)
 def test_a_broken_caller_is_found(broken: type[WriteCaller], promise: str, text: str, tmp_path: Path) -> None:
     caller, before = broken(), {each.pid for each in children()}

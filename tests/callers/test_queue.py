@@ -67,6 +67,7 @@ def test_temporal_is_what_one_gets_unasked() -> None:
     queue.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
 def test_three_pending_requests(start_method: str, make: Make, log: Log, tmp_path: Path, out: Path) -> None:
     queue, gate = make(start_method), tmp_path / "gate"
@@ -326,6 +327,7 @@ def run_script(folder: Path, persistent: bool, main: str, more: str = "pass") ->
     return out.read_text(), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["main", "child"])
 def test_a_script_that_forgets_close_finalizes_at_exit(persistent: bool, where: str, tmp_path: Path) -> None:
     in_child = "from ckpt_component.compat.spawn import spawn; spawn(train)"

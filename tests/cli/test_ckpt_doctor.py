@@ -233,6 +233,7 @@ def plentiful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plentiful")
 @pytest.mark.parametrize(
     ("words", "what", "status", "text"),

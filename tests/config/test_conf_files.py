@@ -35,6 +35,7 @@ def test_presets_choose_the_parts_that_their_names_promise() -> None:
     assert [preset for preset, config in configs.items() if not config.enabled] == ["off"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_option_of_every_group_composes_in_every_preset(preset: str) -> None:
     # Groups are independent of each other, so that one config has an option of each; the last of a short one comes again.

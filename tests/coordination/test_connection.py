@@ -85,6 +85,7 @@ CALLS: dict[str, Callable[[RankStore], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_ends_and_names_the_holder(name: str, held: Held) -> None:
     store = connected(held)

@@ -168,7 +168,7 @@ def test_a_whole_training_state_resumes_in_the_middle_of_an_epoch(tmp_path: Path
     assert "\nstep 100: loss" in whole and again.splitlines()[-1] == whole.splitlines()[-1]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 def test_old_checkpoints_are_imported_as_the_page_says(tmp_path: Path) -> None:
     blocks = python_of("migration.md")

@@ -128,6 +128,7 @@ def run_through(kind: str, action: str, stride: int, forker: Forker, template: P
     raise AssertionError("an enumeration that does not end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stride"), [("cp", 9), ("mv", 4), ("mv across", 12), ("rm", 5), ("gc", 7)])
 def test_a_kill_at_an_operation(
     kind: str, stride: int, commands: Forker, template: Path, tmp_path: Path, record_property: Record

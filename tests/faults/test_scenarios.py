@@ -12,6 +12,7 @@ from strides import in_turn
 PRESETS = ["sync", "async_temporal", "async_persistent", "async_zero_overhead"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_a_step_that_is_there_is_refused_and_not_touched(preset: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run("faults.scenarios:save_again", root=str(tmp_path / "root"), preset=preset)
@@ -55,6 +56,7 @@ def test_hung_storage_fails_its_save_by_the_deadline(operation: str, forker: For
     assert forker.drain() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_small_dev_shm(preset: str, forker: Forker, tmp_path: Path) -> None:
     if forker.unmountable:

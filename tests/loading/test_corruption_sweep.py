@@ -86,7 +86,7 @@ def seed() -> int:
     return int(os.environ.get("CKPT_TEST_SEED", "20261121"))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", _WRITERS)
 def test_no_damage_loads_silently_wrong(writer: str, tmp_path: Path, record_property: Record) -> None:
@@ -167,6 +167,7 @@ def flips_in(folder: Path) -> Iterator[tuple[str, Path, int]]:
                 yield key, folder / piece.file, place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "stager"), [*((writer, "none") for writer in _WRITERS), ("dcp", "shared_memory")], ids=str
 )
@@ -190,6 +191,7 @@ def test_a_flipped_bit_is_found_in_a_tensor_of_any_size(writer: str, stager: str
         assert_equal(ours.load(tmp_path / "one", zeros_like(state)), state, writer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", _COUNTS)
 @pytest.mark.parametrize("writer", _WRITERS)
 def test_a_flipped_bit_is_found_among_any_number_of_tensors(writer: str, count: int, tmp_path: Path) -> None:
@@ -251,6 +253,7 @@ def test_a_file_that_is_missing_or_too_much(tmp_path: Path) -> None:
             path.write_bytes(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dcp", "torch.save", "safetensors"])
 def test_damage_to_files_of_others_gives_typed_errors_alone(kind: str, tmp_path: Path) -> None:
     """They have no checksums, so a flipped payload cannot be seen; but nothing else than our errors comes out."""

@@ -14,6 +14,7 @@ from ranks import run_ranks
 HOOKS = Path(__file__).with_name("hooks.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -43,7 +44,7 @@ def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 def test_a_script_runs_as_it_would_alone(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()

@@ -408,6 +408,7 @@ def test_threads_and_descriptors_do_not_add_up() -> None:
 # The end of the trainer.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", METHODS)
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_the_process_leaves_when_the_trainer_is_killed(start_method: str, busy: bool, tmp_path: Path) -> None:

@@ -395,6 +395,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str, tmp_path:
         publisher(tmp_path / "to", tmp_path / "mirror", **options)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     world = World(tmp_path)
     large = torch.zeros(160 << 20, device="cpu", dtype=torch.uint8)

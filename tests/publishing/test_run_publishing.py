@@ -112,6 +112,7 @@ def test_numbers_and_changes_go_on_in_the_next_run(tmp_path: Path) -> None:
     assert weight_in(tmp_path) == (4, 4.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "failpoint", "text"),
     [

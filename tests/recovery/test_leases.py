@@ -28,6 +28,7 @@ def test_a_run_that_ends_with_an_exception_or_unclosed_is_kept_for_its_lease(tmp
     assert second.restored == (2, "memory") and second.told["began"] == first.told["digests"]["2"]
 
 
+@pytest.mark.slow
 def test_all_is_gone_when_the_lease_is_over(tmp_path: Path) -> None:
     live(tmp_path, steps=2, end="kill", overrides=SHORT)
     left = list(keepers().values())

@@ -68,6 +68,7 @@ class Quantized(nn.Module):
         self.bias = nn.Parameter(torch.full((4,), float(seed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stager", "writer"), in_turn(itertools.product(PARTS["stager"], PARTS["writer"]), 2))
 def test_every_stager_and_writer_takes_the_parts_as_they_were(stager: str, writer: str, tmp_path: Path) -> None:
     saved: dict[str, Any] = {"module": Quantized(1), "list": [packed(2, 8), torch.ones(3)], "nested": pair(1, 2, 3, 4)}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
@@ -139,6 +140,7 @@ class Run:
         }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(story=stories())
 def test_the_next_three_steps(story: dict[str, Any]) -> None:

@@ -205,6 +205,7 @@ def save_and_restore(
     assert not differing({name: state[name] for name in unchanged}, {name: fresh[name] for name in unchanged})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "preset", "writer"), CASES)
 def test_a_save_and_a_restore_do_not_depend_on_what_is_set_around_them(
     name: str, preset: str, writer: str, tmp_path: Path

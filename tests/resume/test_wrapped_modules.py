@@ -106,6 +106,7 @@ def keys_at(path: Path) -> set[str]:
     return {key for key in dcp.FileSystemReader(path).read_metadata().state_dict_metadata if key.startswith("model.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", WRAPPINGS)
 def test_a_model_and_its_optimizer_load_into_any_wrapping(saved: str, ours: Checkpointer, tmp_path: Path) -> None:
     model, state = trained(1.0, WRAPPINGS[saved])

@@ -123,6 +123,7 @@ def test_retry_commits_at_the_second_try_all_files_anew(
     assert_holds(tmp_path, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["async_persistent", "async_temporal", "async_zero_overhead"])
 def test_a_writer_killed_by_kill_9_is_replaced_and_the_second_try_commits(preset: str, tmp_path: Path) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=retry", preset=preset) as manager:
@@ -167,6 +168,7 @@ def test_after_the_last_try_the_error_is_raised_once(tmp_path: Path, caplog: pyt
     assert checkpoints_in(tmp_path) == ["iter_0000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

@@ -266,7 +266,7 @@ def run_script(tmp_path: Path, caller: str, how: str) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("caller", in_turn(["temporal", "persistent"], 2))
 def test_a_script_that_forgets_close_still_ends_with_its_last_save(caller: str, tmp_path: Path) -> None:
@@ -276,6 +276,7 @@ def test_a_script_that_forgets_close_still_ends_with_its_last_save(caller: str, 
         assert checkpointer.load(tmp_path / "checkpoints" / "one")["step"] == 5
 
 
+@pytest.mark.slow
 def test_a_trainer_killed_between_write_and_commit_keeps_its_checkpoint(tmp_path: Path) -> None:
     done = run_script(tmp_path, "persistent", "kill")
     assert done.returncode == -signal.SIGKILL

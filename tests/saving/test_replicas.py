@@ -115,6 +115,7 @@ def full_digests(tensors: Sequence[torch.Tensor], hash_of: Hash) -> list[int]:
     return FullDigests(flat, range(len(tensors)), hash_of).of(flat).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HASHES)
 @pytest.mark.parametrize("damage", PATTERNS)
 def test_a_digest_has_every_byte(name: str, damage: Callable[[Any], None]) -> None:
@@ -214,11 +215,13 @@ def test_an_error_that_could_never_be_raised_is_refused(overrides: list[str], ad
         build_checkpointer("async_persistent", [*overrides, "checkpoint.on_different_replicas=error"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_damaged_replica_is_found_at_the_next_save_with_its_key_and_rank(world_size: int, tmp_path: Path) -> None:
     run_ranks(SCRIPT, "damaged", world_size, tmp_path)
 
 
+@pytest.mark.slow
 def test_different_replicas_fail_the_save_alike_on_all_ranks(tmp_path: Path) -> None:
     outputs = run_ranks(SCRIPT, "refused", 2, tmp_path)
     errors = [[line for line in each.splitlines() if line.startswith("refused: ")] for each in outputs]

@@ -224,6 +224,7 @@ def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Count
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keep",
     [

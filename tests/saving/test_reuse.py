@@ -138,6 +138,7 @@ def shared(one: Path, other: Path) -> set[str]:
     return {path.name for path in other.iterdir() if path.stat().st_ino in inodes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_frozen_tensors_are_written_until_they_are_known_to_be_frozen(tmp_path: Path, preset: str) -> None:
     training = Training(tmp_path, preset, "checkpoint.keep.last=null")

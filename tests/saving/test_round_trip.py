@@ -97,6 +97,7 @@ def wiped(state: Any) -> Any:
     return [wiped(value) for value in state] if isinstance(state, list) else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["dcp", "torch_save"])
 def test_what_is_saved_comes_back_to_the_bit_or_is_refused_by_key(writer: str, tmp_path: Path) -> None:
     kept = 0

@@ -32,6 +32,7 @@ def test_shards_come_back_also_by_stock_dcp_and_on_other_ranks(tmp_path: Path) -
     assert torch.equal(stock["rows"], whole) and stock["list"][0].tolist() == [0, 1]
 
 
+@pytest.mark.slow
 def test_where_its_parts_cannot_be_kept_it_is_refused_by_key(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "refused", 3, tmp_path)
 

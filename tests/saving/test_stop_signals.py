@@ -256,6 +256,7 @@ def test_outside_the_main_thread_it_says_what_it_cannot_do(caplog: pytest.LogCap
     assert "training runs outside the main thread, so a SIGTERM will end it without a save" in caplog.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
 def test_a_sigint_after_another_signal_ends_at_once(first: str) -> None:
     code = f"""
@@ -386,7 +387,7 @@ def test_a_coordinator_that_was_made_for_the_signals_is_closed_with_them(own: bo
     assert ranks.closed == own
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["one_gets_a_signal", "without_checkpoints", "one_does_not_ask"])
 def test_on_two_ranks(function: str, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_going_back_retires_in_both_places(tmp_path: Path) -> None:
     assert len([*(tmp_path / "slow").glob(".ckpt-quarantine.*")]) == 1
 
 
+@pytest.mark.slow
 def test_a_dead_target_is_a_warning_with_the_lag_and_an_error_by_policy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,7 +205,7 @@ def test_which_checkpoint_is_uploaded_next() -> None:
     assert UploadPolicy.of(json.loads(json.dumps(asdict(best)))) == best
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("by_rename", [True, False])
 def test_an_upload_that_is_killed_at_any_operation_is_completed_by_the_next(tmp_path: Path, by_rename: bool) -> None:

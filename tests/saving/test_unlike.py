@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ranks import run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "unlike.py"
 
 
+@pytest.mark.slow
 def test_every_kind_of_value_that_differs_is_named_and_no_other(tmp_path: Path) -> None:
     told = run_ranks(SCRIPT, "all_kinds", 2, tmp_path)
     text = "4 values differ by rank, and only one rank's value is saved: 'seed.numpy', 'rng', 'drifted', 'scalar'. "
@@ -23,6 +25,7 @@ def test_values_that_part_later_are_noticed_by_the_first_rank_that_has_them(tmp_
     assert "'there.y'" in told[1] and "'there.x'" in told[1] and "differ" not in told[2]
 
 
+@pytest.mark.slow
 def test_of_very_many_values_some_are_looked_at_each_time_and_ten_are_named(tmp_path: Path) -> None:
     told = run_ranks(SCRIPT, "many", 2, tmp_path)
     assert "12 values differ by rank" in told[0] and "'u9' and 2 more. " in told[0] and "'u10'" not in told[0]

@@ -37,6 +37,7 @@ def marks_of(workload: Workload) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if workload.name in SLOW else [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", [pytest.param(each, marks=marks_of(each)) for each in WORKLOADS], ids=str)
 def test_every_request(workload: Workload, record_property: Record) -> None:
     world, wrong, faults = World(workload, "bucket"), list[str](), 0

@@ -84,6 +84,7 @@ def test_a_run_goes_on_whatever_happens_once(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [*in_turn(["verify", "copy"], 2)])
 def test_a_bit_that_flips_on_its_way_to_a_rank_reaches_no_tensor(hosts: Hosts, phase: str) -> None:
     wrong, flips = [], 0

@@ -50,6 +50,7 @@ def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
             logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", in_turn(TROUBLES, 3))
 def test_an_upload_gets_there_whole_or_not_whatever_happens_to_a_host(
     crews: Crews, kind: str, record_property: Record

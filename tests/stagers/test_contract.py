@@ -260,6 +260,7 @@ def closed_arenas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         arena.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("closed_arenas")
 @pytest.mark.parametrize(("broken", "promise", "text"), BROKEN)
 def test_a_broken_stager_is_found(broken: type[Stager], promise: str, text: str, tmp_path: Path) -> None:

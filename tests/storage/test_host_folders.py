@@ -308,6 +308,7 @@ def test_a_keeper_serves_its_folder_alone(path: str, cluster: Cluster) -> None:
         keeper.delete([path])
 
 
+@pytest.mark.slow
 def test_whenever_the_leading_host_dies_a_step_is_whole_or_absent_on_all_ranks(tmp_path: Path) -> None:
     outcomes = set[bool]()
     for lives in itertools.count():

@@ -75,6 +75,7 @@ def test_every_model_has_all_its_numbers(compose_job: Composed, name: str) -> No
     assert compose_job(f"model={name}").model.layers == 2  # what is typed beats the file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(recipe_dir().rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_composes_with_the_training_job(compose_job: Composed, path: Path) -> None:
     for kind, option in re.findall(r"override /hydra/(launcher|sweeper): (\w+)", path.read_text()):

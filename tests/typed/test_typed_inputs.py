@@ -307,7 +307,7 @@ CKPT = [
 ]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
@@ -327,6 +327,7 @@ def test_in_every_app(ask: Ask, line: str, words: str | None) -> None:
         assert again is None, f"{line} -> {text} -> {suggestion} -> {again}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_own_app", "line"),
     in_turn(
@@ -360,7 +361,7 @@ def test_other_apps_keep_hydras_words_before_and_after_ours_were_asked_for(conf:
     assert asked_without_hints() == before
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "line", "words"),
@@ -377,12 +378,14 @@ def test_to_our_commands(
         assert words in answered(entry, line, monkeypatch, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "words"), CKPT)
 def test_to_ckpt(line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert words in answered(ckpt, line, monkeypatch, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "overrides", "words"),
     [

@@ -56,6 +56,7 @@ def data_files(path: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("writer", "preset", "stager"), in_turn(WRITTEN, 2))
 def test_direct_files_are_the_buffered_ones(writer: str, preset: str, stager: str, tmp_path: Path) -> None:
     for mode in ("direct", "buffered"):
@@ -82,6 +83,7 @@ def in_memory() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processors", "writer", "preset", "stager"),
     in_turn(((processors, *each) for processors, each in product([1, 64], WRITTEN)), 2),

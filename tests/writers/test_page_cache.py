@@ -81,6 +81,7 @@ def test_a_file_that_the_newest_shares_with_the_one_before_stays_cached(tmp_path
         assert least > 0.8  # what was written is a seventh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["async_persistent", "async_temporal", "sync"])
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_off_and_with_other_callers_nothing_is_left(tmp_path: Path, io: str, preset: str) -> None:

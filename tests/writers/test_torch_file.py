@@ -118,6 +118,7 @@ def test_a_folder_at_the_path_is_not_replaced(tmp_path: Path) -> None:
         checkpointer.save(file_state({"a": torch.ones(3)}), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_failure_of_any_operation_leaves_a_whole_file_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
