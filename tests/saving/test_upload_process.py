@@ -58,6 +58,8 @@ def test_when_its_time_is_over_it_ends_and_the_next_run_goes_on(
         (process,) = uploaders()
         assert process.nice() > psutil.Process().nice()
         assert tuple(process.ionice()) == (psutil.IOPRIO_CLASS_BE, 7)
+        group = Path(f"/proc/{process.pid}/autogroup")  # where there is one, nice counts only inside a session
+        assert not group.exists() or group.read_text().endswith(f" nice {process.nice()}\n")
     assert not process.is_running()
     assert "slow is 7 steps behind step 7" in caplog.text and "the next run goes on with it" in caplog.text
     (staging,) = {path.parent for path in begun(tmp_path)}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 
 from ..options import IoPriority
 
 logger = logging.getLogger("ckpt_component.callers")
+
+#: Users other than root may set one group in a tenth of a second, on the whole host.
+_TRY_SECONDS, _PAUSE_SECONDS = 1.0, 0.02
 
 
 def lower_priority(pid: int, nice: int, io_priority: IoPriority) -> None:
@@ -21,10 +26,34 @@ def lower_priority(pid: int, nice: int, io_priority: IoPriority) -> None:
 
     try:
         process = psutil.Process(pid)
-        process.nice(max(nice, process.nice()))
+        nice = max(nice, process.nice())
+        process.nice(nice)
         if io_priority is IoPriority.low:
             process.ionice(psutil.IOPRIO_CLASS_BE, 7)
         elif io_priority is IoPriority.idle:
             process.ionice(psutil.IOPRIO_CLASS_IDLE)
     except (psutil.Error, OSError) as error:
         logger.warning("the checkpoint writer process keeps its normal priority (%s)", error)
+        return
+    _lower_group(pid, nice)
+
+
+def _lower_group(pid: int, nice: int) -> None:
+    """Where the kernel groups tasks by session, give the group of a session's leader the same priority.
+
+    There `nice` counts only among the tasks of one session, and a process in a session of its own gets as much of a
+    busy core as all of the training; see "The autogroup feature" in sched(7).
+    """
+    group, deadline = f"/proc/{pid}/autogroup", time.monotonic() + _TRY_SECONDS
+    try:
+        while os.getsid(pid) == pid and os.path.exists(group):
+            try:
+                with open(group, "r+b", buffering=0) as setting:
+                    setting.write(b"%d" % nice)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+    except OSError as error:  # read-only in some containers
+        logger.info("%s keeps its normal priority, which counts where no cgroup divides the cores (%s)", group, error)
