@@ -64,7 +64,7 @@ _NOT_PRIVATE = pytest.StashKey[str | None]()
 _OPTIONS = {"slow": "--run-slow", "soak": "--run-soak"}
 
 #: For every how many commits a slow test runs, on average, if it has no marker `turns`.
-_TURNS = 3
+_TURNS = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -73,6 +73,7 @@ def unsaid_in(path: Path) -> Iterator[str]:
             yield f"line {node.lineno}: torch.{name}()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["ckpt_component", "benchmarks/ckpt_bench", "examples/ckpt_train"])
 def test_what_we_make_says_its_device_and_dtype(folder: str) -> None:
     found = {

@@ -331,6 +331,7 @@ def test_the_newest_checkpoint_tells_how_large_the_state_is(
     assert doctor(capsys, *config, "--ranks", "4")[1]["checkpoint.dir"] == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "text"),
     [

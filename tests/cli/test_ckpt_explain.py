@@ -50,6 +50,7 @@ def test_every_choice_says_where_it_was_made(capsys: pytest.CaptureFixture[str])
     assert got["set"] == {"checkpoint.keep.last": {"value": None, "origin": "override checkpoint.keep.last=null"}}
 
 
+@pytest.mark.slow
 def test_a_group_of_keys_says_where_it_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     usual = {
         "every_steps": {"value": None, "origin": "default"},
@@ -105,6 +106,7 @@ def test_facts_of_parts_are_those_of_their_classes() -> None:
             assert facts.single_file == bool(getattr(cls, "single_file", "")) or kind != "writer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

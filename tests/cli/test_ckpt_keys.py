@@ -26,6 +26,7 @@ def ckpt(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return left.value.code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_every_key_can_be_typed_with_its_default() -> None:
     """As an override it changes nothing, so name, option and default are those of the config."""
     settings = resolve_config("async_persistent")

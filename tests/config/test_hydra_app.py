@@ -139,6 +139,7 @@ def test_a_sweep_goes_over_parts_and_values(app: Path) -> None:
     assert len(set(jobs)) == 9
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_over_a_group_of_keys(app: Path) -> None:
     done = run(app, "-m", "checkpoint/recovery=none,host", "checkpoint.recovery.every_steps=5")
     assert [line for line in done.stdout.splitlines() if line.startswith("recovery")] == [

@@ -213,6 +213,7 @@ def stored() -> Iterator[None]:
         del store.repo["checkpoint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "overrides", "expected"),
     [

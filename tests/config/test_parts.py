@@ -229,6 +229,7 @@ def test_a_class_with_open_methods_is_told_which() -> None:
     )
 
 
+@pytest.mark.slow
 def test_our_own_parts_are_built_from_their_files() -> None:
     from ckpt_component.callers.write_callers import WriteCaller
     from ckpt_component.config import resolve_config

@@ -67,6 +67,7 @@ def test_overrides_go_on_top_of_a_config(make: Any) -> None:
     assert given == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda: "async_persistent", compose_checkpoint, lambda: PARTS], ids=["name", "node", "dict"]
 )

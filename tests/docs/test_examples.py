@@ -48,6 +48,7 @@ def test_a_loop_resumes_and_its_result_is_evaluated(tmp_path: Path) -> None:
     assert run("evaluate.py", tmp_path) == whole and whole.startswith("step 200: loss")
 
 
+@pytest.mark.slow
 def test_a_hydra_app_takes_the_keys_of_a_preset(tmp_path: Path) -> None:
     app = tmp_path / "hydra_app"
     shutil.copytree(EXAMPLES / "hydra_app", app)

@@ -112,6 +112,7 @@ def reading_memory(nth: int) -> Iterator[tuple[threading.Event, threading.Event]
             go_on.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nth", [1, 2], ids=["verifying", "copying"])
 @pytest.mark.parametrize("keeper", ["lives", "dies"])
 def test_a_reader_has_the_bytes_that_it_began_with_while_training_goes_on(

@@ -46,6 +46,7 @@ def test_the_writer_process_is_small_beside_the_image() -> None:
         assert psutil.Process(pid).memory_info().rss < 30 * MB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "copies"), [("sync", 0), ("async_persistent", 1), ("async_temporal", 1), ("async_zero_overhead", 2)]
 )

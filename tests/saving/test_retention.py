@@ -298,6 +298,7 @@ def test_close_waits_for_the_deletion_no_longer_than_its_timeout(
     assert manager.steps() == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -235,6 +235,7 @@ def by_fsdp(tensor: torch.Tensor) -> None:
 CHANGES = [by_data, by_numpy, by_foreign_code, by_other_storage, by_fsdp, lambda tensor: tensor.mul_(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "change"),
     [*(("sync", change) for change in CHANGES), *(("async_zero_overhead", change) for change in CHANGES[:2])],

@@ -36,6 +36,7 @@ def test_the_best_is_chosen_when_it_stands_out(figures: dict[str, list[float]], 
     assert answer.value == value and reason in answer.reason
 
 
+@pytest.mark.slow
 def test_the_questions_are_about_keys_that_exist() -> None:
     config = resolve_config("async_persistent")
     for question in questions(8, ["dcp", "torch_save"]):

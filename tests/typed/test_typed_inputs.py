@@ -469,6 +469,7 @@ def test_as_arguments_in_the_wrong_order_or_of_the_wrong_type(tmp_path: Path) ->
             assert str(caught.value).startswith(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_argument", [True, False])
 @pytest.mark.parametrize(
     ("folder", "meant"), [("~/ck", "home/ck"), ("$HOME/ck", "home/ck"), ("${HOME}_2/ck", "home_2/ck")]
