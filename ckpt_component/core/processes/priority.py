@@ -11,7 +11,7 @@ from ..options import IoPriority
 logger = logging.getLogger("ckpt_component.callers")
 
 #: Users other than root may set one group in a tenth of a second, on the whole host.
-_TRY_SECONDS, _PAUSE_SECONDS = 1.0, 0.02
+_TRY_SECONDS, _PAUSE_SECONDS = 2.0, 0.02
 
 
 def lower_priority(pid: int, nice: int, io_priority: IoPriority) -> None:
@@ -47,13 +47,11 @@ def _lower_group(pid: int, nice: int) -> None:
     group, deadline = f"/proc/{pid}/autogroup", time.monotonic() + _TRY_SECONDS
     try:
         while os.getsid(pid) == pid and os.path.exists(group):
-            try:
-                with open(group, "r+b", buffering=0) as setting:
-                    setting.write(b"%d" % nice)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
+            with open(group, "r+b", buffering=0) as setting:
+                if setting.write(b"%d" % nice) is not None:
+                    return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"other groups were set for {_TRY_SECONDS:g} s")
             time.sleep(_PAUSE_SECONDS)
     except OSError as error:  # read-only in some containers
         logger.info("%s keeps its normal priority, which counts where no cgroup divides the cores (%s)", group, error)

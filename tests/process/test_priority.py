@@ -1,0 +1,34 @@
+"""Processes in sessions of their own yield busy cores, whoever starts them, and several at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GROUP = Path("/proc/self/autogroup")
+SCRIPT = """
+import os, subprocess
+import psutil
+from ckpt_component.core.options import IoPriority
+from ckpt_component.core.processes.priority import lower_priority
+os.setuid(65534)
+processes = [subprocess.Popen(["sleep", "60"], start_new_session=own) for own in (True, True, True, False)]
+for process in processes:
+    lower_priority(process.pid, 15, IoPriority.low)
+for process in processes:
+    print(psutil.Process(process.pid).nice(), open(f"/proc/{process.pid}/autogroup").read().split()[-1])
+    process.kill()
+    process.wait()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, which becomes another user")
+@pytest.mark.skipif(not GROUP.exists(), reason="needs a kernel that groups tasks by session")
+def test_a_user_whom_the_kernel_has_wait_lowers_each_session_and_not_its_own() -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    ours = GROUP.read_text().split()[-1]
+    assert ended.stdout.split("\n")[:4] == ["15 15"] * 3 + [f"15 {ours}"], ended.stderr
