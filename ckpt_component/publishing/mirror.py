@@ -97,6 +97,7 @@ class Mirror:
         """Durably, before anything else is there, so that the folder is known by it after a power cut, too."""
         durable = copy(self._fs)
         durable.durable = True
+        durable.sync_folder(os.path.dirname(self._path))  # else one of this name that was just deleted may come back
         durable.write_over(os.path.join(self._path, _MARK), b"")
 
     def __exit__(self, *_: object) -> None:
