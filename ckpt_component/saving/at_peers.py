@@ -133,7 +133,8 @@ class SnapshotsAtPeers(NewestStays):
         self._asked, self._sending = 0, False
         #: Paths. What was sent and has not arrived stays until another one is sent, as other ranks may know better.
         self._at_peers = self._sent = ""
-        self._reports: dict[str, SaveReport] = {}
+        #: What is whole, by path, from the one that was agreed on last: an older one than the newest may be next.
+        self._whole: dict[str, _Whole] = {}
         self._closing = False
 
     def begin(self, then: Callable[[], None]) -> None:
@@ -155,9 +156,7 @@ class SnapshotsAtPeers(NewestStays):
         """See the base class."""
         super().whole(report)
         with self._changed:
-            self._last = _Whole(self._last.number + 1, report, self._place)
-            self._reports = {path: told for path, told in self._reports.items() if path == self._sent}
-            self._reports[report.path] = report
+            self._last = self._whole[report.path] = _Whole(self._last.number + 1, report, self._place)
             self._changed.notify_all()
 
     def paths(self) -> Sequence[str]:
@@ -204,6 +203,7 @@ class SnapshotsAtPeers(NewestStays):
         number, path, to = self._agree(tag, newest)
         with self._changed:
             self._asked = number
+            self._whole = {at: whole for at, whole in self._whole.items() if whole.number >= number or at == path}
             if to:
                 self._sending, self._sent = True, path
             self._changed.notify_all()
@@ -265,8 +265,8 @@ class SnapshotsAtPeers(NewestStays):
             return False
         at = time.time()
         with self._changed:  # this rank may not know yet that it is whole
-            self._changed.wait_for(lambda: path in self._reports or self._closing, self._timeouts.stage)
-            report = self._reports.get(path) or SaveReport(path, time=at)
+            self._changed.wait_for(lambda: path in self._whole or self._closing, self._timeouts.stage)
+            report = self._whole[path].report if path in self._whole else SaveReport(path, time=at)
         self._events.at_peers(replace(report, sent=own["sent"], at_peers_s=at - report.time))
         if self._ranks.is_leader:
             text = "step %s is at its peers: %s sent by rank 0 in %.2f s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -70,12 +71,16 @@ class Rank:
         peers = PeerMap([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret")
         self.keeper, self.listener, self.first, self.told = Keeper(), Heard(), list[str](), threading.Event()
         events = EventRecorder(listeners=[self.listener], rank=ranks.rank)
-        self.copies = SnapshotsAtPeers(
-            peers, self.keeper, ranks, TIMEOUTS, events, lambda: self.first.append("at peers")
-        )
+        self.first_is_told = threading.Event()
+        self.first_is_told.set()
+        self.copies = SnapshotsAtPeers(peers, self.keeper, ranks, TIMEOUTS, events, self._tell_first)
         self._prepare = self.copies.preparation(self.keeper)
         self.copies.begin(self.told.set)
         self.rank = ranks.rank
+
+    def _tell_first(self) -> None:
+        self.first.append("at peers")
+        assert self.first_is_told.wait(20)
 
     def whole(self, step: int) -> list[str]:
         self._prepare(20.0)
@@ -117,6 +122,30 @@ def test_the_newest_snapshot_is_sent_when_nobody_sends_and_those_in_between_are_
     assert [path for path, _ in sent[0]] == ["step1", "step2", "step4"]
     assert [to[0][1:] for _, to in sent[0]] == [("10.0.0.1", 4000, 1)] * 3, "where the other one listens"
     assert both(lambda rank: rank.first) == [["at peers"]] * 2
+
+
+def test_a_rank_that_has_a_newer_one_by_then_sends_the_older_one_and_waits_for_nobody(both: Any) -> None:
+    """It is whole there while the ranks agree on the one before, which another rank has not gone beyond."""
+    both(lambda rank: rank.keeper.go_on.clear())
+    both(lambda rank: rank.first_is_told.clear() if rank.rank == 0 else None)
+    both(lambda rank: rank.whole(1))
+    both(lambda rank: rank.whole(2))
+    both(lambda rank: rank.keeper.go_on.set())
+
+    def go_on(rank: Rank) -> None:
+        if rank.rank == 1:
+            assert rank.told.wait(20)
+            time.sleep(0.2)  # it asks which one is next
+            rank.whole(3)
+        else:
+            time.sleep(0.6)
+            rank.first_is_told.set()
+
+    both(go_on)
+    both(lambda rank: rank.whole(3) if rank.rank == 0 else None)
+    eventually(lambda: both(lambda rank: rank.paths()) == [["step3"]] * 2, seconds=10)
+    for rank_heard in both(lambda rank: [report.step for report in rank.listener.heard]):
+        assert rank_heard == [1, 2, 3]
 
 
 def test_listeners_and_the_log_are_told_what_is_at_its_peers(both: Any, caplog: pytest.LogCaptureFixture) -> None:
