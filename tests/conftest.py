@@ -63,7 +63,7 @@ _NOT_PRIVATE = pytest.StashKey[str | None]()
 #: What to pass for tests with a marker, which are skipped without it.
 _OPTIONS = {"slow": "--run-slow", "soak": "--run-soak"}
 
-#: For every how many commits a slow test runs, on average, if it has no marker `turns`.
+#: A slow test without the marker `turns` runs for every n-th commit on average.
 _TURNS = 4
 
 
@@ -107,7 +107,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _turns(item: pytest.Item, *, named: bool) -> int:
-    """For every how many commits, on average, a slow test runs; `named`: whether its file is named."""
+    """A slow test runs for every n-th commit on average: n. `named`: whether the command line names its file."""
     turns = item.get_closest_marker("turns")
     if turns is not None:
         return int(turns.args[0])

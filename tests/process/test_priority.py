@@ -1,4 +1,4 @@
-"""Processes in sessions of their own yield busy cores, whoever starts them, and several at once."""
+"""The priority of processes that have a session of their own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for process in processes:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, which becomes another user")
 @pytest.mark.skipif(not GROUP.exists(), reason="needs a kernel that groups tasks by session")
-def test_a_user_whom_the_kernel_has_wait_lowers_each_session_and_not_its_own() -> None:
+def test_each_session_is_lowered_although_the_kernel_limits_the_rate_and_the_own_is_not() -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
     ours = GROUP.read_text().split()[-1]
     assert ended.stdout.split("\n")[:4] == ["15 15"] * 3 + [f"15 {ours}"], ended.stderr

@@ -73,12 +73,12 @@ class Rank:
         events = EventRecorder(listeners=[self.listener], rank=ranks.rank)
         self.first_is_told = threading.Event()
         self.first_is_told.set()
-        self.copies = SnapshotsAtPeers(peers, self.keeper, ranks, TIMEOUTS, events, self._tell_first)
+        self.copies = SnapshotsAtPeers(peers, self.keeper, ranks, TIMEOUTS, events, self.tell_first)
         self._prepare = self.copies.preparation(self.keeper)
         self.copies.begin(self.told.set)
         self.rank = ranks.rank
 
-    def _tell_first(self) -> None:
+    def tell_first(self) -> None:
         self.first.append("at peers")
         assert self.first_is_told.wait(20)
 
@@ -124,7 +124,7 @@ def test_the_newest_snapshot_is_sent_when_nobody_sends_and_those_in_between_are_
     assert both(lambda rank: rank.first) == [["at peers"]] * 2
 
 
-def test_a_rank_that_has_a_newer_one_by_then_sends_the_older_one_and_waits_for_nobody(both: Any) -> None:
+def test_a_rank_with_a_newer_snapshot_sends_the_older_one_without_delay(both: Any) -> None:
     """It is whole there while the ranks agree on the one before, which another rank has not gone beyond."""
     both(lambda rank: rank.keeper.go_on.clear())
     both(lambda rank: rank.first_is_told.clear() if rank.rank == 0 else None)

@@ -48,7 +48,7 @@ def serve(
     finally:
         signal.signal(signal.SIGALRM, lambda *_: None)
     if answer is not None:
-        with contextlib.suppress(ConnectionError):  # nobody waits for it any more
+        with contextlib.suppress(ConnectionError):  # the parent has hung up
             parent.send(answer)
 
 
