@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -183,7 +184,10 @@ class Act:
 
 
 def lose_mirror(publishing: Publishing) -> None:
-    Machine().files(publishing.disk).remove_tree(MIRROR)
+    """Delete it, some time before whatever happens next: half of it does not come back after a power cut."""
+    files = Machine().files(publishing.disk)
+    files.remove_tree(MIRROR)
+    files.sync_folder(os.path.dirname(MIRROR))
 
 
 def change_options(publishing: Publishing) -> None:

@@ -33,7 +33,9 @@ def train(rank: int, world_size: int, folder: Path) -> None:
         state = {"model": weights_of(0)}
         step = manager.restore(state) or 0
         assert all(value.equal(weights_of(step)[name]) for name, value in state["model"].items())
-        while not (folder / "stop").exists():
+        is_over = False
+        while not is_over:
+            is_over = (folder / "stop").exists()  # after another step: what is restored is not published again
             step += 1
             for name, value in weights_of(step).items():
                 state["model"][name].copy_(value)
