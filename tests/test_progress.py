@@ -61,6 +61,7 @@ def test_a_load_reports_all_its_bytes(tmp_path: Path, writer: str) -> None:
         assert len(sizes) == len(recorder.work) and max(sizes) >= 1_200_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["async_persistent", "sync"])
 def test_a_run_on_a_terminal_shows_saves_that_it_waits_for_and_its_restore(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str

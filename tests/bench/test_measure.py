@@ -139,6 +139,7 @@ def test_the_clock_tells_work_from_sleep() -> None:
     assert clock.spent().queue_s >= 0
 
 
+@pytest.mark.slow
 def test_the_hardware_takes_turns_with_a_row_of_ours(tmp_path: Path) -> None:
     state = make_state("tiny")
     found = all_of(measure_row("sync", state, str(tmp_path), QUICK))

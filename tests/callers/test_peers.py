@@ -109,6 +109,7 @@ def keys_of(store: Store) -> set[str]:
     return {key for key in store.values if not any(part in key for part in kept)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 10))])
 def test_all_ranks_get_the_same_answer_in_the_same_look(seed: int) -> None:
     world_size, count, ahead = 5, 30, 3

@@ -53,6 +53,7 @@ def test_apps_that_do_not_ask_for_it_do_not_see_it(hydra_version: dict[str, str]
         hydra.compose(overrides=["callbacks=ckpt"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "hint"),
     [

@@ -225,6 +225,7 @@ def test_a_folder_of_ones_own_can_be_added_in_a_script(tmp_path: Path) -> None:
     assert compose_checkpoint("sync", overrides).stager == {"_target_": "my_app.Stager"}
 
 
+@pytest.mark.slow
 def test_an_argparse_script_composes_without_torch(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -105,6 +105,7 @@ def refused(app: Path, *words: str, script: str = "app.py") -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_the_package_brings_the_presets(app: Path) -> None:
     done = run_afresh(app)
     assert done.returncode == 0, done.stderr
@@ -113,6 +114,7 @@ def test_the_package_brings_the_presets(app: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_presets_parts_and_values_are_chosen_together(app: Path) -> None:
     words = [
         "checkpoint=sync",
@@ -130,7 +132,7 @@ def test_a_part_of_the_users_is_one_file(app: Path) -> None:
     )
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 def test_a_sweep_goes_over_parts_and_values(app: Path) -> None:
     done = run(app, "-m", "checkpoint.writer.workers=1,2,4", "checkpoint/stager=pinned,shared_memory,mine")
@@ -154,6 +156,7 @@ def test_glob_finds_our_parts_and_the_users(app: Path) -> None:
     assert done.stdout.count("job checkpoints") == 5
 
 
+@pytest.mark.slow
 def test_help_lists_our_groups_without_the_schemas(app: Path) -> None:
     text = run(app, "--help").stdout
     assert f"checkpoint: {', '.join(PRESETS)}" in text
@@ -201,7 +204,7 @@ def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
     assert all(name in text for name in names)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "texts"),
@@ -242,7 +245,7 @@ def test_what_hydra_accepts_is_refused_in_words_when_the_job_reads_its_config(
         assert expected in text
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "hint"),
@@ -278,13 +281,14 @@ def test_an_app_that_hints_says_what_was_meant(app: Path, word: str, hint: str) 
     assert refused(app, word, script="hinting_app.py").splitlines()[0] == hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["hydra.rnu.dir=elsewhere", "hydra/job_loging=none"])
 def test_of_its_own_keys_hydra_speaks_alone(app: Path, word: str) -> None:
     text = refused(app, word, script="hinting_app.py")
     assert f"Could not override '{word.partition('=')[0]}'" in text and "There is no" not in text
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -331,6 +335,7 @@ def test_a_job_that_fails_gets_no_hint(app: Path, word: str) -> None:
     assert ("no_such_key" if word == "lr=2" else "it is over") in done.stderr
 
 
+@pytest.mark.slow
 def test_hints_are_silent_otherwise(app: Path) -> None:
     assert run_afresh(app, script="hinting_app.py").stderr == ""
     text = refused(app, "checkpoint.stager=pinned", script="hinting_app.py")

@@ -65,6 +65,7 @@ def test_jobs_of_a_multirun_do_not_resume_from_each_other(
     assert trained(**where) == []  # the same job again goes on
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_multirun_store_the_base_that_they_share_once(job: Callable[..., Path], tmp_path: Path) -> None:
     base = {f"layer{number}": torch.randn(100_000) for number in range(8)}
     for number in range(8):

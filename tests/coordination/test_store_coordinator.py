@@ -105,6 +105,7 @@ def test_what_the_leading_rank_raises_comes_as_the_same_error_everywhere(store: 
     assert all(isinstance(error, CheckpointSaveError) and error.errno == 28 for error in found[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [{0}, {2}, {0, 1, 3}])
 def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TCPStore, failing: set[int]) -> None:
     def part(rank: int) -> str:
@@ -144,7 +145,7 @@ def test_questions_are_removed_once_all_have_read_the_answer(store: TCPStore) ->
     assert store.num_keys() < 40
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 def test_200_ranks_vote_commit_and_abort_and_the_cost_grows_with_the_ranks(
     store: TCPStore, record_property: Callable[[str, object], None]

@@ -21,6 +21,7 @@ def test_a_step_that_is_there_is_refused_and_not_touched(preset: str, forker: Fo
     assert found["wrong"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_the_last_good_step_outlives_failing_newer_ones(preset: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run("faults.scenarios:fail_newest", root=str(tmp_path / "root"), preset=preset, logs=str(tmp_path))
@@ -38,6 +39,7 @@ def test_a_failing_delete_is_a_warning(operation: str, forker: Forker, tmp_path:
     assert found["wrong"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation", ["sync", *(pytest.param(each, marks=pytest.mark.slow) for each in ("write", "create"))]
 )

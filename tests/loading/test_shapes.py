@@ -82,6 +82,7 @@ def test_scalars_and_nothing() -> None:
             check_cover("x", (), regions)
 
 
+@pytest.mark.slow
 def test_many_chunks_are_no_square_of_work() -> None:
     """A table of 200 x 200 chunks, and 100,000 in a row: each would take minutes if all pairs were compared."""
     begun = time.process_time()

@@ -120,6 +120,7 @@ def state_of(values: dict[str, Any], *containers: str) -> dict[str, Any]:
     return {**state, "object": {name: Holder(value) for name, value in values.items()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "values", "containers"),
     [

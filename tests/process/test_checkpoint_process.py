@@ -162,7 +162,7 @@ def shared_memory_of(pid: int) -> list[str]:
     return [path for path in found if f"/torch_{os.getpid()}_" in path]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 def test_a_tensor_in_shared_memory_reaches_the_writer_as_that_memory(
     make: Make, strategy: str, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
@@ -306,6 +306,7 @@ def test_close_finishes_the_writes_and_closes_the_writer(make: Make, tmp_path: P
         process.write({}, str(out))
 
 
+@pytest.mark.slow
 def test_close_is_bounded_when_the_writer_hangs(make: Make, tmp_path: Path, out: Path) -> None:
     process = make(subprocess_shutdown_timeout_secs=0.5)
     hung = process.write({"call": (calls.hang_against_signals, str(tmp_path / "at"))}, str(out))

@@ -453,6 +453,7 @@ if __name__ == "__main__":
     assert out.read_text() == "abc"
 
 
+@pytest.mark.slow
 def test_a_user_who_interrupts_the_exit_does_not_wait(tmp_path: Path) -> None:
     body = f"""
 if __name__ == "__main__":

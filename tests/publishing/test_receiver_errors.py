@@ -162,6 +162,7 @@ def test_following_a_damaged_version_waits_for_a_newer_one(
     assert_at(source, folder, 4)
 
 
+@pytest.mark.slow
 def test_following_a_source_without_a_version_looks_as_often_as_it_is_told(
     source: Source, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def run_through(way: str, action: str, stride: int, receivers: Forker, published
     raise AssertionError("an enumeration that does not end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "action", "stride"),
     [

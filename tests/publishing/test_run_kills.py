@@ -47,7 +47,7 @@ def kill(pid: int) -> None:
 @pytest.mark.parametrize(
     ("versions", "seconds"),
     [
-        pytest.param(10, 60, marks=[pytest.mark.slow, pytest.mark.turns(4)]),
+        pytest.param(10, 60, marks=[pytest.mark.slow, pytest.mark.turns(5)]),
         pytest.param(100, 1200, marks=pytest.mark.soak),
     ],
 )
@@ -90,6 +90,7 @@ def test_kills_of_the_run_its_publishing_and_the_receiver(
     eventually(lambda: not keepers(), 60)
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_one_version_of_whole_tensors(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "sharded", 2, tmp_path)
     expected, versions = torch.load(tmp_path / "expected.pt"), follow(tmp_path / "weights", timeout=20)

@@ -86,12 +86,14 @@ def test_each_checkpoint_becomes_a_version_and_the_newest_waits(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_every_second_checkpoint_and_the_last_one(tmp_path: Path) -> None:
     trained(tmp_path, "publish.every=2", "publish.delta=off", steps=range(1, 6), awaited=[2, 4])
     assert [event["step"] for event in events_of(tmp_path)] == [2, 4, 5]
     assert [version.is_whole for version in versions_in(tmp_path).values()] == [True] * 3
 
 
+@pytest.mark.slow
 def test_snapshots_in_memory_are_published_and_one_that_is_saved_too_counts_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +105,7 @@ def test_snapshots_in_memory_are_published_and_one_that_is_saved_too_counts_once
     assert not capfd.readouterr().err  # its processes end without a word
 
 
+@pytest.mark.slow
 def test_numbers_and_changes_go_on_in_the_next_run(tmp_path: Path) -> None:
     trained(tmp_path, steps=[1, 2], awaited=[1])
     trained(tmp_path, steps=[3, 4], awaited=[3])
@@ -152,6 +155,7 @@ def test_a_failure_is_one_warning_and_the_run_goes_on(
         assert versions_in(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_next_checkpoint_is_published_whatever_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +166,7 @@ def test_after_a_failure_the_next_checkpoint_is_published_whatever_its_number(
     assert outcomes == [(3, "failed"), (4, "published"), (5, "published")]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_gives_up_its_version_and_leaves_nothing_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +181,7 @@ def test_a_run_that_fails_gives_up_its_version_and_leaves_nothing_half(
     assert [name for name in os.listdir(tmp_path / "weights") if name.startswith((".ckpt-tmp", ".ckpt-trash"))] == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_was_taken_over_publishes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     publish = [*QUICK, f"checkpoint.publish.to={tmp_path / 'weights'}"]
     state = {"model": torch.nn.Linear(2, 2)}

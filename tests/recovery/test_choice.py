@@ -12,6 +12,7 @@ from snapshots import keepers, kill, live
 pytestmark = pytest.mark.usefixtures("left_on_purpose")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resume", "restored"),
     [("must", (3, "memory")), ("never", (None, None)), pytest.param("3", (3, "memory"), marks=pytest.mark.slow)],

@@ -141,6 +141,7 @@ def test_a_reader_has_the_bytes_that_it_began_with_while_training_goes_on(
         assert reader.last_load is not None and reader.last_load.source == "memory"
 
 
+@pytest.mark.slow
 def test_readers_slower_than_snapshots_cost_the_run_no_new_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,6 +256,7 @@ def test_a_model_that_was_made_in_inference_mode_is_filled_there(tmp_path: Path)
         assert not differing({"model": state}, checkpointer.load(tmp_path / "two"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", in_turn(PRESETS, len(PRESETS)))
 def test_tensors_of_a_device_mesh_are_saved_and_loaded_there_too(preset: str, tmp_path: Path) -> None:
     done = run_program([str(SCRIPTS / "placed.py"), preset], tmp_path)

@@ -32,6 +32,7 @@ def run(folder: Path, *overrides: str, steps: int = 4, fails: bool = False) -> A
     return manager
 
 
+@pytest.mark.slow
 def test_exports_of_some_steps_and_the_last(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,6 +61,7 @@ def test_an_export_may_leave_out_more_keys_than_a_pipe_holds(tmp_path: Path) -> 
     assert [event["outcome"] for event in read_events(tmp_path) if event["event"] == "export"] == ["exported"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "failpoint", "text"),
     [
@@ -133,6 +135,7 @@ def test_a_wrong_setting_is_refused_before_training(override: str, text: str, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_kept_until_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the process is so slow that `keep` would have deleted it before it was opened."""
     monkeypatch.setenv("CKPT_FAILPOINT", "make_folder:process=export:nth=1:action=sleep:0.7")

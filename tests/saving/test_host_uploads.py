@@ -52,6 +52,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "atomic_rename"),
     [
@@ -78,6 +79,7 @@ def test_a_checkpoint_of_several_hosts_gets_there_whole(
         assert event["bytes"] == sum(sizes[name] for name in names) and event["lag_steps"] == 0
 
 
+@pytest.mark.slow
 def test_a_host_without_a_process_leaves_the_step_not_uploaded_until_it_has_one(
     uploads: Callable[..., HostProcesses],
 ) -> None:
@@ -212,6 +214,7 @@ def test_the_leading_host_alone_deletes_what_the_target_no_longer_keeps(
     assert not [name for name in os.listdir(job.target) if name.startswith(".ckpt-") and "owner" not in name]
 
 
+@pytest.mark.slow
 def test_files_of_a_host_that_is_not_of_the_run_are_not_waited_for(uploads: Callable[..., HostProcesses]) -> None:
     job = uploads(HOSTS)
     job.hosts = HOSTS[:2]
@@ -278,7 +281,7 @@ def test_a_process_that_is_killed_is_started_again_by_the_rank_that_has_it(
     assert job.committed() == [1] and "iter_0000001: host-b sent its files in" in caplog.text
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", HOSTS[:2])
 @pytest.mark.parametrize("by_rename", [True, False])

@@ -143,6 +143,7 @@ def test_a_digest_has_every_byte(name: str, damage: Callable[[Any], None]) -> No
         assert changed._version == version
 
 
+@pytest.mark.slow
 def test_a_digest_does_not_depend_on_strides_and_threads() -> None:
     large = torch.randint(0, 255, (4, LARGE), dtype=torch.uint8)  # more than is copied at a time
     tensors = [torch.arange(6.0).view(2, 3), large, torch.randn(6, 5, 8, 7)]

@@ -285,6 +285,7 @@ def test_what_dead_runs_left_is_deleted_after_the_first_step(tmp_path: Path, cap
     assert "deleting the checkpoint of step 1 (checkpoint.keep)" in caplog.text
 
 
+@pytest.mark.slow
 def test_close_waits_for_the_deletion_no_longer_than_its_timeout(
     tmp_path: Path, held: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -349,6 +349,7 @@ def test_large_files_of_a_base_are_shared_and_closed(tmp_path: Path) -> None:
     assert not any(storage.held.values())
 
 
+@pytest.mark.slow
 def test_other_folders_are_looked_in_where_one_has_nothing_is_damaged_or_is_deleted_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

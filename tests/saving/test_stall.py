@@ -87,7 +87,7 @@ def test_a_hung_writer_stalls_the_next_save_by_max_stall_s_and_the_error_names_t
     assert manager.steps() == [1, 3]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 def test_with_warn_a_save_that_would_stall_is_skipped_and_counts_as_a_failure_in_a_row(
     tmp_path: Path, stopped: list[int], caplog: pytest.LogCaptureFixture
@@ -132,6 +132,7 @@ def test_storage_that_does_not_answer_whether_the_path_is_free(tmp_path: Path, m
         assert manager.save(2, state_of(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_the_fence_of_zero_overhead_lets_the_optimizer_go_and_the_snapshot_is_thrown_away(
     on_error: str, tmp_path: Path

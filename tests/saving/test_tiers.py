@@ -61,6 +61,7 @@ def ckpt(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_saves_are_uploaded_and_restored_from_the_nearest_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +206,7 @@ def test_which_checkpoint_is_uploaded_next() -> None:
     assert UploadPolicy.of(json.loads(json.dumps(asdict(best)))) == best
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("by_rename", [True, False])
 def test_an_upload_that_is_killed_at_any_operation_is_completed_by_the_next(tmp_path: Path, by_rename: bool) -> None:

@@ -31,6 +31,7 @@ def test_of_very_many_values_some_are_looked_at_each_time_and_ten_are_named(tmp_
     assert "12 values differ by rank" in told[0] and "'u9' and 2 more. " in told[0] and "'u10'" not in told[0]
 
 
+@pytest.mark.slow
 def test_ddp_and_fsdp_states_are_alike_and_the_statistics_of_an_ignored_module_are_not(tmp_path: Path) -> None:
     told = run_ranks(SCRIPT, "modules", 2, tmp_path)
     assert "'model.1.running_mean', 'model.1.running_var'" in told[0], told[0]

@@ -49,6 +49,7 @@ def restored(folder: Path) -> int | None:
         return manager.restore({"value": torch.zeros(1000)})
 
 
+@pytest.mark.slow
 def test_when_its_time_is_over_it_ends_and_the_next_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

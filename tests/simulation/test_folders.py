@@ -126,6 +126,7 @@ def test_what_is_set_aside_was_damaged(hosts: Hosts) -> None:
     assert not wrong_in_folders(life, ended=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "troubles"),
     [
@@ -162,6 +163,7 @@ def cases_of_pairs() -> Iterator[Any]:
         yield pytest.param(*pair, 1, marks=pytest.mark.soak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "stride"), [*cases_of_pairs()])
 def test_a_run_goes_on_from_folders_whatever_happens_twice(
     hosts: Hosts, first: str, second: str, stride: int, record_property: Record

@@ -197,6 +197,7 @@ def explore(machine: type[Histories], examples: int, steps: int, folder: Path) -
         )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # 10 s of CPU
 @pytest.mark.parametrize(
     ("machine", "examples"), [(Histories, 10), pytest.param(FrozenHistories, 10, marks=pytest.mark.slow)]

@@ -117,6 +117,7 @@ def voting(ranks: StoreCoordinator) -> tuple[CheckpointError | None, float]:
     return error, ranks.clock.now() - began
 
 
+@pytest.mark.slow
 def test_a_question_that_a_rank_withdrew_late_is_removed() -> None:
     """The store answers that rank only when rank 0 has decided, or given up, and has asked further questions."""
 

@@ -72,6 +72,7 @@ def test_a_run_on_several_hosts_goes_on_where_it_was(hosts: Hosts, layout: tuple
     assert max(claim.step for claim in life.peer_claims) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), in_turn(itertools.product(TROUBLES, LAYOUTS), 27))
 def test_a_run_goes_on_whatever_happens_once(
     hosts: Hosts, kind: str, layout: tuple[str, ...], record_property: Record
@@ -97,6 +98,7 @@ def test_a_bit_that_flips_on_its_way_to_a_rank_reaches_no_tensor(hosts: Hosts, p
     assert flips and not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_its_store_in_its_first_save_leaves_it_to_be_found(hosts: Hosts) -> None:
     """A snapshot that is whole, as one rank knows, is found on all hosts."""
     wrong, layout = [], LAYOUTS[0]
@@ -115,6 +117,7 @@ def cases_of_pairs() -> Iterator[Any]:
         yield pytest.param(*pair, 1, marks=pytest.mark.slow if is_slow else pytest.mark.soak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "stride"), [*cases_of_pairs()])
 def test_a_run_goes_on_whatever_happens_twice(
     hosts: Hosts, first: str, second: str, stride: int, record_property: Record

@@ -25,6 +25,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["rename", "manifest", "bucket"])
 @pytest.mark.parametrize("part", in_turn(range(PARTS), STRIDE))
 def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_property: Record) -> None:
@@ -36,6 +37,7 @@ def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_pr
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", in_turn(["lost", "unanswered", "late", "stopped", "killed"], 2))
 @pytest.mark.parametrize("protocol", ["rename", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_each_request_of_a_save_meets_a_fault_once(protocol: str, kind: str) -> None:

@@ -76,6 +76,7 @@ def cases_of_pairs() -> Iterator[Any]:
         yield pytest.param(*pair, 1, marks=pytest.mark.slow if is_slow else pytest.mark.soak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "stride"), [*cases_of_pairs()])
 def test_a_run_comes_back_whatever_happens_twice(
     host: Host, first: str, second: str, stride: int, record_property: Record
@@ -88,6 +89,7 @@ def test_a_run_comes_back_whatever_happens_twice(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_in_its_first_save_hides_no_earlier_snapshot(host: Host) -> None:
     """It owns the folder by then, and has nothing in memory yet."""
     wrong = []

@@ -86,6 +86,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.glob("*.distcp")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("caller", "io"), in_turn([("persistent", "buffered"), ("temporal", "direct"), ("persistent", "direct")], 3)
 )

@@ -47,6 +47,7 @@ def reported(folder: Path, **where: Path) -> list[str]:
     return "\n".join(said).splitlines()
 
 
+@pytest.mark.slow
 def test_rows_are_sorted_by_stall_and_failed_ones_come_last(sweep: Path, job: Job) -> None:
     common = "train.steps=3"
     job("0", "completed", common, "checkpoint.writer.workers=1", figures={"stall_s": 0.5, "durable_s": 1.0})

@@ -51,7 +51,7 @@ def assert_same_state(first: Job, second: Job) -> None:
         assert_same(mine, yours, key_of(path))
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_temporal", "async_zero_overhead"])
 @pytest.mark.parametrize("writer", ["dcp", pytest.param("torch_save", marks=pytest.mark.soak)])
@@ -124,6 +124,7 @@ def test_a_higher_learning_rate_in_the_config_counts_after_a_resume(compose_job:
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.004, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_with_the_best_validation_loss_is_kept_and_is_where_another_run_begins(
     compose_job: Composed, tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_keys_that_mean_another_run_are_named_with_both_values(
     compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,6 +177,7 @@ def test_they_are_named_before_the_error_of_a_model_that_does_not_fit(
     assert line.endswith(": model.width 16 -> 32")
 
 
+@pytest.mark.slow
 def test_a_text_from_the_environment_is_compared_as_it_is_now(
     compose_job: Composed,
     tmp_path: Path,

@@ -136,6 +136,7 @@ def test_a_program_that_loads_by_itself_begins_at_its_step(tmp_path: Path) -> No
     check(tmp_path / "checkpoint-15", 15)
 
 
+@pytest.mark.slow
 def test_steps_that_follow_are_refused_or_retired(tmp_path: Path) -> None:
     (saved(tmp_path, 5, 10) / "checkpoint-20").mkdir()  # another program's
     (tmp_path / "checkpoint-20" / "config.json").write_text("{}")

@@ -70,6 +70,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert_same(one.state_dict(), other.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_torch_load_gives_what_torch_save_would_have_kept(preset: str, tmp_path: Path) -> None:
     path, reference, state = tmp_path / "x.ckpt", tmp_path / "y.ckpt", values()
