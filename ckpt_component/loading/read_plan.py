@@ -19,8 +19,9 @@ from typing import NamedTuple
 #: By file: what is wanted of it, as ranges (start, end) in order, without overlaps.
 Wanted = Mapping[str, Sequence[tuple[int, int]]]
 
-#: Most bytes of a batch, and least ones of a cell of the grid, which page-aligned reads suit.
-MOST_BYTES, LEAST_BYTES = 4 << 20, 64 << 10
+#: Most bytes of a batch, and least ones of a cell of the grid, which page-aligned reads suit. Passing a batch on takes
+#: as much time of processors as about 1 MB of its bytes, so few large ones are better.
+MOST_BYTES, LEAST_BYTES = 23 << 18, 64 << 10
 #: A rank has at least so many cells, as far as they are not too small: it reads at most a part of them too much.
 _CELLS_OF_RANK = 20
 
