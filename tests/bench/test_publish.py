@@ -31,6 +31,7 @@ def test_what_publishing_costs_is_measured_and_shown_again(
     done = bench("publish", f"rows={row}")
     # So few bytes tell nothing of a promise, which may fail.
     assert "medians, in seconds" in done.stdout, done.stdout + done.stderr
+    assert "Nothing was measured" not in done.stderr
     folder = tmp_path / "run" / "out"
     rows = json.loads((folder / "publish.json").read_text())["rows"]
     assert [*rows] == [row] and "error" not in rows[row], rows

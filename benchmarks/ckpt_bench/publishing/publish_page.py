@@ -30,6 +30,8 @@ _TIMES = {
     PULLS: ("pull_whole", "pull_delta", "follow_delta", "lag", "lag_publish"),
 }
 _KINDS = ("quiet", "kept", "published")
+#: What the picture shows of each row.
+_SHOWN = {**_TIMES, TRAINING: _KINDS}
 
 LEGEND = """bytes: a delta over a whole version; 2 % of the elements of each tensor have changed to the next value
 whole, publish, export: seconds of a process of low priority: the first version, a delta, `ckpt export hf` of the same
@@ -45,9 +47,7 @@ CPU, queue: seconds in which the thread of the loop ran, and in which it had no 
 
 def publishing_shown(measured: Mapping[str, Run]) -> Presentation:
     """What the figures come to, judged."""
-    seconds = {
-        f"{row}: {name}": run[name] for row, run in measured.items() for name in _TIMES.get(row, ()) if run.get(name)
-    }
+    seconds = {f"{row}: {name}": run[name] for row, run in measured.items() for name in _SHOWN[row] if run.get(name)}
     return Presentation(
         "ckpt-bench publish",
         "publish",
@@ -125,9 +125,15 @@ def _rate(run: Run) -> Measured | Missing:
 def _judge_training(run: Run) -> list[Verdict]:
     published, kept = _middle(run, "published", "published", "kept"), Measured("not published", 1.0)
     cpu = _middle(run, "published", "published_cpu", "kept_cpu")
+    lost = {
+        kind: list(map(sum, zip(run[f"{kind}_stall"], run[f"{kind}_queue"], strict=True)))
+        for kind in ("published", "kept")
+        if f"{kind}_stall" in run
+    }
     return [
         at_most("training: a step with snapshots", _STEP_BOUND, published, kept),
         reported("training: CPU of a step with snapshots", cpu, kept),
+        reported("training: stall and queue of a step", _middle(lost, "published", "published", "kept"), kept),
     ]
 
 
