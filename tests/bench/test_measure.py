@@ -95,6 +95,7 @@ def test_a_row_tells_whether_its_snapshot_is_whole(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_loop_counts_the_time_that_a_save_takes_from_it(tmp_path: Path) -> None:
     state = make_state("tiny")
     loop = Loop(state, threads=1, step_s=0.001)

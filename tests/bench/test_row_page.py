@@ -13,6 +13,7 @@ from ckpt_bench.verdicts import Verdict
 pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     run = {"stall": 0.1, "durable": 1.0, "lost": -0.1, "load_warm": 0.2, "memory": 10, "state_bytes": 10, "torn": 0}
     case = Case("tiny", "disk", {"limits": [{"memcpy": 0.1}], "sync": [run, run], "torch_save": [{"error": "<b>"}]})

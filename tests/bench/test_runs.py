@@ -182,6 +182,7 @@ def test_the_environment_of_the_peers_is_asked_for_each(tmp_path: Path) -> None:
     assert "is broken (broken)" in peers.absent(["safetensors"])["safetensors"]
 
 
+@pytest.mark.slow
 def test_making_the_environment_installs_what_it_can(tmp_path: Path) -> None:
     requirements = tmp_path / "peers.txt"
     requirements.write_text(f"# none of these\n{tmp_path / 'no-such-package'}\n")

@@ -335,6 +335,7 @@ def test_a_script_that_forgets_close_finalizes_at_exit(persistent: bool, where: 
     assert text == " finalized a finalized b" and errors == ""
 
 
+@pytest.mark.slow
 def test_a_script_that_forgets_close_logs_a_failure(persistent: bool, tmp_path: Path) -> None:
     more = "queue.schedule_async_request(AsyncRequest(calls.fail))"
     text, errors = run_script(tmp_path, persistent, "train()", more)

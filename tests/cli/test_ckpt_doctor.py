@@ -195,6 +195,7 @@ def test_the_group_that_pays_for_snapshots_is_named_with_its_limit(
     assert found["status"] == "ok" and found["text"].startswith(text) and "available" in found["text"]
 
 
+@pytest.mark.slow
 def test_the_folder_of_sockets_is_ours_and_can_be_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +316,7 @@ def test_the_file_system_of_the_local_folder_is_named(
     assert found["local.dir"]["status"] == ("note" if kind else "ok")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plentiful")
 def test_the_newest_checkpoint_tells_how_large_the_state_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

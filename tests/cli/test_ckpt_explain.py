@@ -72,6 +72,7 @@ def test_a_group_of_keys_says_where_it_was_chosen(capsys: pytest.CaptureFixture[
     assert "every 5 steps to memory alone" in got["waits"][0]
 
 
+@pytest.mark.slow
 def test_recipes_and_files_of_the_user_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     got = explain(capsys, "sync", "+recipe=fastest")
     assert (got["preset"], got["origin"]) == ("async_zero_overhead", "recipe fastest")
@@ -132,6 +133,7 @@ def test_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "sync", "off").startswith("sync and off are two presets")
 
 
+@pytest.mark.slow
 def test_the_text_fits_and_no_torch_is_loaded() -> None:
     program = """
 import sys

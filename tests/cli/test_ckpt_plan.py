@@ -343,6 +343,7 @@ def test_what_is_lost_is_said_in_steps_and_where_the_run_goes_on(capsys: pytest.
     assert failures_of(none, plan(none)) == []
 
 
+@pytest.mark.slow
 def test_rates_of_restores_and_of_the_link_are_read_from_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

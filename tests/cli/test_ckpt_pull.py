@@ -42,6 +42,7 @@ def test_a_line_for_what_was_pulled(ckpt: Callable[..., Any], source: Source, tm
     assert done.out.endswith("model has it already\n") and done.code == 0
 
 
+@pytest.mark.slow
 def test_waits_for_a_version(ckpt: Callable[..., Any], source: Source, tmp_path: Path) -> None:
     late = threading.Timer(0.5, source.delta, [4, stepped(source.states[3], 4)])
     late.start()

@@ -28,6 +28,7 @@ def without_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt_component.cli.reports.page.can_plot", lambda: False)
 
 
+@pytest.mark.slow
 def test_it_shows_phases_failures_and_what_training_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     write_run(run, ranks=2, failed=2, first=11)
@@ -160,6 +161,7 @@ def test_a_run_that_just_began_and_one_that_writes(tmp_path: Path, capsys: pytes
     assert run["committed"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_picture")
 def test_a_hundred_thousand_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, saves=200, every=500)

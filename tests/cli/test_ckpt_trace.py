@@ -99,6 +99,7 @@ def test_the_newest_run_or_its_last_saves(tmp_path: Path) -> None:
     assert len(of(slices, "write")) == 2 and 20 <= len(of(slices, "step")) <= 21
 
 
+@pytest.mark.slow
 def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from ckpt_component.cli.reports.run_records import read_runs
@@ -139,6 +140,7 @@ def test_a_mistake_ends_in_words(
     assert told in capsys.readouterr().err and not (tmp_path / "trace.json").exists()
 
 
+@pytest.mark.slow
 def test_a_real_run_with_three_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import time
 

@@ -46,6 +46,7 @@ def test_texts(words: list[str], ckpt: Callable[..., Any], tmp_path: Path, monke
     assert words != ["keys"] or ("](" not in out and "`" not in out)
 
 
+@pytest.mark.slow
 def test_tables(ckpt: Callable[..., Any], root: Path, tmp_path: Path) -> None:
     for words in (["ls"], ["du"], ["du", root], ["show"], ["log"], ["verify"], ["diff", f"{root}@100"]):
         assert too_long(ckpt(*words, root).out, tmp_path) == []

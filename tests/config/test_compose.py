@@ -42,6 +42,7 @@ def test_a_value_may_be_quoted() -> None:
     assert compose_checkpoint(overrides=['checkpoint.dir="/data/a=b"']).dir == "/data/a=b"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "override", "text"),
     in_turn(

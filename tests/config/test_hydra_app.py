@@ -180,11 +180,13 @@ def test_our_plugin_is_quick(app: Path) -> None:
     assert float(line.split("|")[2]) < 1.0  # 0.03 s on an idle machine; a torch import takes 3
 
 
+@pytest.mark.slow
 def test_an_app_without_our_group_can_add_it(app: Path) -> None:
     (app / "conf" / "config.yaml").write_text("lr: 1.0\n")
     assert "job" in run(app, "+checkpoint=async_temporal").stdout
 
 
+@pytest.mark.slow
 def test_an_app_may_put_it_elsewhere(app: Path) -> None:
     (app / "conf" / "config.yaml").write_text("defaults: [checkpoint@train.ckpt: sync]\n")
     script = (app / "app.py").read_text().replace("config.checkpoint", "config.train.ckpt")
@@ -197,6 +199,7 @@ def test_hydra_speaks_for_itself_in_an_app_that_does_not_ask_for_hints(app: Path
     assert "Could not find 'checkpoint/async_persistant'" in refused(app, "checkpoint=async_persistant")
 
 
+@pytest.mark.slow
 def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
     names = sorted(path.stem for path in recipe_dir().glob("*.yaml"))
     text = refused(app, "+recipe=no_such_recipe", script="hinting_app.py")
@@ -326,6 +329,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["lr=1.0", "lr=2", "+none=1"])
 def test_a_job_that_fails_gets_no_hint(app: Path, word: str) -> None:
     version = ', version_base="1.3"' if HYDRA_1_3 else ""

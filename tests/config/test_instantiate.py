@@ -90,6 +90,7 @@ def test_a_keyword_may_be_a_dataclass_of_the_schema(config: DictConfig) -> None:
         manager.save(1, {"weight": torch.ones(2)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["async_persistent", "async_zero_overhead", "off"])
 def test_other_presets_too(preset: str) -> None:
     with instantiate(compose_once(preset), dir="own") as manager:

@@ -52,6 +52,7 @@ def test_a_wrong_override_is_told_in_words() -> None:
         compose_from_args(parse("--checkpoint-override", "checkpoint.writer.worker=4"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "preset"),
     [

@@ -44,6 +44,7 @@ def test_a_preset_gets_types() -> None:
     assert type(config.caller) is dict
 
 
+@pytest.mark.slow
 def test_all_forms_of_a_config_give_the_same() -> None:
     composed = compose_checkpoint("async_persistent")
     expected = resolve_config("async_persistent")

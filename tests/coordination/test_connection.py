@@ -107,6 +107,7 @@ def test_the_agent_is_named(held: Held, monkeypatch: pytest.MonkeyPatch) -> None
     assert not caught.value.failures
 
 
+@pytest.mark.slow
 def test_a_deadline_comes_before_the_timeout(held: Held) -> None:
     store = connected(held, timeout=60)
     held.answers.clear()

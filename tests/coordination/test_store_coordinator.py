@@ -54,6 +54,7 @@ def test_pool_gives_every_rank_the_decision_made_from_all(store: TCPStore) -> No
     assert on_all(ranks, ask) == [[10, 20, 30, 40]] * 5
 
 
+@pytest.mark.slow
 def test_deal_gives_every_rank_its_own_part_and_no_other(store: TCPStore) -> None:
     ranks = coordinators(store, 4)
 

@@ -69,6 +69,7 @@ class Told(CheckpointListener):
         self.calls.append(("close", None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_run_records_its_saves_steps_and_loads(preset: str, tmp_path: Path) -> None:
     begun = time.time()
@@ -276,6 +277,7 @@ def test_what_a_save_costs_is_estimated_from_the_steps(monkeypatch: pytest.Monke
     assert StepTimes().lost(began, 0.5, began + 0.66) == 0.5
 
 
+@pytest.mark.slow
 def test_listeners_that_cannot_be_built_are_refused(tmp_path: Path) -> None:
     for value, text in (
         ("[tensorbord]", r"Did you mean checkpoint\.listeners=\[tensorboard\]"),

@@ -23,6 +23,7 @@ def bytes_read() -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("into", ["a new dict", "a target", "a target of another dtype"])
 def test_a_verified_load_reads_the_file_once(into: str, ours: SyncCheckpointer, tmp_path: Path) -> None:
     state: dict[str, Any] = {"large": torch.rand(1 << 21), "small": [torch.rand(100) for _ in range(50)], "step": 3}

@@ -259,6 +259,7 @@ def test_an_idle_process_that_is_killed_is_reported_and_replaced(
     assert pid_of(process) != pid
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_start_in_time(make: Make, tmp_path: Path) -> None:
     process = make(init=(calls.start_and_hang, str(tmp_path / "at")), subprocess_init_timeout_secs=1)
     with pytest.raises(TimeoutError, match=r"^Timed out after 1s") as caught:

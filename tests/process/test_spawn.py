@@ -231,6 +231,7 @@ def test_children_leave_when_the_parent_is_killed(method: str, tmp_path: Path) -
     eventually(lambda: is_gone(child), 2, "the child outlived its parent by 2 s")
 
 
+@pytest.mark.slow
 def test_a_child_that_ignores_the_interrupt_leaves_too(tmp_path: Path) -> None:
     parent = parent_of("hang_against_signals_at", (str(tmp_path / "at"),), "spawn", tmp_path)
     child = pid_in(tmp_path / "at.0")

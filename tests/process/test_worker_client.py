@@ -170,6 +170,7 @@ def test_a_call_that_hangs_is_given_up_at_the_deadline_and_may_clean_up(
     assert cleaned.read_text() == "cleaned"
 
 
+@pytest.mark.slow
 def test_a_call_that_ignores_sigterm_is_killed(make_process: Callable[..., CallProcess], tmp_path: Path) -> None:
     process = make_process()
     process.await_ready()

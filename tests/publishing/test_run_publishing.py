@@ -234,6 +234,7 @@ def test_publishing_needs_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         build_manager("sync", [f"checkpoint.publish.to={tmp_path / 'w'}"], dir=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_whole_versions_need_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     trained(tmp_path, "publish.delta=off", steps=range(1, 2), awaited=[1])

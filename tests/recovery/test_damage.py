@@ -67,6 +67,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((1000,), float(step))}
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_its_keeper_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     overrides = [*MEMORY, "checkpoint.save.every_steps=100", "checkpoint.on_error=warn", "checkpoint.save.at_end=false"]
     with build_manager("async_persistent", overrides, dir=tmp_path / "run") as manager:

@@ -154,6 +154,7 @@ def test_the_snapshot_stays_leased_and_order_is_kept_until_the_last_try_is_over(
     assert manager.reports[0].attempts == 3
 
 
+@pytest.mark.slow
 def test_after_the_last_try_the_error_is_raised_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with manager_in(tmp_path, "checkpoint.on_error=retry", "checkpoint.retry.attempts=4") as manager:
         with failing(*(disk_error() for _ in range(4))) as runs:
@@ -275,6 +276,7 @@ def test_pauses_double_up_to_a_limit() -> None:
     assert policy.pauses == 17
 
 
+@pytest.mark.slow
 def test_a_retry_waits_for_its_pause_and_the_next_for_twice_that(tmp_path: Path) -> None:
     moments: list[float] = []
     with (
@@ -485,6 +487,7 @@ def test_an_exception_in_training_while_a_save_fails_goes_through_alone(
     manager.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_temporal", "async_persistent", "async_zero_overhead"])
 def test_closing_twice_or_from_two_threads_is_harmless_and_ends_the_save_thread(preset: str, tmp_path: Path) -> None:
     before = {*threading.enumerate()}
@@ -501,6 +504,7 @@ def test_closing_twice_or_from_two_threads_is_harmless_and_ends_the_save_thread(
     eventually(lambda: not any(each.name.startswith("ckpt-save") for each in {*threading.enumerate()} - before), 5)
 
 
+@pytest.mark.slow
 def test_a_huge_error_of_the_writer_process_arrives_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors cross as text, however long and of whatever kind; the process lives on."""
     with build_checkpointer("async_persistent") as checkpointer:

@@ -270,6 +270,7 @@ def test_a_path_into_the_runs_own_folder_is_that_step(tmp_path: Path) -> None:
         assert manager.save(2, state_of(2)) is False
 
 
+@pytest.mark.slow
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "old", 1, 2)
     new = tmp_path / "new"

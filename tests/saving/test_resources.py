@@ -80,6 +80,7 @@ def test_writers_write_with_as_many_threads_as_they_have_workers(
     assert len(met) == 3
 
 
+@pytest.mark.slow
 def test_the_stall_of_a_save_is_about_one_copy_of_the_state(tmp_path: Path) -> None:
     """In one of several pairs, because other work on the machine makes single ones long."""
     state = {f"weight{number}": torch.ones(16 * MB, dtype=torch.uint8) for number in range(4)}

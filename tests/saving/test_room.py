@@ -195,6 +195,7 @@ def test_a_folder_that_a_full_disk_had_no_room_for_is_made_by_the_first_save(tmp
         assert manager.save(1, {"step": 1}) and manager.steps() == [1]
 
 
+@pytest.mark.slow
 def test_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "root_not_writable", 2, tmp_path)
 
@@ -239,5 +240,6 @@ def test_a_local_disk_that_is_full_at_the_start_is_a_warning_on_all_ranks(
     assert caplog.text.count("whether all ranks share it is not checked: ") == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_need_what_they_write_together(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "no_room", 2, tmp_path)

@@ -37,5 +37,6 @@ def test_where_its_parts_cannot_be_kept_it_is_refused_by_key(tmp_path: Path) -> 
     run_ranks(SCRIPT, "refused", 3, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_module_under_fsdp1_comes_back(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "fsdp", 2, tmp_path)

@@ -67,6 +67,7 @@ def test_the_log_divides_a_copy_from_the_wait_for_memory(tmp_path: Path, caplog:
     assert re.fullmatch(r"iter_0000002 staged: 2\.00 MB in \S+ s, after waiting \S+ s for memory", second)
 
 
+@pytest.mark.slow
 def test_a_hung_writer_stalls_the_next_save_by_max_stall_s_and_the_error_names_the_save(
     tmp_path: Path, stopped: list[int]
 ) -> None:
@@ -120,6 +121,7 @@ def test_without_the_key_a_save_waits_as_long_as_the_phase_may_take(tmp_path: Pa
         manager.wait()
 
 
+@pytest.mark.slow
 def test_storage_that_does_not_answer_whether_the_path_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     with manager_in(tmp_path) as manager:

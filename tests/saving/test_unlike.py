@@ -18,6 +18,7 @@ def test_every_kind_of_value_that_differs_is_named_and_no_other(tmp_path: Path) 
     assert "PerRank(" in told[0] and "differ" not in told[1]
 
 
+@pytest.mark.slow
 def test_values_that_part_later_are_noticed_by_the_first_rank_that_has_them(tmp_path: Path) -> None:
     told = run_ranks(SCRIPT, "later", 3, tmp_path)
     text = "'here' (rank 0, rank 1 and rank 2 differ; which of them is right is unknown). The memory of a rank may be"

@@ -69,6 +69,7 @@ def test_when_its_time_is_over_it_ends_and_the_next_run_goes_on(
     assert not staging.exists() and (tmp_path / "slow" / "iter_0000007").exists()
 
 
+@pytest.mark.slow
 def test_after_it_is_killed_the_next_save_starts_it_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with manager_of(tmp_path, SLOW, "local.keep_last=2") as manager:
         manager.save(1, STATE)
@@ -93,6 +94,7 @@ def test_an_error_of_the_process_itself_is_logged(
     assert "ended with code 1" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_leaves_the_folder_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt), manager_of(tmp_path, ENDLESS) as manager:
         manager.save(1, STATE)

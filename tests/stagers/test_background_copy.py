@@ -139,6 +139,7 @@ def test_a_save_that_cannot_begin_fails_before_the_copy_has_ended(held: Held, tm
         ours.save(STATE, tmp_path / "two")[1].result(30)
 
 
+@pytest.mark.slow
 def test_a_copy_that_does_not_end_fails_at_its_deadline(held: Held, tmp_path: Path) -> None:
     with build("checkpoint.timeouts.stage=0.5") as ours:
         before = faults.writers()
@@ -197,6 +198,7 @@ def test_a_trainer_killed_in_mid_copy_leaves_nothing_visible_and_no_writer(tmp_p
         assert torch.equal(ours.load(run / "one")["weight3"], STATE["weight3"])
 
 
+@pytest.mark.slow
 def test_every_block_is_written_once(tmp_path: Path) -> None:
     with build("checkpoint.writer.io=buffered") as ours:
         assert isinstance(ours.saver, SavePipeline)

@@ -93,6 +93,7 @@ def allocations(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in caplog.messages if text.startswith("planned")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["async_persistent", "async_temporal", "async_zero_overhead"])
 def test_the_first_save_finds_its_plan_and_its_memory(
     preset: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -205,6 +206,7 @@ def test_a_state_that_cannot_be_saved_is_a_warning_by_its_key_and_training_conti
         manager.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_step", ["quick", pytest.param("long", marks=pytest.mark.slow)])
 def test_a_restored_run_makes_its_memory_when_a_step_has_ended_or_seconds_later(
     first_step: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -725,6 +725,7 @@ def test_a_dead_keeper_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
         assert not [*runtime.iterdir()]
 
 
+@pytest.mark.slow
 def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
     impatient, patient = HostMemory(HostKeepers(seconds=0.3)), storage_at(ROOT)
     with keeper_process(rank=2) as process:

@@ -26,6 +26,7 @@ def weights(job: Job) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in job.model.parameters()])
 
 
+@pytest.mark.slow
 def test_it_learns(job: Callable[..., Job]) -> None:
     taught = job("train.lr=0.01", "model.dropout=0", "train.batch_size=8")
     losses = [taught.train_step().loss.item() for _ in range(40)]
@@ -148,6 +149,7 @@ def test_cuda_without_a_device_is_refused(job: Callable[..., Job]) -> None:
         job("train.device=cuda")
 
 
+@pytest.mark.slow
 def test_parallel_is_one_of_three_and_nothing_to_one_process(job: Callable[..., Job]) -> None:
     losses = {kind: job(f"parallel={kind}").train_step().loss.item() for kind in ("ddp", "fsdp", "tp")}
     assert len(set(losses.values())) == 1

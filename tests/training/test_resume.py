@@ -193,6 +193,7 @@ def test_a_text_from_the_environment_is_compared_as_it_is_now(
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_program_is_not_compared(
     compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

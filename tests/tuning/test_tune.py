@@ -89,6 +89,7 @@ def test_a_question_without_an_answer_is_an_error() -> None:
         tuned(measure)
 
 
+@pytest.mark.slow
 def test_a_trial_measures_and_leaves_nothing(tmp_path: Path) -> None:
     trial = Trial("tiny", 100_000, "async_persistent", str(tmp_path))
     times = trial.measure(["checkpoint.writer.io=buffered"], lost=False)

@@ -95,6 +95,7 @@ def test_overrides_that_texts_name_work(stride: int) -> None:
     assert wrong == {}
 
 
+@pytest.mark.slow
 def test_keys_that_texts_name_are_keys() -> None:
     # Not the name of a file.
     keys = {found for text in all_texts() for found in KEY.findall(text) if not found.endswith(".pt")}

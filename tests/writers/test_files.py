@@ -64,6 +64,7 @@ def check(folder: Path, seed: int) -> None:
     assert (folder / "marker").read_bytes() == b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_zero_overhead"])
 def test_every_key_of_the_state_is_a_file(tmp_path: Path, preset: str) -> None:
     with build_checkpointer(config(preset)) as checkpointer:
@@ -127,6 +128,7 @@ def saved(root: Path, *steps: int) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_program_that_loads_by_itself_begins_at_its_step(tmp_path: Path) -> None:
     with manager_in(saved(tmp_path, 5, 10)) as manager:
         manager.begin_at(10)

@@ -269,6 +269,7 @@ def test_the_rate_holds_for_all_writers_together(monkeypatch: pytest.MonkeyPatch
     assert slept == [0.5] * 4
 
 
+@pytest.mark.slow
 def test_a_rate_limit_is_kept_by_the_writer_process(tmp_path: Path) -> None:
     started = time.monotonic()
     save(tmp_path / "one", "async_persistent", "max_bytes_per_second=4000000", "block_bytes=65536")
