@@ -15,7 +15,14 @@ import torch
 
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.memory import huge_pages, libc
-from ckpt_component.core.memory.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
+from ckpt_component.core.memory.huge_pages import (
+    HUGE_PAGE,
+    SharedPages,
+    address_of,
+    make_huge,
+    map_sealed,
+    map_shared,
+)
 from ckpt_component.core.memory.scratch import ScratchBlock
 
 SIZE = 3 * HUGE_PAGE + 5 * mmap.PAGESIZE
@@ -119,6 +126,17 @@ def test_a_mapping_to_read_from(fd: int) -> None:
     assert memory.readonly and bytes(memory) == DATA
     with pytest.raises(TypeError, match="read-only"):
         memory[0] = 1
+
+
+def test_only_what_nobody_can_truncate_is_mapped_to_look_at(fd: int, tmp_path: Path) -> None:
+    pages = SharedPages(SIZE)
+    memory = map_sealed(pages.fd, SIZE)
+    assert memory is not None and memory.readonly and memory.nbytes == SIZE
+    assert map_sealed(pages.fd, SIZE + 1) is None and map_sealed(fd, SIZE) is None
+    with open(tmp_path / "file", "w+b") as file:
+        file.write(DATA)
+        assert map_sealed(file.fileno(), 1) is None
+    os.close(pages.fd)
 
 
 def test_what_cannot_be_mapped_is_told_and_leaves_nothing() -> None:

@@ -187,16 +187,16 @@ def _groups(items: Iterable[StoredRange]) -> Iterator[list[StoredRange]]:
 def _summed(files: FileSet, group: list[StoredRange], length: int, algorithms: _Algorithms) -> list[int | None]:
     """The checksums of a group of small items; None for those after the end of the file."""
     first = group[0]
-    start = files.fill_block(first.file, first.offset, length)
-    if start is None:
+    seen = files.view(first.file, first.offset, length)
+    if seen is None:
         if len(group) == 1:
             return [None]
         return [_summed(files, [item], item.length, algorithms)[0] for item in group]
     sums: list[int | None] = []
-    for item in group:
-        begin = start + item.offset - first.offset
-        with files.block.view[begin : begin + item.length] as view:
-            sums.append(algorithms[item.checksum_kind].of(view))
+    with seen:
+        for item in group:
+            with seen[item.offset - first.offset :][: item.length] as view:
+                sums.append(algorithms[item.checksum_kind].of(view))
     return sums
 
 
@@ -205,11 +205,11 @@ def _streamed(files: FileSet, item: StoredRange, algorithms: _Algorithms) -> int
     stream = algorithms[item.checksum_kind].stream()
     for offset in range(item.offset, item.end, CHUNK_BYTES):
         length = min(CHUNK_BYTES, item.end - offset)
-        start = files.fill_block(item.file, offset, length)
-        if start is None:
+        seen = files.view(item.file, offset, length)
+        if seen is None:
             return None
-        with files.block.view[start : start + length] as view:
-            stream.update(view)
+        with seen:
+            stream.update(seen)
     return stream.value()
 
 

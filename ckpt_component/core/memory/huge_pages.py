@@ -25,9 +25,9 @@ PAGE = 4096
 HUGE_PAGE = 2 << 20
 #: More threads would only wait for kernel locks.
 _MAX_THREADS = 8
-#: `F_ADD_SEALS`; and F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: no process that has the memfd open can truncate it, so
-#: that a mapping of it never raises SIGBUS. (From Python 3.11 on in `fcntl`.)
-_ADD_SEALS, _SIZE_STAYS = 1033, 0x1 | 0x2 | 0x4
+#: `F_ADD_SEALS` and `F_GET_SEALS`; and F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: no process that has the memfd open can
+#: truncate it, so that a mapping of it never raises SIGBUS. (From Python 3.11 on in `fcntl`.)
+_ADD_SEALS, _GET_SEALS, _SIZE_STAYS = 1033, 1034, 0x1 | 0x2 | 0x4
 #: Unit of allocation: takes about a millisecond.
 _SLICE_BYTES = HUGE_PAGE
 #: Between two of them, in seconds.
@@ -78,6 +78,25 @@ def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> memoryview:
         raise libc.last_error()
     memory = memoryview(reserved)[start : start + nbytes]
     return memory if writable else memory.toreadonly()
+
+
+def map_sealed(fd: int, nbytes: int) -> memoryview | None:
+    """Map the beginning of a memfd, such as that of `SharedPages`, to look at it.
+
+    Returns:
+        The memory, read-only, as of `map_shared`. None: `fd` may be truncated, and then looking at a mapping of it
+        would raise SIGBUS.
+
+    Raises:
+        OSError: it cannot be mapped
+    """
+    try:
+        seals = fcntl.fcntl(fd, _GET_SEALS)
+    except OSError:  # it is no memfd
+        return None
+    if seals & _SIZE_STAYS != _SIZE_STAYS or os.fstat(fd).st_size < nbytes:
+        return None
+    return map_shared(fd, nbytes, writable=False)
 
 
 def make_huge(address: int, nbytes: int) -> int:

@@ -121,6 +121,19 @@ class FileSet(ABC):
         with self.block.view[:length] as begin:
             return 0 if self.fill(name, begin, offset) else None
 
+    def view(self, name: str, offset: int, length: int) -> memoryview | None:
+        """Read a range of a file to look at it; arguments as for `fill_block`.
+
+        Returns:
+            The bytes, which the caller releases before this thread reads again, and does not change; None if the file
+            is too short.
+
+        Raises:
+            CheckpointUnreadableError: the read fails
+        """
+        start = self.fill_block(name, offset, length)
+        return None if start is None else self.block.view[start : start + length]
+
     def fill_summed(
         self, name: str, buffers: Iterable[memoryview], offset: int, checksum: Checksum | None
     ) -> int | None:

@@ -6,12 +6,18 @@ them: `host://runs/one@TOKEN/iter_0000200/manifest.json`.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
+
+from ...memory.huge_pages import map_sealed
+
+logger = logging.getLogger("ckpt_component.storage")
 
 
 class KeptFile(NamedTuple):
@@ -54,6 +60,10 @@ class Piece(ABC):
             OSError: they cannot be read
         """
 
+    def view(self, offset: int, length: int) -> memoryview | None:
+        """A range of the file where it is, not to be changed; None: it can only be read."""
+        return None
+
     def forget(self, offset: int, length: int) -> None:
         """Have bytes come anew when they are read next, because those that came are damaged."""
 
@@ -62,8 +72,8 @@ class Piece(ABC):
 class LocalPiece(Piece):
     """A file on this host.
 
-    It is read with `preadv`, which a memory that another process has truncated makes short, where a mapping would raise
-    SIGBUS.
+    Memory whose size stays is looked at where it is. What another process may truncate is read with `preadv`, which
+    comes back short, where a mapping would raise SIGBUS.
 
     Attributes:
         descriptor: of memory or of a disk file, for reading
@@ -97,6 +107,20 @@ class LocalPiece(Piece):
             position += count
             buffer = buffer[count:]
         return True
+
+    def view(self, offset: int, length: int) -> memoryview | None:
+        if offset + length > self.length or self._memory is None:
+            return None
+        return self._memory[self.base + offset :][:length]
+
+    @cached_property
+    def _memory(self) -> memoryview | None:
+        """What the descriptor is of, from its beginning; None: its size may change, or there is no address space."""
+        try:
+            return map_sealed(self.descriptor, self.base + self.length)
+        except OSError as error:
+            logger.info("a snapshot in memory is read, not mapped: %s", error)
+            return None
 
 
 class Keeper(ABC):
