@@ -62,16 +62,15 @@ def send_host_away(life: FolderLife, rank: int) -> None:
 
 
 def cut_power(life: FolderLife, rank: int) -> None:
-    """A host boots again, with what was durable."""
+    """A host boots again, with what was durable: perhaps in the middle of a deletion, by us or by somebody else."""
     host = kill_host(life, rank)
     life.disk_of(host).disk.cut_power(life.simulation.random.randrange(1 << 30))
-    life.half_deleted |= life.deleted & {host}
+    life.half_deleted.add(host)
 
 
 def lose_folder(life: FolderLife, rank: int) -> None:
     """A local folder is deleted, which nobody syncs, and processes go on."""
     host = life.jobs[-1].hosts[rank]
-    life.deleted.add(host)
     files, root = life.disk_of(host), local_root(host)
     life.lose(host)
     if files.exists(root):

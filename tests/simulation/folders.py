@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-from simulation.peers import AtOnce, ClusterPatches, PeerJob, PeerLife, PhasedOnce, Resumed, violations
+from simulation.peers import AtOnce, Claim, ClusterPatches, PeerJob, PeerLife, PhasedOnce, Resumed, violations
 from simulation.recovery import ROOT, TIMEOUTS, DurableCaller, Loader, RankStagers, blank
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, CheckpointSaveError
@@ -273,8 +273,8 @@ class FolderLife(PeerLife):
         #: The hosts of the last job.
         self.present = set[str]()
         self.has_damage = False
-        #: The hosts whose folder was deleted, and those where a power cut undid it, perhaps in part.
-        self.deleted, self.half_deleted = set[str](), set[str]()
+        #: The hosts where a power cut may have undone a deletion in part.
+        self.half_deleted = set[str]()
         super().__init__(patches, stagers, layout, troubles)
 
     def new_job(self, number: int, count: int) -> FolderJob:
@@ -294,8 +294,9 @@ class FolderLife(PeerLife):
         last = [each.error for each in self.resumed_at_peers if each.job == self.jobs[-1].number]
         damaged = self.has_damage and all(type(each) is CheckpointCorruptError for each in last)
         is_told = damaged or all("none that can be used" in str(each) for each in last)
-        is_lost = not any(claim.all_there for claim in self.memory_claims)
-        return bool(self.losses) and is_lost and not self.durable and is_told
+        is_lost = not any(claim.all_there and self._is_here(claim) for claim in self.memory_claims)
+        was_here = bool(self.losses) or not all(map(self._is_here, self.memory_claims))
+        return was_here and is_lost and not self.durable and is_told
 
     def disk_of(self, host: str) -> SimulatedFiles:
         if host not in self.disks:
@@ -331,8 +332,12 @@ class FolderLife(PeerLife):
 
     def claimed(self) -> tuple[int, int, int]:
         """See the base class; what other hosts have does not count."""
-        local = [claim.step for claim in self.memory_claims if claim.all_there and {*claim.hosts} <= self.present]
+        local = [claim.step for claim in self.memory_claims if claim.all_there and self._is_here(claim)]
         return max(local, default=0), *super().claimed()[1:]
+
+    def _is_here(self, claim: Claim) -> bool:
+        """Whether all hosts that have a part of a step are those of the last job."""
+        return {*claim.hosts} <= self.present
 
     def earlier(self, host: str) -> Disk:
         """What was on a disk before its newest step."""
