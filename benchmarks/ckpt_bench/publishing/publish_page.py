@@ -41,7 +41,8 @@ encode: CPU time of the encoding of all weights, in memory
 pull: `ckpt pull`, once; follow: the same, that goes on, with a spare folder
 lag: from the commit of a checkpoint until a receiver that follows has its weights; of that, lag_publish: until they are
 published
-quiet, kept, published: a training step without snapshots, with one in memory after each, and with these published
+quiet, kept, published: a training step without snapshots, with one in memory after each, and with these published; on a
+core of its own, if there are two and loop_threads=1
 CPU, queue: seconds in which the thread of the loop ran, and in which it had no core; stall: of the call that saves"""
 
 

@@ -41,6 +41,8 @@ def measure_training(
 ) -> Iterator[dict[str, Any]]:
     """Run stretches of a loop without snapshots, with one in memory after each step, and with these published, in turn.
 
+    A loop of one thread has a core of its own, if there are two.
+
     Args:
         state: name of the state
         pairs: number of stretches of each kind
@@ -55,6 +57,10 @@ def measure_training(
         `published_versions`, how many were published in a stretch.
     """
     torch.set_num_threads(loop_threads)
+    own_core, *others = sorted(os.sched_getaffinity(0))
+    has_own_core = bool(others) and loop_threads == 1
+    if has_own_core:  # for all that is started from here on
+        os.sched_setaffinity(0, others)
     weights, loop = ChangingWeights(state), Loop(make_state("tiny"), loop_threads, step_seconds)
     to, found = os.path.join(folder, "weights"), dict[str, list[float]]()
     with own_sockets() as environment, ExitStack() as open_runs:
@@ -69,6 +75,8 @@ def measure_training(
         for run in filter(None, runs.values()):
             _stretch(loop, weights, run.save, _FIRST_STEPS)
             run.settle()
+        if has_own_core:
+            os.sched_setaffinity(0, {own_core})
         for number in range(pairs):
             stolen = stolen_seconds()
             for kind in runs if number % 2 == 0 else reversed(runs):
