@@ -128,7 +128,7 @@ def test_a_mapping_to_read_from(fd: int) -> None:
         memory[0] = 1
 
 
-def test_only_what_nobody_can_truncate_is_mapped_to_look_at(fd: int, tmp_path: Path) -> None:
+def test_only_a_memfd_whose_size_is_sealed_is_mapped_for_reading(fd: int, tmp_path: Path) -> None:
     pages = SharedPages(SIZE)
     memory = map_sealed(pages.fd, SIZE)
     assert memory is not None and memory.readonly and memory.nbytes == SIZE

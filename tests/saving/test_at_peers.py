@@ -69,13 +69,13 @@ class Rank:
 
     def __init__(self, ranks: Coordinator) -> None:
         peers = PeerMap([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret")
-        self.keeper, self.listener, self.first, self.told = Keeper(), Heard(), list[str](), threading.Event()
+        self.keeper, self.listener, self.first, self.notice = Keeper(), Heard(), list[str](), threading.Event()
         events = EventRecorder(listeners=[self.listener], rank=ranks.rank)
         self.first_is_told = threading.Event()
         self.first_is_told.set()
         self.copies = SnapshotsAtPeers(peers, self.keeper, ranks, TIMEOUTS, events, self.tell_first)
         self._prepare = self.copies.preparation(self.keeper)
-        self.copies.begin(self.told.set)
+        self.copies.begin(self.notice.set)
         self.rank = ranks.rank
 
     def tell_first(self) -> None:
@@ -88,8 +88,8 @@ class Rank:
         return self.paths()
 
     def arrived(self) -> list[str]:
-        assert self.told.wait(20)
-        self.told.clear()
+        assert self.notice.wait(20)
+        self.notice.clear()
         return self.paths()
 
     def paths(self) -> list[str]:
@@ -134,7 +134,7 @@ def test_a_rank_with_a_newer_snapshot_sends_the_older_one_without_delay(both: An
 
     def go_on(rank: Rank) -> None:
         if rank.rank == 1:
-            assert rank.told.wait(20)
+            assert rank.notice.wait(20)
             time.sleep(0.2)  # it asks which one is next
             rank.whole(3)
         else:

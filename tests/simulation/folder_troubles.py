@@ -62,7 +62,7 @@ def send_host_away(life: FolderLife, rank: int) -> None:
 
 
 def cut_power(life: FolderLife, rank: int) -> None:
-    """A host boots again, with what was durable: perhaps in the middle of a deletion, by us or by somebody else."""
+    """A host boots again, with what was durable; a deletion may be undone in part."""
     host = kill_host(life, rank)
     life.disk_of(host).disk.cut_power(life.simulation.random.randrange(1 << 30))
     life.half_deleted.add(host)

@@ -294,9 +294,9 @@ class FolderLife(PeerLife):
         last = [each.error for each in self.resumed_at_peers if each.job == self.jobs[-1].number]
         damaged = self.has_damage and all(type(each) is CheckpointCorruptError for each in last)
         is_told = damaged or all("none that can be used" in str(each) for each in last)
-        is_lost = not any(claim.all_there and self._is_here(claim) for claim in self.memory_claims)
-        was_here = bool(self.losses) or not all(map(self._is_here, self.memory_claims))
-        return was_here and is_lost and not self.durable and is_told
+        is_lost = not any(claim.all_there and self.is_here(claim) for claim in self.memory_claims)
+        has_lost = bool(self.losses) or not all(map(self.is_here, self.memory_claims))
+        return has_lost and is_lost and not self.durable and is_told
 
     def disk_of(self, host: str) -> SimulatedFiles:
         if host not in self.disks:
@@ -332,10 +332,10 @@ class FolderLife(PeerLife):
 
     def claimed(self) -> tuple[int, int, int]:
         """See the base class; what other hosts have does not count."""
-        local = [claim.step for claim in self.memory_claims if claim.all_there and self._is_here(claim)]
+        local = [claim.step for claim in self.memory_claims if claim.all_there and self.is_here(claim)]
         return max(local, default=0), *super().claimed()[1:]
 
-    def _is_here(self, claim: Claim) -> bool:
+    def is_here(self, claim: Claim) -> bool:
         """Whether all hosts that have a part of a step are those of the last job."""
         return {*claim.hosts} <= self.present
 

@@ -495,18 +495,18 @@ def test_a_dead_keeper_hides_no_other() -> None:
         assert HostKeepers(besides=1)(ROOT) == []
 
 
-def test_memory_whose_size_stays_is_looked_at_where_it_is_and_other_memory_is_read() -> None:
+def test_sealed_memory_is_viewed_without_a_copy_and_other_memory_is_read() -> None:
     kept, arena, other = KeptFiles(), SharedPages(1 << 20), image(bytes(8192))
     kept.put_image(f"{ROOT}/iter_1/arena", 1, arena.fd, 4096, 8192)
     kept.put_image(f"{ROOT}/iter_1/other", 1, other, 0, 8192)
     with serving(kept), storage_at(ROOT).open_files(f"{ROOT}/iter_1") as files:
-        for name, fd, base, seen_at_once in (("arena", arena.fd, 4096, 7), ("other", other, 0, 0)):
+        for name, fd, base, byte in (("arena", arena.fd, 4096, 7), ("other", other, 0, 0)):
             assert files.view(name, 8000, 193) is None
             view = files.view(name, 8000, 192)
             assert view is not None and view.nbytes == 192
             with view:
                 os.pwrite(fd, b"\7", base + 8000)
-                assert view[0] == seen_at_once
+                assert view[0] == byte
     os.close(other)
     os.close(arena.fd)
 

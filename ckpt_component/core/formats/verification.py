@@ -187,16 +187,17 @@ def _groups(items: Iterable[StoredRange]) -> Iterator[list[StoredRange]]:
 def _summed(files: FileSet, group: list[StoredRange], length: int, algorithms: _Algorithms) -> list[int | None]:
     """The checksums of a group of small items; None for those after the end of the file."""
     first = group[0]
-    seen = files.view(first.file, first.offset, length)
-    if seen is None:
+    data = files.view(first.file, first.offset, length)
+    if data is None:
         if len(group) == 1:
             return [None]
         return [_summed(files, [item], item.length, algorithms)[0] for item in group]
     sums: list[int | None] = []
-    with seen:
+    with data:
         for item in group:
-            with seen[item.offset - first.offset :][: item.length] as view:
-                sums.append(algorithms[item.checksum_kind].of(view))
+            begin = item.offset - first.offset
+            with data[begin : begin + item.length] as payload:
+                sums.append(algorithms[item.checksum_kind].of(payload))
     return sums
 
 
@@ -205,11 +206,11 @@ def _streamed(files: FileSet, item: StoredRange, algorithms: _Algorithms) -> int
     stream = algorithms[item.checksum_kind].stream()
     for offset in range(item.offset, item.end, CHUNK_BYTES):
         length = min(CHUNK_BYTES, item.end - offset)
-        seen = files.view(item.file, offset, length)
-        if seen is None:
+        data = files.view(item.file, offset, length)
+        if data is None:
             return None
-        with seen:
-            stream.update(seen)
+        with data:
+            stream.update(data)
     return stream.value()
 
 

@@ -81,18 +81,17 @@ def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> memoryview:
 
 
 def map_sealed(fd: int, nbytes: int) -> memoryview | None:
-    """Map the beginning of a memfd, such as that of `SharedPages`, to look at it.
+    """Map a memfd for reading alone if its size is sealed, as `SharedPages` does it; arguments as for `map_shared`.
 
     Returns:
-        The memory, read-only, as of `map_shared`. None: `fd` may be truncated, and then looking at a mapping of it
-        would raise SIGBUS.
+        The memory, read-only. None: another process may truncate it, and then reading the mapping would raise SIGBUS.
 
     Raises:
         OSError: it cannot be mapped
     """
     try:
         seals = fcntl.fcntl(fd, _GET_SEALS)
-    except OSError:  # it is no memfd
+    except OSError:  # not a memfd
         return None
     if seals & _SIZE_STAYS != _SIZE_STAYS or os.fstat(fd).st_size < nbytes:
         return None

@@ -122,10 +122,12 @@ class FileSet(ABC):
             return 0 if self.fill(name, begin, offset) else None
 
     def view(self, name: str, offset: int, length: int) -> memoryview | None:
-        """Read a range of a file to look at it; arguments as for `fill_block`.
+        """Return a range of a file for reading alone, without a copy where that is possible.
+
+        Arguments as for `fill_block`.
 
         Returns:
-            The bytes, which the caller releases before this thread reads again, and does not change; None if the file
+            The bytes, which the caller does not change, and releases before this thread reads again; None if the file
             is too short.
 
         Raises:

@@ -61,7 +61,7 @@ class Piece(ABC):
         """
 
     def view(self, offset: int, length: int) -> memoryview | None:
-        """A range of the file where it is, not to be changed; None: it can only be read."""
+        """A range of the file without a copy, which the caller does not change; None: it is not mapped."""
         return None
 
     def forget(self, offset: int, length: int) -> None:
@@ -72,8 +72,8 @@ class Piece(ABC):
 class LocalPiece(Piece):
     """A file on this host.
 
-    Memory whose size stays is looked at where it is. What another process may truncate is read with `preadv`, which
-    comes back short, where a mapping would raise SIGBUS.
+    Memory whose size is sealed can be viewed without a copy. What another process may truncate is read with `preadv`,
+    which comes back short, where a mapping would raise SIGBUS.
 
     Attributes:
         descriptor: of memory or of a disk file, for reading
@@ -109,13 +109,12 @@ class LocalPiece(Piece):
         return True
 
     def view(self, offset: int, length: int) -> memoryview | None:
-        if offset + length > self.length or self._memory is None:
-            return None
-        return self._memory[self.base + offset :][:length]
+        begin, memory = self.base + offset, self._memory
+        return None if memory is None or offset + length > self.length else memory[begin : begin + length]
 
     @cached_property
     def _memory(self) -> memoryview | None:
-        """What the descriptor is of, from its beginning; None: its size may change, or there is no address space."""
+        """The memory of the descriptor, mapped; None: its size is not sealed, or there is no address space."""
         try:
             return map_sealed(self.descriptor, self.base + self.length)
         except OSError as error:

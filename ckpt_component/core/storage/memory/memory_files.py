@@ -67,10 +67,10 @@ class MemoryFiles(FileSet):
             raise read_failure(os.path.join(self._folder, name), error) from error
 
     def view(self, name: str, offset: int, length: int) -> memoryview | None:
-        """Look at it where it is, if that can be done; see `FileSet.view`."""
+        """As for `FileSet`; memory that is mapped is not copied."""
         file = self._file(name)
-        seen = None if isinstance(file, bytes) else file.view(offset, length)
-        return super().view(name, offset, length) if seen is None else seen
+        mapping = None if isinstance(file, bytes) else file.view(offset, length)
+        return super().view(name, offset, length) if mapping is None else mapping
 
     def _file(self, name: str) -> Piece | bytes:
         path = self._path(name)
