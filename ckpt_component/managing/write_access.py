@@ -48,8 +48,8 @@ class WriteAccess:
         run, failure = self._run, None
         deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
         # Rank 0 makes the folder, and the others wait for it.
-        run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
-        self._ownership.root_exists = run.ranks.is_leader and run.fs.is_folder(run.root)
+        made = run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
+        self._ownership.root_exists = run.ranks.is_leader and made and run.fs.is_folder(run.root)
         if run.remote is not None:
             self._check_shared(deadline)
         if not run.ranks.is_leader:
@@ -116,11 +116,11 @@ class WriteAccess:
     def _leave_trial(self) -> str | None:
         return leave_trial(self._run.fs, self._run.root, self._named)
 
-    def _try_to_write(self) -> None:
-        try_to_write(self._run.fs, self._run.root, self._named)
+    def _try_to_write(self) -> bool:
+        return try_to_write(self._run.fs, self._run.root, self._named)
 
 
-def try_to_write(fs: Storage, root: str, named: str) -> None:
+def try_to_write(fs: Storage, root: str, named: str) -> bool:
     """Make a folder if necessary, and write and delete a small file in it.
 
     Args:
@@ -128,17 +128,21 @@ def try_to_write(fs: Storage, root: str, named: str) -> None:
         root: the folder
         named: the folder with its key, for a text
 
+    Returns:
+        False: it is full; the first save makes the folder.
+
     Raises:
         CheckpointConfigError: that is not possible
     """
     try:
         fs.make_folders(root)
         fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
+        return True
     except OSError as error:
         if error.errno in FULL:
             # A dead run's files may fill the disk; they are deleted when this run restores.
             logger.warning("%s is full (%s); saves fail until there is free space", root, error)
-            return
+            return False
         if error.errno == errno.ENOTDIR:
             raise CheckpointConfigError(f"{named} is a file, or lies below one. Name a folder.") from error
         raise CheckpointConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import re
@@ -26,6 +27,7 @@ from ckpt_component import (
 )
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import Coordinator
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.files import FileStorage
@@ -187,12 +189,18 @@ def test_a_disk_that_is_full_at_the_start_is_a_warning(
         assert manager.save(2, {"step": 2})
 
 
-def test_a_folder_that_a_full_disk_had_no_room_for_is_made_by_the_first_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [2, 3], ids=["made", "made durable"])
+def test_a_folder_that_a_full_disk_had_no_room_for_is_made_by_the_first_save(number: int) -> None:
     """It was never there, so the save does not report it as missing."""
-    files = SimulatedFiles(Disk(), {1: Fault("fail", errno.ENOSPC)})
+    disk = Disk()
+    files = SimulatedFiles(disk, {number: Fault("fail", errno.ENOSPC)})
     with build_manager("sync", ["checkpoint.writer.workers=1"], dir="/run", storage_of=lambda _: files) as manager:
-        assert not files.is_folder("/run")
+        assert files.is_folder("/run") == (number == 3)
         assert manager.save(1, {"step": 1}) and manager.steps() == [1]
+        for seed in range(4):
+            after = copy.deepcopy(disk)
+            after.cut_power(seed)
+            assert scan_steps(SimulatedFiles(after), "/run", MEGATRON).committed == [1]
 
 
 @pytest.mark.slow

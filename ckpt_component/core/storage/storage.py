@@ -104,7 +104,10 @@ class Storage(ABC):
 
     @abstractmethod
     def make_folders(self, path: str) -> None:
-        """Create a folder and its missing parents, and make each new entry durable."""
+        """Create a folder and its missing parents, and make each new entry durable.
+
+        Also that of a folder which is there already: who has made it may have been killed before it was durable.
+        """
 
     @abstractmethod
     def make_folder(self, path: str) -> None:

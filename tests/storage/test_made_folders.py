@@ -1,0 +1,66 @@
+"""`make_folders` makes durable what is there when it returns, whoever made it and whatever happened to him then."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
+from ckpt_component.testing.machine import Machine
+
+FOLDER, FILE = "/a/b/c", "/a/b/c/file"
+FAULTS = {"killed": Fault("cut"), "refused": Fault("fail", errno.ENOSPC), "answer_lost": Fault("lost")}
+
+
+def stays_after_power_cuts(disk: Disk, files: FileStorage) -> None:
+    """Who makes the folder now has what it writes there after power cuts too."""
+    files.make_folders(FOLDER)
+    files.write_new(FILE, b"data")
+    files.sync_folder(FOLDER)
+    for seed in range(4):
+        disk.cut_power(seed)
+        assert bytes(disk.file(FILE).data) == b"data"
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_folder_that_a_predecessor_did_not_make_durable_is(number: int, kind: str) -> None:
+    disk, machine = Disk(), Machine({number: FAULTS[kind]})
+    with pytest.raises((PowerCut, OSError)):
+        machine.files(disk).make_folders(FOLDER)
+    stays_after_power_cuts(disk, Machine().files(disk))
+
+
+def test_a_folder_that_another_process_makes_at_the_same_time_is() -> None:
+    class AfterAnother(SimulatedFiles):
+        """Another process, which is killed then, makes each folder just before."""
+
+        def make_folder(self, path: str) -> None:
+            super().make_folder(path)
+            super().make_folder(path)
+
+    disk = Disk()
+    stays_after_power_cuts(disk, AfterAnother(disk))
+
+
+def test_folders_below_one_that_may_not_be_listed_are_made_and_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unlisted(FileStorage):
+        def sync_folder(self, path: str) -> None:
+            if path == str(tmp_path):
+                raise PermissionError(errno.EACCES, "may not be listed", path)
+            super().sync_folder(path)
+
+    (tmp_path / "mine").mkdir()
+    Unlisted().make_folders(str(tmp_path / "mine"))
+    Unlisted().make_folders(str(tmp_path / "mine" / "run"))
+    assert os.listdir(tmp_path / "mine") == ["run"]
+    monkeypatch.chdir(tmp_path)
+    FileStorage().make_folders("mine")
+    FileStorage().make_folders("mine/two")
+    assert sorted(os.listdir("mine")) == ["run", "two"]
