@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from ckpt_component.core.commit import commit
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
 from ckpt_component.testing.machine import Machine
 
@@ -45,6 +48,20 @@ def test_a_folder_that_another_process_makes_at_the_same_time_is() -> None:
 
     disk = Disk()
     stays_after_power_cuts(disk, AfterAnother(disk))
+
+
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_checkpoint_in_a_folder_that_a_killed_process_has_made_stays(renames: bool) -> None:
+    disk = Disk()
+    files = SimulatedFiles(disk, atomic_rename=renames)
+    files.make_folder("/runs")
+    attempt = commit.new_attempt(files, "/runs/one", new_token())
+    commit.begin(attempt)
+    commit.publish(attempt, [], {}, {})
+    for seed in range(4):
+        after = copy.deepcopy(disk)
+        after.cut_power(seed)
+        assert after.find("/runs/one/manifest.json") is not None
 
 
 def test_folders_below_one_that_may_not_be_listed_are_made_and_found(

@@ -61,8 +61,6 @@ class ManifestCommit(CommitProtocol):
     def begin(self, attempt: Attempt) -> None:
         self.storage.check_puts(os.path.dirname(attempt.target), f"{TRIAL_PREFIX}{new_token()}")
         super().begin(attempt)
-        # Another attempt may have created the target and not synced it yet.
-        self.storage.sync_folder(os.path.dirname(attempt.target))
 
     def files_of(self, attempt: Attempt) -> str:
         """The folder of the attempt, which stays."""

@@ -80,6 +80,8 @@ class CommitProtocol(ABC):
                     raise
                 self.storage.make_folders(parent)
         self.storage.sync_folder(parent)
+        if self.creates_targets or not attempt.owner:  # who owns a root has made it durable
+            self.storage.sync_entry(parent)
 
     def join(self, attempt: Attempt, seconds: float) -> None:
         """On the other ranks: have the folder of an attempt, which the leading rank makes.

@@ -53,16 +53,15 @@ class FileStorage(LocalFolders):
         while not self.is_folder(path):
             missing.append(path)
             path = os.path.dirname(path)
-        self._sync_entry(path)
+        self.sync_entry(path)
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another rank or run created it concurrently
                 self.make_folder(folder)
             self.sync_folder(os.path.dirname(folder))
 
-    def _sync_entry(self, folder: str) -> None:
-        """Make the entry of a folder durable, whose maker may have been killed before."""
-        parent = os.path.dirname(folder) or "."
-        if self.device(parent) == self.device(folder):  # else it is a mount point
+    def sync_entry(self, path: str) -> None:
+        parent = os.path.dirname(path) or "."
+        if self.device(parent) == self.device(path):  # else it is a mount point
             with contextlib.suppress(PermissionError):  # who may not list the parent has made nothing in it
                 self.sync_folder(parent)
 

@@ -88,6 +88,9 @@ class HostFolders(KeeperUnion, LocalFolders):
     def make_folder(self, path: str) -> None:
         self.fs.make_folder(self.here(path))
 
+    def sync_entry(self, path: str) -> None:
+        self.fs.sync_entry(self.here(path))
+
     def sync_folder(self, path: str) -> None:
         try:
             self.fs.sync_folder(self.here(path))

@@ -104,10 +104,7 @@ class Storage(ABC):
 
     @abstractmethod
     def make_folders(self, path: str) -> None:
-        """Create a folder and its missing parents, and make each new entry durable.
-
-        Also that of a folder which is there already: who has made it may have been killed before it was durable.
-        """
+        """Create a folder and its missing parents, and make each entry durable, as `sync_entry` does."""
 
     @abstractmethod
     def make_folder(self, path: str) -> None:
@@ -115,6 +112,9 @@ class Storage(ABC):
 
     def sync_folder(self, path: str) -> None:
         """Make a folder's entries durable (new, renamed and deleted names)."""
+
+    def sync_entry(self, path: str) -> None:
+        """Make a folder that is there durable: who made it may have been killed, or may not have done so yet."""
 
     @abstractmethod
     def remove_folder(self, path: str) -> None:
