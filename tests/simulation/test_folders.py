@@ -142,8 +142,12 @@ def test_what_is_set_aside_was_damaged(hosts: Hosts) -> None:
             LAYOUTS[1],
             (FolderTrouble("link_cut", "commit", 577), FolderTrouble("folder_lost", "verify", 28)),
         ),
+        (  # The one with a flipped bit is that of two hosts; the first has an earlier attempt, without the others' files.
+            LAYOUTS[2],
+            (FolderTrouble("host_away", "verify", 80), FolderTrouble("file_flips", "copy", 334, 2)),
+        ),
     ],
-    ids=["half_deleted", "only_one_damaged", "deleted_meanwhile"],
+    ids=["half_deleted", "only_one_damaged", "deleted_meanwhile", "another_attempt_damaged"],
 )
 def test_a_run_goes_on_from_folders_or_says_what_is_damaged(
     hosts: Hosts, layout: tuple[str, ...], troubles: tuple[FolderTrouble, ...]

@@ -68,20 +68,25 @@ def manifest_of_attempt(storage: Storage, folder: str, attempt: str) -> Mapping[
     )
 
 
-def whole_manifest_beside(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The manifest of another attempt all of whose files are there, see `check_files`; None: no host has one.
+def whole_manifest(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The manifest that counts, all of whose files are there: that of this host, or that of another attempt.
 
     Args:
         storage: the storage
         folder: of the checkpoint
-        manifest: that of this host, whose files are not as they are to be
+        manifest: that of this host
 
     Raises:
+        CheckpointCorruptError: no host has one; why that of this host is not whole, see `check_files`
         CheckpointUnreadableError: a host cannot be asked
     """
-    for other in manifests_of(storage, folder) if storage.hosts else ():
-        with contextlib.suppress(CheckpointCorruptError):  # that of this host is told
-            if other.get("attempt") != manifest.get("attempt"):
-                check_files(storage, data_folder(storage, folder, other), other)
-                return other
-    return None
+    try:
+        check_files(storage, data_folder(storage, folder, manifest), manifest)
+        return manifest
+    except CheckpointCorruptError:
+        for other in manifests_of(storage, folder) if storage.hosts else ():
+            with contextlib.suppress(CheckpointCorruptError):  # that of this host is told
+                if other.get("attempt") != manifest.get("attempt"):
+                    check_files(storage, data_folder(storage, folder, other), other)
+                    return other
+        raise

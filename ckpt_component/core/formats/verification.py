@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointCorruptError
+from ..commit.host_parts import whole_manifest
 from ..commit.manifest import check_files, data_folder, read_manifest
 from ..commit.names import integrity_name
 from ..progress import Progress, no_progress
@@ -48,9 +49,11 @@ def verify_checkpoint(fs: Storage, path: str, progress: Progress = no_progress) 
         CheckpointCorruptError: a file is missing, cannot be read, or differs from what was written; names the file
         CheckpointLoadError: a checksum cannot be computed here
     """
-    manifest = read_manifest(fs, path)
+    manifest: Mapping[str, Any] | None = read_manifest(fs, path)
     if manifest is None:
         return False
+    if fs.hosts:
+        manifest = whole_manifest(fs, path, manifest)
     verify_files(fs, data_folder(fs, path, manifest), manifest, progress)
     return True
 
