@@ -25,8 +25,9 @@ from ..core.state.flatten import StateDict
 from ..core.state.key_map import KeyMap
 from ..core.state.objects import refuse_fake_tensors
 from ..core.storage.locate import storage_at
+from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage
-from ..errors import CheckpointNotFoundError
+from ..errors import CheckpointError, CheckpointNotFoundError
 from .collective import CollectiveLoad, CollectiveLoads, OpenFiles, Phase
 from .filling import Filling, load_all, to_device_of
 from .load_options import LoadOptions
@@ -120,8 +121,7 @@ class Reader:
                 key_map = KeyMap(*names) if any(names) else None
                 verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
                 if wanted.visible is not None:
-                    storage = self._storage_of(path)
-                    wait_visible(partial(storage.exists, path), path, wanted.visible, storage.clock)
+                    _wait_visible(self._storage_of(path), path, wanted.visible)
                 manifest = wanted.manifest
                 if manifest is None and wanted.attempt:
                     manifest = manifest_of_attempt(self._storage_of(path), path, wanted.attempt)
@@ -224,3 +224,13 @@ def _spans(marks: Sequence[tuple[str, float]]) -> dict[str, tuple[float, float]]
     for (name, begin), (_, end) in itertools.pairwise(marks):
         spans[name] = begin - started, end - started
     return spans
+
+
+def _wait_visible(storage: Storage, path: str, seconds: float) -> None:
+    """As `wait_visible`, for a checkpoint; raises CheckpointUnreadableError if a host that may have it has ended."""
+    try:
+        wait_visible(partial(storage.exists, path), path, seconds, storage.clock)
+    except CheckpointError:  # one of a wait is an OSError, too
+        raise
+    except OSError as error:
+        raise read_failure(path, error) from error

@@ -39,7 +39,10 @@ class Hosts:
     def life(self, layout: tuple[str, ...], *troubles: FolderTrouble) -> tuple[FolderLife, list[str]]:
         """Live one life; returns it, and what was wrong."""
         life = FolderLife(self._patches, self._stagers[len(layout)], layout, troubles)
-        ended = life.run()
+        try:
+            ended = life.run()
+        except OSError as error:
+            return life, [f"an error that is not in our words: {error!r}"]
         return life, wrong_in_folders(life, ended=ended)
 
     def undisturbed(self, layout: tuple[str, ...]) -> FolderLife:
@@ -146,8 +149,23 @@ def test_what_is_set_aside_was_damaged(hosts: Hosts) -> None:
             LAYOUTS[2],
             (FolderTrouble("host_away", "verify", 80), FolderTrouble("file_flips", "copy", 334, 2)),
         ),
+        (  # A host ends while others ask it for a checkpoint, or for the folder.
+            LAYOUTS[1],
+            (FolderTrouble("folder_lost", "verify", 115, 1), FolderTrouble("folder_stale", "verify", 3, 2)),
+        ),
+        (
+            LAYOUTS[2],
+            (FolderTrouble("folder_lost", "begin", 340, 1), FolderTrouble("store_lost", "begin", 129, 2)),
+        ),
     ],
-    ids=["half_deleted", "only_one_damaged", "deleted_meanwhile", "another_attempt_damaged"],
+    ids=[
+        "half_deleted",
+        "only_one_damaged",
+        "deleted_meanwhile",
+        "another_attempt_damaged",
+        "ended_before_a_load",
+        "ended_at_the_start",
+    ],
 )
 def test_a_run_goes_on_from_folders_or_says_what_is_damaged(
     hosts: Hosts, layout: tuple[str, ...], troubles: tuple[FolderTrouble, ...]
