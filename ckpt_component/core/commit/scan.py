@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import CheckpointCorruptError, CheckpointError, CheckpointPartError, CheckpointUnreadableError
 from ..storage.storage import Storage
 from .host_parts import whole_manifest
-from .manifest import read_manifest
+from .manifest import check_files, data_folder, read_manifest
 from .manifest_commit import attempts_in, is_quarantined
 from .metrics import metrics_of
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames, is_stray, step_in_name
@@ -156,8 +156,11 @@ def examine(storage: Storage, folder: str, step: int, scan: Scan, known: Mapping
             _sort_in_without_manifest(storage, folder, step, scan)
             return
         scan.metrics[step], scan.manifests[step] = metrics_of(manifest, folder), manifest
-        manifest = whole_manifest(storage, folder, manifest)
-        scan.metrics[step], scan.manifests[step] = metrics_of(manifest, folder), manifest
+        try:
+            check_files(storage, data_folder(storage, folder, manifest), manifest)
+        except CheckpointCorruptError:  # another host may have the manifest that counts
+            manifest = whole_manifest(storage, folder, manifest)
+            scan.metrics[step], scan.manifests[step] = metrics_of(manifest, folder), manifest
         scan.committed.append(step)
     except CheckpointPartError as error:
         scan.parts[step] = str(error)
