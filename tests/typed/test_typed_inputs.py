@@ -307,7 +307,7 @@ CKPT = [
 ]
 
 
-@pytest.mark.turns(5)
+@pytest.mark.turns(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
@@ -361,7 +361,7 @@ def test_other_apps_keep_hydras_words_before_and_after_ours_were_asked_for(conf:
     assert asked_without_hints() == before
 
 
-@pytest.mark.turns(5)
+@pytest.mark.turns(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "line", "words"),
