@@ -58,7 +58,7 @@ class WriteAccess:
                 self._try_to_write()
             except CheckpointError as error:
                 failure = str(error)
-            except OSError as error:  # each host has its own, and is asked for it
+            except OSError as error:  # a host that has the folder, too, has ended
                 failure = f"{self._named}: {error}"
         run.ranks.decide("root/tried", failure, refuse_failed, deadline)
         run.ranks.run_on_leader("root/owner", self._refuse_running, deadline)

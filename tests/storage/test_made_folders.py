@@ -1,4 +1,4 @@
-"""`make_folders` makes durable what is there when it returns, whoever made it and whatever happened to him then."""
+"""Folders that a killed process has made are made durable by the next one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAULTS = {"killed": Fault("cut"), "refused": Fault("fail", errno.ENOSPC), "answe
 
 
 def stays_after_power_cuts(disk: Disk, files: FileStorage) -> None:
-    """Who makes the folder now has what it writes there after power cuts too."""
+    """A file in the folder, which `files` makes now, survives power cuts."""
     files.make_folders(FOLDER)
     files.write_new(FILE, b"data")
     files.sync_folder(FOLDER)
@@ -40,7 +40,7 @@ def test_a_folder_that_a_predecessor_did_not_make_durable_is(number: int, kind: 
 
 def test_a_folder_that_another_process_makes_at_the_same_time_is() -> None:
     class AfterAnother(SimulatedFiles):
-        """Another process, which is killed then, makes each folder just before."""
+        """Another process makes each folder just before, and is killed then."""
 
         def make_folder(self, path: str) -> None:
             super().make_folder(path)

@@ -85,7 +85,7 @@ def whole_manifest(storage: Storage, folder: str, manifest: Mapping[str, Any]) -
         return manifest
     except CheckpointCorruptError:
         for other in manifests_of(storage, folder) if storage.hosts else ():
-            with contextlib.suppress(CheckpointCorruptError):  # that of this host is told
+            with contextlib.suppress(CheckpointCorruptError):  # the error of this host's manifest is raised
                 if other.get("attempt") != manifest.get("attempt"):
                     check_files(storage, data_folder(storage, folder, other), other)
                     return other
