@@ -299,6 +299,8 @@ class Restorer:
         scan = local if remote is None else both(local, remote)
         durable, occupied = [list(has.committed) for _, has in places], sorted(scan.occupied)
         if in_memory is not None and self._memory is not None and self._memory.is_stale(scan):
+            text = "the snapshot of step %d in memory is not used: a later run has saved checkpoints in %s"
+            logger.info(text, max(in_memory[1].committed, default=0), run.roots)
             self._memory.let_go()
             in_memory = None
         if in_memory is not None:

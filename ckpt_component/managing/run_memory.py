@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.commit.fencing import read_owner
-from ..core.commit.liveness import has_living_marks
+from ..core.commit.liveness import living_marks, marking_process
 from ..core.commit.scan import Scan
 from ..core.storage.memory.keeper_sockets import memory_root, tokens_of
 from ..core.storage.memory.keepers import Keeper
@@ -20,6 +20,8 @@ from .run_context import RunContext
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
+#: A shorter wait for a snapshot is not logged.
+_SHOWN_SECONDS = 3.0
 
 
 class RunMemory:
@@ -84,13 +86,21 @@ class RunMemory:
 
     def _look(self) -> tuple[RunContext, Scan] | None:
         owner = read_owner(self._run.fs, self._run.root)
-        here = () if owner is None else self._tokens()
+        here = {*self._tokens()}
         # A run that took the folder and died before its first snapshot was whole has left that of the run before it.
+        of_owner = () if owner is None else (owner.token, *owner.earlier)
         self._later.clear()
-        for token in () if owner is None else (owner.token, *owner.earlier):
+        for token in sorted(here.difference(of_owner, [self._run.events.run])):
+            why = "no owner file" if owner is None else f"another owner ({owner})"
+            text = "snapshots of run %s in memory are not used: %s has %s"
+            logger.info(text, token, self._run.root, why)
+        for token in of_owner:
             if token in here and (found := self._of(token))[1].committed:
                 return found
             self._later.add(token)
+        if owner is not None and owner.alive is False and not owner.released:
+            text = "no snapshot of the last run (%s) is in memory: none was whole, or checkpoint.recovery.lease is over"
+            logger.info(text, owner)
         return None
 
     def _tokens(self) -> Collection[str]:
@@ -109,12 +119,27 @@ class RunMemory:
         run, root = self._run, memory_root(self._run.root, token)
         self._hold(root)
         kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, memory=None)
-        deadline = run.ranks.clock.now() + run.timeouts.close
-        # An attempt without a mark has nobody who would complete it: its keeper has died.
-        while has_living_marks(kept.fs, root) and run.ranks.clock.now() < deadline:
-            run.ranks.clock.sleep(_POLL_SECONDS)
+        self._await_snapshot(kept)
         scan = kept.scan()
         return kept, Scan(scan.committed, metrics=scan.metrics, manifests=scan.manifests)
+
+    def _await_snapshot(self, kept: RunContext) -> None:
+        """Wait, for `timeouts.close`, for the processes that still write a snapshot of a run, or decide on one.
+
+        An attempt without a mark has nobody who would complete it: its keeper has died, or follows a decision.
+        """
+        clock, limit = kept.ranks.clock, kept.timeouts.close
+        began, is_shown = clock.now(), False
+        while marks := living_marks(kept.fs, kept.root):
+            waited, names = clock.now() - began, ", ".join(sorted({_process_text(mark) for mark in marks}))
+            if waited > limit:
+                text = "%s did not complete a snapshot in memory in %g s (timeouts.close); continuing without it"
+                logger.warning(text, names, limit)
+                return
+            if waited > _SHOWN_SECONDS and not is_shown:
+                is_shown = True
+                logger.info("waiting up to %g s for a snapshot in memory that %s completes", limit, names)
+            clock.sleep(_POLL_SECONDS)
 
     def let_go(self) -> None:
         """Let the keepers end when their lease is over."""
@@ -164,6 +189,11 @@ class RunMemory:
                         keeper.end()
             except OSError as error:
                 logger.warning("a keeper of run %s, which is over, ends with its lease: %s", token, error)
+
+
+def _process_text(mark: str) -> str:
+    process = marking_process(mark)
+    return mark if process is None else f"process {process.pid}"
 
 
 def each_of(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:

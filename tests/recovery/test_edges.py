@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,8 +21,7 @@ import torch
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, CheckpointManager, LoadReport, build_manager
-from ckpt_component.core.clock import Clock
-from ckpt_component.core.commit.commit import abandon, begin, new_attempt, publish
+from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.storage.files import FileStorage
@@ -222,71 +220,6 @@ def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None
         assert keeper.retire([f"{ROOT}/iter_2"]) == {7}
         assert sorted(file.path for file in keeper.files.listed("")) == stays
     assert keeper.retire([f"{ROOT}/iter_2"]) == set()
-
-
-class QuickClock(Clock):
-    """Its waits take no time, and it calls what happens meanwhile."""
-
-    def __init__(self, meanwhile: Callable[[], object]) -> None:
-        self.waits = 0
-        self.now = lambda: float(self.waits)
-        self.sleep = lambda seconds: self._wait(meanwhile)
-
-    def _wait(self, meanwhile: Callable[[], object]) -> None:
-        self.waits += 1
-        if self.waits == 3:
-            meanwhile()
-
-
-@pytest.mark.parametrize(
-    ("end", "others_decide", "waits"),
-    [
-        ("committed", False, 0),
-        ("committed", True, 3),
-        ("abandoned", False, 0),
-        ("unknown", False, 0),  # nobody can decide any more
-        ("unknown", True, 6),
-    ],
-)
-def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_whole(
-    end: str, others_decide: bool, waits: int
-) -> None:
-    keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
-    for step in (0, 1):
-        keeper.files.put(f"{ROOT}/iter_{step}/file", b"older")
-    keeper.retire([f"{ROOT}/iter_0", f"{ROOT}/iter_1"])
-    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
-    begin(attempt)
-    commit = partial(publish, attempt, [{"rank": 0, "files": []}], {}, {})
-    ends: dict[str, Callable[[], object]] = {
-        "committed": commit,
-        "abandoned": partial(abandon, attempt),
-        "unknown": lambda: None,
-    }
-    decide = ends[end]
-    if not others_decide:
-        decide()
-    keeper.storage.clock = clock = QuickClock(decide)
-    lock = SimpleNamespace(held_by_others=lambda: others_decide)
-    keeper.start()
-    try:
-        keeper.follow(cast(Any, SimpleNamespace(request=SimpleNamespace(attempt=attempt), lock=lock, until=5.0)))
-    finally:
-        keeper.close()
-    assert clock.waits == waits
-    assert keeper.storage.exists(f"{ROOT}/iter_2/manifest.json") == (end == "committed")
-    assert keeper.storage.exists(f"{ROOT}/iter_1/file") != (end == "committed")
-    assert keeper.storage.exists(f"{ROOT}/iter_0/file"), "it stays for its peers"
-
-
-def test_a_keeper_does_not_wait_where_nobody_can_decide() -> None:
-    keeper = SnapshotKeeper("/runs/one", ROOT, 1, 2, 10.0)
-    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
-    begin(attempt)
-    lock = SimpleNamespace(held_by_others=lambda: True)  # of a rank beside it; that of rank 0 is on another host
-    request = SimpleNamespace(attempt=attempt)
-    keeper.follow(cast(Any, SimpleNamespace(request=request, lock=lock, until=time.monotonic() + 1000)))
-    assert keeper.files.listed(f"{ROOT}/iter_2"), "whoever restores finds out what it is worth"
 
 
 class Kept:

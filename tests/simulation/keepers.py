@@ -62,6 +62,7 @@ class SimulatedName:
 
     def __init__(self, process: SimulatedProcess, number: int) -> None:
         self._process = process
+        self.pid = number
         self.key = f"simulated-{number}"
 
     @property
@@ -168,7 +169,7 @@ class HostKeeper:
 
     def _serve(self, wire: Wire) -> None:
         with contextlib.suppress(BrokenPipeError):  # the trainer has died before this lane was ready
-            keeper_module.KeeperWorker(cast(Channel, wire.end_of(self.process)), self.snapshots).handle_frames()
+            self.snapshots.work_for(cast(Channel, wire.end_of(self.process)))
 
     def _live(self) -> None:
         """The main thread: wait for the end of the trainer, and outlive it."""

@@ -82,21 +82,24 @@ class AttemptLock:
         return max((_modified(self._storage, mark) for mark in marks if mark != self._mark), default=0.0)
 
     def close(self) -> None:
-        """Release the attempt."""
+        """Release the attempt. Safe to call twice."""
         if self._lock is not None:
             files, fd = self._lock
+            self._lock = None
             files.close_folder(fd)
         if self._touching is not None:
             thread, over = self._touching
+            self._touching = None
             over.set()
             thread.join(1.0)  # it takes longer only when the storage hangs
         if self._mark is not None:
+            mark, self._mark = self._mark, None
             try:
-                self._storage.unlink(self._mark)
+                self._storage.unlink(mark)
             except FileNotFoundError:
                 pass  # a cleanup considered this process dead
             except OSError as error:
-                logger.warning("%s could not be deleted and stays until a later start: %s", self._mark, error)
+                logger.warning("%s could not be deleted and stays until a later start: %s", mark, error)
 
     def _touch(self, mark: str, over: Latch) -> None:
         warned = False
@@ -220,9 +223,14 @@ def marked_attempt(name: str) -> str | None:
     return name.removeprefix(ALIVE_PREFIX).partition(".")[0] if name.startswith(ALIVE_PREFIX) else None
 
 
-def has_living_marks(storage: Storage, root: str) -> bool:
-    """Whether a running process of this host has marked an attempt under a root, in a storage without locks."""
-    return any(_is_running(os.path.join(root, name)) for name in storage.names(root) if name.startswith(ALIVE_PREFIX))
+def living_marks(storage: Storage, root: str) -> list[str]:
+    """The marks under a root, in a storage without locks, of running processes of this host."""
+    return [name for name in storage.names(root) if name.startswith(ALIVE_PREFIX) and _is_running(name)]
+
+
+def marking_process(mark: str) -> ProcessName | None:
+    """The process of this host that a mark names; None: it names none."""
+    return ProcessName.of_key(mark.rpartition(".")[0].rpartition(".")[2])
 
 
 def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
@@ -237,7 +245,7 @@ def _has_ended(mark: str) -> bool:
 
 def _is_running(mark: str) -> bool | None:
     """Whether the process that a path names is running; None: it is unknown, or the path names none."""
-    process = ProcessName.of_key(mark.rpartition(".")[0].rpartition(".")[2])
+    process = marking_process(mark)
     return None if process is None else process.running
 
 

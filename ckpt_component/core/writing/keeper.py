@@ -6,6 +6,10 @@ reached through a socket, by the trainers of this run and of the next one (`core
 snapshots but those that it names, and is answered by the arenas that other processes still read. `listen` lets keepers
 and trainers of other hosts in, `replicate` has them keep copies (`copy_sender`), on a lane of its own.
 
+When the trainers have died, rank 0's keeper decides on a snapshot that is not committed, and waits only for ranks that
+may still put their part. The others release their marks, and follow its decision. A keeper that may still write
+answers so (`about`): its trainer's connection is open, or frames that came on it are not handled yet.
+
 A keeper ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
 seconds after its trainer has died, if no run that has restored from it is connected.
 """
@@ -20,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointFencedError
@@ -31,7 +35,6 @@ from ..processes.serve import serve
 from ..storage.memory.entrances import PeerEntrance
 from ..storage.memory.host_memory import HostMemory
 from ..storage.memory.keeper_server import KeeperServer
-from ..storage.memory.keeper_sockets import SocketPlace, split_root
 from ..storage.memory.kept_files import KeptFiles
 from ..storage.memory.peer_sockets import PeerAddress
 from ..storage.memory.remote_keeper import HostKeepers
@@ -65,7 +68,8 @@ class SnapshotKeeper:
     def __init__(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> None:
         self.files = KeptFiles()
         self._copies = CopyTaker(self.files, root, keeper_name(rank), lambda: self._checksum_home)
-        self.storage = HostMemory(HostKeepers(besides=rank), own=self.files)
+        self._others = HostKeepers(besides=rank)
+        self.storage = HostMemory(self._others, own=self.files)
         self._root = root
         self._rank = rank
         self._lease = lease
@@ -81,6 +85,8 @@ class SnapshotKeeper:
         self._older: list[str] = []
         self._parent = os.getppid()
         self._lanes: list[threading.Thread] = []
+        #: The connections on which a snapshot may still come, or is being decided on.
+        self._writing = set[KeeperWorker]()
         self._ends_soon = False
         self._fixed = {"root": folder, "world_size": world_size, "since": time.time()}
         self._server = KeeperServer(self.files, root, rank, self.about, self._take_copy)
@@ -108,6 +114,7 @@ class SnapshotKeeper:
             "lease": left,
             "alive": self._gone is None,
             "gone": self._gone,
+            "writing": bool(self._writing),
             "peer": None if peers is None else {"address": peers.address, "port": peers.port},
             "secret": None if peers is None else peers.secret,
             "homes": self._homes,
@@ -160,9 +167,22 @@ class SnapshotKeeper:
     def start_lane(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
         channel = Channel(socket.socket(fileno=fd), lambda: self._parent == os.getppid())
-        lane = threading.Thread(target=KeeperWorker(channel, self).handle_frames, name="ckpt-lane", daemon=True)
+        lane = threading.Thread(target=self.work_for, args=(channel,), name="ckpt-lane", daemon=True)
         self._lanes.append(lane)
         lane.start()
+
+    def work_for(self, trainer: Channel) -> None:
+        """Keep the snapshots that come on a connection, until the trainer closes it or has died."""
+        worker = KeeperWorker(trainer, self)
+        self._writing.add(worker)
+        try:
+            worker.handle_frames()
+        finally:
+            self.writes_no_more(worker)
+
+    def writes_no_more(self, worker: KeeperWorker) -> None:
+        """No snapshot comes on the connection of a worker any more, and it decides on none. Safe to call twice."""
+        self._writing.discard(worker)
 
     def keep(self, request: WriteRequest, arena: MappedArena, checksum_home: str | None) -> WriteResult:
         """Do a keep job.
@@ -192,25 +212,34 @@ class SnapshotKeeper:
         return self.files.held()
 
     def follow(self, undecided: UndecidedSave) -> None:
-        """The trainer has died: drop what the save replaces, or the save itself, once it is decided which stays.
+        """The trainer has died: drop what the save replaces, or the save itself, once rank 0 has decided which stays.
 
-        Both stay if nobody can decide any more; whoever restores finds out which of them all ranks have.
+        Both stay if rank 0's keeper is gone or did not decide: whoever restores finds out which of them all ranks have.
         """
         attempt = undecided.request.attempt
         try:
-            while not (over := is_over(attempt)) and undecided.lock.held_by_others() and self._decider_is_here():
+            undecided.lock.close()  # a lock is for those who write or decide
+            while self.still_writing({0}) and not is_over(attempt):
                 if self.storage.clock.now() > undecided.until:
                     return
                 self.storage.clock.sleep(_POLL_SECONDS)
-            if over and attempt.protocol.is_committed(attempt):
+            if is_over(attempt) and attempt.protocol.is_committed(attempt):
                 self.retire([*self._older, attempt.target])
         except (CheckpointError, OSError) as error:
             print(f"ckpt keeper: it is unknown whether {attempt.target} is whole: {error}", file=sys.stderr)
 
-    def _decider_is_here(self) -> bool:
-        """Whether the keeper of rank 0, which decides when the trainers have died, may be on this host."""
-        place = split_root(self._root)
-        return place is not None and 0 in SocketPlace(*place).ranks()
+    def still_writing(self, ranks: Collection[int]) -> set[int]:
+        """Which of these ranks may still put their part of a snapshot, or decide on it: their keepers say so.
+
+        Raises:
+            OSError: a keeper does not answer
+        """
+        writing = set[int]()
+        for keeper in self._others(self._root):
+            with contextlib.suppress(ConnectionError):  # it has ended
+                if keeper.rank in ranks and keeper.about().get("writing"):
+                    writing.add(keeper.rank)
+        return writing
 
     def end_soon(self) -> None:
         """Do not outlive the trainer longer than it takes to finish its saves."""
@@ -286,9 +315,14 @@ class KeeperWorker(ByteWorker):
         return super()._run(request, arena, checksum_home)
 
     def _outlive(self, undecided: UndecidedSave) -> None:
-        super()._outlive(undecided)
-        if undecided.request.fs is self._keeper.storage:
-            self._keeper.follow(undecided)
+        keeper, request = self._keeper, undecided.request
+        if request.fs is not keeper.storage:
+            super()._outlive(undecided)
+            return
+        if request.rank == 0:
+            undecided.finish(keeper.still_writing)
+        keeper.writes_no_more(self)
+        keeper.follow(undecided)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Finish a save whose trainers have died: rank 0's writer process commits what all ranks' writers have written.
 
 The ranks vote on disk: a rank's vote is its integrity file in the staging folder, which is written last, after the
-rank's data is durable.
+rank's data is durable. Only rank 0's process waits for the others, and only for those that have not voted, so no two
+processes wait for each other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +44,19 @@ class UndecidedSave:
     lock: AttemptLock
     until: float
 
-    def finish(self) -> None:
-        """Commit or delete the unfinished checkpoint, and report on stderr which it was."""
+    def finish(self, still_writing: Callable[[Collection[int]], Collection[int]] | None = None) -> None:
+        """Commit or delete the unfinished checkpoint, and report on stderr which it was.
+
+        Args:
+            still_writing: returns which of these ranks may still vote, where that can be asked; None: the lock on the
+                folder, and changes in it, show whether any of them may
+        """
         request = self.request
         attempt = request.attempt
         try:
             if is_over(attempt):
                 return  # the trainer died between the commit and its word of it
-            votes = self._votes() if request.sees_all else None
+            votes = self._votes(still_writing) if request.sees_all else None
             if votes is None:
                 _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
                 abandon(attempt)
@@ -64,21 +70,26 @@ class UndecidedSave:
             return
         _print(f"committed {attempt.target}")
 
-    def _votes(self) -> list[Mapping[str, Any]] | None:
-        """Collect what every rank wrote; None if a rank's writer died without a vote.
+    def _votes(
+        self, still_writing: Callable[[Collection[int]], Collection[int]] | None
+    ) -> list[Mapping[str, Any]] | None:
+        """Collect what every rank wrote; None if a rank can no longer vote, or did not in time.
 
         A writer is alive while it holds its lock on the folder or touches its lock file. Where locks do not work across
-        hosts, a change in the folder counts as well.
+        hosts, a change in the folder counts as well. Without any of these, the heartbeat timeout ends the wait.
         """
         request, fs, staging = self.request, self.request.fs, self.request.attempt.staging
         votes: dict[int, Mapping[str, Any]] = {request.rank: self.result}
         alive_at, changed = fs.clock.now(), (0.0, 0.0)
         while True:
-            for rank in range(request.world_size):
-                if rank not in votes and (vote := _vote(fs, staging, rank)) is not None:
-                    votes[rank] = vote
+            missing = {*range(request.world_size)} - votes.keys()
+            # Ask first: the vote of a rank that has just ended is there by then.
+            writing = missing if still_writing is None or not missing else still_writing(missing)
+            votes.update({rank: vote for rank in missing if (vote := _vote(fs, staging, rank)) is not None})
             if len(votes) == request.world_size:
                 return [votes[rank] for rank in range(request.world_size)]
+            if not missing - votes.keys() <= {*writing}:
+                return None
             now, newest = fs.clock.now(), (fs.modified(staging), self.lock.touched_by_others())
             if newest != changed or self.lock.held_by_others():
                 alive_at, changed = now, newest

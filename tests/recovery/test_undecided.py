@@ -1,0 +1,184 @@
+"""A snapshot whose trainers died before it was decided: whom the keepers wait for, and what ends each wait."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt_component.core.clock import Clock
+from ckpt_component.core.commit.commit import abandon, begin, new_attempt, publish
+from ckpt_component.core.commit.liveness import AttemptLock
+from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.names import integrity_name
+from ckpt_component.core.commit.protocol import Attempt
+from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.storage.memory.keeper_server import KeeperServer
+from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.writing.keeper import SnapshotKeeper
+from ckpt_component.core.writing.orphan_commit import UndecidedSave
+from ckpt_component.core.writing.request import WriteOptions, WriteRequest
+from ckpt_component.core.writing.write_table import WriteTable
+
+ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
+TIMEOUTS = ResolvedTimeouts(stage=20.0, write=60.0, close=20.0, heartbeat=5.0, stall=60.0, visible=0.0)
+
+
+class QuickClock(Clock):
+    """Its waits take no time, and it calls what happens meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.waits = 0
+        self.now = lambda: float(self.waits)
+        self.sleep = lambda seconds: self._wait(meanwhile)
+
+    def _wait(self, meanwhile: Callable[[], object]) -> None:
+        self.waits += 1
+        if self.waits == 3:
+            meanwhile()
+
+
+class OtherKeeper:
+    """The keeper of another rank, which says whether it still writes, or decides on, a snapshot."""
+
+    def __init__(self, rank: int, *, writes: bool) -> None:
+        self.rank, self.writes, self.files = rank, writes, KeptFiles()
+        self.server = KeeperServer(self.files, ROOT, rank, lambda: {"writing": self.writes})
+
+    def vote(self, attempt: Attempt) -> None:
+        self.files.put(os.path.join(attempt.staging, integrity_name(self.rank)), b'{"files": []}')
+
+    @contextmanager
+    def here(self) -> Iterator[OtherKeeper]:
+        self.server.start()
+        try:
+            yield self
+        finally:
+            self.server.close()
+
+
+class Lock:
+    """Of an attempt; `is_held` until it is released."""
+
+    is_held = True
+
+    def close(self) -> None:
+        self.is_held = False
+
+
+@pytest.mark.parametrize(
+    ("end", "decides_later", "waits"),
+    [
+        ("committed", False, 0),
+        ("committed", True, 3),
+        ("abandoned", False, 0),
+        ("abandoned", True, 3),
+        ("unknown", False, 0),  # rank 0's keeper has no part in it
+        ("unknown", True, 6),  # until the deadline of the save
+    ],
+)
+def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_whole(
+    end: str, decides_later: bool, waits: int
+) -> None:
+    keeper, lock = SnapshotKeeper("/runs/one", ROOT, 1, 2, 10.0), Lock()
+    for step in (0, 1):
+        keeper.files.put(f"{ROOT}/iter_{step}/file", b"older")
+    keeper.retire([f"{ROOT}/iter_0", f"{ROOT}/iter_1"])
+    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
+    begin(attempt)
+    commit = partial(publish, attempt, [{"rank": 0, "files": []}], {}, {})
+    ends: dict[str, Callable[[], object]] = {
+        "committed": commit,
+        "abandoned": partial(abandon, attempt),
+        "unknown": lambda: None,
+    }
+
+    def decide() -> None:
+        assert not lock.is_held, "who follows a decision does not count as one who votes"
+        ends[end]()
+
+    with OtherKeeper(0, writes=True).here() as leader:
+        if not decides_later:
+            ends[end]()
+            leader.writes = False
+        keeper.storage.clock = clock = QuickClock(decide)
+        request = SimpleNamespace(attempt=attempt)
+        keeper.follow(cast(Any, SimpleNamespace(request=request, lock=lock, until=5.0)))
+    assert clock.waits == waits
+    assert keeper.storage.exists(f"{ROOT}/iter_2/manifest.json") == (end == "committed")
+    assert keeper.storage.exists(f"{ROOT}/iter_1/file") != (end == "committed")
+    assert keeper.storage.exists(f"{ROOT}/iter_0/file"), "it stays for its peers"
+
+
+def test_a_keeper_does_not_wait_where_the_one_that_decides_is_gone() -> None:
+    """Or is on another host."""
+    keeper = SnapshotKeeper("/runs/one", ROOT, 1, 2, 10.0)
+    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_2", new_token())
+    begin(attempt)
+    request = SimpleNamespace(attempt=attempt)
+    keeper.follow(cast(Any, SimpleNamespace(request=request, lock=Lock(), until=1e12)))
+    assert keeper.files.listed(f"{ROOT}/iter_2"), "a restore finds out whether all ranks have it"
+
+
+class Decision:
+    """Of rank 0's keeper on an attempt of three ranks, whose trainers are dead; rank 2 has voted, and follows.
+
+    `meanwhile` is called in the third pause of its wait.
+    """
+
+    def __init__(self, middle: OtherKeeper | None, meanwhile: Callable[[Attempt], object] = lambda _: None) -> None:
+        keeper, last = SnapshotKeeper("/runs/one", ROOT, 0, 3, 10.0), OtherKeeper(2, writes=False)
+        attempt = new_attempt(keeper.storage, f"{ROOT}/iter_0000002", new_token())
+        keeper.storage.clock = self.clock = QuickClock(lambda: meanwhile(attempt))
+        with last.here():
+            begin(attempt)
+            last.vote(attempt)
+            lock = AttemptLock(keeper.storage, attempt)
+            keeper.files.put(os.path.join(attempt.staging, integrity_name(0)), b'{"files": []}')
+            table, source = WriteTable(1, [], [], 0, b""), cast(Any, None)
+            request = WriteRequest(keeper.storage, attempt, 0, 3, table, (), source, WriteOptions(), {}, TIMEOUTS)
+            own = {"rank": 0, "files": [{"name": integrity_name(0), "size": 13}]}
+            sidecars = {".metadata": zlib.compress(b"m")}
+            save = UndecidedSave(request, cast(Any, own), sidecars, lock, 1000.0)
+            if middle is None:
+                save.finish(keeper.still_writing)
+            else:
+                with middle.here():
+                    save.finish(keeper.still_writing)
+            lock.close()
+            manifest = read_manifest(keeper.storage, attempt.target)
+            self.is_committed = manifest is not None and manifest["world_size"] == 3
+
+
+def test_the_keeper_that_decides_does_not_wait_for_a_rank_that_has_no_job() -> None:
+    """Its trainer died before it asked for anything; rank 2's keeper, which waits for the decision, does not count."""
+    decision = Decision(OtherKeeper(1, writes=False))
+    assert decision.clock.waits == 0 and not decision.is_committed
+
+
+def test_the_keeper_that_decides_does_not_wait_for_a_keeper_that_is_gone() -> None:
+    decision = Decision(None)
+    assert decision.clock.waits == 0 and not decision.is_committed
+
+
+def test_the_keeper_that_decides_waits_for_a_rank_that_still_writes() -> None:
+    middle = OtherKeeper(1, writes=True)
+
+    def ends(attempt: Attempt) -> None:
+        middle.vote(attempt)
+        middle.writes = False
+
+    decision = Decision(middle, ends)
+    assert decision.clock.waits == 3 and decision.is_committed
+
+
+def test_a_rank_that_writes_nothing_is_given_up_after_the_heartbeat_timeout() -> None:
+    decision = Decision(OtherKeeper(1, writes=True))
+    assert TIMEOUTS.heartbeat <= decision.clock.waits <= TIMEOUTS.heartbeat + 2 and not decision.is_committed
