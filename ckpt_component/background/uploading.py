@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from .upload_policy import UploadPolicy
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
+#: A shorter wait for an earlier run is not logged.
+_SHOWN_SECONDS = 5.0
 
 
 class Uploading(ABC):
@@ -101,9 +104,13 @@ class Uploading(ABC):
         """After a failure: what was known of the target may be wrong."""
 
     def _lock_source(self) -> int | None:
-        """Wait until the process of an earlier run, which goes on uploading, has ended; it does when this run saves."""
-        fd = self._local.open_folder(self._policy.source)
+        """Wait until the uploads of an earlier run have ended: when this run first saves, or after `finish_seconds`."""
+        fd, began, is_shown = self._local.open_folder(self._policy.source), time.monotonic(), False
         while (locked := try_lock(self._local, fd, LOCK_EX, os.path.join(self._policy.source, OWNER))) is False:
+            if time.monotonic() - began > _SHOWN_SECONDS and not is_shown:
+                is_shown = True
+                text = "waiting for the uploads of an earlier run from {}, which end when this run saves"
+                print(text.format(self._policy.source), file=sys.stderr)
             time.sleep(_LOOK_SECONDS)
         if locked is None:
             self._local.close_folder(fd)

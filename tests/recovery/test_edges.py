@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -24,6 +25,7 @@ from ckpt_component import CheckpointListener, CheckpointManager, LoadReport, bu
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.commit.liveness import AttemptLock
+from ckpt_component.core.commit.names import OWNER
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.memory.host_memory import HostMemory
@@ -388,16 +390,62 @@ def test_going_back_drops_later_snapshots_alone(kept: Kept) -> None:
     assert kept.steps() == {"1", "2"}
 
 
-def test_what_a_run_keeps_is_of_no_use_when_a_later_one_has_saved(kept: Kept) -> None:
+def test_what_a_run_keeps_is_of_no_use_when_a_later_one_has_saved(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt_component")
     kept.take_away(3)
     options = ["checkpoint.resume=1", "checkpoint.rewind=true", "checkpoint.save.at_end=false"]
     with build_manager("sync", options, dir=kept.folder) as later:
         assert later.restore(state_of(0)) == 1
     assert restored(kept) == (3, "memory"), "the later run has saved nothing"
+    assert "is not used" not in caplog.text
     with build_manager("sync", options, dir=kept.folder) as later:
         assert later.restore(state_of(0)) == 1
         later.save(2, state_of(2))
     assert restored(kept) == (2, "storage")
+    assert "the snapshot of step 3 in memory is not used: a later run has saved checkpoints in" in caplog.text
+
+
+def test_snapshots_of_a_run_that_the_owner_file_does_not_name_are_not_used(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckpt_component")
+    kept.take_away(3)
+    (kept.folder / OWNER).unlink()
+    assert restored(kept) == (2, "storage")
+    token = kept.root.rpartition("@")[2]
+    assert f"snapshots of run {token} in memory are not used: {kept.folder} has no owner file" in caplog.text
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_run_says_that_the_one_before_it_left_no_snapshot(
+    kept: Kept, caplog: pytest.LogCaptureFixture, released: bool
+) -> None:
+    """Where it did not end by itself."""
+    caplog.set_level(logging.INFO, "ckpt_component")
+    kept.server.close()
+    owner = json.loads((kept.folder / OWNER).read_text())
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    (kept.folder / OWNER).write_text(json.dumps({**owner, "pid": dead.pid, "started": 1, "released": released}))
+    assert restored(kept) == (3, "storage")
+    assert ("no snapshot of the last run (process" in caplog.text) is not released
+
+
+@pytest.mark.slow
+def test_a_run_says_for_whom_it_waits_and_goes_on(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt_component")
+    kept.take(2)
+    memory = HostMemory(lambda _: [], own=kept.files)
+    attempt = new_attempt(memory, f"{kept.root}/iter_0000003", new_token())
+    begin(attempt)
+    mark = AttemptLock(memory, attempt)
+    try:
+        assert restored(kept, "checkpoint.timeouts.close=4s") == (3, "storage")
+    finally:
+        mark.close()
+    process = f"process {os.getpid()}"
+    assert f"waiting up to 4 s for a snapshot in memory that {process} completes" in caplog.text
+    assert f"{process} did not complete a snapshot in memory in 4 s (timeouts.close)" in caplog.text
 
 
 def test_the_copy_of_another_attempt_is_not_the_same_checkpoint(kept: Kept) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import resource
 import signal
@@ -743,7 +744,8 @@ def test_a_dead_keeper_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
+def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt_component")
     impatient, patient = HostMemory(HostKeepers(seconds=0.3)), storage_at(ROOT)
     with keeper_process(rank=2) as process:
         assert patient.names(ROOT) == ["iter_1"]
@@ -753,6 +755,10 @@ def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
             impatient.names(ROOT)
         with pytest.raises(TimeoutError):
             impatient.exists(ROOT)
+        assert "waiting" not in caplog.text
+        with pytest.raises(TimeoutError, match="3.2 s"):
+            HostMemory(HostKeepers(seconds=3.2)).exists(ROOT)
+        assert f"waiting up to 3.2 s for an answer from rank 2's keeper (process {process.pid})" in caplog.text
         with impatient.open_files(f"{ROOT}/iter_1") as files, pytest.raises(CheckpointUnreadableError, match="0.3 s"):
             files.size("file")
         process.send_signal(signal.SIGCONT)

@@ -87,7 +87,7 @@ class Channel:
             TimeoutError: it has not
         """
         try:
-            if not self._has_input(deadline):
+            if not self.await_input(deadline):
                 return None
             data, fds, _, _ = socket.recv_fds(self._sock, _HEAD.size, _MAX_FDS)
             rest = bytearray(_HEAD.size - len(data))
@@ -120,7 +120,7 @@ class Channel:
         """
         position = 0
         while position < buffer.nbytes:
-            if not self._has_input(max(deadline, time.monotonic() + self._patience)):
+            if not self.await_input(max(deadline, time.monotonic() + self._patience)):
                 return False
             count = self._sock.recv_into(buffer[position : position + _CHUNK])
             if count == 0:
@@ -165,8 +165,12 @@ class Channel:
         """Whether something has arrived, or the other process has hung up."""
         return bool(self._poll.poll(0))
 
-    def _has_input(self, deadline: float) -> bool:
-        """Wait until the other process has sent something or hung up; False: it has died."""
+    def await_input(self, deadline: float) -> bool:
+        """Wait until the other process has sent something or hung up; False: it has died.
+
+        Raises:
+            TimeoutError: it has done neither by the deadline, in monotonic seconds
+        """
         while True:
             alive, remaining = self._is_alive(), deadline - time.monotonic()  # before a last look
             if self._poll.poll(max(min(remaining, _POLL_SECONDS if alive else 0), 0) * 1000):

@@ -23,6 +23,8 @@ logger = logging.getLogger("ckpt_component.storage")
 
 #: How long a keeper may take to answer.
 ANSWER_SECONDS = 10.0
+#: A wait that lasts longer is logged.
+_SHOWN_SECONDS = 3.0
 
 
 class ConnectedKeeper(Keeper):
@@ -128,8 +130,14 @@ class ConnectedKeeper(Keeper):
         return channel, *self._received(channel)
 
     def _received(self, channel: Channel) -> Frame:
+        began = time.monotonic()
         try:
-            frame = channel.receive(time.monotonic() + self._seconds)
+            try:
+                channel.await_input(began + min(_SHOWN_SECONDS, self._seconds))
+            except TimeoutError:
+                if self._seconds > _SHOWN_SECONDS:
+                    logger.info("waiting up to %g s for an answer from %s", self._seconds, self._name)
+            frame = channel.receive(began + self._seconds)
         except TimeoutError:
             raise self._silent() from None
         except ConnectionAbortedError:

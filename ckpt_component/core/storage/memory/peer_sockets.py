@@ -101,7 +101,7 @@ class SignedChannel(Channel):
         key, number = self._receiving_key, self._received
         self._received += 1
         try:
-            if not self._has_input(deadline):
+            if not self.await_input(deadline):
                 return None
             head = bytearray(_HEAD.size + _PROOF_BYTES)
             if not self.receive_into(memoryview(head), deadline):
