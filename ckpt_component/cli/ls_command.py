@@ -19,7 +19,7 @@ from dataclasses import asdict
 
 from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.locate import absolute, is_url, storage_at
-from ..core.storage.memory.keeper_sockets import tokens_of
+from ..core.storage.memory.keeper_sockets import roots_here
 from ..core.storage.space import amount
 from .listing import (
     COMMITTED,
@@ -92,7 +92,7 @@ def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:
 def _in_memory(root: Root) -> list[Listed]:
     """The snapshots of the folder that keepers of this host have."""
     try:
-        if not tokens_of(root.path):
+        if not roots_here():
             return []
         from .memory_runs import runs_in_memory  # which most folders need not wait for
 

@@ -21,7 +21,6 @@ from ..core.formats.checkpoints import NEWEST, Root
 from ..core.processes.running import host_name
 from ..core.spelling import closest
 from ..core.storage.locate import absolute, storage_at
-from ..core.storage.memory.keeper_sockets import tokens_of
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointNotFoundError
 from . import show_command
@@ -136,7 +135,7 @@ def _trainer_text(row: Mapping[str, Any]) -> str:
 
 def _show(parsed: argparse.Namespace, output: Output) -> None:
     argument, at, word = parsed.root.rpartition("@")
-    if not at or tokens_of(absolute(parsed.root)):
+    if not at or runs_in_memory(absolute(parsed.root), parsed.options):
         argument, word = parsed.root, NEWEST
     if word != NEWEST and not (word.isdecimal() and word.isascii()):
         raise CheckpointConfigError(f"'{word}' after the @ picks no snapshot; type {argument}@120, or {argument}.")

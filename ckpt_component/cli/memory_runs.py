@@ -6,17 +6,18 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from ..core.commit.fencing import read_owner
+from ..core.commit.fencing import is_copy, read_owner
 from ..core.commit.names import NAMINGS
 from ..core.formats.checkpoints import Root, created_of
 from ..core.spelling import closest
 from ..core.storage.locate import storage_at
 from ..core.storage.memory.host_memory import HostMemory
-from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here, split_root
+from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here, tokens_at
 from ..core.storage.memory.keepers import Keeper, KeptFile
+from ..core.storage.memory.kept_runs import memory_of
 from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
 from ..errors import CheckpointNotFoundError
 
@@ -44,13 +45,14 @@ class RunInMemory:
     """The keepers of one run.
 
     Args:
-        root: folder of the run's checkpoints, or its URL; None: what the keepers say
+        root: folder of the run's checkpoints, or its URL, as the user has named it; None: as the keepers name it
         token: the run's token
         keepers: its keepers
         is_owner: whether the folder is this run's, so that the next start believes its snapshots; None: not known
 
     Attributes:
         root: folder of the run's checkpoints, or its URL; None: no keeper answers
+        named: the same as the keepers name it, which may be where it was once; None: no keeper answers
         token, is_owner: as given
         about: what each keeper says about itself, by rank
         silent: ranks whose keeper does not answer
@@ -73,7 +75,8 @@ class RunInMemory:
             except TimeoutError as error:
                 logger.warning("%s", error)
                 self.silent.append(keeper.rank)
-        self.root = next((str(about["root"]) for about in self.about.values()), root)
+        self.named = next((str(about["root"]) for about in self.about.values()), None)
+        self.root = root or self.named
 
     @property
     def since(self) -> float:
@@ -88,7 +91,8 @@ class RunInMemory:
     @cached_property
     def snapshots(self) -> Root:
         """Its snapshots, as checkpoints below its memory root."""
-        return Root(HostMemory(lambda _: [*self._answering.values()]), memory_root(self.root or "", self.token))
+        memory = next((memory_of(self.token, about) for about in self.about.values()), memory_root("", self.token))
+        return Root(HostMemory(lambda _: [*self._answering.values()]), memory)
 
     @property
     def steps(self) -> list[int]:
@@ -168,17 +172,19 @@ def runs_in_memory(root: str | None = None, options: Mapping[str, str] | None = 
     Raises:
         PermissionError: the folder of the sockets, or a process behind one, is another user's
     """
-    only = None if root is None else split_root(memory_root(root, "any"))
-    found = [
-        (token, keepers)
-        for identity, token in roots_here()
-        if only is None or identity == only[0]
+    here, owner, wanted = roots_here(), None, set[str]()
+    if root is not None and here:
+        owner = read_owner(storage_at(root, options=options), root)
+        wanted = {*tokens_at(root)} if owner is None else {*owner.lineage}
+    runs = [
+        RunInMemory(root, token, keepers, None if owner is None else token == owner.token)
+        for identity, token in here
+        if root is None or token in wanted
         if (keepers := HostKeepers().at(SocketPlace(identity, token)))
     ]
-    owner = read_owner(storage_at(root, options=options), root) if root is not None and found else None
-    runs = [
-        RunInMemory(root, token, keepers, None if owner is None else token == owner.token) for token, keepers in found
-    ]
+    if root is not None:
+        storage_of = partial(storage_at, options=options)
+        runs = [run for run in runs if run.named is None or not is_copy(root, run.named, run.token, storage_of)]
     return sorted(runs, key=lambda run: (run.root or "", not run.is_owner, -run.since))
 
 
@@ -190,7 +196,7 @@ def runs_of(argument: str, root: str, options: Mapping[str, str] | None = None) 
     """
     found = runs_in_memory(root, options)
     if not found:
-        roots = {run.root for run in runs_in_memory() if run.root is not None}
+        roots = {run.root for run in runs_in_memory() if run.root is not None} - {root}
         near = closest(root, roots)
         hint = f"did you mean {near}?" if near else "ckpt memory ls lists what there is."
         raise CheckpointNotFoundError(f"This host has no snapshot of {argument} in memory; {hint}")

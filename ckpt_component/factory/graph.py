@@ -185,7 +185,9 @@ def build_manager(
                 claims = partial(_claims, job, storages[0], roots) if save.enabled else lambda: roots
                 roots = ranks.run_on_leader("root/job", claims, time.monotonic() + timeouts.stage)
             roots = [absolute(root) for root in roots]
-            begun = ranks.decide("run/begin", host_name(), _begin_run, time.monotonic() + timeouts.stage)
+            lineage = None if snapshots is None else partial(snapshots.lineage, storages[0])
+            begin = partial(_begin_run, roots[0], lineage)
+            begun = ranks.decide("run/begin", host_name(), begin, time.monotonic() + timeouts.stage)
             # Events in files are not made durable, whatever the checkpoints are.
             recorded_in = storages[0] if own_storage or is_url(roots[0]) else None
             events = EventRecorder(
@@ -225,7 +227,7 @@ def build_manager(
             if publish is not None and save.enabled:
                 followers += publish.followers(run, job)
             if snapshots is not None:
-                run = snapshots.begin(run, followers)
+                run = snapshots.begin(run, followers, named=begun["root"], lineage=begun["lineage"])
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
             folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
             if save.enabled:
@@ -265,9 +267,16 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
     return build_manager(settings)
 
 
-def _begin_run(names: Sequence[str]) -> dict[str, Any]:
-    """On the leading rank: what all ranks are told when a run begins, given the name of each rank's host."""
-    return {"token": new_token(), "hosts": Hosts(tuple(names)).runs()}
+def _begin_run(root: str, lineage: Callable[[str], Sequence[str]] | None, names: Sequence[str]) -> dict[str, Any]:
+    """On the leading rank: what all ranks are told when a run begins.
+
+    Args:
+        root: its folder, the nearest one, as this rank spells it
+        lineage: finds the runs that have owned it; None: nobody asks for them
+        names: of each rank's host
+    """
+    begun = {"token": new_token(), "hosts": Hosts(tuple(names)).runs()}
+    return begun if lineage is None else {**begun, "root": root, "lineage": lineage(root)}
 
 
 def _run_record(config: Any, overrides: Sequence[str]) -> bytes:

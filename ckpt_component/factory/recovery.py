@@ -15,6 +15,7 @@ from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.image_count import ImageCount
 from ..config.schema import Checkpoint
+from ..core.commit.fencing import lineage_of
 from ..core.coordination import Coordinator, Hosts
 from ..core.coordination.addresses import offered_address, reachable
 from ..core.options import RecoveryMode
@@ -23,7 +24,7 @@ from ..core.storage.memory.job_keepers import JobKeepers
 from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, split_root
 from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
 from ..core.storage.storage import Storage
-from ..errors import CheckpointConfigError
+from ..errors import CheckpointConfigError, CheckpointError
 from ..events import SaveReport
 from ..loading.nearest import NearestReader, PeerReader
 from ..managing.peer_memory import PeerMemory
@@ -75,17 +76,39 @@ class SnapshotParts:
         memory = self._memory
         return lambda path: memory if memory.holds(path) else storage_of(path)
 
-    def begin(self, run: RunContext, followers: Sequence[Follower] = ()) -> RunContext:
-        """The run with its memory, where this rank's keeper takes what is put; `followers` hear what is whole there."""
+    def lineage(self, storage: Storage, root: str) -> Sequence[str]:
+        """On the leading rank: tokens of the runs that have owned the folder so far, the last one first."""
+        try:
+            return lineage_of(storage, root)
+        except (CheckpointError, OSError) as error:
+            logger.warning("the runs before this one, which may have snapshots in memory, are unknown: %s", error)
+            return ()
+
+    def begin(
+        self,
+        run: RunContext,
+        followers: Sequence[Follower] = (),
+        *,
+        named: str | None = None,
+        lineage: Sequence[str] = (),
+    ) -> RunContext:
+        """The run with its memory, where this rank's keeper takes what is put.
+
+        Args:
+            run: the run
+            followers: hear what is whole there
+            named: the run's folder as the leading rank spells it; None: as `run` has it
+            lineage: what `lineage` has returned there
+        """
         self._followers = followers
-        root, rank = memory_root(run.root, run.events.run), run.ranks.rank
+        root, rank = memory_root(named or run.root, run.events.run), run.ranks.rank
         place = split_root(root)
         if place is None:
             raise ValueError(f"{root} is no root in memory")
         own = RemoteKeeper(SocketPlace(*place), rank, now=False)  # its process starts later
         self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
         self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
-        self.earlier = PeerMemory(run, self._keepers) if self._has_peers else RunMemory(run)
+        self.earlier = PeerMemory(run, lineage, self._keepers) if self._has_peers else RunMemory(run, lineage)
         return replace(run, memory=replace(run, fs=HostMemory(HostKeepers(besides=rank), own), root=root, remote=None))
 
     def room(self) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from ..core.commit.manifest import data_folder, read_manifest
 from ..core.state.flatten import StateDict
 from ..core.storage.locate import absolute
 from ..core.storage.memory.job_keepers import JobKeepers
-from ..core.storage.memory.keeper_sockets import SCHEME, memory_root, tokens_of
+from ..core.storage.memory.keeper_sockets import SCHEME, roots_here
+from ..core.storage.memory.kept_runs import kept_run
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
 from .collective import Phase
@@ -25,7 +26,7 @@ logger = logging.getLogger("ckpt_component.readers")
 
 
 def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Storage]) -> str:
-    """Where in memory a checkpoint is, whose commit in its storage is the same attempt.
+    """Where in memory a checkpoint is, whose commit in its storage is the same attempt of the same run.
 
     Args:
         path: its path in its storage
@@ -36,17 +37,15 @@ def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Stor
         CheckpointNotFoundError: no keeper of this host has it, or it is not committed
         CheckpointUnreadableError: a keeper does not answer
     """
-    root, name = os.path.split(absolute(path))
     try:
-        tokens = tokens_of(root)
-        manifest = (read_manifest(storage, path) if tokens else None) or {}
-        for token in tokens if manifest else ():
-            near = os.path.join(memory_root(root, token), name)
+        manifest = (read_manifest(storage, path) if roots_here() else None) or {}
+        run = kept_run(str(manifest["run"])) if "run" in manifest else None
+        if run is not None:
+            near = os.path.join(run.memory, os.path.basename(absolute(path)))
             memory = storage_of(near)
             kept = read_manifest(memory, near)
-            if kept is None or not _is_same(str(manifest.get("attempt")), str(kept.get("attempt"))):
-                continue
-            if _is_whole(memory, near, kept):  # else other hosts have the rest
+            is_same = kept is not None and _is_same(str(manifest.get("attempt")), str(kept.get("attempt")))
+            if kept is not None and is_same and _is_whole(memory, near, kept):  # else other hosts have the rest
                 return near
     except OSError as error:
         raise CheckpointUnreadableError(f"The copy of {path} in memory cannot be found: {error}.") from error

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..core.commit.scan import Scan
 from ..core.storage.memory.job_keepers import JobKeepers
-from ..core.storage.memory.keeper_sockets import memory_root, split_root, tokens_of
+from ..core.storage.memory.keeper_sockets import split_root
 from ..core.storage.memory.keepers import Keeper
 from ..core.storage.memory.peer_sockets import PeerAddress
-from ..core.storage.memory.remote_keeper import keepers_of
+from ..core.storage.memory.remote_keeper import each_of, keepers_of
 from .run_context import RunContext
-from .run_memory import RunMemory, each_of
+from .run_memory import RunMemory
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +28,21 @@ class PeerMemory(RunMemory):
 
     Args:
         run: the run
+        lineage: as for `RunMemory`
         keepers: finds keepers for the loads of this rank; is told where they are
     """
 
-    def __init__(self, run: RunContext, keepers: JobKeepers) -> None:
-        super().__init__(run)
+    def __init__(self, run: RunContext, lineage: Sequence[str], keepers: JobKeepers) -> None:
+        super().__init__(run, lineage)
         self._keepers_of_job = keepers
         self._leads_host = run.hosts.leads(run.ranks.rank)
         #: On the leading rank, by the token of a run: its secret, and where its keepers are.
         self._offered: dict[str, list[Any]] = {}
+        #: The same, the path of its memory.
+        self._roots: dict[str, str] = {}
 
     def offer(self) -> Any:
-        """The keepers on this host, each with its run's token and secret, and its address."""
+        """The keepers on this host, each with its run's token, memory and secret, and its address."""
         if not self._leads_host:
             return []
         try:
@@ -49,20 +52,21 @@ class PeerMemory(RunMemory):
             return []
 
     def _here(self) -> Iterator[list[Any]]:
-        root = self._run.root
-        for token in tokens_of(root):
-            for keeper in each_of(keepers_of(memory_root(root, token))):
+        for token in dict.fromkeys([self._run.events.run, *self._lineage]):
+            kept = self._kept(token)
+            for keeper in each_of([] if kept is None else keepers_of(kept.memory)):
                 with contextlib.suppress(ConnectionError):  # it has ended
                     about = keeper.about()
                     peer = about.get("peer")
-                    if peer is not None:  # else it has had nothing to send
+                    if peer is not None and kept is not None:  # else it has had nothing to send
                         place = PeerAddress(about["host"], peer["address"], peer["port"], keeper.rank)
-                        yield [token, about["secret"], place]
+                        yield [token, kept.memory, about["secret"], place]
 
     def look(self, offers: Sequence[Any]) -> tuple[RunContext, Scan] | None:
         """See the base class; with the keepers of all hosts."""
         self._offered.clear()
-        for token, secret, place in (each for offer in offers for each in offer):
+        for token, memory, secret, place in (each for offer in offers for each in offer):
+            self._roots[token] = memory
             self._offered.setdefault(token, [secret]).append(place)
         return super().look(offers)
 
@@ -98,8 +102,9 @@ class PeerMemory(RunMemory):
         super().let_go()
         self._keepers_of_job.forget()
 
-    def _tokens(self) -> Collection[str]:
-        return {*super()._tokens(), *self._offered}
+    def _memory_of(self, token: str) -> str | None:
+        here = super()._memory_of(token)
+        return self._roots[token] if here is None and token in self._offered else here
 
     def _keepers(self, path: str) -> Iterable[Keeper]:
         return self._keepers_of_job(path)

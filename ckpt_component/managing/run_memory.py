@@ -1,19 +1,23 @@
-"""What keepers have of a run's folder: the snapshots of the run that owns it, and those of stale runs."""
+"""What keepers have of a run's folder: the snapshots of the run that owns it, and those of stale runs.
+
+The owner file in the folder names these runs, so that they are found whatever the path of the folder is, or was.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core.commit.fencing import read_owner
+from ..core.commit.fencing import is_copy, read_owner
 from ..core.commit.liveness import living_marks, marking_process
 from ..core.commit.scan import Scan
-from ..core.storage.memory.keeper_sockets import memory_root, tokens_of
+from ..core.storage.memory.keeper_sockets import tokens_at
 from ..core.storage.memory.keepers import Keeper
-from ..core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
+from ..core.storage.memory.kept_runs import KeptRun, kept_run
+from ..core.storage.memory.remote_keeper import RemoteKeeper, each_of, keepers_of
 from ..errors import CheckpointError
 from .run_context import RunContext
 
@@ -31,10 +35,12 @@ class RunMemory:
 
     Args:
         run: the run
+        lineage: tokens of the runs that have owned the folder so far, the last one first; the same on all ranks
     """
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: RunContext, lineage: Sequence[str]) -> None:
         self._run = run
+        self._lineage = lineage
         #: The keepers that are to stay until this run has a snapshot of its own, and what they have.
         self._held: list[RemoteKeeper] = []
         self._found: tuple[RunContext, Scan] | None = None
@@ -86,16 +92,16 @@ class RunMemory:
 
     def _look(self) -> tuple[RunContext, Scan] | None:
         owner = read_owner(self._run.fs, self._run.root)
-        here = {*self._tokens()}
-        # A run that took the folder and died before its first snapshot was whole has left that of the run before it.
-        of_owner = () if owner is None else (owner.token, *owner.earlier)
-        self._later.clear()
-        for token in sorted(here.difference(of_owner, [self._run.events.run])):
+        lineage = () if owner is None else owner.lineage
+        for token in sorted({*tokens_at(self._run.root)}.difference(lineage, [self._run.events.run])):
             why = "no owner file" if owner is None else f"another owner ({owner})"
             text = "snapshots of run %s in memory are not used: %s has %s"
             logger.info(text, token, self._run.root, why)
-        for token in of_owner:
-            if token in here and (found := self._of(token))[1].committed:
+        self._later.clear()
+        # A run that took the folder and died before its first snapshot was whole has left that of the run before it.
+        for token in lineage:
+            root = self._memory_of(token)
+            if root is not None and (found := self._of(root))[1].committed:
                 return found
             self._later.add(token)
         if owner is not None and owner.alive is False and not owner.released:
@@ -103,9 +109,19 @@ class RunMemory:
             logger.info(text, owner)
         return None
 
-    def _tokens(self) -> Collection[str]:
-        """The runs of the folder that have keepers."""
-        return tokens_of(self._run.root)
+    def _memory_of(self, token: str) -> str | None:
+        """The path of the memory of a run that owns the folder, or did; None: it has no keepers."""
+        kept = self._kept(token)
+        return None if kept is None else kept.memory
+
+    def _kept(self, token: str) -> KeptRun | None:
+        """A run that owns the folder, or did, with keepers on this host; not one of whose folder this one is a copy."""
+        kept, run = kept_run(token), self._run
+        if kept is None or not is_copy(run.root, kept.folder, token, run.elsewhere):
+            return kept
+        text = "%s is a copy of %s, so what is in memory of it is not used here"
+        logger.info(text, run.root, kept.folder)
+        return None
 
     def _hold(self, root: str) -> None:
         """Have this host's keepers of a root stay from now on."""
@@ -114,9 +130,9 @@ class RunMemory:
             with contextlib.suppress(ConnectionError):  # it has ended since it was found
                 keeper.hold()
 
-    def _of(self, token: str) -> tuple[RunContext, Scan]:
+    def _of(self, root: str) -> tuple[RunContext, Scan]:
         """What the keepers of a run have, which stay from now on."""
-        run, root = self._run, memory_root(self._run.root, token)
+        run = self._run
         self._hold(root)
         kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, memory=None)
         self._await_snapshot(kept)
@@ -169,7 +185,7 @@ class RunMemory:
                 logger.info("dropped step %d from memory (checkpoint.rewind=true)", later)
 
     def end_others(self) -> None:
-        """End the keepers of all other runs of the folder, as this one has a snapshot of its own. Failures are logged.
+        """End the keepers of the runs before in the folder, as this one has a snapshot of its own. Failures are logged.
 
         A second call does nothing: a run that was suspended may be stale itself when it goes on.
         """
@@ -177,14 +193,10 @@ class RunMemory:
             return
         self._is_first = True
         self.let_go()
-        try:
-            others = [token for token in tokens_of(self._run.root) if token != self._run.events.run]
-        except OSError as error:
-            logger.warning("keepers of earlier runs end with their lease: %s", error)
-            return
-        for token in others:
+        for token in self._lineage:
             try:
-                for keeper in each_of(keepers_of(memory_root(self._run.root, token))):
+                kept = None if token == self._run.events.run else self._kept(token)
+                for keeper in each_of([] if kept is None else keepers_of(kept.memory)):
                     with contextlib.suppress(ConnectionError):  # it has ended
                         keeper.end()
             except OSError as error:
@@ -194,12 +206,3 @@ class RunMemory:
 def _process_text(mark: str) -> str:
     process = marking_process(mark)
     return mark if process is None else f"process {process.pid}"
-
-
-def each_of(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:
-    """Each keeper; closes all of them."""
-    try:
-        yield from keepers
-    finally:
-        for keeper in keepers:
-            keeper.close()

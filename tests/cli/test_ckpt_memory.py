@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 
 from ckpt_component import build_manager
 from ckpt_component.core.commit.fencing import read_owner
+from ckpt_component.core.commit.names import OWNER
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
@@ -171,6 +173,8 @@ def test_drop_says_what_the_next_start_resumes_from(ckpt: Ckpt, root: Path, kept
 def test_snapshots_of_a_run_that_was_replaced_are_not_resumed_from(ckpt: Ckpt, root: Path, kept: Kept) -> None:
     kept.take(1)
     with Kept(root, "aaaaaaaa-bbbbbbbb") as stale:
+        owner = json.loads((root / OWNER).read_text())
+        (root / OWNER).write_text(json.dumps(owner | {"earlier": [stale.token]}))
         stale.take(2)
         stale.take(3)
         assert ckpt("memory", "show", root, "--json").json["step"] == 1

@@ -30,7 +30,7 @@ from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import memory_root, tokens_of
+from ckpt_component.core.storage.memory.keeper_sockets import memory_root, roots_here
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
@@ -107,7 +107,7 @@ def test_a_keeper_stays_while_a_run_needs_it_and_then_for_its_lease() -> None:
         keeper.close()
         process.wait(20)
         other.close()
-        assert tokens_of("/runs/one") == []
+        assert roots_here() == []
 
 
 def test_a_keeper_that_another_run_ends_has_nothing_more_and_does_not_wait_for_its_lease() -> None:
@@ -175,7 +175,7 @@ def test_sigterm_ends_a_keeper_in_order_when_its_trainer_has_died_and_not_before
         keeper.close()
         process.hang_up()
         eventually(lambda: not process.alive, 10)
-        assert tokens_of("/runs/one") == []
+        assert roots_here() == []
     finally:
         process.kill()
 

@@ -27,6 +27,7 @@ from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import split_root
 from ckpt_component.core.storage.memory.keepers import Keeper, KeptFile, Piece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.core.storage.memory.kept_runs import KeptRun, memory_of
 from ckpt_component.core.writing import process as process_module, worker
 from ckpt_component.core.writing.process import WriterConnection
 from ckpt_component.managing import restore
@@ -134,6 +135,7 @@ class HostKeeper:
     def __init__(self, host: Host, trainer: SimulatedProcess, root: str, rank: int, world_size: int) -> None:
         self.host, self.trainer, self.root, self.rank = host, trainer, root, rank
         self.place = split_root(root)
+        self.token = root.rpartition("@")[2]
         self.process = host.simulation.process(f"keeper {rank} of {root.rpartition('@')[2]}")
         host.at(self.process)
         self.seen = KeeperProcess(self, trainer)
@@ -415,10 +417,21 @@ class Host:
         """In the place of `keepers_of`."""
         return self.find(self.simulation.current.process)(path)
 
-    def tokens(self, durable_root: str) -> list[str]:
-        """In the place of `tokens_of`: of all that have keepers, or had."""
-        self._look(self.simulation.current.process)
-        return sorted({keeper.root.rpartition("@")[2] for keeper in self.keepers})
+    @property
+    def tokens(self) -> list[str]:
+        """Of all runs that have keepers, or had, the last one first: the lineage of the folder."""
+        return [*dict.fromkeys(keeper.token for keeper in reversed(self.keepers))]
+
+    def kept_run(self, token: str) -> KeptRun | None:
+        """In the place of the function `kept_run`."""
+        process = self.simulation.current.process
+        self._look(process)
+        for keeper in sorted(self.living(), key=lambda each: each.rank):
+            if keeper.token == token:
+                with contextlib.suppress(ConnectionError):
+                    about = ReachedKeeper(keeper, process).about()
+                    return KeptRun(token, memory_of(token, about), about["root"])
+        return None
 
     def refuse_full(self, path: str) -> None:
         if self.simulation.now < self.full_until:
@@ -458,7 +471,8 @@ class HostPatches:
             patch.setattr(module, "threading", SimulatedThreading(self._running))
         patch.setattr(os, "urandom", lambda size: self._set().simulation.random.randbytes(size))  # a seed is a life
         patch.setattr(run_memory, "keepers_of", lambda path: self._set().keepers_at(path))
-        patch.setattr(run_memory, "tokens_of", lambda root: self._set().tokens(root))
+        patch.setattr(run_memory, "tokens_at", lambda root: self._set().tokens)
+        patch.setattr(run_memory, "kept_run", lambda token: self._set().kept_run(token))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -113,6 +113,10 @@ class Cluster:
     def members_of(self, process: SimulatedProcess) -> list[SimulatedProcess]:
         return next(job.processes for job in reversed(self.life.jobs) if process in job.processes)
 
+    @property
+    def tokens(self) -> list[str]:
+        return [*dict.fromkeys(token for host in self.hosts.values() for token in host.tokens)]
+
     def living(self) -> list[HostKeeper]:
         return [keeper for host in self.hosts.values() for keeper in host.living()]
 
@@ -171,7 +175,6 @@ class ClusterPatches(HostPatches):
         patch.setattr(copy_taker, "ThreadPoolExecutor", AtOnce)
         patch.setattr(keeper_module, "CopyTaker", self._taker)
         patch.setattr(peer_memory, "keepers_of", lambda path: self._set().keepers_at(path))
-        patch.setattr(peer_memory, "tokens_of", lambda root: self._set().tokens(root))
         patch.setattr(job_keepers, "HostKeepers", lambda: Here(self))
         patch.setattr(recovery, "HostKeepers", lambda besides: self._besides(besides))
         patch.setattr(recovery, "RemoteKeeper", lambda place, rank, now: OwnKeeper(self._set(), self._running()))
@@ -406,7 +409,8 @@ class PeerJob(one_host.Job):
                 events=events,
                 elsewhere=storage_of,
                 hosts=Hosts(self.hosts),
-            )
+            ),
+            lineage=life.cluster.tokens,
         )
         folder = RunFolder(run, ResumePolicy(), RetentionPolicy(last=None), takeover=True)
         reader = parts.reader(

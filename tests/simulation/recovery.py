@@ -273,7 +273,7 @@ class Job:
             prove=Prove.off,
             collective=PhasedLoads(life, process, ranks),
         )
-        kept = RunMemory(run)
+        kept = RunMemory(run, life.host.tokens)
         restorer = Restorer(Loader(ranks, events, reader), folder, True, kept)
         state, acknowledged = blank(), (newest(life.in_memory), newest(life.durable))
         life.phase_of[process] = "find" if rank == 0 else "agree"

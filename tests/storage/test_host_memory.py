@@ -30,9 +30,9 @@ from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import (
     SocketPlace,
     memory_root,
+    roots_here,
     runtime_folder,
     split_root,
-    tokens_of,
 )
 from ckpt_component.core.storage.memory.keepers import LocalPiece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
@@ -156,7 +156,7 @@ def test_a_path_names_its_run_whatever_is_below_it() -> None:
 def test_without_a_keeper_there_is_nothing() -> None:
     storage = storage_at(ROOT)
     assert isinstance(storage, HostMemory)
-    assert not storage.exists(ROOT) and storage.names(ROOT) == [] and tokens_of("/runs/one") == []
+    assert not storage.exists(ROOT) and storage.names(ROOT) == [] and roots_here() == []
     with storage.open_files(f"{ROOT}/iter_1") as files, pytest.raises(CheckpointCorruptError, match="No such file"):
         files.size("file")
 
@@ -695,7 +695,7 @@ def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path) -> None:
     runtime.rmdir()
     runtime.symlink_to("/tmp")
     with pytest.raises(PermissionError, match="not a folder"):
-        tokens_of("/runs/one")
+        roots_here()
 
 
 def test_the_folder_of_the_sockets_is_the_same_wherever_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -717,7 +717,7 @@ def test_who_comes_later_replaces_a_socket_and_who_was_replaced_leaves_it() -> N
             assert storage.names(ROOT) == ["file"]
             first.close()
             assert storage_at(ROOT).names(ROOT) == ["file"]
-        assert tokens_of("/runs/one") == []
+        assert roots_here() == []
 
 
 def test_the_process_of_another_user_is_refused_on_both_sides() -> None:

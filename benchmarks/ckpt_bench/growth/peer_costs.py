@@ -23,10 +23,11 @@ from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import RecoveryMode, ResolvedTimeouts
 from ckpt_component.core.storage.memory.job_keepers import JobKeepers
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
+from ckpt_component.core.storage.memory.kept_runs import KeptRun
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.events import EventRecorder, SaveReport
 from ckpt_component.factory import recovery
-from ckpt_component.managing import peer_memory
+from ckpt_component.managing import peer_memory, run_memory
 from ckpt_component.managing.restore import Found
 from ckpt_component.managing.run_context import RunContext
 from ckpt_component.saving import at_peers
@@ -142,7 +143,7 @@ class _RankAlone:
             while events.arrived < number:
                 self.process.clock.sleep(_POLL)
             job.count(self)
-        memory = peer_memory.PeerMemory(run, JobKeepers())
+        memory = peer_memory.PeerMemory(run, [_TOKEN], JobKeepers())
         look = partial(self._look, memory)
         found = Found(**ranks.meet("restore", memory.offer(), look, self.process.clock.now() + _SECONDS))
         if len(found.keepers) <= count:
@@ -198,6 +199,11 @@ class _NoKeeper:
         """Nothing is open."""
 
 
+def _kept_run(token: str) -> KeptRun | None:
+    """The run before, which has keepers on each host."""
+    return KeptRun(token, memory_root(_ROOT, token), _ROOT) if token == _TOKEN else None
+
+
 @contextmanager
 def _simulated(job: _PeerJob) -> Iterator[None]:
     """Have this process run on simulated time, without keepers and without their log."""
@@ -211,7 +217,7 @@ def _simulated(job: _PeerJob) -> Iterator[None]:
             (at_peers, "threading", SimulatedThreading(running)),
             (recovery, "MemoryCaller", _NoKeeper),
             (recovery, "offered_address", lambda: "10.100.100.100"),
-            (peer_memory, "tokens_of", lambda _: [_TOKEN]),
+            (run_memory, "kept_run", _kept_run),
             (peer_memory, "keepers_of", lambda _: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
         ):
             until_measured.enter_context(patch.object(module, name, value))

@@ -12,11 +12,14 @@ import errno
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 
 from ...errors import CheckpointFencedError, CheckpointSaveError
 from ..processes.running import ProcessName
+from ..storage.folder_identity import same_folder
+from ..storage.locate import is_url
 from ..storage.storage import Storage
 from .cleanup import Unfinished
 from .names import MEGATRON, OWNER, StepNames
@@ -54,6 +57,11 @@ class Owner:
     started: int = 0
     released: bool = False
     earlier: tuple[str, ...] = ()
+
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        """Tokens of the runs that have owned the root, the last one first."""
+        return (self.token, *self.earlier)
 
     @property
     def process(self) -> ProcessName:
@@ -242,6 +250,29 @@ def read_owner(storage: Storage, root: str) -> Owner | None:
     except (ValueError, TypeError) as error:
         logger.warning("%s is damaged (%s)", path, error)
         return None
+
+
+def lineage_of(storage: Storage, root: str) -> tuple[str, ...]:
+    """See `Owner.lineage`; empty: there is no owner file, or it is damaged. Raises OSError if it cannot be read."""
+    owner = read_owner(storage, root)
+    return () if owner is None else owner.lineage
+
+
+def is_copy(root: str, folder: str, token: str, storage_of: Callable[[str], Storage]) -> bool:
+    """Whether a root, whose owner file names a run, is not the folder of that run but a copy of it.
+
+    The owner file is copied with the rest. Where the run's own folder was, there still is another folder that names the
+    run; else it was moved, and the root is what became of it. A bucket is its URL, and is not moved.
+
+    Args:
+        root: the root, or its URL
+        folder: the folder of the run, as the run has spelled it
+        token: the run's token
+        storage_of: the storage of a path
+    """
+    if same_folder(root, folder):
+        return False
+    return is_url(root) or is_url(folder) or token in lineage_of(storage_of(folder), folder)
 
 
 def _refuse_other(storage: Storage, root: str, owner: Owner | None, token: str) -> None:

@@ -88,7 +88,7 @@ class SnapshotKeeper:
         #: The connections on which a snapshot may still come, or is being decided on.
         self._writing = set[KeeperWorker]()
         self._ends_soon = False
-        self._fixed = {"root": folder, "world_size": world_size, "since": time.time()}
+        self._fixed = {"root": folder, "memory": root, "world_size": world_size, "since": time.time()}
         self._server = KeeperServer(self.files, root, rank, self.about, self._take_copy)
 
     def start(self) -> None:

@@ -38,8 +38,8 @@ class KeeperServer:
         kept: what this process keeps
         root: path of the run's memory, `host://...@TOKEN`
         rank: the trainer's
-        about: what clients are told of the run: `root` (its durable root), `world_size`, `since`, `lease`, `alive` and
-            `gone`; called at each question
+        about: what clients are told of the run: `root` (its durable root), `memory` (see `root` here), `world_size`,
+            `since`, `lease`, `alive` and `gone`; called at each question
         take_replica: answers the request `replica` of a keeper that sends its files; None: it is refused
         user: whose processes may connect; None: the user of this process
 

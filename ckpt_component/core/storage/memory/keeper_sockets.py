@@ -1,6 +1,7 @@
 """Where keepers are found: a socket for each, in a folder of its run, below a folder that only this user can open.
 
-The memory of a run has the path `host://DURABLE_ROOT@TOKEN`; its sockets are `RUNTIME/ID_OF_ROOT/TOKEN/RANK`. A socket
+The memory of a run has the path `host://DURABLE_ROOT@TOKEN`, with the root as the leading rank has spelled it once; its
+sockets are `RUNTIME/ID_OF_ROOT/TOKEN/RANK`. Other runs spell the root as they like, and look for the token. A socket
 appears by a rename when it already listens, so what refuses connections is dead, and who finds it removes it.
 """
 
@@ -53,13 +54,19 @@ def split_root(path: str) -> tuple[str, str] | None:
     return None if match is None else (_id_of(match[1]), match[2])
 
 
-def tokens_of(durable_root: str) -> list[str]:
-    """The tokens of the runs of a durable root that have keepers on this host, or had. Raises as `runtime_folder`."""
+def tokens_at(durable_root: str) -> list[str]:
+    """The tokens of the runs that have keepers on this host, or had, and spelled their durable root like this.
+
+    Raises as `runtime_folder`.
+    """
     return _names(os.path.join(runtime_folder(), _id_of(_plain(durable_root))))
 
 
 def roots_here() -> list[tuple[str, str]]:
-    """The durable roots, by ID, and tokens of all runs of this user that have keepers here, or had."""
+    """The durable roots, by ID, and tokens of all runs of this user that have keepers here, or had.
+
+    Raises as `runtime_folder`.
+    """
     runtime = runtime_folder()
     return [(root, token) for root in _names(runtime) for token in _names(os.path.join(runtime, root))]
 

@@ -96,6 +96,15 @@ def keepers_of(path: str) -> list[RemoteKeeper]:
     return HostKeepers()(path)
 
 
+def each_of(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:
+    """Each keeper; closes all of them."""
+    try:
+        yield from keepers
+    finally:
+        for keeper in keepers:
+            keeper.close()
+
+
 def keepers_here() -> list[RemoteKeeper]:
     """The keepers of all runs of this user on this host; the caller closes them. Raises as `keepers_of`."""
     return [keeper for root, token in roots_here() for keeper in HostKeepers().at(SocketPlace(root, token))]
