@@ -138,7 +138,7 @@ class Source(CheckpointListener):
 def train(rank: int, world_size: int, folder: Path) -> None:
     """One rank.
 
-    The plan: `dir` (instead of `run` in the folder), `steps` (the last step), `overrides`, `recovery` (False: none),
+    The plan: `dir` (instead of `run` in the folder), `cwd` (the working folder), `steps` (the last step), `overrides`, `recovery` (False: none),
     `durable` (steps to save in the folder), `by_hand` (those of them to keep in memory first), `waits` (for each save), `pause` (after this step tell it by a
     file `ready-RANK`, and go on when the file `go` is there), `together` (False: a rank ends without the others),
     `at_peers` (a step, after which to wait until its snapshot is at its peers), `slow` (seconds after each step);
@@ -148,6 +148,7 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     plan = json.loads(os.environ["CKPT_TEST_PLAN"])
     plan |= plan.get("ranks", {}).get(str(rank), {})
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
+    os.chdir(plan.get("cwd", "."))
     training, source = Training(rank, **plan.get("state", {})), Source()
     overrides = ["checkpoint.save.every_steps=1000", "checkpoint.save.at_end=false"]
     overrides += MEMORY if plan.get("recovery", True) else []
