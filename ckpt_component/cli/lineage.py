@@ -15,6 +15,7 @@ from ..core.commit.manifest import read_manifest
 from ..core.commit.names import RUN_RECORD, saved_as, step_in_name
 from ..core.commit.run_record import StoredConfig, stored_config
 from ..core.formats.checkpoints import Root, created_of
+from ..core.storage.folder_identity import same_folder
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError
 from ..events import checked_events
@@ -165,7 +166,7 @@ def _add_events(root: Root, runs: dict[str, LoggedRun]) -> None:
 
 
 def _named(root: Root, path: str) -> str:
-    return os.path.basename(path) if os.path.dirname(path) == root.path else path
+    return os.path.basename(path) if same_folder(os.path.dirname(path), root.path) else path
 
 
 def _find_parent(root: Root, runs: list[LoggedRun], number: int, run: LoggedRun) -> None:

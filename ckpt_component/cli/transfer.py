@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from ..core.commit.manifest import read_manifest
 from ..core.formats.verification import verify_checkpoint, verify_files
 from ..core.progress import Progress
 from ..core.storage.files import local_files
+from ..core.storage.folder_identity import below
 from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
 from .roots import Location, is_one_checkpoint, point_elsewhere
 
@@ -49,7 +49,7 @@ class Transfer:
             CheckpointFencedError: a run that may be alive uses one of the roots
         """
         source, target = self.source.path, self.target.path
-        if source == target or target.startswith(source + os.sep):
+        if below(target, source) is not None:
             raise CheckpointConfigError(f"{target} is the checkpoint itself, or inside of it; name another place.")
         if is_one_checkpoint(self.target.fs, self.target.root):
             raise CheckpointConfigError(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..core.commit.cleanup import discard, sweep_attempts
 from ..core.commit.commit import new_attempt
 from ..core.commit.liveness import AttemptLock
+from ..core.commit.manifest import checkpoint_around
 from ..core.commit.names import MANIFEST, SINGLE_FILES
 from ..core.formats import Entry, Index, open_index
 from ..core.progress import Progress, no_progress
@@ -172,11 +173,14 @@ def selected_by(options: ExportOptions, index: Index) -> Selected:
 
 
 def _refuse_target(fs: FileStorage, target: str, options: ExportOptions) -> None:
-    """Refuse a target that exists, unless it is an export of the same form that may be replaced.
+    """Refuse a target in a checkpoint, and one that exists, unless it is an export of the same form to be replaced.
 
     Raises:
-        CheckpointExistsError: it exists
+        CheckpointExistsError: it exists, or lies in a checkpoint
     """
+    checkpoint = checkpoint_around(fs, os.path.dirname(target))
+    if checkpoint is not None:
+        raise CheckpointExistsError(f"{target} is in the checkpoint {checkpoint}, which does not change; name another.")
     if not os.path.lexists(target):
         return
     if not options.replace:

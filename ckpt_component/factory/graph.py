@@ -22,7 +22,7 @@ from ..background.exports import BackgroundExports
 from ..background.follower import Follower
 from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
-from ..config.hydra.checks import refuse_bad_dir
+from ..config.hydra.checks import refuse_bad_dir, refuse_bad_tiers
 from ..config.hydra.compose import checked_overrides, compose_checkpoint
 from ..config.hydra.hydra_errors import HydraConfigError, for_hydra
 from ..config.hydra.hydra_job import MultirunJob, chosen_preset, launch_folder, multirun_job
@@ -153,7 +153,9 @@ def build_manager(
     if isinstance(config, str):
         config, overrides = compose_checkpoint(config, overrides), ()
     settings = resolve_config(config, overrides)
-    settings.dir = settings.dir if dir is None else _folder(dir)
+    if dir is not None:
+        settings.dir = _folder(dir)
+        refuse_bad_tiers(settings)  # again, with this folder
     # The nearest first.
     roots = [*filter(None, [settings.local.dir]), settings.dir]
     resume = ResumePolicy(settings.resume, settings.rewind, load_options(settings))

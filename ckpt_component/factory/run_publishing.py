@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ..background.publishing import BackgroundPublishing, PublishPolicy
-from ..config.hydra.checks import refuse_bad_publish
+from ..config.hydra.checks import refuse_among_checkpoints, refuse_bad_publish
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.hydra.hydra_job import MultirunJob
 from ..config.rules import resolved_commit
@@ -68,9 +68,12 @@ class RunPublishing:
             job: of a multirun, in whose output folder relative paths are
 
         Raises:
-            CheckpointConfigError: no rank sees whole checkpoints; on all ranks
+            CheckpointConfigError: no rank sees whole checkpoints, or versions would lie among them; on all ranks
         """
         publish, settings = self._settings.publish, self._settings
+        to, mirror = _place(self._to, job), None if publish.mirror is None else _place(publish.mirror, job)
+        roots = {"dir": run.root} if run.remote is None else {"dir": run.remote.root, "local.dir": run.root}
+        refuse_among_checkpoints(settings, to, mirror, roots)  # again, as relative ones begin in a job's folder
         if run.fs.hosts:
             raise HydraConfigError(
                 f"checkpoint.publish.to with a checkpoint.local.dir on each of {len({*run.fs.hosts})} hosts: rank 0 "
@@ -83,8 +86,8 @@ class RunPublishing:
             logger.warning(text, len({*run.hosts.names}), run.root)
         policy = PublishPolicy(
             self._options,
-            to=_place(self._to, job),
-            mirror=os.path.join(run.root, _MIRROR) if publish.mirror is None else _place(publish.mirror, job),
+            to=to,
+            mirror=os.path.join(run.root, _MIRROR) if mirror is None else mirror,
             run=run.events.run,
             root=run.root,
             names=run.names,

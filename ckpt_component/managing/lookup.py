@@ -35,7 +35,8 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
     """
     root, choice = run.root, policy.choice
     if policy.path is not None:
-        return [_step_and_path(run.storage_of(policy.path), policy.path)]
+        path = run.own_spelling(policy.path)
+        return [_step_and_path(run.storage_of(path), path)]
     if choice == "never":
         return []
     other = committed_under_other_names(run.fs, root, run.names)

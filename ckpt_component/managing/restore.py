@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from ..checkpointer import Checkpointer
 from ..core.commit.cleanup import Unfinished, quarantine, wait_for_writers
 from ..core.commit.scan import Scan, both, is_deleted, repair_pointer
 from ..core.state.flatten import not_a_state
+from ..core.storage.folder_identity import same_folder
 from ..core.storage.space import amount
 from ..errors import (
     CheckpointCorruptError,
@@ -171,7 +171,8 @@ class Restorer:
     def _is_here(self, step: int) -> bool:
         """Whether `path` is the checkpoint of this step in a folder of the run."""
         places = [each.path_of(step) for each in (self._run, self._run.remote) if each is not None]
-        return os.path.realpath(self.path or "") in map(os.path.realpath, places)
+        path = self.path or ""
+        return path in places or any(same_folder(path, place) for place in places)
 
     def delete_old(self, step: int) -> None:
         """On the leading rank: delete what `keep` no longer keeps beside the step that the run began with."""

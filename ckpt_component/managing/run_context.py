@@ -14,6 +14,7 @@ from ..core.commit.retention import BestPolicy
 from ..core.commit.scan import Scan, both, scan_steps, warn_of_skipped
 from ..core.coordination import Coordinator, Hosts, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..core.options import ResolvedTimeouts
+from ..core.storage.folder_identity import below
 from ..core.storage.locate import Storages, is_url
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError
@@ -82,6 +83,14 @@ class RunContext:
     def roots(self) -> str:
         """The folders of the run, for a text."""
         return self.root if self.remote is None else f"{self.root} or {self.remote.root}"
+
+    def own_spelling(self, path: str) -> str:
+        """A path in a folder of the run as the run spells it; another path, and a URL, as it is."""
+        for run in filter(None, (self, self.remote)):
+            inside = below(path, run.root)
+            if inside:
+                return os.path.join(run.root, inside)
+        return path
 
     def storage_of(self, path: str) -> Storage:
         """The storage of a checkpoint, in this folder or elsewhere; a bucket is opened with the options of this run."""

@@ -19,6 +19,7 @@ from ..core.commit.protocols import protocol_of
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.scan import Scan, examine, read_pointer, write_pointer
 from ..core.spelling import typed
+from ..core.storage.folder_identity import same_folder
 from ..core.storage.locate import absolute
 from ..errors import (
     CheckpointExistsError,
@@ -122,7 +123,8 @@ class RunFolder:
     def resumed_from(self, path: str) -> None:
         """Record the checkpoint that the run begins with."""
         folder, name = os.path.split(absolute(path))
-        source = name if folder == self._root else os.path.join(folder, name)
+        is_own = folder == self._root or same_folder(folder, self._root)
+        source = name if is_own else os.path.join(folder, name)
         self.manifest_fields = {**self.manifest_fields, "resumed_from": source}
 
     def after_commit(self, report: SaveReport) -> None:

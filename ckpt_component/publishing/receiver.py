@@ -7,7 +7,9 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ..core.commit.manifest import checkpoint_around
 from ..core.progress import Progress, no_progress
+from ..core.storage.folder_identity import same_folder
 from ..core.storage.locate import absolute, file_storage, is_url, storage_at
 from ..errors import (
     CheckpointConfigError,
@@ -71,15 +73,20 @@ class Receiver:
         self._refuse_other(replace)
 
     def _refuse_other(self, replace: bool) -> None:
-        """Refuse a folder that did not come from this source."""
+        """Refuse a folder that did not come from this source, or is the source."""
         state, fs, folder = self._copy.state, self._fs, self.folder
+        if same_folder(folder, self.source):
+            raise CheckpointConfigError(f"{folder} is the folder of the versions itself; name another folder.")
+        around = checkpoint_around(fs, folder)
+        if around is not None:
+            raise CheckpointConfigError(f"{folder} is in {around}, a version or a checkpoint; name another folder.")
         if state is None:
             names = fs.names(folder) if fs.is_folder(folder) else [""] * fs.exists(folder)
             if names and STATE not in names:
                 raise CheckpointExistsError(
                     f"{folder} exists and has no version that was pulled; name a new or empty folder."
                 )
-        elif state.source != self.source and not replace:
+        elif not replace and not same_folder(state.source, self.source) and self._have(self._versions.look()) is None:
             raise CheckpointExistsError(
                 f"{folder} has version {state.version} of {state.source}, not of {self.source}; name another folder, "
                 "or type --replace."
@@ -220,7 +227,7 @@ class Receiver:
     def _have(self, versions: Mapping[int, Version]) -> int | None:
         """The number of the version that the folder has, if that is the one of the source."""
         state = self._copy.state
-        if state is None or state.source != self.source:
+        if state is None:
             return None
         listed = versions.get(state.version)
         return state.version if listed is not None and listed.manifest["attempt"] == state.attempt else None

@@ -8,9 +8,11 @@ from typing import Any, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from ...core.commit.manifest import checkpoint_around
 from ...core.commit.names import NAMINGS
 from ...core.storage.bucket_store import SCHEMES
-from ...core.storage.locate import absolute, is_url
+from ...core.storage.folder_identity import below, same_folder
+from ...core.storage.locate import file_storage, is_url
 from ..schema import PARTS, Checkpoint, Publish, Upload, part_schema
 from .explain import USUAL, not_itself, picked_with_a_dot, unknown_key_of
 from .hydra_errors import HydraConfigError, built_text
@@ -133,10 +135,13 @@ def refuse_bad_tiers(config: Checkpoint) -> None:
         return
     if not local or "://" in local:
         raise HydraConfigError(f"checkpoint.local.dir={local} is not a local folder; a URL goes to checkpoint.dir.")
-    if local == config.dir:
+    if same_folder(local, config.dir):
+        both = f"both {local}" if local == config.dir else f"one folder, {local} and {config.dir}"
         raise HydraConfigError(
-            f"checkpoint.local.dir and checkpoint.dir are both {local}; name a fast local folder and a permanent one."
+            f"checkpoint.local.dir and checkpoint.dir are {both}; name a fast local folder and a permanent one."
         )
+    advice = "name a folder of its own: checkpoint.local.dir=/scratch/checkpoints"
+    refuse_inside_checkpoint("checkpoint.local.dir", local, {"dir": config.dir}, config, advice)
 
 
 def refuse_bad_publish(config: Checkpoint) -> None:
@@ -151,16 +156,7 @@ def refuse_bad_publish(config: Checkpoint) -> None:
             )
         return
     refuse_bad_dir(publish.to, "checkpoint.publish.to", "weights")
-    to, names = absolute(publish.to), NAMINGS[config.naming.value]
-    for key, root in (("dir", config.dir), ("local.dir", config.local.dir)):
-        if root is not None:
-            below = to.removeprefix(f"{absolute(root)}/") if to.startswith(f"{absolute(root)}/") else ""
-            if to == absolute(root) or names.step(below.partition("/")[0]) is not None:
-                where = "in a checkpoint of" if below else "the same folder as"
-                raise HydraConfigError(
-                    f"checkpoint.publish.to={publish.to} is {where} checkpoint.{key}={root}; name a folder of its own, "
-                    "which receivers see: checkpoint.publish.to=/shared/weights"
-                )
+    refuse_among_checkpoints(config, publish.to, publish.mirror, roots_of(config))
     mirror = publish.mirror
     if mirror is None and config.local.dir is None and is_url(config.dir):
         raise HydraConfigError(
@@ -172,11 +168,56 @@ def refuse_bad_publish(config: Checkpoint) -> None:
             f"checkpoint.publish.mirror={mirror} is not a folder on a local disk, where the copy of the newest weights "
             "is; name one: checkpoint.publish.mirror=/scratch/mirror"
         )
-    if mirror is not None and absolute(mirror) in (to, absolute(config.dir), absolute(config.local.dir or config.dir)):
+
+
+def roots_of(config: Checkpoint) -> dict[str, str]:
+    """The folders of the checkpoints by key, or their URLs."""
+    return {key: root for key, root in (("dir", config.dir), ("local.dir", config.local.dir)) if root is not None}
+
+
+def refuse_among_checkpoints(config: Checkpoint, to: str, mirror: str | None, roots: Mapping[str, str]) -> None:
+    """Refuse versions, and a mirror, where checkpoints are, however the folders are spelled.
+
+    Args:
+        config: the config
+        to: where the versions go
+        mirror: the mirror; None: beside the checkpoints
+        roots: the folders of the checkpoints, by key
+    """
+    advice = "name a folder of its own, which receivers see: checkpoint.publish.to=/shared/weights"
+    for key, root in roots.items():
+        if same_folder(to, root):
+            raise HydraConfigError(
+                f"checkpoint.publish.to={to} is the same folder as checkpoint.{key}={root}; {advice}"
+            )
+    refuse_inside_checkpoint("checkpoint.publish.to", to, roots, config, advice)
+    if mirror is None or is_url(mirror) or not mirror:
+        return
+    advice = "give the mirror one of its own."
+    if any(same_folder(mirror, other) for other in (to, *roots.values())):
         raise HydraConfigError(
-            f"checkpoint.publish.mirror={mirror} is also the folder of the versions or of the checkpoints; give the "
-            "mirror one of its own."
+            f"checkpoint.publish.mirror={mirror} is also the folder of the versions or of the checkpoints; {advice}"
         )
+    refuse_inside_checkpoint("checkpoint.publish.mirror", mirror, roots, config, advice)
+
+
+def refuse_inside_checkpoint(name: str, place: str, roots: Mapping[str, str], config: Checkpoint, advice: str) -> None:
+    """Refuse a folder that is a checkpoint, is in one, or has the name of one, however it is spelled.
+
+    Args:
+        name: the key that names it
+        place: the folder, or its URL
+        roots: the folders of the checkpoints, by key
+        config: the config
+        advice: what to type instead
+    """
+    names = NAMINGS[config.naming.value]
+    for key, root in roots.items():
+        if names.step((below(place, root) or "").partition("/")[0]) is not None:
+            raise HydraConfigError(f"{name}={place} is in a checkpoint of checkpoint.{key}={root}; {advice}")
+    checkpoint = None if is_url(place) else checkpoint_around(file_storage(), place)
+    if checkpoint is not None:
+        raise HydraConfigError(f"{name}={place} is in the checkpoint {checkpoint}; {advice}")
 
 
 def refuse_bad_rename(value: Any, key: str = "checkpoint.load.rename") -> None:

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ...core.storage.folder_identity import folder_id, same_folder
 from ...core.storage.locate import absolute, file_storage, is_url
 from ...core.storage.new_names import new_token
 from ...core.storage.storage import Storage
@@ -67,12 +68,18 @@ class MultirunJob:
         Raises:
             CheckpointConfigError: another job of the multirun saves there
         """
-        real = absolute(root) if is_url(root) else os.path.realpath(root)
         fs = file_storage() if is_url(root) else fs
-        path = os.path.join(self.sweep_dir, _CLAIMS, f"{hashlib.sha256(real.encode()).hexdigest()[:16]}.json")
-        mine: dict[str, Any] = {"dir": real, "job": self.output_dir, "overrides": list(self.overrides)}
+        path = os.path.join(self.sweep_dir, _CLAIMS)
+        mine: dict[str, Any] = {"dir": absolute(root), "job": self.output_dir, "overrides": list(self.overrides)}
         try:
+            if not is_url(root):
+                fs.make_folders(absolute(root))  # a folder that is there is the same one in all spellings
+            name = hashlib.sha256(os.fsencode(folder_id(root))).hexdigest()[:16]
+            path = os.path.join(self.sweep_dir, _CLAIMS, f"{name}.json")
             owner = _put_or_read(fs, path, mine)
+            if not same_folder(str(owner["dir"]), root):  # of a folder that was deleted, whose inode this one has
+                fs.unlink(path)
+                owner = _put_or_read(fs, path, mine)
         except (OSError, ValueError) as error:
             logger.warning("%s cannot be used, so jobs that save in one folder go unnoticed: %s", path, error)
             return root
@@ -87,11 +94,10 @@ class MultirunJob:
     def others(self, root: str) -> list[str]:
         """The checkpoint folders of the other jobs of the multirun that have claimed theirs; `root` is this job's."""
         fs, folder, others = file_storage(), os.path.join(self.sweep_dir, _CLAIMS), list[str]()
-        own = absolute(root) if is_url(root) else os.path.realpath(root)
         try:
             for name in sorted(fs.names(folder)):
                 claim = json.loads(fs.read(os.path.join(folder, name), _CLAIM_BYTES)) if name.endswith(".json") else {}
-                if claim.get("dir", own) != own:
+                if not same_folder(str(claim.get("dir", root)), root):
                     others.append(claim["dir"])
         except (OSError, ValueError, AttributeError) as error:
             logger.info("the folders of the other jobs are unknown: %s", error)

@@ -11,13 +11,15 @@ its files), and each folder has the manifest. So what one of them has is known t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointPartError
+from ...errors import CheckpointCorruptError, CheckpointError, CheckpointLoadError, CheckpointPartError
+from ..storage.folder_identity import with_those_above
 from ..storage.safe_open import is_plain_name, read_failure
 from ..storage.storage import Storage
 from .names import MANIFEST, is_token
@@ -111,6 +113,15 @@ def read_manifest(storage: Storage, folder: str) -> dict[str, Any] | None:
     except OSError as error:
         raise read_failure(path, error) from error
     return decode_manifest(data, path)
+
+
+def checkpoint_around(storage: Storage, path: str) -> str | None:
+    """The checkpoint that a path is, or is in, however it is spelled; None: it is in none that can be read."""
+    for folder in with_those_above(path):
+        with contextlib.suppress(CheckpointError):  # another program's manifest.json
+            if read_manifest(storage, folder) is not None:
+                return folder
+    return None
 
 
 def data_folder(storage: Storage, folder: str, manifest: Mapping[str, Any]) -> str:
