@@ -6,12 +6,14 @@ import os
 from typing import Any
 
 from ..background.exports import ExportPolicy
+from ..config.hydra.checks import refuse_inside_checkpoint, roots_of
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.rules import deadlines, longest_pause, resolved_commit
 from ..config.schema import Checkpoint
 from ..core.commit.retention import BestPolicy
 from ..core.options import Commit, ExportFormat, MetricMode, ResolvedTimeouts
-from ..core.storage.locate import expanded
+from ..core.storage.folder_identity import same_folder
+from ..core.storage.locate import absolute, expanded
 from ..exporting.casting import check_dtype
 from ..exporting.export import ExportOptions
 from ..exporting.hugging_face import CONFIG
@@ -86,8 +88,22 @@ def export_policy(settings: Checkpoint) -> ExportPolicy | None:
         config_from=model_folder("checkpoint.export.config_from", export.config_from),
         replace=True,
     )
-    folder = "" if export.dir is None else os.path.abspath(expanded(export.dir, "checkpoint.export.dir"))
+    folder = "" if export.dir is None else absolute(expanded(export.dir, "checkpoint.export.dir"))
+    if folder:
+        _refuse_among_checkpoints(folder, settings)
     return ExportPolicy(options, folder, export.every_steps, export.timeout)
+
+
+def _refuse_among_checkpoints(folder: str, settings: Checkpoint) -> None:
+    """Refuse exports in a checkpoint, and folders of exports that have the names of the checkpoints beside them."""
+    advice = "name another folder: checkpoint.export.dir=/shared/exports"
+    for key, root in roots_of(settings).items():
+        if settings.export.format is ExportFormat.hf and same_folder(folder, root):
+            raise HydraConfigError(
+                f"checkpoint.export.dir={folder} is the same folder as checkpoint.{key}={root}, where checkpoints have "
+                f"the names of the exports; {advice}"
+            )
+    refuse_inside_checkpoint("checkpoint.export.dir", folder, roots_of(settings), settings, advice)
 
 
 def model_folder(key: str, value: str | None) -> str:

@@ -134,6 +134,11 @@ def test_safetensors_with_renames_and_dtype(
     assert load_file(out)["steps"].equal(model.state_dict()["steps"])
     code, _, error = ckpt(capsys, *arguments)
     assert code == 2 and "already exists" in error and "--replace" in error
+    for inside in (saved, tmp_path / "link"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(saved)
+        code, _, error = ckpt(capsys, *arguments[:3], inside / "weights.safetensors", "--prefix", "model.")
+        assert code == 2 and f"is in the checkpoint {saved.resolve()}, which does not change; name another." in error
     assert ckpt(capsys, *arguments[:-1], "float32", "--replace")[0] == 0
     other = Tied()
     load_model(other, out)  # safetensors' own way to load tied tensors

@@ -304,3 +304,17 @@ def test_debris_of_another_host_goes_once_its_run_has_ended(root: Path, ckpt: Ck
 def test_the_commands_start_without_torch() -> None:
     code = "import sys; from ckpt_component.cli import cp_command, mv_command, rm_command, gc_command, verify_command"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["cp", "mv"])
+@pytest.mark.parametrize("target", ["link/iter_0000002", "link/", "link/iter_0000002/inside", "above/run/iter_0000002"])
+def test_a_checkpoint_stays_whose_destination_is_itself_through_a_link(
+    ckpt: Ckpt, tmp_path: Path, command: str, target: str
+) -> None:
+    root = save(tmp_path / "lustre" / "run", 1, 2)
+    (tmp_path / "link").symlink_to("lustre/run")
+    (tmp_path / "above").symlink_to("lustre")
+    for source in (f"{root}@2", f"{tmp_path}/link@2"):
+        code, _, error = ckpt(command, source, f"{tmp_path}/{target}")
+        assert code == 2 and "is the checkpoint itself, or inside of it; name another place." in error
+    verify_checkpoint(FileStorage(), str(root / "iter_0000002"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,3 +248,40 @@ def test_a_part_of_a_snapshot_on_several_hosts_is_listed_and_dropped(ckpt: Ckpt,
     assert shown.code == 2 and "has only a part of step 2" in shown.err and "where a run finds it" in shown.err
     dropped = ckpt("memory", "drop", root)
     assert dropped.code == 0 and "type the same on each of them" in dropped.out and not kept.keepers[0].listed("")
+
+
+@pytest.mark.parametrize("spelling", ["link", "above/run", "run/../run/"])
+def test_a_folder_is_found_however_it_is_spelled(ckpt: Ckpt, root: Path, kept: Kept, spelling: str) -> None:
+    kept.take(3)
+    (root.parent / "link").symlink_to(root.name)
+    (root.parent / "above").symlink_to(".")
+    named = f"{root.parent}/{spelling}"
+    rows = ckpt("memory", "ls", named, "--json").json["keepers"]
+    assert [(row["token"], row["steps"]) for row in rows] == [(kept.token, [3])] * 2
+    assert "in memory" in ckpt("ls", named).out
+    assert ckpt("memory", "show", f"{named}@3", "--json").json["step"] == 3
+    dropped = ckpt("memory", "drop", named, "--json").json
+    assert [each["step"] for each in dropped["dropped"]] == [3] and dropped["resumes_from"] == 3
+
+
+def test_a_folder_that_was_moved_is_found_and_one_that_has_its_name_now_is_not(
+    ckpt: Ckpt, root: Path, kept: Kept
+) -> None:
+    kept.take(1)
+    moved = root.rename(root.parent / "moved")
+    build_manager("sync", ["checkpoint.save.every_steps=1"], dir=root).close()
+    with build_manager("sync", ["checkpoint.save.every_steps=1"], dir=root) as manager:
+        manager.save(1, {"weight": torch.zeros(2)})
+    assert str(moved) in ckpt("memory", "ls", moved).out.splitlines()
+    assert ckpt("memory", "ls", moved, "--json").json["keepers"][0]["steps"] == [1]
+    for action in ("ls", "drop"):
+        assert "This host has no snapshot of" in ckpt("memory", action, root).err
+    assert any(keeper.listed("") for keeper in kept.keepers)
+
+
+def test_a_copy_of_a_folder_has_nothing_in_memory(ckpt: Ckpt, root: Path, kept: Kept) -> None:
+    kept.take(1)
+    copy = shutil.copytree(root, root.parent / "copy")
+    for action in ("ls", "drop"):
+        assert "This host has no snapshot of" in ckpt("memory", action, copy).err
+    assert ckpt("memory", "drop", root, "--json").json["dropped"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 from ranks import run_ranks
 
 from ckpt_component import CheckpointConfigError, build_manager
+from ckpt_component.config.hydra import hydra_job
 
 RESTORE_ONLY = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"]
 
@@ -204,3 +206,32 @@ def test_ranks_of_a_job_save_where_rank_0_says(tmp_path: Path) -> None:
     path = tmp_path / "multirun" / "0" / "checkpoints" / "iter_0000001"
     assert [output.strip() for output in run_ranks(script, "save_in_own_output", 2, tmp_path)] == [str(path)] * 2
     assert (path / "manifest.json").is_file()
+
+
+def test_two_jobs_that_spell_one_folder_differently_are_refused(job: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "lustre").mkdir()
+    (tmp_path / "scratch").symlink_to("lustre")
+    job(0)
+    trained(dir=tmp_path / "lustre" / "same")
+    job(1)
+    for spelling in ("scratch/same", "lustre/../scratch/same/"):
+        with pytest.raises(CheckpointConfigError, match="also the folder of another job of this multirun"):
+            trained(dir=f"{tmp_path}/{spelling}")
+    (tmp_path / "lustre" / "same").rename(tmp_path / "lustre" / "old")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "lustre" / "same").symlink_to("../elsewhere")
+    assert trained(dir=tmp_path / "scratch" / "same") == [1, 2, 3]  # another folder has the name now
+
+
+def test_a_folder_with_the_inode_of_a_deleted_one_is_another_folder(
+    job: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hydra_job, "folder_id", lambda root: "1:2")
+    job(0)
+    trained(dir=tmp_path / "first")
+    shutil.rmtree(tmp_path / "first")
+    job(1)
+    assert trained(dir=tmp_path / "second") == [1, 2, 3]
+    job(0)
+    with pytest.raises(CheckpointConfigError, match="also the folder of another job"):
+        trained(dir=tmp_path / "second")

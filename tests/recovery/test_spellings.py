@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import fork_server
+from bound import bound
 from snapshots import Life, keepers, live, lose, paused
 from waiting import eventually
 
@@ -108,20 +107,9 @@ def test_two_runs_that_spell_one_folder_differently_are_two_runs_in_one_folder(t
     assert "another run saves there" in second.told["refused"] and "CheckpointInUseError" in second.told["refused"]
 
 
-@pytest.fixture
-def bound(tmp_path: Path, lustre: Path) -> Iterator[Path]:
-    """The folder `lustre`, mounted at another place."""
-    if fork_server().unmountable:
-        pytest.skip(str(fork_server().unmountable))
-    place = tmp_path / "bound"
-    place.mkdir()
-    fork_server().here("faults.mounts:bind", path=str(lustre), place=str(place))
-    yield place
-    fork_server().here("faults.mounts:unmount", folder=str(place))
-
-
-def test_a_folder_that_is_mounted_in_two_places_is_one(tmp_path: Path, lustre: Path, bound: Path) -> None:
+def test_a_folder_that_is_mounted_in_two_places_is_one(tmp_path: Path, lustre: Path) -> None:
     trained(tmp_path, 2, lustre / "run")
-    assert trained(tmp_path, 3, bound / "run").restored == (2, "memory")
-    assert trained(tmp_path, 3, tmp_path / "scratch/run").restored == (3, "memory")
-    assert os.listdir(bound) == []  # here, where it is not mounted
+    with bound(lustre, tmp_path / "bound") as place:
+        assert trained(tmp_path, 3, place / "run").restored == (2, "memory")
+        assert trained(tmp_path, 3, tmp_path / "scratch/run").restored == (3, "memory")
+    assert os.listdir(place) == []

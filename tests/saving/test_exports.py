@@ -126,9 +126,16 @@ def test_a_run_that_fails_gives_up_the_export_that_is_under_way(
         ("export.config_from=nowhere", "has no config.json"),
         ("export.rename=model", "is not a dict of names"),
         ("commit=manifest", "name a local folder, checkpoint.export.dir"),
+        ("export.dir=run", "where checkpoints have the names of the exports"),
+        ("export.dir=link/run", "where checkpoints have the names of the exports"),
+        ("export.dir=link/run/iter_0000001", "is in a checkpoint of checkpoint.dir="),
     ],
 )
-def test_a_wrong_setting_is_refused_before_training(override: str, text: str, tmp_path: Path) -> None:
+def test_a_wrong_setting_is_refused_before_training(
+    override: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(".")
     with pytest.raises(CheckpointConfigError) as error:
         build_manager("sync", ["checkpoint.export.format=hf", f"checkpoint.{override}"], dir=tmp_path / "run")
     assert text in str(error.value)

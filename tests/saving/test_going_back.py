@@ -268,6 +268,10 @@ def test_a_path_into_the_runs_own_folder_is_that_step(tmp_path: Path) -> None:
     with manager_in(tmp_path, f"checkpoint.resume={tmp_path}/link/iter_0000002") as manager:
         assert manager.restore(state_of(0)) == 2
         assert manager.save(2, state_of(2)) is False
+        assert manager.restored_from == f"{tmp_path}/iter_0000002"
+        manager.save(3, state_of(3))
+    record = json.loads((tmp_path / "iter_0000003" / "manifest.json").read_text())["manifest"]
+    assert record["resumed_from"] == "iter_0000002"
 
 
 @pytest.mark.slow

@@ -238,3 +238,13 @@ def test_the_process_ends_in_time_although_the_owner_cannot_be_read(tmp_path: Pa
     finally:
         process.end(0)
     assert any("failed" in header for header, _, _ in messages)
+
+
+@pytest.mark.parametrize("local", ["link", "above/slow", "slow/", "link/iter_0000001", "above/slow/iter_0000001/fast"])
+def test_a_local_folder_that_is_the_permanent_one_is_refused_however_it_is_spelled(tmp_path: Path, local: str) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "link").symlink_to("slow")
+    (tmp_path / "above").symlink_to(".")
+    for dir, overrides in ((tmp_path / "slow", []), (None, [f"checkpoint.dir={tmp_path}/slow"])):
+        with pytest.raises(CheckpointConfigError, match="are one folder|are both|is in a checkpoint of checkpoint.dir"):
+            build_manager("sync", [f"checkpoint.local.dir={tmp_path}/{local}", *overrides], dir=dir)

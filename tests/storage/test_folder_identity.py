@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from bound import asked, bound
 
 from ckpt_component.core.storage.folder_identity import below, folder_id, same_folder
 
@@ -83,3 +84,11 @@ def test_a_bucket_is_known_by_its_url() -> None:
 def test_home_is_a_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert same_folder("~/run", tmp_path / "run") and os.path.basename(tmp_path) == below("~", tmp_path.parent)
+
+
+def test_a_folder_that_is_mounted_in_two_places_is_one(lustre: Path) -> None:
+    with bound(lustre, lustre.parent / "bound") as place:
+        paths = [*map(str, (lustre / "run", place / "run", place, lustre, lustre / "new", place / "new", place / "n"))]
+        run, run2, all_, all2, new, new2, other = asked("ids", paths=paths)
+    assert run == run2 and all_ == all2 and new == new2
+    assert len({run, all_, new, other}) == 4
