@@ -22,6 +22,7 @@ from ..core.options import NICE, IoPriority, PageCache
 from ..core.processes.priority import lower_priority
 from ..core.spelling import member
 from ..core.storage.checksum import home_of
+from ..core.storage.folder_identity import same_folder
 from ..core.writing.process import ByteProcess, WriterConnection
 from ..core.writing.request import WriteRequest
 from ..core.writing.write_job import run_write_job
@@ -311,7 +312,7 @@ def _open_files(pid: int, folder: str) -> str:
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
             path = os.readlink(f"/proc/{pid}/fd/{name}")
-            if os.path.dirname(path) == folder:
+            if same_folder(os.path.dirname(path), folder):
                 names.add(os.path.basename(path))
     except OSError:  # the process has ended, or a descriptor was closed just now
         return "the file that it was writing is unknown"

@@ -127,7 +127,8 @@ class SnapshotParts:
             )
         if ranks.is_leader:
             self._tell(run.hosts)
-        connect = caller.keep_snapshots(run.root, memory.root, ranks.rank, ranks.world_size, self._settings.lease)
+        here, lease = run.fs.here(run.root), self._settings.lease
+        connect = caller.keep_snapshots(here, memory.root, ranks.rank, ranks.world_size, lease)
         stays, on_kept = NewestStays(), earlier.end_others
         followers = [follower.on_kept for follower in self._followers]
         if self._has_peers:

@@ -117,10 +117,11 @@ class RunMemory:
     def _kept(self, token: str) -> KeptRun | None:
         """A run that owns the folder, or did, with keepers on this host; not one of whose folder this one is a copy."""
         kept, run = kept_run(token), self._run
-        if kept is None or not is_copy(run.root, kept.folder, token, run.elsewhere):
+        here = run.fs.here(run.root)
+        if kept is None or not is_copy(here, kept.folder, token, run.elsewhere):
             return kept
         text = "%s is a copy of %s, so what is in memory of it is not used here"
-        logger.info(text, run.root, kept.folder)
+        logger.info(text, here, kept.folder)
         return None
 
     def _hold(self, root: str) -> None:

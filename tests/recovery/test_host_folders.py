@@ -173,3 +173,10 @@ def test_a_host_that_dies_while_it_writes_leaves_the_step_before(dies: Callable[
     assert {life.restored for life in after} == {(2, "storage")}
     has(run(tmp_path, ["a", "b", "b"]), 3, after)
     assert "that another process is finishing" not in after[0].output, "nobody finishes what the dead host has begun"
+
+
+@pytest.mark.turns(3)
+def test_the_memory_of_peers_is_found_when_another_host_leads_whose_folder_has_another_name(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"recovery": True, "at_peers": 3, "end": "kill"}
+    before = run(tmp_path, ["a", "b", "c"], *PEERS, steps=3, durable=[2], **plan)
+    has(run(tmp_path, ["c", "a", "b"], *PEERS, recovery=True), 3, before)

@@ -27,7 +27,7 @@ def lustre(tmp_path: Path) -> Path:
     return folder
 
 
-def trained(folder: Path, to: int, by: str | Path, **plan: object) -> Life:
+def trained(folder: Path, to: int, by: str | Path, **plan: Any) -> Life:
     """Snapshots up to a step in memory, of a run that spells its folder in this way and is killed."""
     (life,) = live(folder, dir=str(by), steps=to, waits=True, end="kill", **plan)
     return life
@@ -86,7 +86,7 @@ def spelled(folder: Path, *by: str) -> dict[str, dict[str, str]]:
 
 
 def test_ranks_may_spell_the_folder_differently(tmp_path: Path, lustre: Path) -> None:
-    plan = {"waits": True, "end": "kill"}
+    plan: dict[str, Any] = {"waits": True, "end": "kill"}
     live(tmp_path, world_size=2, steps=3, ranks=spelled(tmp_path, "lustre/run", "scratch/run"), **plan)
     lives = live(tmp_path, world_size=2, steps=4, ranks=spelled(tmp_path, "scratch/run", "lustre/run"), **plan)
     assert [life.restored for life in lives] == [(3, "memory")] * 2

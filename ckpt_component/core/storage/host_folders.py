@@ -77,7 +77,6 @@ class HostFolders(KeeperUnion, LocalFolders):
         return f"{path}/".startswith(f"{self.root}/")
 
     def here(self, path: str) -> str:
-        """The path of a file or folder on this host."""
         return self.folder + path[len(self.root) :] if self.holds(path) else path
 
     # Folders

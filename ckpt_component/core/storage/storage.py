@@ -341,6 +341,10 @@ class Storage(ABC):
         """A number for the device that a folder is on."""
         return 0
 
+    def here(self, path: str) -> str:
+        """The path on this host, where each host has a folder of its own; else the same path."""
+        return path
+
 
 class LocalFolders(Storage):
     """A storage whose folders are on this host, at least a part of each, where they can be locked."""
