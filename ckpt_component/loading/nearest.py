@@ -17,7 +17,7 @@ from ..core.storage.memory.job_keepers import JobKeepers
 from ..core.storage.memory.keeper_sockets import SCHEME, roots_here
 from ..core.storage.memory.kept_runs import kept_run
 from ..core.storage.storage import Storage
-from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError
 from .collective import Phase
 from .load_options import LoadOptions
 from .reader import Reader
@@ -38,7 +38,7 @@ def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Stor
         CheckpointUnreadableError: a keeper does not answer
     """
     try:
-        manifest = (read_manifest(storage, path) if roots_here() else None) or {}
+        manifest = _manifest_of(storage, path) if roots_here() else {}
         run = kept_run(str(manifest["run"])) if "run" in manifest else None
         if run is not None:
             near = os.path.join(run.memory, os.path.basename(absolute(path)))
@@ -112,6 +112,15 @@ class PeerReader(NearestReader):
         if self.last_read.get("source") == "memory" and self._keepers.received() > before:
             self.last_read["source"] = "peer"
         return read
+
+
+def _manifest_of(storage: Storage, path: str) -> Mapping[str, Any]:
+    """The manifest of a checkpoint; empty: there is none that can be read, of which the load from storage tells."""
+    try:
+        return read_manifest(storage, path) or {}
+    except CheckpointError as error:
+        logger.debug("%s is not looked for in memory: %s", path, error)
+        return {}
 
 
 def _is_whole(memory: Storage, path: str, manifest: Mapping[str, Any]) -> bool:

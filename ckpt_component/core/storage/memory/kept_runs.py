@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .keeper_sockets import SocketPlace, memory_root, roots_here
-from .remote_keeper import HostKeepers, each_of
+from .remote_keeper import RemoteKeeper
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,11 @@ def kept_run(token: str) -> KeptRun | None:
         PermissionError: the folder of the sockets, or a process behind one, is another user's
         TimeoutError: a keeper does not answer
     """
-    for root, each in roots_here():
-        if each == token:
-            for keeper in each_of(HostKeepers().at(SocketPlace(root, token))):
-                with contextlib.suppress(ConnectionError):  # it has ended
-                    about = keeper.about()
-                    return KeptRun(token, memory_of(token, about), str(about["root"]))
+    for place in (SocketPlace(root, each) for root, each in roots_here() if each == token):
+        for rank in sorted(place.ranks()):
+            with contextlib.suppress(ConnectionError), contextlib.closing(RemoteKeeper(place, rank)) as keeper:
+                about = keeper.about()  # all of them say the same, but one that has ended
+                return KeptRun(token, memory_of(token, about), str(about["root"]))
     return None
 
 
