@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ import torch
 
 from ckpt_component import CheckpointExistsError, CheckpointFencedError, build_checkpointer, build_manager
 from ckpt_component.core.commit import commit
-from ckpt_component.core.commit.fencing import FencingToken, read_owner
+from ckpt_component.core.commit.fencing import FencingToken, is_copy, read_owner
 from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.locate import Storages
 from ckpt_component.core.storage.new_names import NEW_PREFIX, new_path, new_token
+from ckpt_component.core.storage.storage import Storage
 
 
 def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -42,6 +45,39 @@ def test_the_owner_file_names_the_last_runs_before(tmp_path: Path) -> None:
         FencingToken(FileStorage(), str(tmp_path), token=token).acquire()
     owner = read_owner(FileStorage(), str(tmp_path))
     assert owner is not None and owner.token == tokens[-1] and owner.earlier == (*tokens[-2:2:-1],)
+
+
+def test_a_folder_is_that_of_a_run_or_a_copy_of_it(tmp_path: Path) -> None:
+    """The owner file is copied with the rest: so it counts where the run's own folder no longer is another one."""
+    run, copy, link = (str(tmp_path / name) for name in ("run", "copy", "link"))
+    older, newer = (FencingToken(FileStorage(), run) for _ in range(2))
+    older.acquire()
+    newer.acquire()
+    os.symlink(run, link)
+    shutil.copytree(run, copy)
+    storage_of = Storages().of
+    for token in (older.token, newer.token):
+        assert not is_copy(run, run, token, storage_of) and not is_copy(link, run, token, storage_of)
+        assert is_copy(copy, run, token, storage_of) and is_copy(copy, link, token, storage_of)
+    assert not is_copy(copy, run, new_token(), storage_of)  # of which the folder says nothing
+    os.rename(run, tmp_path / "elsewhere")
+    os.mkdir(run)
+    assert not is_copy(copy, run, newer.token, storage_of)  # there is another folder now, with no owner
+    FencingToken(FileStorage(), run).acquire()
+    assert not is_copy(copy, run, newer.token, storage_of)
+
+
+def test_a_bucket_is_that_of_a_run_by_its_url(tmp_path: Path) -> None:
+    def nothing_is_read(path: str) -> Storage:
+        raise AssertionError(path)
+
+    assert not is_copy("s3://bucket/run", "S3://bucket//run/", "token", nothing_is_read)
+    for root, folder in (
+        ("s3://bucket/copy", "s3://bucket/run"),
+        (str(tmp_path), "s3://b/run"),
+        ("s3://b/run", "/run"),
+    ):
+        assert is_copy(root, folder, "token", nothing_is_read)
 
 
 def test_the_first_save_makes_the_root(tmp_path: Path) -> None:
