@@ -25,7 +25,7 @@ from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir, refuse_bad_tiers
 from ..config.hydra.compose import checked_overrides, compose_checkpoint
 from ..config.hydra.hydra_errors import HydraConfigError, for_hydra
-from ..config.hydra.hydra_job import MultirunJob, chosen_preset, launch_folder, multirun_job
+from ..config.hydra.hydra_job import MultirunJob, chosen_preset, job_overrides, launch_folder, multirun_job
 from ..config.hydra.parts import build_listeners, construct_part, part_class
 from ..config.hydra.resolve import resolve_config
 from ..config.rules import PartFacts, refuse_unfit
@@ -184,7 +184,7 @@ def build_manager(
         try:
             if job is not None:
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
-                claims = partial(_claims, job, storages[0], roots) if save.enabled else lambda: roots
+                claims = partial(_claims, job, storages, roots) if save.enabled else lambda: roots
                 roots = ranks.run_on_leader("root/job", claims, time.monotonic() + timeouts.stage)
             roots = [absolute(root) for root in roots]
             lineage = None if snapshots is None else partial(snapshots.lineage, storages[0])
@@ -285,7 +285,7 @@ def _run_record(config: Any, overrides: Sequence[str]) -> bytes:
     """What every checkpoint of a manager says about the run."""
     written, resolved = recorded_config(config, overrides)
     commit = commit_of(launch_folder())
-    return StoredConfig(written, resolved, _versions(), commit, running_script()).encode()
+    return StoredConfig(written, resolved, _versions(), commit, running_script(), job_overrides()).encode()
 
 
 def _versions() -> dict[str, str]:
@@ -453,9 +453,9 @@ def _local(settings: Checkpoint) -> Storage:
     return storage_at(settings.local.dir or ".", durable=settings.durability is Durability.power_cut)
 
 
-def _claims(job: MultirunJob, fs: Storage, roots: Sequence[str]) -> list[str]:
+def _claims(job: MultirunJob, storages: Sequence[Storage], roots: Sequence[str]) -> list[str]:
     """Record that a job of a multirun saves in these folders."""
-    return [job.claim(fs, root) for root in roots]
+    return [job.claim(fs, root) for fs, root in zip(storages, roots, strict=True)]
 
 
 def _base(settings: Checkpoint, storage_of: Callable[[str], Storage]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Hydra callback that reports the saves of a run: `hydra/callbacks=checkpoint_report`.
+"""Hydra callback that reports the saves of a run, and continues a sweep: `hydra/callbacks=checkpoint_report`.
 
 In the process of a job it writes `result.json`, unless the app writes its own. A run is reported when it ends, and a
 multirun when its process exits, because Hydra 1.3 does not call `on_multirun_end` if a job failed.
@@ -7,6 +7,7 @@ multirun when its process exits, because Hydra 1.3 does not call `on_multirun_en
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
@@ -22,21 +23,30 @@ from ...config.hydra.hydra_errors import CheckpointConfigError
 from ...core.processes.owner_process import OwnerProcess
 from ...managing import recording
 from .disks import Span, disk_of
-from .result import RUNNING, add_span, read_result, write_job_result
+from .result import RUNNING, add_returned, add_span, read_result, write_job_result
 from .sweep_figures import figures_of
 
 if TYPE_CHECKING:
+    from .sweep_launcher import EarlierJobs
     from ...managing.manager import CheckpointManager
 
 
+logger = logging.getLogger(__name__)
+
+
 class SweepReport(Callback):
-    """Writes the result of a job, and reports a run or sweep when it ends. With several ranks, only on rank 0."""
+    """Writes the result of a job, and reports a run or sweep when it ends. With several ranks, only on rank 0.
+
+    A multirun in a folder of an earlier one continues it, on all ranks; see `sweep_launcher`.
+    """
 
     _began: float | None = None
+    #: Of a multirun.
+    _earlier: EarlierJobs | None = None
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra in the process of a job, before it begins."""
-        if _leads():
+        if _leads() and not self._is_of_earlier_job():
             read_result(config.hydra.runtime.output_dir)  # if this raises, Hydra warns and the file is not changed
             self._began = time.time()
             recording.start()
@@ -53,6 +63,13 @@ class SweepReport(Callback):
             self._write_result(job_return, managers)
         roots = dict.fromkeys(os.path.dirname(manager.path_of(0)) for manager in managers if manager.reports)
         add_span(folder, Span(began, time.time(), tuple(dict.fromkeys(map(disk_of, roots)))))
+        if job_return.status == JobStatus.COMPLETED:
+            add_returned(folder, job_return.return_value)
+
+    def _is_of_earlier_job(self) -> bool:
+        """Whether the result in the folder of this job is of one that ended before, or of another one."""
+        earlier = self._earlier
+        return earlier is not None and (earlier.has_ended() or earlier.overrides_of_another() is not None)
 
     def _write_result(self, job_return: JobReturn, managers: Sequence[CheckpointManager]) -> None:
         status, reason = "completed", None
@@ -79,7 +96,14 @@ class SweepReport(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra before the first job."""
+        from .sweep_launcher import continue_sweep
+
+        self._earlier = continue_sweep(config, leads=_leads())
         if _leads():
+            where = str(config.hydra.sweep.dir)
+            typed = any(word.startswith("hydra.sweep.dir=") for word in config.hydra.overrides.hydra)
+            how = "the same command" if typed else f"the same command with hydra.sweep.dir={where}"
+            logger.info("If this sweep is killed, %s continues it.", how)
             # Relative to the current folder, as in Hydra itself; no job has changed it yet.
             atexit.register(_report_at_exit, OwnerProcess("sweep"), Path(os.path.abspath(config.hydra.sweep.dir)))
 

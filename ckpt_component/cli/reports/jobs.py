@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...config.hydra.hydra_errors import HydraConfigError
+from ...config.hydra.hydra_job import is_about_saving
 from .disks import Span
 from .result import RESULT, RUNNING, read_result
 from .sweep_figures import FIGURES
@@ -64,11 +65,8 @@ def read_jobs(folder: Path) -> list[Row]:
     Raises:
         NoJobsError: the folder has no jobs
     """
-    jobs, unreadable = list[Path](), list[OSError]()
-    for parent, folders, names in os.walk(folder, onerror=unreadable.append):
-        if RESULT in names:
-            folders.clear()  # do not walk its checkpoints, possibly many files
-            jobs.append(Path(parent))
+    unreadable = list[OSError]()
+    jobs = list(job_folders(folder, unreadable.append))
     if not jobs:
         raise NoJobsError(
             f"{folder} has no job with a {RESULT}, which hydra/callbacks=checkpoint_report writes; "
@@ -76,6 +74,19 @@ def read_jobs(folder: Path) -> list[Row]:
         )
     jobs += [Path(error.filename) for error in unreadable]  # may belong to a job
     return [row for job in sorted(jobs, key=_place) for row in _rows(job, folder)]
+
+
+def job_folders(folder: Path, unreadable: Callable[[OSError], object] = lambda _: None) -> Iterator[Path]:
+    """The folders of the jobs in a folder; none if it does not exist.
+
+    Args:
+        folder: folder of a job or a sweep, or one that contains several
+        unreadable: called with the error of each folder that cannot be listed
+    """
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
+        if RESULT in names:
+            folders.clear()  # do not walk its checkpoints, possibly many files
+            yield Path(parent)
 
 
 def _rows(job: Path, folder: Path) -> list[Row]:
@@ -90,7 +101,7 @@ def _rows(job: Path, folder: Path) -> list[Row]:
 
 def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
     overrides = tuple(content["overrides"])
-    workload = " ".join(word for word in overrides if not _is_about_saving(word))
+    workload = " ".join(word for word in overrides if not is_about_saving(word))
     return [
         Row(
             job,
@@ -104,10 +115,6 @@ def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
         )
         for row in content.get("rows") or [{"name": "", "workload": workload, "figures": content["figures"]}]
     ]
-
-
-def _is_about_saving(override: str) -> bool:
-    return override.lstrip("+~").startswith(("checkpoint.", "checkpoint/", "checkpoint=", "hydra"))
 
 
 def _place(job: Path) -> list[tuple[int, str]]:

@@ -1,24 +1,39 @@
-"""`result.json` in a job's output folder: its overrides and its result, for reports of sweeps."""
+"""`result.json` in a job's output folder: its overrides, its result, and what it returned.
+
+Reports of sweeps read it, and a sweep that continues.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
+from ...config.hydra.hydra_job import task_overrides
 from .disks import Span
 from .replaced import replaced
+
+logger = logging.getLogger(__name__)
 
 #: The file's name.
 RESULT = "result.json"
 
 #: Status of a job that has not ended, or was killed.
 RUNNING = "running"
+
+#: Status of a job that came to its end.
+COMPLETED = "completed"
+
+#: Status of a job that a signal ended, after it had saved its last step.
+STOPPED = "stopped"
+
+#: Key of what the job returned.
+_RETURNED = "returned"
 
 #: Keys of every such file.
 _KEYS = {"status", "reason", "overrides", "figures"}
@@ -64,6 +79,42 @@ def add_span(folder: str, span: Span) -> None:
         _write(folder, {**content, "ran": asdict(span)})
 
 
+def add_returned(folder: str, value: Any) -> None:
+    """Add to the result of a job that completed what it returned to Hydra."""
+    content = read_result(folder)
+    if content is None or content["status"] != COMPLETED:
+        return
+    try:
+        # As text: the numbers that a job returns may be infinite or NaN, which JSON does not have.
+        text = json.dumps(value, default=_plain)
+    except (TypeError, ValueError, RuntimeError) as error:
+        logger.info(
+            "%s runs again if its sweep continues, because what it returned cannot be kept (%s); return numbers, texts, "
+            "or lists or dicts of them",
+            folder,
+            error,
+        )
+        return
+    _write(folder, {**content, _RETURNED: text})
+
+
+def has_ended(content: Mapping[str, Any]) -> bool:
+    """Whether a result, as `read_result` returns it, is that of a job that completed and returned."""
+    return content["status"] == COMPLETED and isinstance(content.get(_RETURNED), str)
+
+
+def returned_value(content: Mapping[str, Any]) -> Any:
+    """What a job returned that `has_ended`. A tuple has become a list, a tensor or a NumPy scalar a number."""
+    return json.loads(content[_RETURNED])
+
+
+def _plain(value: Any) -> Any:
+    """The number in a tensor or a NumPy scalar."""
+    if not hasattr(value, "item"):
+        raise TypeError(f"it has a {type(value).__name__}")
+    return value.item()
+
+
 def read_result(folder: str) -> dict[str, Any] | None:
     """Read the file; None if it does not exist.
 
@@ -92,11 +143,9 @@ def write_job_result(status: str, **result: Any) -> None:
         **result: `figures`, `reason` and `rows` of `write_result`
     """
     settings = HydraConfig.get()
-    # Unresolved, because an interpolation that cannot be resolved may be why the job failed.
-    overrides = cast(list[Any], OmegaConf.to_container(settings.overrides.task, resolve=False))
     choices = {group: str(option) for group, option in settings.runtime.choices.items()}
     write_result(
-        settings.runtime.output_dir, status, overrides=[str(word) for word in overrides], choices=choices, **result
+        settings.runtime.output_dir, status, overrides=task_overrides(settings), choices=choices, **result
     )
 
 

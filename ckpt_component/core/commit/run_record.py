@@ -40,6 +40,7 @@ class StoredConfig:
         commit: git commit that was checked out in the working folder; None: none, or it could not be read
         script: file name of the program, such as `train.py`, or the module of `python -m`; None: a notebook, or an
             older release of this package
+        overrides: of the Hydra job, without the values of secrets; None: no Hydra job, or an older release
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class StoredConfig:
     versions: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
     script: str | None = None
+    overrides: list[str] | None = None
 
     def encode(self) -> bytes:
         """The content of the file."""
@@ -85,10 +87,13 @@ def stored_config(path: str | os.PathLike[str], fs: Storage | None = None) -> St
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{file} is not the record of a run ({error}).") from error
     names = content.get("commit"), content.get("script")
+    overrides = content.get("overrides")
     texts = all(isinstance(name, (str, NoneType)) for name in names)
+    if overrides is not None and not (isinstance(overrides, list) and all(isinstance(word, str) for word in overrides)):
+        texts = False
     if not texts or not all(isinstance(tree, dict) for tree in (config, resolved, versions)):
         raise CheckpointCorruptError(f"{file} is not the record of a run: it has values of other types.")
-    return StoredConfig(config, resolved, versions, *names)
+    return StoredConfig(config, resolved, versions, *names, overrides)
 
 
 def running_script() -> str | None:
