@@ -66,7 +66,10 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         from .reports import sweep_report as sweep
 
         rows = sweep.read_rows(folder)
-        output.result({"kind": "sweep", "rows": sweep.records(rows)}, sweep.table(rows).splitlines())
+        output.result(
+            {"kind": "sweep", "rows": sweep.records(rows)},
+            [*sweep.table(rows).splitlines(), *sweep.how_to_continue(rows, folder)],
+        )
         write, place = partial(sweep.write_files, rows, folder), folder
     if parsed.out is not None or not output.as_json:
         write_report(write, parsed.out or place, lambda line: output.show([line]))

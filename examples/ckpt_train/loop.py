@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckpt_component.cli.reports.run_records import earlier_saves
 from ckpt_component.factory.graph import build_manager
 
 from .changes import warn_of_changes
@@ -47,13 +48,18 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
         for step in range(summary.start + 1, job.settings.steps + 1):
             metrics = losses.add(step, job.train_step())
             with saving:
-                manager.maybe_save(step, job.state, metrics=metrics)
+                saves = manager.maybe_save(step, job.state, metrics=metrics)
+            if saves:
+                losses.begin()
             if manager.should_stop():
                 break
         trained_s = time.perf_counter() - began - saving.seconds - fence.seconds
     summary.step, summary.fence_s, summary.reports = job.step, fence.seconds, manager.reports
+    summary.earlier = earlier_saves(manager)
     if summary.step > summary.start:
         summary.step_s = trained_s / (summary.step - summary.start)
+    elif manager.restored_from is not None:
+        summary.take_metrics(manager.path_of(summary.step))
     if manager.stopped_by is not None and summary.step < job.settings.steps:
         summary.stopped_by, summary.leave = manager.stopped_by, manager.exit_if_stopped
         kept = "saved" if manager.enabled else "not saved, because checkpoint.enabled=false"
@@ -62,11 +68,18 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
 
 
 class _Losses:
-    """Collects losses on the device, and logs their mean every `train.log_every` steps."""
+    """Collects losses on the device, and logs their mean every `train.log_every` steps.
+
+    It is the mean since the last entry or save, so that a run which resumes logs what it would have logged otherwise.
+    """
 
     def __init__(self, job: Job, summary: Summary) -> None:
         self._job = job
         self._summary = summary
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the next step."""
         self._losses: list[torch.Tensor] = []
         self._since = time.perf_counter()
 
@@ -78,9 +91,8 @@ class _Losses:
         last = step == settings.steps
         if last or step % settings.log_every == 0:
             metrics["loss"] = loss = self._job.mean_loss(self._losses)
-            now = time.perf_counter()
-            pace, self._since = (now - self._since) / len(self._losses) * 1e3, now
-            self._losses.clear()
+            pace = (time.perf_counter() - self._since) / len(self._losses) * 1e3
+            self.begin()
             self._summary.losses.append((step, loss))
             text = "step %*d/%d  loss %.4f  lr %.2e  grad norm %.2f  %.0f ms/step"
             width = len(str(settings.steps))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_component.cli.reports.sweep_figures import figures_of
+from ckpt_component.core.commit.run_record import stored_metrics
+from ckpt_component.errors import CheckpointError
 
 if TYPE_CHECKING:
     import signal
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from ckpt_component.events.reports import SaveReport
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,6 +36,7 @@ class Summary:
         stopped_by: the signal that ended the run early
         leave: ends the process with an exit code for its scheduler, if a signal ended the run
         reports: one report per save
+        earlier: the saves of a job of a sweep before it was interrupted
     """
 
     start: int = 0
@@ -42,17 +48,29 @@ class Summary:
     stopped_by: signal.Signals | None = None
     leave: Callable[[], None] = lambda: None
     reports: list[SaveReport] = field(default_factory=list)
+    earlier: Sequence[SaveReport] = ()
+
+    def take_metrics(self, path: str) -> None:
+        """Take the losses of a run that trained nothing from its last checkpoint."""
+        try:
+            metrics = stored_metrics(path)
+        except CheckpointError as error:
+            logger.info("the losses of step %d are unknown: %s", self.step, error)
+            return
+        for name, values in (("loss", self.losses), ("validation_loss", self.validation)):
+            if name in metrics:
+                values.append((self.step, metrics[name]))
 
     def figures(self) -> dict[str, Any]:
         """The summary as plain data, for `result.json`."""
         return {
-            **figures_of(self.reports, self.fence_s),
+            **figures_of(self.reports, self.fence_s, self.earlier),
             "step_s": self.step_s,
             "start": self.start,
             "step": self.step,
             "loss": self.losses[-1][1] if self.losses else None,
             "validation_loss": self.validation[-1][1] if self.validation else None,
-            "saves": sum(report.outcome == "committed" for report in self.reports),
+            "saves": sum(report.outcome == "committed" for report in self.reports) + len(self.earlier),
         }
 
 

@@ -24,11 +24,12 @@ from ...core.processes.owner_process import OwnerProcess
 from ...managing import recording
 from .disks import Span, disk_of
 from .result import RUNNING, add_returned, add_span, read_result, write_job_result
+from .run_records import earlier_saves
 from .sweep_figures import figures_of
 
 if TYPE_CHECKING:
-    from .sweep_launcher import EarlierJobs
     from ...managing.manager import CheckpointManager
+    from .sweep_launcher import EarlierJobs
 
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class SweepReport(Callback):
             status, reason = "failed", str(error) or type(error).__name__
         elif idle := [manager.idle for manager in managers if manager.idle is not None]:
             reason = f"restored step {idle[0]} and trained nothing"
-        figures = figures_of([report for manager in managers for report in manager.reports])
+        earlier = [save for manager in managers for save in earlier_saves(manager)]
+        figures = figures_of([report for manager in managers for report in manager.reports], earlier=earlier)
         write_job_result(status, reason=reason, figures=figures)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:

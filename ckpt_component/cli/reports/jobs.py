@@ -11,7 +11,7 @@ from typing import Any
 from ...config.hydra.hydra_errors import HydraConfigError
 from ...config.hydra.hydra_job import is_about_saving
 from .disks import Span
-from .result import RESULT, RUNNING, read_result
+from .result import RESULT, RUNNING, STOPPED, has_ended, read_result, returned_value
 from .sweep_figures import FIGURES
 
 
@@ -28,6 +28,7 @@ class Row:
         reason: why it did not complete, or has no figures
         figures: its values of `FIGURES`
         span: when the job ran and where it saved; None if unknown
+        returned: what the job returned to the sweeper; None: nothing, or it is a job with several rows
     """
 
     job: str
@@ -38,6 +39,12 @@ class Row:
     reason: str | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     span: Span | None = None
+    returned: Any = None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the job was killed or stopped, or still runs."""
+        return self.status in (RUNNING, STOPPED)
 
     @property
     def stall_s(self) -> float | None:
@@ -112,6 +119,7 @@ def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
             row.get("reason") or content["reason"],  # a row's own reason is more specific
             {key: float(row["figures"][key]) for key in FIGURES if row["figures"].get(key) is not None},
             Span.of(content),
+            returned_value(content) if has_ended(content) and not content.get("rows") else None,
         )
         for row in content.get("rows") or [{"name": "", "workload": workload, "figures": content["figures"]}]
     ]

@@ -89,7 +89,7 @@ def add_returned(folder: str, value: Any) -> None:
         text = json.dumps(value, default=_plain)
     except (TypeError, ValueError, RuntimeError) as error:
         logger.info(
-            "%s runs again if its sweep continues, because what it returned cannot be kept (%s); return numbers, texts, "
+            "%s runs again if its sweep continues, because what it returned cannot be kept (%s); return numbers, texts "
             "or lists or dicts of them",
             folder,
             error,
@@ -144,9 +144,7 @@ def write_job_result(status: str, **result: Any) -> None:
     """
     settings = HydraConfig.get()
     choices = {group: str(option) for group, option in settings.runtime.choices.items()}
-    write_result(
-        settings.runtime.output_dir, status, overrides=task_overrides(settings), choices=choices, **result
-    )
+    write_result(settings.runtime.output_dir, status, overrides=task_overrides(settings), choices=choices, **result)
 
 
 def _write(folder: str, content: Mapping[str, Any]) -> None:

@@ -38,15 +38,19 @@ FIGURES: Mapping[str, Figure] = {
 }
 
 
-def figures_of(reports: Sequence[SaveReport], fence_s: float = 0.0) -> dict[str, float | None]:
+def figures_of(
+    reports: Sequence[SaveReport], fence_s: float = 0.0, earlier: Sequence[SaveReport] = ()
+) -> dict[str, float | None]:
     """The figures of a run's saves; None for figures without a save.
 
     Args:
         reports: reports of one run, in order; only committed saves count, and none to memory alone
         fence_s: how long optimizer steps waited for snapshots, summed over all saves
+        earlier: the saves of the same job before it was interrupted, as `earlier_saves` returns them
     """
-    saves = [report for report in reports if report.outcome == "committed" and not report.memory]
-    stalls = [report.stall_s + fence_s / len(saves) for report in saves]
+    own = [report for report in reports if report.outcome == "committed" and not report.memory]
+    saves = [*earlier, *own]
+    stalls = [*(report.stall_s for report in earlier), *(report.stall_s + fence_s / len(own) for report in own)]
     durable = median(report.committed_s for report in saves) if saves else None
     return {
         "first_stall_s": stalls[0] if stalls else None,

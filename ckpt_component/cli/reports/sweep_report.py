@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...config.hydra.hydra_job import is_multirun
 from ..output import width
 from ..text import Element, Table, lines_of
 from .disks import shared_disks, shared_text
@@ -20,6 +21,7 @@ _NAME = "sweep"
 _CSV_COLUMNS = [
     *("job", "row", "workload", "differs", "status", "pareto", "shared_disk"),
     *FIGURES,
+    "returned",
     *("reason", "overrides"),
 ]
 #: Columns that make way in this order where lines would be too long; `sweep.csv` has them.
@@ -42,6 +44,8 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
     """
     rows = read_rows(folder)
     say(table(rows))
+    for line in how_to_continue(rows, folder):
+        say(line)
     write_report(partial(write_files, rows, folder), folder if out is None else out, say)
 
 
@@ -87,6 +91,15 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines_of(_blocks(rows), width()))
 
 
+def how_to_continue(rows: Sequence[Row], folder: Path) -> list[str]:
+    """A line on how to continue the sweep of a folder, if a job of it was interrupted."""
+    interrupted = sum(row.is_interrupted for row in rows)
+    if not interrupted or not is_multirun(folder):
+        return []
+    text = "jobs did not end; the command of the sweep continues it, with"
+    return [f"{interrupted} of {len(rows)} {text} hydra.sweep.dir={folder}"]
+
+
 def costs(row: Row) -> str:
     """What the saves of a single job have cost: a figure a line, and what became of the job if that is not all."""
     figures = [(figure, figure.text(row.figures[key])) for key, figure in FIGURES.items() if key in row.figures]
@@ -97,10 +110,14 @@ def costs(row: Row) -> str:
 def _blocks(rows: Sequence[Row]) -> Iterator[Element]:
     pareto, differences = best(rows), differing(rows)
     figures = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
-    header = ["", "job", *(figure.column for figure in figures.values()), "what differs", "outcome"]
+    # What a job returned is most often one of its figures.
+    results = any(row.returned is not None and row.returned not in row.figures.values() for row in rows)
+    header = ["", "job", *(figure.column for figure in figures.values()), *(["returned"] if results else [])]
+    header += ["what differs", "outcome"]
     by_workload: dict[str, list[list[str]]] = {}
     for place, (row, words) in enumerate(zip(rows, differences, strict=True)):
         cells = [figure.text(row.figures[key]) if key in row.figures else "-" for key, figure in figures.items()]
+        cells += [_returned(row.returned)] if results else []
         mark, name = "*" if place in pareto else "", f"{row.job} {row.name}".strip()
         by_workload.setdefault(row.workload, []).append([mark, name, *cells, " ".join(words), row.outcome])
     for workload, lines in by_workload.items():
@@ -114,6 +131,13 @@ def _blocks(rows: Sequence[Row]) -> Iterator[Element]:
     yield f"*: Pareto, no row of the same workload has both less {stall} and less durable time"
     for disk, jobs in shared_disks(spans_of(rows)).items():
         yield shared_text(disk, jobs)
+
+
+def _returned(value: Any) -> str:
+    """What a job returned, in the width of a column."""
+    if isinstance(value, list):
+        return ", ".join(map(_returned, value))
+    return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def best(rows: Sequence[Row]) -> set[int]:
@@ -192,6 +216,7 @@ def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "pareto": int(place in pareto),
             "shared_disk": " ".join(disk for disk, jobs in shared.items() if row.job in jobs),
             **row.figures,
+            "returned": row.returned,
             "overrides": " ".join(row.overrides),
         }
         for place, (row, words) in enumerate(zip(rows, differences, strict=True))

@@ -6,8 +6,9 @@ what is wrong with it. So each override is checked again against the keys and gr
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra import compose
@@ -40,6 +41,8 @@ _PLUGINS = {
 
 #: Keys that have keys below them -> that of them which a value set on them is meant for.
 _TAKES_VALUE = {"checkpoint.keep": "last", "checkpoint.keep.best": "metric"}
+#: Keys that one may look for -> Hydra's.
+_MEANT = {"sweep.resume": "hydra.sweep.dir"}
 #: Suggested if no option resembles what was typed: the parts of the recommended preset, and what `none` is not.
 USUAL = {"stager": "shared_memory", "caller": "persistent", "writer": "dcp", "recovery": "host"}
 #: Keys of earlier releases -> why they were removed.
@@ -72,19 +75,22 @@ def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: 
     loader = GlobalHydra.instance().config_loader()
     groups = _LoaderGroups(loader)
     picks = [override for override in parsed if override.key_or_group in groups]
-    # Hydra explains its own keys well, and the app's config does not contain them.
     refused = [
         override
         for override in parsed
         if (override.key_or_group in hydra_text or _picks_nothing(override, groups))
-        and not override.key_or_group.startswith(("hydra.", "hydra/"))
+        and not override.key_or_group.startswith("hydra/")
     ]
     # Overrides that can be composed: Hydra finds an option of --config-dir only with the whole command line.
     usable = [item for item in picks if _unknown_option(item, loader, "") is None and not _picks_nothing(item, groups)]
     keys: list[str] | None = None
+    hydra_keys = functools.cache(lambda: _keys_of(config_name, usable, of_hydra=True))
     for override in sorted(refused, key=lambda item: item not in picks):
         text: str | None = None
-        if override in picks:
+        if override.key_or_group.startswith("hydra."):  # Hydra itself explains all but a misspelt key well
+            if "is not in struct" in hydra_text or " not in '" in hydra_text:
+                text = unknown_key(override.key_or_group, hydra_keys(), _value_text(override))
+        elif override in picks:
             # Without an app, the plus of `+checkpoint=sync` is ours.
             is_ours = config_name is None and override.key_or_group.startswith("checkpoint")
             plus = "+" if override.is_add() and not is_ours else ""
@@ -93,11 +99,21 @@ def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: 
             keys = _keys_of(config_name, usable) if keys is None else keys
             if "/" in override.key_or_group:
                 text = unknown_group(override.key_or_group, _value_text(override), groups, keys)
+            elif keys and (own := _hydra_key(override.key_or_group, keys, hydra_keys)):
+                text = f"There is no key {override.key_or_group}. Did you mean {own}={_value_text(override)}?"
             elif keys:
                 text = _several_values(override, hydra_text) or _unfit_value(override, keys, groups, hydra_text)
         if text:
             return text
     return None
+
+
+def _hydra_key(key: str, keys: Sequence[str], hydra_keys: Callable[[], Sequence[str]]) -> str | None:
+    """The key of Hydra's that is meant by `sweep.dir`, where the app has nothing of that name; else None."""
+    if "." not in key or key.partition(".")[0] in keys:
+        return None
+    guess = _MEANT.get(key, f"hydra.{key}")
+    return guess if guess in hydra_keys() else None
 
 
 def unknown_key(key: str, keys: Sequence[str], value: str | None = None, groups: Groups = _NO_GROUPS) -> str | None:
@@ -318,15 +334,15 @@ def _all_groups(loader: ConfigLoader, parent: str) -> Iterator[str]:
         yield from _all_groups(loader, group)
 
 
-def _keys_of(config_name: str | None, picks: Sequence[Override]) -> list[str]:
-    """The keys of the config with these group choices; none if it cannot be composed."""
+def _keys_of(config_name: str | None, picks: Sequence[Override], *, of_hydra: bool = False) -> list[str]:
+    """The keys of the config with these group choices, or Hydra's own; none if it cannot be composed."""
+    lines = [override.input_line or "" for override in picks if not override.is_sweep_override()]
     try:
-        config = compose(
-            config_name, [override.input_line or "" for override in picks if not override.is_sweep_override()]
-        )
+        config = compose(config_name, lines, return_hydra_config=of_hydra)
     except (HydraException, OmegaConfBaseException):
         return []
-    return list(dotted_keys(OmegaConf.to_container(config)))
+    tree = OmegaConf.to_container(config)
+    return list(dotted_keys({"hydra": tree["hydra"]} if of_hydra and isinstance(tree, dict) else tree))
 
 
 def _value_text(override: Override) -> str:

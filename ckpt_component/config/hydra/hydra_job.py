@@ -189,6 +189,11 @@ def _public(override: str, secrets: re.Pattern[str] | None) -> str:
     return text if secrets is None else secrets.sub(HIDDEN, text)
 
 
+def is_multirun(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is the output folder of a multirun."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in (_CLAIMS, "multirun.yaml"))
+
+
 def launch_folder() -> str:
     """The folder in which this process, or the Hydra app whose job it runs, was started."""
     if HydraConfig.initialized():
