@@ -173,4 +173,6 @@ def _config_lines(stored: StoredConfig) -> Iterator[str]:
     yield "# " + ", ".join(f"{name} {version}" for name, version in stored.versions.items())
     if stored.commit is not None:
         yield f"# git commit {stored.commit}"
+    if stored.overrides:
+        yield f"# overrides {' '.join(stored.overrides)}"
     yield from yaml.safe_dump(stored.resolved, sort_keys=False, allow_unicode=True).splitlines()

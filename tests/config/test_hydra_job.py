@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from ranks import run_ranks
 
-from ckpt_component import CheckpointConfigError, build_manager
+from ckpt_component import CheckpointConfigError, build_manager, stored_config
 from ckpt_component.config.hydra import hydra_job
 
 RESTORE_ONLY = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"]
@@ -128,7 +128,7 @@ def test_two_jobs_of_a_multirun_that_save_in_one_folder_are_refused(job: Callabl
         f"also the folder of another job of this multirun ({first}, says {tmp_path}/multirun/.checkpoint_dirs/"
         in str(caught.value)
     )
-    assert "'checkpoint.dir=/data/${hydra:job.num}'" in str(caught.value)
+    assert "'checkpoint.dir=/data/${hydra:sweep.subdir}'" in str(caught.value)
     with build_manager("sync", RESTORE_ONLY, dir=same) as manager:  # jobs may well start from one checkpoint
         assert manager.restore({"weight": torch.zeros(2)}) == 3
 
@@ -159,7 +159,86 @@ def test_a_job_that_has_another_number_in_a_later_multirun_is_the_same_job(
     assert trained(dir=tmp_path / "same") == []
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"job": 1}'])
+def typed(*overrides: str) -> None:
+    """The overrides of the job that the test stands in."""
+    HydraConfig.get().overrides.task = list(overrides)
+
+
+def test_a_job_does_not_resume_from_a_job_of_its_number_with_other_values(
+    job: Callable[..., Path], tmp_path: Path
+) -> None:
+    job(0)
+    typed("lr=0.003", "steps=3")
+    trained()
+    job(0)
+    typed("lr=0.001", "steps=3", "checkpoint.keep.last=2")
+    folder = tmp_path / "multirun" / "0" / "checkpoints"
+    with pytest.raises(CheckpointConfigError) as caught:
+        trained()
+    assert f"{folder} is of a job with lr=0.003, and this one has lr=0.001; " in str(caught.value)
+    assert "hydra/callbacks=checkpoint_report" in str(caught.value)
+    with build_manager("sync", RESTORE_ONLY) as manager:  # it may well start from there
+        assert manager.restore({"weight": torch.zeros(2)}) == 3
+
+
+@pytest.mark.parametrize("words", [["steps=3", "lr=1"], ["lr=1", "steps=3", "checkpoint.keep.last=2"]])
+def test_a_job_that_saves_otherwise_is_the_same_job(job: Callable[..., Path], words: list[str]) -> None:
+    job(0)
+    typed("lr=1", "steps=3")
+    trained()
+    job(0)
+    typed(*words)
+    assert trained() == []
+
+
+def test_a_job_that_left_nothing_leaves_its_folder(job: Callable[..., Path]) -> None:
+    job(0)
+    typed("lr=1")
+    build_manager("sync", ["checkpoint.save.at_end=false"]).close()
+    for _ in range(2):
+        job(0)
+        typed("lr=2")
+        assert trained() in ([1, 2, 3], [])
+    job(0)
+    typed("lr=1")
+    with pytest.raises(CheckpointConfigError, match="with lr=2, and this one has lr=1;"):
+        trained()
+
+
+@pytest.mark.parametrize(
+    ("now", "told"), [(["lr=1", "wd=2"], "without wd=2, and this one has"), ([], "with lr=1, and")]
+)
+def test_a_folder_that_sweeps_share_is_that_of_the_job_that_saved_there(
+    job: Callable[..., Path], tmp_path: Path, now: list[str], told: str
+) -> None:
+    """The claims are those of one multirun; the checkpoints themselves say whose they are."""
+    shared = tmp_path / "shared" / "0"
+    job(0)
+    typed("lr=1", "password=hunter2")
+    trained(dir=shared)
+    job(0)
+    (tmp_path / "multirun").rename(tmp_path / "another")
+    typed(*now, "password=hunter3")
+    with pytest.raises(CheckpointConfigError, match=f"{shared}/iter_0000003 is of a job {told}"):
+        trained(dir=shared)
+    (tmp_path / "multirun").rename(tmp_path / "one_more")
+    typed("password=hunter3", "lr=1")
+    assert trained(dir=shared) == []
+    stored = stored_config(shared / "iter_0000003")
+    assert stored.overrides == ["lr=1", "password=<hidden>"]
+
+
+def test_an_override_that_refers_to_other_values_is_compared_as_it_was_typed(job: Callable[..., Path]) -> None:
+    for number in (0, 1):
+        folder = job(0, choices={}).parent
+        typed("lr=${oc.env:HOME}", "seed=${hydra:job.num}", "checkpoint.dir=${hydra:sweep.dir}/shared")
+        assert trained(dir=folder / "shared") == [[1, 2, 3], []][number]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b'{"job": 1}', b'{"job": "0", "dir": "0", "overrides": null}'],
+)
 def test_a_damaged_record_is_a_warning(
     job: Callable[..., Path], tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 from programs import run_program
 
 from ckpt_component.cli.reports.callback import SweepReport, report_sweep
 from ckpt_component.cli.reports.jobs import read_jobs
 from ckpt_component.cli.reports.result import write_result
+from ckpt_component.cli.reports.sweep_report import report
 
 pytestmark = pytest.mark.slow
 
 #: An app that somebody else wrote; it fails where it is told to.
 APP = """
-import hydra, torch
+import hydra, os, signal, torch
 from ckpt_component import build_manager
 
 @hydra.main(config_path=None, config_name="config"{version})
@@ -32,8 +34,15 @@ def main(cfg):
         open(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir + "/result.json", "w").write("0.5")
     state = {{"weight": torch.zeros(2)}}
     with build_manager(cfg.checkpoint) as manager:
-        for step in range((manager.restore(state) or 0) + 1, 4):
+        start = manager.restore(state) or 0
+        for step in range(start + 1, 4):
+            state["weight"] += cfg.lr
             manager.maybe_save(step, state)
+            if cfg.dies_at == step and cfg.lr == 2:
+                manager.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+    print("lr", cfg.lr, "trained from", start)
+    return float(state["weight"].sum())
 
 main()
 """
@@ -41,6 +50,7 @@ CONFIG = """
 defaults: [checkpoint: sync, override hydra/callbacks: checkpoint_report, _self_]
 fail: false
 own: false
+dies_at: null
 lr: 1.0
 checkpoint: {save: {every_steps: 1}}
 hydra: {run: {dir: out}, sweep: {dir: sweep}}
@@ -65,6 +75,12 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
+def reported(folder: Path) -> list[str]:
+    said: list[str] = []
+    report(folder, said.append)
+    return said
+
+
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     (tmp_path / "0").mkdir()
@@ -73,7 +89,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def config(folder: Path) -> object:
-    return OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}})
+    return OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}, "overrides": {"hydra": [], "task": []}}})
 
 
 def test_the_report_of_a_sweep_comes_when_its_process_ends(
@@ -89,6 +105,7 @@ def test_the_report_of_a_sweep_comes_when_its_process_ends(
     monkeypatch.setenv("RANK", "1")
     SweepReport().on_multirun_start(config(sweep))  # type: ignore[arg-type]
     assert len(at_exit) == 1  # none but rank 0's
+    vars(Plugins.instance()).pop("instantiate_launcher")  # nothing was launched
 
 
 def test_a_sweep_without_a_job_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +124,31 @@ def test_a_sweep_of_another_app_has_figures_and_failures(app: Path) -> None:
             assert row.outcome == "failed: no such luck" and not row.figures
         else:
             assert row.outcome == "completed" and {"first_stall_s", "stall_s", "durable_s", "gbps"} <= set(row.figures)
+
+
+@pytest.mark.turns(2)
+@pytest.mark.slow
+def test_a_killed_sweep_of_another_app_continues_with_what_its_jobs_returned(app: Path) -> None:
+    killed = run(app, "-m", "lr=1,2,3", "dies_at=2", "hydra.sweep.dir=killed")
+    assert killed.returncode != 0 and "If this sweep is killed, the same command continues it." in killed.stdout
+    assert {row.job: row.status for row in read_jobs(app / "killed")} == {"0": "completed", "1": "running"}
+    [line] = [line for line in reported(app / "killed") if "continues it" in line]
+    assert line == f"1 of 2 jobs did not end; the command of the sweep continues it, with hydra.sweep.dir={app}/killed"
+    # The job that ended is not called; the one that was killed continues; other values get folders of their own.
+    again = run(app, "-m", "lr=4,1,2", "dies_at=2", "hydra.sweep.dir=killed")
+    assert again.returncode == 0, again.stderr
+    assert [line for line in again.stdout.splitlines() if line.startswith("lr ")] == [
+        "lr 4 trained from 0",
+        "lr 2 trained from 2",
+    ]
+    rows = {row.job: row for row in read_jobs(app / "killed")}
+    assert {job: (row.overrides[0], row.returned) for job, row in rows.items()} == {
+        "0": ("lr=1", 6.0),
+        "1": ("lr=2", 12.0),
+        "2": ("lr=4", 24.0),
+    }
+    # The saves from before the kill count as in a sweep that was not killed.
+    assert rows["1"].figures.keys() == rows["0"].figures.keys() >= {"first_stall_s", "stall_s", "durable_s"}
 
 
 @pytest.mark.soak

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -16,6 +19,7 @@ from omegaconf import DictConfig
 from programs import run_on_ranks, run_program
 
 import ckpt_component
+from ckpt_component.cli.reports.jobs import read_jobs
 from ckpt_component.config import config_dir, override_hints
 
 #: A model and a text that train in milliseconds. Dropout is on, so that the random generators count.
@@ -66,13 +70,17 @@ def compose_job(text_file: Path) -> Callable[..., DictConfig]:
 def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str]]:
     """Start `python -m ckpt_train.app` for a tiny run in the folder tmp_path/run; the caller ends it.
 
-    With `ranks`, torchrun starts that many, with its own options in `torchrun`.
+    With `ranks`, torchrun starts that many, with its own options in `torchrun`. `session`: in a session of its own.
     """
     folder = tmp_path / "run"
     folder.mkdir()
 
     def started(
-        *arguments: str, tiny: Sequence[str] = TINY, ranks: int | None = None, torchrun: Sequence[str] = ()
+        *arguments: str,
+        tiny: Sequence[str] = TINY,
+        ranks: int | None = None,
+        torchrun: Sequence[str] = (),
+        session: bool = False,
     ) -> subprocess.Popen[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun]
         launcher += [f"--log-dir={tmp_path}"]  # else in /tmp, and left there when it is killed
@@ -85,15 +93,61 @@ def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str
             cwd=folder,
             env={
                 **os.environ,
-                "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1]),
+                "PYTHONPATH": f"{Path(ckpt_component.__file__).parents[1]}:{Path(__file__).parent / 'scripts'}",
                 **({} if ranks is None else {"OMP_NUM_THREADS": "1"}),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=session,
         )
 
     return started
+
+
+@pytest.fixture
+def killed_and_continued(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> Callable[..., tuple[str, dict[str, Any]]]:
+    """Run a sweep whose second job has everything killed with SIGKILL, run the same line again, and then without a kill.
+
+    Gives the output of the second run, and what each job returned, by its learning rate. It is the same as without a
+    kill.
+    """
+    folder = tmp_path / "run"
+
+    def run(*arguments: str) -> tuple[int, str]:
+        words = ("objectives=[loss,validation_loss]", "checkpoint.save.every_steps=5", "train.steps=60")
+        listener = "checkpoint.listeners=[{_target_:killer.Killer}]"
+        process = start(*words, "train.threads=1", "train.log_every=3", listener, *arguments, "-m", session=True)
+        try:
+            output, _ = process.communicate(timeout=150)
+        finally:
+            process.kill()
+        if process.returncode == -signal.SIGKILL:
+            for path in Path("/dev/shm").glob(f"*[-_]{process.pid}[-_]*"):  # joblib's, which it removes at its end
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return process.returncode, output
+
+    def returned(sweep: str) -> dict[str, Any]:
+        rows = read_jobs(folder / sweep)
+        assert all(row.status == "completed" for row in rows), rows
+        return {word: row.returned for row in rows for word in row.overrides if word.startswith("train.lr=")}
+
+    def tried(*arguments: str) -> tuple[str, dict[str, Any]]:
+        (folder / "kill").write_text("1")
+        code, output = run(*arguments, "hydra.sweep.dir=killed")
+        assert code == -signal.SIGKILL and not (folder / "kill").exists(), output
+        assert "If this sweep is killed, the same command continues it." in output
+        code, output = run(*arguments, "hydra.sweep.dir=killed")
+        assert code == 0, output
+        again = returned("killed")
+        code, whole = run(*arguments, "hydra.sweep.dir=whole")
+        assert code == 0, whole
+        assert again == returned("whole")
+        return output, again
+
+    return tried
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""`ckpt-train -m` with the launchers and sweepers of other packages: one report, with failures and refusals in their rows."""
+"""`ckpt-train -m` with the launchers and sweepers of other packages: one report, with failures and refusals in their rows;
+and the same line continues what was killed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -14,6 +17,7 @@ from omegaconf import OmegaConf
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 Sweep = Callable[..., tuple[int, str]]
+Continued = Callable[..., tuple[str, dict[str, Any]]]
 
 
 @pytest.fixture
@@ -117,3 +121,37 @@ def test_optuna_minimises_stall_and_durable_time(sweep: Sweep, folder: Path) -> 
     [solution] = OmegaConf.load(folder / "optimization_results.yaml").solutions
     assert solution.params == {"checkpoint/writer": "dcp", "checkpoint/stager": "shared_memory"}
     assert list(solution["values"]) == [pytest.approx(float(row[name])) for name in ("stall_s", "durable_s")]
+
+
+@pytest.mark.slow
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(("joblib", "hydra.launcher.n_jobs=2"), marks=needs("hydra_joblib_launcher")),
+        pytest.param(("submitit_local", "hydra.sweeper.max_batch_size=1"), marks=needs("hydra_submitit_launcher")),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_sweep_with_a_launcher_continues(killed_and_continued: Continued, launcher: tuple[str, ...]) -> None:
+    output, returned = killed_and_continued("train.lr=0.003,0.001,0.01", f"hydra/launcher={launcher[0]}", *launcher[1:])
+    assert len(returned) == 3 and "#1 : continues in killed/1" in output
+
+
+@pytest.mark.slow
+@pytest.mark.turns(2)
+@needs("hydra_optuna_sweeper")
+def test_a_study_of_optuna_continues(killed_and_continued: Continued, folder: Path) -> None:
+    """With the seed of its sampler it is the same study: what jobs returned is the same, and so it proposes the same."""
+    output, returned = killed_and_continued(
+        "train.lr=interval(0.001,0.01)",
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.sampler.seed=7",
+        "hydra.sweeper.n_trials=4",
+        "hydra.sweeper.n_jobs=1",
+        "hydra.sweeper.direction=[minimize,minimize]",
+    )
+    assert len(returned) == 4 and "Failed experiment" not in output
+    assert "#0 : ended before, and returns [" in output and "#1 : continues in killed/1" in output
+    studies = [OmegaConf.load(folder.parent / name / "optimization_results.yaml") for name in ("killed", "whole")]
+    assert studies[0] == studies[1] and studies[0].solutions

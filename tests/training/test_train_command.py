@@ -97,6 +97,36 @@ def test_a_sweep_is_reported_when_a_job_fails_and_when_it_is_killed(
     assert any("not finished (it runs, or was killed)" in line and "train.steps=1000000" in line for line in lines)
 
 
+@pytest.mark.turns(2)
+@pytest.mark.slow
+def test_a_killed_sweep_continues_and_returns_what_it_would_have_returned(
+    killed_and_continued: Callable[..., tuple[str, dict[str, Any]]], run_dir: Path
+) -> None:
+    output, returned = killed_and_continued("train.lr=0.003,0.001,0.01,0.02")
+    assert len(returned) == 4 and all(len(values) == 2 for values in returned.values())
+    assert output.count("ended before, and returns ") == 1 and "#0 : ended before" in output
+    assert output.count("continues in ") == 1 and "#1 : continues in killed/1" in output
+    assert output.count("restored step ") == 1 and f"from {run_dir}/killed/1/checkpoints/iter_00000" in output
+    # Its figures are those of all saves, as in the others; of the last one before the kill nothing may be recorded.
+    saves = [job["figures"]["saves"] for job in results(run_dir / "killed")]
+    assert [saves[0], *saves[2:]] == [12] * 3 and saves[1] in (11, 12)
+
+
+@pytest.mark.turns(4)
+@pytest.mark.slow
+def test_a_job_that_was_killed_when_it_was_done_returns_its_objective(train: Trained, run_dir: Path) -> None:
+    words = ("train.steps=10", "checkpoint.save.every_steps=5", "objectives=[loss,validation_loss,stall_s]")
+    words = (*words, "hydra.sweep.dir=sweep", "-m")
+    assert train(*words)[0] == 0
+    [before] = results(run_dir / "sweep")
+    result = run_dir / "sweep" / "0" / "result.json"
+    result.write_text(json.dumps({**before, "status": "running", "returned": None}))
+    code, output = train(*words)
+    assert code == 0 and "restored step 10" in output, output
+    [after] = results(run_dir / "sweep")
+    assert json.loads(after["returned"]) == pytest.approx(json.loads(before["returned"]), abs=1e-4)
+
+
 @pytest.mark.soak
 def test_a_recipe_may_be_a_sweep(train: Trained, run_dir: Path) -> None:
     code, output = train("+recipe=writer_sweep", "train.steps=2", "hydra.sweep.dir=sweep")

@@ -88,7 +88,7 @@ class UnlessEnded:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _EarlierJob:
     """A job that has run in the sweep's folder, by its `result.json`."""
 
     name: str
@@ -175,7 +175,7 @@ class SweepLauncher(Launcher):
         if self._leads:
             logger.info("\t#%d : %s", number, text)
 
-    def _like(self, words: Sequence[str]) -> list[_Job]:
+    def _like(self, words: Sequence[str]) -> list[_EarlierJob]:
         """The earlier jobs that this one may be, the best first."""
         same = [job for job in self._jobs.values() if sorted(job.overrides) == sorted(words)]
         if not same:
@@ -187,7 +187,7 @@ class SweepLauncher(Launcher):
         free = [job for job in same if job.name not in self._taken]
         return sorted(free, key=lambda job: not job.ended) or [job for job in same if job.ended]
 
-    def _read(self, folder: Path) -> _Job | None:
+    def _read(self, folder: Path) -> _EarlierJob | None:
         try:
             content = read_result(str(folder))
         except (OSError, ValueError) as error:
@@ -197,7 +197,7 @@ class SweepLauncher(Launcher):
             return None
         name, ended = os.path.relpath(folder, self._folder), has_ended(content)
         value = returned_value(content) if ended else None
-        return _Job(name, tuple(map(str, content["overrides"])), content["status"], ended, value)
+        return _EarlierJob(name, tuple(map(str, content["overrides"])), content["status"], ended, value)
 
 
 def continue_sweep(config: DictConfig, *, leads: bool) -> EarlierJobs:
