@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt_component.cli.reports.run_records import earlier_saves
+from ckpt_component.cli.reports.sweep_figures import earlier_saves
 from ckpt_component.factory.graph import build_manager
 
 from .changes import warn_of_changes

@@ -115,8 +115,8 @@ def test_a_killed_sweep_continues_and_returns_what_it_would_have_returned(
 @pytest.mark.turns(4)
 @pytest.mark.slow
 def test_a_job_that_was_killed_when_it_was_done_returns_its_objective(train: Trained, run_dir: Path) -> None:
-    words = ("train.steps=10", "checkpoint.save.every_steps=5", "objectives=[loss,validation_loss,stall_s]")
-    words = (*words, "hydra.sweep.dir=sweep", "-m")
+    words = ["train.steps=10", "checkpoint.save.every_steps=5", "objectives=[loss,validation_loss,stall_s]"]
+    words += ["hydra.sweep.dir=sweep", "-m"]
     assert train(*words)[0] == 0
     [before] = results(run_dir / "sweep")
     result = run_dir / "sweep" / "0" / "result.json"

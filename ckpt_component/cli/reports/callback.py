@@ -24,8 +24,7 @@ from ...core.processes.owner_process import OwnerProcess
 from ...managing import recording
 from .disks import Span, disk_of
 from .result import RUNNING, add_returned, add_span, read_result, write_job_result
-from .run_records import earlier_saves
-from .sweep_figures import figures_of
+from .sweep_figures import earlier_saves, figures_of
 
 if TYPE_CHECKING:
     from ...managing.manager import CheckpointManager

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from ...config.hydra.hydra_job import multirun_job
-from ...core.storage.locate import is_url
-from ...errors import CheckpointConfigError, CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError
+from ...errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointUnreadableError
 from ...events import FOLDER, LoadReport, SaveReport, checked_events
-
-if TYPE_CHECKING:
-    from ...managing.manager import CheckpointManager
-
-logger = logging.getLogger(__name__)
 
 #: The phases of a save, in order.
 PHASES = ("plan", "memory", "stage", "queue", "write", "sync", "vote", "commit")
@@ -172,28 +163,6 @@ def read_runs(folder: Path) -> list[Run]:
             log.ends.sort(key=lambda step: step[1])
             log.saves.sort(key=lambda save: save.time)
     return sorted(runs.values(), key=lambda run: run.began)
-
-
-def earlier_saves(manager: CheckpointManager) -> list[RecordedSave]:
-    """The saves that led to the checkpoint from which a job of a sweep resumed, in order, as rank 0 recorded them.
-
-    Those of a job in a bucket, or without events, are unknown.
-    """
-    folder = os.path.dirname(manager.path_of(0))
-    if manager.restored_from is None or multirun_job() is None or is_url(folder):
-        return []
-    first = min((report.step for report in manager.reports if report.step is not None), default=None)
-    try:
-        runs = read_runs(Path(folder))
-    except CheckpointError as error:
-        logger.info("what this job saved before it was interrupted is unknown: %s", error)
-        return []
-    saves: dict[int | None, RecordedSave] = {}
-    for save in (save for run in runs for save in run.leader.saves if save.outcome == "committed" and not save.memory):
-        if save.step is not None and (first is None or save.step < first):
-            staged_s = save.spans.get("stage", (0.0, 0.0))[1]
-            saves[save.step] = replace(save, staged_s=staged_s, committed_s=save.seconds)
-    return list(saves.values())
 
 
 def chosen_run(runs: Sequence[Run], number: int | None = None) -> int:

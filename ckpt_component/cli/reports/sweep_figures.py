@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
+from ...config.hydra.hydra_job import multirun_job
+from ...core.storage.locate import is_url
+from ...errors import CheckpointError
 from ...events.reports import SaveReport
 from ..text import duration
+from .run_records import RecordedSave, read_runs
+
+if TYPE_CHECKING:
+    from ...managing.manager import CheckpointManager
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,3 +72,25 @@ def figures_of(
         "durable_s": durable,
         "gbps": sum(report.bytes for report in saves) / len(saves) / 1e9 / durable if durable else None,
     }
+
+
+def earlier_saves(manager: CheckpointManager) -> list[RecordedSave]:
+    """The saves that led to the checkpoint from which a job of a sweep resumed, in order, as rank 0 recorded them.
+
+    Those of a job in a bucket, or without events, are unknown.
+    """
+    folder = os.path.dirname(manager.path_of(0))
+    if manager.restored_from is None or multirun_job() is None or is_url(folder):
+        return []
+    first = min((report.step for report in manager.reports if report.step is not None), default=None)
+    try:
+        runs = read_runs(Path(folder))
+    except CheckpointError as error:
+        logger.info("what this job saved before it was interrupted is unknown: %s", error)
+        return []
+    saves: dict[int | None, RecordedSave] = {}
+    for save in (save for run in runs for save in run.leader.saves if save.outcome == "committed" and not save.memory):
+        if save.step is not None and (first is None or save.step < first):
+            staged_s = save.spans.get("stage", (0.0, 0.0))[1]
+            saves[save.step] = replace(save, staged_s=staged_s, committed_s=save.seconds)
+    return list(saves.values())

@@ -161,7 +161,7 @@ def job_config() -> dict[str, Any] | None:
 
 def job_overrides() -> list[str] | None:
     """The overrides of the Hydra job that runs in this process, without secrets; None outside of a job."""
-    if not HydraConfig.initialized():
+    if not HydraConfig.initialized() or OmegaConf.select(HydraConfig.get(), "overrides.task") is None:  # type: ignore[arg-type]
         return None
     return public_overrides(task_overrides(HydraConfig.get()))
 
