@@ -171,7 +171,10 @@ def test_a_folder_name_of_the_users_own_stays(folder: Path) -> None:
     assert ran == [(0, jobs[0]), (1, ["lr=1", "hydra.sweep.subdir='it\\'s 1'"])]
 
 
-@pytest.mark.parametrize("text", ["0.5", "{", '{"status": "completed"}'])
+DAMAGED = '{"status": "completed", "reason": null, "overrides": ["lr=1"], "figures": {}, "returned": "{"}'
+
+
+@pytest.mark.parametrize("text", ["0.5", "{", '{"status": "completed"}', DAMAGED])
 def test_a_result_of_another_program_is_not_used(folder: Path, text: str) -> None:
     (folder / "0").mkdir(parents=True)
     (folder / "0" / "result.json").write_text(text)

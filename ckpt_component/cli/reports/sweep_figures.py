@@ -79,8 +79,10 @@ def earlier_saves(manager: CheckpointManager) -> list[RecordedSave]:
 
     Those of a job in a bucket, or without events, are unknown.
     """
+    if manager.restored_from is None or multirun_job() is None:
+        return []
     folder = os.path.dirname(manager.path_of(0))
-    if manager.restored_from is None or multirun_job() is None or is_url(folder):
+    if is_url(folder):
         return []
     first = min((report.step for report in manager.reports if report.step is not None), default=None)
     try:

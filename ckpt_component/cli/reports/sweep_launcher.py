@@ -163,7 +163,8 @@ class SweepLauncher(Launcher):
             else:
                 self._log(number, f"{'continues' if job.status in (RUNNING, STOPPED) else 'runs again'} in {where}")
         elif self._by_number:
-            name = next(str(n) for n in itertools.count(number) if not {str(n)} & (self._jobs.keys() | self._taken))
+            used = self._jobs.keys() | self._taken
+            name = next(name for name in map(str, itertools.count(number)) if name not in used)
             if name != str(number):
                 self._log(number, f"runs in {name}, because {number} is the folder of a job with other overrides")
         else:
@@ -190,13 +191,14 @@ class SweepLauncher(Launcher):
     def _read(self, folder: Path) -> _EarlierJob | None:
         try:
             content = read_result(str(folder))
+            if content is None:
+                return None
+            ended = has_ended(content)
+            value = returned_value(content) if ended else None
         except (OSError, ValueError) as error:
             logger.info("%s is not used to continue the sweep, because its result cannot be read: %s", folder, error)
             return None
-        if content is None:
-            return None
-        name, ended = os.path.relpath(folder, self._folder), has_ended(content)
-        value = returned_value(content) if ended else None
+        name = os.path.relpath(folder, self._folder)
         return _EarlierJob(name, tuple(map(str, content["overrides"])), content["status"], ended, value)
 
 
