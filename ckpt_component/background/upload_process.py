@@ -7,7 +7,6 @@ host has a local folder of its own, each has such a process, and the one of the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from typing import Any
@@ -34,12 +33,7 @@ def main() -> None:
 def _upload(job: dict[str, Any], parent: Channel) -> None:
     logging.disable(logging.WARNING)  # the run logs what matters
     policy = UploadPolicy.of(job)
-    run = RunWatch(policy)
-
-    def report(message: dict[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):  # the run has ended
-            parent.send(message)
-
+    run, report = RunWatch(policy), parent.send
     threading.Thread(target=run.watch, args=(parent, report), name="ckpt-run-watch", daemon=True).start()
     try:
         (Uploader if policy.leads else PartUploader)(policy, run, report).run()

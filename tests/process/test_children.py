@@ -21,6 +21,7 @@ from ckpt_component.core.processes.start import Child
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 HERE = Path(__file__).parent
 POLICIES = pytest.mark.parametrize(("policy", "code"), [("exit", 1), ("finish", 0)])
+ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
 ENDS = {"exit": "tidied up", "finish": "finished"}
 Make = Callable[[str], Child]
 
@@ -72,6 +73,33 @@ def test_hanging_up_reaches_it_past_a_fork_that_has_the_connection(
         os.close(writing)
         os.close(reading)
         os.waitpid(fork, 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "environment", "code"),
+    [
+        ("child_program", {"ON_ORPHAN": "exit"}, 1),
+        ("child_program", {"ON_ORPHAN": "finish"}, 0),
+        ("ckpt_component.core.writing.worker", {}, 0),
+        ("ckpt_component.core.writing.keeper", {}, 0),
+        ("ckpt_component.core.writing.keeper", {"CKPT_RUNTIME_DIR": "/dev/null"}, 0),
+    ],
+)
+def test_a_parent_that_dies_in_the_handshake_leaves_no_traceback(
+    program: str, environment: dict[str, str], code: int, tmp_path: Path
+) -> None:
+    """It has sent the job, and does not read what the process sends then."""
+    output: list[str] = []
+    keeper = {"folder": str(tmp_path), "root": ROOT, "rank": 0, "world_size": 1, "lease": 1.0}
+    job = keeper if program.endswith("keeper") else {"path": str(tmp_path / "out")}
+    common = {"CKPT_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": str(HERE)}
+    child = Child(program, job, environment={**common, **environment}, log=output.append)
+    child.hang_up(listens=False)
+    try:
+        assert child.wait(20) == code
+        assert output == []
+    finally:
+        child.kill()
 
 
 @pytest.mark.parametrize("policy", ENDS)

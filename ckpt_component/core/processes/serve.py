@@ -12,13 +12,24 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from .framing import Channel
+from .framing import Blobs, Channel
 
 #: They reach a whole process group, or all processes of a Slurm step, and are meant for the trainer.
 SIGNALS_OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class ParentChannel(Channel):
+    """The connection to the parent, which may die at any time: what is then sent is dropped, and `receive` ends."""
+
+    def send(
+        self, header: Mapping[str, Any], deadline: float = math.inf, blobs: Blobs = (), fds: Sequence[int] = ()
+    ) -> None:
+        """Send one frame, as `Channel.send`; nothing if the parent has closed the connection."""
+        with contextlib.suppress(ConnectionError):
+            super().send(header, deadline, blobs, fds)
 
 
 def serve(
@@ -31,12 +42,12 @@ def serve(
             if a process that it forked lives on. What it returns is sent as the answer when all that it held is let go,
             as the parent then hangs up.
         on_orphan: what happens then. `exit`: SystemExit is raised in `work`, which does not receive. `finish`: `work`
-            goes on, and learns of it when it receives.
+            goes on, and learns of it when it receives. In both cases what it sends is dropped.
     """
     for number in SIGNALS_OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     pid = os.getppid()
-    parent = Channel(socket.socket(fileno=int(sys.argv[2])), lambda: os.getppid() == pid, patience=math.inf)
+    parent = ParentChannel(socket.socket(fileno=int(sys.argv[2])), lambda: os.getppid() == pid, patience=math.inf)
     first = parent.receive()
     if first is None:
         sys.exit(1)
@@ -48,8 +59,7 @@ def serve(
     finally:
         signal.signal(signal.SIGALRM, lambda *_: None)
     if answer is not None:
-        with contextlib.suppress(ConnectionError):  # the parent has hung up
-            parent.send(answer)
+        parent.send(answer)
 
 
 def _leave_with(parent: Channel) -> None:

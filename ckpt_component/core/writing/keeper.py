@@ -31,7 +31,7 @@ from ...errors import CheckpointError, CheckpointFencedError
 from ..commit.commit import is_over
 from ..processes.framing import Channel
 from ..processes.remote_error import describe_failure
-from ..processes.serve import serve
+from ..processes.serve import ParentChannel, serve
 from ..storage.memory.entrances import PeerEntrance
 from ..storage.memory.host_memory import HostMemory
 from ..storage.memory.keeper_server import KeeperServer
@@ -166,7 +166,7 @@ class SnapshotKeeper:
 
     def start_lane(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
-        channel = Channel(socket.socket(fileno=fd), lambda: self._parent == os.getppid())
+        channel = ParentChannel(socket.socket(fileno=fd), lambda: self._parent == os.getppid())
         lane = threading.Thread(target=self.work_for, args=(channel,), name="ckpt-lane", daemon=True)
         self._lanes.append(lane)
         lane.start()
@@ -297,8 +297,7 @@ class KeeperWorker(ByteWorker):
             answer = {"kind": kind, "id": header["id"], **work()}
         except Exception as error:
             answer = {"kind": "failed", "id": header["id"], **describe_failure(error)}
-        with contextlib.suppress(OSError):  # the trainer has died; the next read finds the end of file
-            self._trainer.send(answer)
+        self._trainer.send(answer)
 
     def _replicate(self, header: Mapping[str, Any]) -> dict[str, Any]:
         started, to = time.perf_counter(), [PeerAddress(*each) for each in header["to"]]

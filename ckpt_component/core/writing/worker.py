@@ -169,12 +169,9 @@ class ByteWorker:
         finally:
             for fd in held:
                 os.close(fd)
-        try:
-            self._trainer.send(answer)
-        except OSError:
-            # The trainer has died; the next read finds the end of file and handles it.
-            if answer["kind"] == "failed":
-                print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
+        self._trainer.send(answer)
+        if answer["kind"] == "failed" and self._trainer.hung_up:
+            print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
 
     def _run(self, request: WriteRequest, arena: MappedArena, checksum_home: str | None) -> WriteResult:
         """Do what a request asks for; `arena` is its source."""
