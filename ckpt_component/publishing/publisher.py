@@ -6,26 +6,21 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ..core.commit.cleanup import Unfinished, discard
 from ..core.commit.commit import abandon, begin, new_attempt, publish
-from ..core.commit.fencing import FencingToken, read_owner
+from ..core.commit.fencing import FencingToken, read_owner, refuse_other
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.names import owned_token
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import new_token
 from ..core.storage.space import FULL, amount
 from ..core.storage.storage import Storage
-from ..errors import (
-    CheckpointError,
-    CheckpointFencedError,
-    CheckpointSaveError,
-    CheckpointStorageFullError,
-)
+from ..errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError
 from .copy_state import CopyState
 from .delta import can_encode, require_codec
 from .delta_files import DeltaWriter
@@ -36,6 +31,8 @@ from .weight_files import WeightFiles, weight_files, write_weights
 
 logger = logging.getLogger(__name__)
 
+#: What the folder of the versions is called in the config.
+_KEY = "checkpoint.publish.to"
 #: A delta with more than this share of the bytes of a whole version does not pay.
 _MOST_OF_WHOLE = 0.5
 
@@ -165,11 +162,8 @@ class Publisher:
     def _own(self) -> None:
         """Own the folder of the versions, unless another run took it over from this one."""
         owner = read_owner(self._storage, self._to)
-        if owner is not None and self._run in owner.earlier and owner.token != self._run:
-            raise CheckpointFencedError(
-                f"Another run publishes to {self._to} now ({owner}), so this one can no longer; end one of the two, or "
-                "give each a checkpoint.publish.to of its own."
-            )
+        if owner is not None and self._run in owner.earlier:
+            refuse_other(self._to, owner, self._run, _KEY)
         if owner is None or owner.token != self._run:
             ownership = FencingToken(self._storage, self._to, NAMES, self._run)
             ownership.acquire()
@@ -241,14 +235,23 @@ class Publisher:
                 abandon(attempt)
                 return None
             publish(attempt, [{"rank": 0, "files": entries}], {}, fields)
-        except BaseException:
+        except BaseException as error:
             abandon(attempt)
+            if isinstance(error, (CheckpointSaveError, OSError)):
+                self._explain()
             raise
         finally:
             lock.close()
         # Its manifest as `publish` has written it.
         content = {"attempt": attempt.token, "files": entries, "created": storage.clock.date(), **fields}
         return version_of(number, target, content)
+
+    def _explain(self) -> None:
+        """After a failure: raise CheckpointFencedError if another run has taken over, which deletes the files here."""
+        with suppress(OSError):  # the original failure matters more
+            owner = read_owner(self._storage, self._to)
+            if owner is not None:
+                refuse_other(self._to, owner, self._run, _KEY)
 
     def _failure(self, error: OSError) -> CheckpointSaveError:
         """The error of a version that could not be written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -25,12 +26,16 @@ from ckpt_component import (
     CheckpointStorageFullError,
     build_checkpointer,
 )
+from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.publishing.delta_files import DeltaFiles
 from ckpt_component.publishing.publisher import Published
 from ckpt_component.publishing.versions import NAMES, Versions, chain_to
+
+#: The error of a run that publishes where another one has taken over.
+SHARED = r"took over \S*/to,? .* give each a checkpoint\.publish\.to of its own\.$"
 
 
 class World:
@@ -312,13 +317,38 @@ def test_a_new_run_goes_on_with_the_chain(world: World) -> None:
 def test_a_run_that_was_fenced_off_publishes_nothing(world: World) -> None:
     world.version(1)
     world.version(2, run="second")
-    with pytest.raises(CheckpointFencedError, match="Another run publishes to"):
+    with pytest.raises(CheckpointFencedError, match=SHARED):
         world.version(3)
     assert sorted(name for name in os.listdir(world.to) if not name.startswith(".ckpt-owner")) == [
         "weight_v000001",
         "weight_v000002",
     ]
     assert not world.version(4, run="second").is_whole
+
+
+class TakenOver(FileStorage):
+    """Another run takes over the folder of the versions before a file is made there; may delete what this one has."""
+
+    def __init__(self, to: Path, before: str, *, deletes: bool) -> None:
+        super().__init__()
+        self.to, self.before, self.deletes = to, before, deletes
+
+    def write_new(self, path: str, data: bytes) -> None:
+        if os.path.basename(path) == self.before:
+            if self.deletes:
+                shutil.rmtree(os.path.dirname(path))
+            FencingToken(FileStorage(), str(self.to), NAMES).acquire()
+        super().write_new(path, data)
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_run_that_is_fenced_off_while_it_makes_a_version_names_the_folder_that_both_have(
+    deletes: bool, world: World
+) -> None:
+    storage = TakenOver(world.to, "manifest.json", deletes=deletes)
+    with pytest.raises(CheckpointFencedError, match=SHARED):
+        publish(publisher(world.to, world.mirror, storage=storage), save(world.root, 1, weights_at(1)), 1)
+    assert os.listdir(world.to) == [".ckpt-owner.json"]
 
 
 def test_a_version_that_is_damaged_keeps_its_number(world: World, caplog: pytest.LogCaptureFixture) -> None:
