@@ -88,7 +88,7 @@ class Kinds:
             there = "list"
         elif key not in self._source.contents.objects and key in self.below:
             there = "dict"
-        if there is not None and _kind(self._target_value(path)) not in (None, there):
+        if there is not None and binding_kind(self._target_value(path)) not in (None, there):
             raise self._mismatch(path, there)
 
     def stored_object_above(self, path: Path) -> Path | None:
@@ -122,9 +122,9 @@ class Kinds:
         """
         around = self.object_around(path)
         for depth in range(len(above), len(path) + 1):
-            here = _kind(self._target_value(path[:depth]))
+            here = binding_kind(self._target_value(path[:depth]))
             outside = around is None or depth <= len(around)
-            if outside and value is not None and here not in (None, _kind(value)):  # None counts as absent
+            if outside and value is not None and here not in (None, binding_kind(value)):  # None counts as absent
                 raise self._mismatch(path[:depth], type(value).__name__)
             if depth == len(path):
                 return value is not None or here != "tensor", value
@@ -135,6 +135,11 @@ class Kinds:
             except (KeyError, IndexError, TypeError):
                 break
         return False, None
+
+    def own_tuple(self, path: Path) -> tuple[Any, ...] | None:
+        """The target's tuple at a path outside of its objects' states, each of which checks its own; None: no tuple."""
+        value = None if self.object_around(path) else self._target_value(path)
+        return value if type(value) is tuple else None
 
     def _target_value(self, path: Path) -> Any:
         """The target's value at a path outside of its objects' states."""
@@ -158,11 +163,9 @@ class Kinds:
 
     def _mismatch(self, path: Path, there: str) -> Misfit:
         value = self._target_value(path)
-        here = _kind(value)
+        here = binding_kind(value)
         here = type(value).__name__ if here in (None, "dict") else here
-        key = key_of(path)
-        fact = f"'{key}' is of type {here} in the target and of type {there} in the checkpoint"
-        return Misfit(key, fact, "give a target of that kind, or None to take what the checkpoint has")
+        return Misfit.of_kind(key_of(path), here, there)
 
 
 def _keys_along(path: Path) -> list[str]:
@@ -173,7 +176,7 @@ def _keys_along(path: Path) -> list[str]:
     return keys
 
 
-def _kind(value: Any) -> str | None:
+def binding_kind(value: Any) -> str | None:
     """The kind of a value that accepts only its own kind; None for a plain value."""
     kind = kind_of(value)
     if kind in ("tensor", "list"):

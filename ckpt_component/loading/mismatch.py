@@ -28,6 +28,23 @@ class Misfit(Exception):
         self.fact = fact
         self.advice = advice
 
+    @classmethod
+    def of_kind(cls, key: str, here: str, there: str) -> Misfit:
+        """A value of the type `here` in the target and `there` in the checkpoint."""
+        fact = f"'{key}' is of type {here} in the target and of type {there} in the checkpoint"
+        return cls(key, fact, "give a target of that kind, or None to take what the checkpoint has")
+
+    @classmethod
+    def of_shape(cls, key: str, here: Sequence[int], there: Sequence[int]) -> Misfit:
+        """A tensor of the shape `here` in the target and `there` in the checkpoint."""
+        return cls(key, f"'{key}' has shape {tuple(here)} in the target and {tuple(there)} in the checkpoint")
+
+    @classmethod
+    def of_dtype(cls, key: str, here: object, there: str) -> Misfit:
+        """A tensor of the dtype `here` in the target and, by its short name, `there` in the checkpoint."""
+        fact = f"'{key}' is {here} in the target and torch.{there} in the checkpoint"
+        return cls(key, fact, "pass allow_dtype_cast=True to convert it")
+
 
 class Mismatches:
     """All differences between a target and a checkpoint.

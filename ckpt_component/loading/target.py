@@ -26,6 +26,7 @@ from .other_wrapping import under_names_of_target
 from .own_dicts import emptied, plain_now, refill
 from .proof import Proof
 from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
+from .tuples import TupleFit
 
 
 class Target:
@@ -40,7 +41,7 @@ class Target:
         notes: what was found under other names or numbers, or not at all, a sentence each, to log
         mismatches: values that have a different shape, dtype or kind in the checkpoint
         unexpected: keys of the checkpoint that have no place in the target
-        shortens_lists: whether some of these are elements of lists that are shorter in the target
+        shortens_lists: whether some of these are elements of lists or tuples that are shorter in the target
         requests: tensors to fill in place
         new_tensors: keys of tensors to load into new memory, without duplicates
         objects: keys of objects to load, without duplicates
@@ -88,6 +89,8 @@ class Target:
         self._compared: dict[Path, Path] = {}
         #: New values by path. Matching already adds sharded tensors that the target lacks; `accept` adds the rest.
         self._values: dict[Path, Any] = {}
+        #: Tuples, made of those of the checkpoint and of what the target alone has.
+        self._fitted: dict[Path, Any] = {}
         self._converted: list[Request] = []
         self.requests: list[Request] = []
         self._new: dict[str, None] = {}
@@ -172,11 +175,10 @@ class Target:
             return
         shape = tensor.shape if shard is None else shard.shape
         if entry.shape != shape:
-            raise Misfit(key, f"'{key}' has shape {tuple(shape)} in the target and {entry.shape} in the checkpoint")
+            raise Misfit.of_shape(key, shape, entry.shape)
         same = DTYPE_NAMES[tensor.dtype] == entry.dtype
         if not same and not self._allow_dtype_cast:
-            fact = f"'{key}' is {tensor.dtype} in the target and torch.{entry.dtype} in the checkpoint"
-            raise Misfit(key, fact, "pass allow_dtype_cast=True to convert it")
+            raise Misfit.of_dtype(key, tensor.dtype, entry.dtype)
         request = Request.into(key, tensor, None if shard is None else shard.offsets)
         if same:
             self.requests.append(request)
@@ -278,6 +280,7 @@ class Target:
             if isinstance(value, RefusedObject):
                 fact = f"'{key}' is a {value.kind} in the checkpoint, which safe loading does not create"
                 self.mismatches.add(Misfit(key, fact, "take it out of the target, or name it in ignore"))
+        tuples: dict[Path, tuple[Any, Any]] = {}
         for path, above in {**self._compared, **self._inside}.items():
             if isinstance(objects[key_of(above)], RefusedObject):
                 continue
@@ -286,12 +289,17 @@ class Target:
             except Misfit as misfit:
                 self.mismatches.add(misfit)
                 continue
-            if path not in self._inside:
-                continue
-            if not exists:
-                self._missing.append(key_of(path))
-            elif above not in self._replaced:  # else that object is taken as a whole
+            if path in self._inside:
+                if not exists:
+                    self._missing.append(key_of(path))
+                    continue
+                if above in self._replaced:  # that object is taken as a whole
+                    continue
                 self._values[path] = value
+            if type(value) is tuple and (own := self._kinds.own_tuple(path)):
+                tuples[path] = own, value
+        if tuples:
+            self._fit_tuples(tuples)
         if not self._missing:
             return []
         filled = {memory_of(request.destination) for request in [*self.requests, *self._converted]} - {None}
@@ -302,6 +310,14 @@ class Target:
         ]
         return sorted(set(self._missing) - set(keys_of(paths)))
 
+    def _fit_tuples(self, tuples: Mapping[Path, tuple[Any, Any]]) -> None:
+        """Compare tuples of the target with those of the checkpoint, by path."""
+        fit = TupleFit(self.mismatches, allow_dtype_cast=self._allow_dtype_cast)
+        self._fitted = {path: fit.fit(own, value, key_of(path)) for path, (own, value) in tuples.items()}
+        self._missing += fit.missing
+        self.unexpected = sorted([*self.unexpected, *fit.unexpected])
+        self.shortens_lists |= bool(fit.unexpected)
+
     def accept(self, loaded: Mapping[str, Any]) -> None:
         """Collect the new values from what was read.
 
@@ -311,6 +327,7 @@ class Target:
         self._loaded = loaded
         for path, keys in self._replaced.items():
             self._values[path] = loaded[keys[0]] if keys == [key_of(path)] else self._assemble(path, keys, loaded)
+        self._values.update(self._fitted)
 
     def finish(self, proof: Proof | None = None) -> None:
         """Store the new values in the target and load the objects' states.

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.commit.cleanup import Unfinished, discard
 from ..core.commit.commit import abandon, begin, new_attempt, publish
-from ..core.commit.fencing import FencingToken, read_owner, refuse_other
+from ..core.commit.fencing import FencingToken, read_owner, taken_over
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.names import owned_token
 from ..core.storage.files import FileStorage
@@ -162,8 +162,8 @@ class Publisher:
     def _own(self) -> None:
         """Own the folder of the versions, unless another run took it over from this one."""
         owner = read_owner(self._storage, self._to)
-        if owner is not None and self._run in owner.earlier:
-            refuse_other(self._to, owner, self._run, _KEY)
+        if owner is not None and self._run in owner.earlier and owner.token != self._run:
+            raise taken_over(self._to, owner, _KEY)
         if owner is None or owner.token != self._run:
             ownership = FencingToken(self._storage, self._to, NAMES, self._run)
             ownership.acquire()
@@ -250,8 +250,8 @@ class Publisher:
         """After a failure: raise CheckpointFencedError if another run has taken over, which deletes the files here."""
         with suppress(OSError):  # the original failure matters more
             owner = read_owner(self._storage, self._to)
-            if owner is not None:
-                refuse_other(self._to, owner, self._run, _KEY)
+            if owner is not None and owner.token != self._run:
+                raise taken_over(self._to, owner, _KEY)
 
     def _failure(self, error: OSError) -> CheckpointSaveError:
         """The error of a version that could not be written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,11 +148,12 @@ def test_an_empty_dict_is_there(writer: str, tmp_path: Path) -> None:
         assert ours.load(tmp_path / "two", {}) == {}
 
 
-def test_lists_of_another_length_are_warned_of(
-    save: Save, ours: SyncCheckpointer, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_and_tuples_of_another_length_are_warned_of(
+    kind: type[Any], save: Save, ours: SyncCheckpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = save({"item": [ones(1), ones(1)]})
-    longer, shorter = {"item": [zeros(1) for _ in range(4)]}, {"item": [zeros(1)]}
+    path = save({"item": kind([ones(1), ones(1)])})
+    longer, shorter = {"item": kind(zeros(1) for _ in range(4))}, {"item": kind([zeros(1)])}
     caplog.clear()
     ours.load(path, longer)
     ours.load(path, shorter)
@@ -160,11 +162,74 @@ def test_lists_of_another_length_are_warned_of(
         f"Checkpoint at {path} is missing keys: ['item.2', 'item.3']; these values are left as they are",
         f"{path} has keys that the target does not have: item.1; they are not loaded",
     ]
-    assert [float(value) for value in longer["item"]] == [1, 1, 0, 0] and shorter["item"][0] == 1
-    with pytest.raises(MissingKeysError):
+    assert [float(value) for value in longer["item"]] == [1, 1, 0, 0] and shorter["item"] == kind([ones(1)])
+    longer["item"] = kind([zeros(1) for _ in range(4)])
+    with pytest.raises(MissingKeysError) as missing:
         ours.load(path, longer, strict=True)
-    with pytest.raises(UnexpectedKeysError):
+    assert missing.value.keys == ["item.2", "item.3"]
+    shorter["item"] = kind([zeros(1)])
+    with pytest.raises(UnexpectedKeysError) as unexpected:
         ours.load(path, shorter, allow_unexpected=False)
+    assert unexpected.value.keys == ["item.1"]
+    assert not any(value.any() for target in (longer, shorter) for value in target["item"])
+
+
+#: The same value in the checkpoint and in the target, once in a list and once in a tuple.
+INSIDE: list[tuple[list[Any], list[Any]]] = [
+    ([ones(3), ones(2)], [zeros(2), zeros(2)]),
+    ([ones(3)], [zeros(3, dtype=torch.int64)]),
+    ([ones(1), 1], [zeros(1), zeros(1)]),
+    ([ones(1), ones(1)], [zeros(1), {"a": zeros(1)}]),
+    ([ones(1), None], [zeros(1), zeros(1)]),
+    ([ones(1), [1, 2]], [zeros(1), (1, 2)]),
+    ([{"a": ones(2), "b": 1}], [{"a": zeros(3), "c": 2}]),
+    ([{"a": ones(2), "b": 1}], [{"a": zeros(2), "c": 2}]),
+    ([{"a": ones(2)}, ones(1)], [{"a": zeros(2), "c": 2}, zeros(1), 5]),
+    ([{"a": ones(2), "b": ones(1)}], [{"a": zeros(2)}]),
+    ([[ones(2)], ones(1)], [[zeros(3)], zeros(1)]),
+    ([[ones(2)], ones(1)], [[zeros(2), zeros(1)], zeros(1)]),
+    ([[ones(2), ones(1)], ones(1)], [[zeros(2)], zeros(1)]),
+]
+
+
+@pytest.mark.parametrize("case", range(len(INSIDE)))
+def test_what_is_in_a_tuple_is_compared_as_in_a_list(case: int, save: Save, ours: SyncCheckpointer) -> None:
+    """The same errors for the same keys and, where the difference is allowed, the same values."""
+    outcomes, (saved, value) = [], INSIDE[case]
+    for kind in (list, tuple):
+        path = save({"first": ones(1), "item": kind(saved)})
+        first, outcome = zeros(1), list[Any]()
+        try:
+            ours.load(path, {"first": first, "item": kind(value)}, strict=True, allow_unexpected=False)
+        except CheckpointLoadError as error:
+            keys = sorted(set(re.findall(r"item(?:\.\w+)+", str(error))))
+            outcome += [type(error), keys, getattr(error, "keys", None)]
+        assert outcome and not first.any()
+        target = {"first": zeros(1), "item": kind(clone(value))}
+        try:
+            ours.load(path, target, allow_dtype_cast=True)
+            outcome += [[*target["item"]]]
+            assert type(target["item"]) is kind
+        except CheckpointLoadError as error:
+            outcome += [type(error)]
+        outcomes.append(outcome)
+    assert str(outcomes[0]) == str(outcomes[1])
+
+
+def clone(value: Any) -> Any:
+    """A copy of a nested value, with tensors of its own."""
+    if isinstance(value, dict):
+        return {name: clone(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(clone, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def test_an_object_compares_the_tuples_of_its_state(save: Save, ours: SyncCheckpointer) -> None:
+    path = save({"object": {"x": (ones(3), 1)}})
+    target = Holder(x=(zeros(2), zeros(1), 5))
+    ours.load(path, {"object": target}, strict=True, allow_unexpected=False)
+    assert str(target.state) == str({"x": (ones(3), 1)})
 
 
 def test_what_is_missing_is_named_in_part_and_held_in_full(

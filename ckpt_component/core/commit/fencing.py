@@ -175,7 +175,7 @@ class FencingToken:
         is_other = owner is not None and owner.token != self.token
         if is_other and self._storage.device(self._root) != self._device:
             raise _vanished(self._root, "it is on another device")
-        _check(self._storage, self._root, owner, self.token)
+        _refuse_other(self._storage, self._root, owner, self.token)
 
     def check_after(self, error: Exception) -> None:
         """After a failure, raise an error that explains it: another run took over the root, or the root vanished.
@@ -225,7 +225,7 @@ def check_owner(storage: Storage, root: str, token: str) -> None:
         CheckpointSaveError: the owner file is missing, so this is not the folder that the run has taken
         OSError: it cannot be read
     """
-    _check(storage, root, read_owner(storage, root), token)
+    _refuse_other(storage, root, read_owner(storage, root), token)
 
 
 def read_owner(storage: Storage, root: str) -> Owner | None:
@@ -275,33 +275,32 @@ def is_copy(root: str, folder: str, token: str, storage_of: Callable[[str], Stor
     return is_url(root) or is_url(folder) or token in lineage_of(storage_of(folder), folder)
 
 
-def refuse_other(root: str, owner: Owner, token: str, key: str = "checkpoint.dir") -> None:
-    """Raise CheckpointFencedError if a root belongs to another run.
+def _refuse_other(storage: Storage, root: str, owner: Owner | None, token: str) -> None:
+    if owner is None:
+        if not storage.exists(os.path.join(root, OWNER)):
+            raise _vanished(root, f"it has no {OWNER}" if storage.is_folder(root) else "it is not there")
+        return  # a run that took over would have replaced the damaged file
+    if owner.token != token:
+        raise taken_over(root, owner)
+
+
+def taken_over(root: str, owner: Owner, key: str = "checkpoint.dir") -> CheckpointFencedError:
+    """The error of a run whose root belongs to another one.
 
     Args:
         root: the folder
-        owner: its owner
-        token: that of this run
+        owner: the other run
         key: of the config, which names the folder
     """
-    if owner.token == token:
-        return
     if owner.is_of_this_process:
-        raise CheckpointFencedError(
+        return CheckpointFencedError(
             f"Another manager of this process took over {root}, so this one can no longer commit there; close() the "
             f"one you no longer need, or give each a {key} of its own."
         )
-    raise CheckpointFencedError(
+    return CheckpointFencedError(
         f"Another run took over {root} ({owner}), so this one can no longer commit there; end one of the two, or give "
         f"each a {key} of its own."
     )
-
-
-def _check(storage: Storage, root: str, owner: Owner | None, token: str) -> None:
-    if owner is not None:
-        refuse_other(root, owner, token)
-    elif not storage.exists(os.path.join(root, OWNER)):  # a run that took over would have replaced a damaged file
-        raise _vanished(root, f"it has no {OWNER}" if storage.is_folder(root) else "it is not there")
 
 
 def _vanished(root: str, why: str) -> CheckpointSaveError:
