@@ -61,6 +61,8 @@ class AsyncCallsQueue:
         cpu_priority: CPU priority of the processes, 0 to 19; 19 is the lowest
         io_priority: I/O priority of the processes; see `warmup_persistent_caller`
         cpu_shm_mode: as in NVRx; has no effect, because tensors are always copied to shared host memory
+        is_daemon: as in NVRx; has no effect, because a process ends with this one and may start others
+        sigterm_timeout: as in NVRx; has no effect, because `close(abort=True)` kills at once
         import_main: whether processes import the main script; requests with functions defined there need it
 
     Raises:
@@ -79,6 +81,8 @@ class AsyncCallsQueue:
         cpu_priority: int = 0,
         io_priority: int | IoPriority | None = None,
         cpu_shm_mode: bool = False,
+        is_daemon: bool = True,
+        sigterm_timeout: float = 30.0,
         import_main: bool = True,
     ) -> None:
         self.persistent = persistent
@@ -118,6 +122,8 @@ class AsyncCallsQueue:
         write_timeout: float = 1800.0,
         close_timeout: float = 60.0,
         import_main: bool = True,
+        is_daemon: bool = True,
+        sigterm_timeout: float = 30.0,
     ) -> None:
         """Start a worker process now, for the next persistent queue that schedules a request and has none.
 
@@ -132,6 +138,8 @@ class AsyncCallsQueue:
             write_timeout: see above
             close_timeout: see above
             import_main: see above
+            is_daemon: as in the constructor; has no effect
+            sigterm_timeout: as in the constructor; has no effect
 
         Raises:
             CheckpointSaveError: the system refused to start another process

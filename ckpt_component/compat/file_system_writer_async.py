@@ -43,6 +43,7 @@ _INSTEAD = {
     "is_multiproc_io": "each file has a writing thread, which does not hold the GIL",
     "use_cached_data_structure": "plans and memory are kept by save_state_dict_async_plan(metadata_cache=...)",
     "use_cpu_shm_for_gpu_tensors": "all tensors are copied to shared host memory in any case",
+    "open_file": "files are written through their descriptors, by the operations of fs_ops",
 }
 
 #: The reference keeps its queue here.
@@ -67,9 +68,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         fs_ops: file operations; None: those of the file system, with syncs if `sync_files`
         image_memory: host memory reused by the writers of a series of saves; None: new memory. Planning with a
             `CheckpointMetadataCache` passes it.
-        is_multiproc_io: as in NVRx; has no effect here, and a warning says so once. The same for the next two.
+        is_multiproc_io: as in NVRx; has no effect here, and a warning says so once. The same for the next three.
         use_cached_data_structure: see above
         use_cpu_shm_for_gpu_tensors: see above
+        open_file: see above
         **kwargs: as `*args`
 
     Raises:
@@ -87,13 +89,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         is_multiproc_io: bool = False,
         use_cached_data_structure: bool = False,
         use_cpu_shm_for_gpu_tensors: bool = False,
+        open_file: Callable[..., Any] = open,
         **kwargs: Any,
     ) -> None:
         # Megatron looks these names up in the signature.
-        given = (is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors)
+        given = (is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors, open_file is not open)
         for name, value in zip(_INSTEAD, given, strict=True):
             if value:
-                log_once(f"FileSystemWriterAsync({name}=True) does nothing: {_INSTEAD[name]}.")
+                log_once(f"FileSystemWriterAsync({name}=...) does nothing: {_INSTEAD[name]}.")
         super().__init__(*args, **kwargs)
         if not self.single_file_per_rank:
             raise NotImplementedError("FileSystemWriterAsync needs single_file_per_rank=True.")

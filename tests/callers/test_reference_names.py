@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from ckpt_component import (
     AsyncCallsQueue,
     AsyncRequest,
     CheckpointConfigError,
+    FileSystemWriterAsync,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
 )
 from ckpt_component.compat import CachedMetadataFileSystemReader, get_write_results_queue
-from ckpt_component.compat.file_system_writer_async import _results_queue
+from ckpt_component.compat.file_system_writer_async import _results_queue, log_once
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -72,6 +75,32 @@ def test_the_results_queue_has_no_process() -> None:
 def test_a_priority_out_of_range_is_refused() -> None:
     with pytest.raises(CheckpointConfigError, match="from 0 to 19"):
         AsyncCallsQueue(persistent=True, cpu_priority=20)
+
+
+#: Options of NVRx that docs/megatron.md lists without an effect, with a value other than the default.
+OF_QUEUE: dict[str, Any] = {"is_daemon": False, "sigterm_timeout": 1.0, "cpu_shm_mode": True}
+OF_WARM_UP: dict[str, Any] = {**OF_QUEUE, "otel_bootstrap": print}
+OF_WRITER: dict[str, Any] = {
+    **dict.fromkeys(("is_multiproc_io", "use_cached_data_structure", "use_cpu_shm_for_gpu_tensors"), True),
+    "open_file": os.fdopen,
+}
+
+
+def test_options_without_an_effect_are_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    listed = docs[docs.index("- `is_daemon`") : docs.index("- An error names")]
+    places = {"AsyncCallsQueue", "warmup_persistent_caller", "FileSystemWriterAsync"}
+    assert {*re.findall(r"`(\w+)`", listed)} - places == {*OF_WARM_UP, *OF_WRITER}
+    AsyncCallsQueue.warmup_persistent_caller(0, **OF_WARM_UP)
+    calls = AsyncCallsQueue(persistent=True, **OF_QUEUE)
+    assert calls.schedule_async_request(AsyncRequest(os.getpid)) == 0
+    calls.close()
+    log_once.cache_clear()
+    for _ in range(2):
+        FileSystemWriterAsync(tmp_path, **OF_WRITER)
+    assert [name for text in caplog.messages for name in OF_WRITER if f"({name}=...) does nothing" in text] == [
+        *OF_WRITER
+    ]
 
 
 def test_a_warm_process_that_no_queue_used_ends_with_the_next_close() -> None:
