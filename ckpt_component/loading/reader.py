@@ -229,7 +229,7 @@ def _spans(marks: Sequence[tuple[str, float]]) -> dict[str, tuple[float, float]]
 def _wait_visible(storage: Storage, path: str, seconds: float) -> None:
     """As `wait_visible`, for a checkpoint; raises CheckpointUnreadableError if a host that may have it has ended."""
     try:
-        wait_visible(partial(storage.exists, path), path, seconds, storage.clock)
+        wait_visible(partial(storage.exists, path), path, seconds, storage)
     except CheckpointError:  # one of a wait is an OSError, too
         raise
     except OSError as error:

@@ -22,6 +22,7 @@ from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, 
 from ..events import CheckpointListener, SaveReport
 from ..saving.in_flight import InFlightSaves, SaveHandle
 from ..saving.pipeline import SavePipeline
+from ..saving.repeated_warning import RepeatedWarning
 from .policies import ReachedStep, SaveClock, SavePolicy, checked_step, refuse_earlier
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
@@ -90,6 +91,7 @@ class CheckpointManager(StoppableLoop):
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
+        self._skips = RepeatedWarning(logger, "steps were skipped")
         if checkpointer is None or restorer is None:
             return
         self._restorer = restorer
@@ -331,6 +333,8 @@ class CheckpointManager(StoppableLoop):
             self._refusal = step, str(error)
             raise
         self._kept_step = step
+        if self._skips.row:
+            self._skips.over()
         if place is self._run:
             self._saved_step, self._newest = step, save
         return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
@@ -371,7 +375,7 @@ class CheckpointManager(StoppableLoop):
             logger.warning("the first save will fail (checkpoint.on_error=warn): %s", error)
 
     def _skip(self, step: int, text: str) -> bool:
-        logger.warning("step %d is skipped: %s", step, text)
+        self._skips.warn("step %d is skipped: %s", step, text)
         report = SaveReport(path=self._run.path_of(step), outcome="skipped", step=step, error=text, time=time.time())
         self._pipeline.add_report(report)
         return False
@@ -409,6 +413,7 @@ class CheckpointManager(StoppableLoop):
             if self._checkpointer is not None:
                 atexit.unregister(self._at_exit)
                 self._checkpointer.close()
+                self._skips.end()
                 log_saves(self._run, self.reports)
         except BaseException:
             self._failed = True

@@ -54,7 +54,7 @@ class WriteAccess:
             self._check_shared(deadline)
         if not run.ranks.is_leader:
             try:
-                wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible, run.fs.clock)
+                wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible, run.fs)
                 self._try_to_write()
             except CheckpointError as error:
                 failure = str(error)
@@ -101,7 +101,7 @@ class WriteAccess:
         trial = os.path.join(run.root, name)  # each rank looks in its own folder, which may have another name
         if not run.ranks.is_leader:
             try:
-                wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible, run.fs.clock)
+                wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible, run.fs)
             except CheckpointError:
                 failure = (
                     f"{self._named} is another folder than that of rank 0. All ranks must share it: the disk of a host "

@@ -29,6 +29,7 @@ from .attempts import SaveAttempts
 from .context import Ownership, RunHooks, SaveContext
 from .in_flight import SaveHandle
 from .records import Committed, SaveRequest, Staged, report_of
+from .repeated_warning import RepeatedWarning
 from .retry import ErrorPolicy
 from .save_lane import SaveLane, notify
 
@@ -88,7 +89,7 @@ class KeepingLane(SaveLane):
         self._caller = caller
         self._timeouts = context.timeouts
         self._kept = KeptSnapshots(caller, writer, beside, self._stays)
-        self._beside = SaveLane(self._kept, beside, in_background=True, add_report=add_report, name="ckpt-keep")
+        self._beside = MemoryLane(self._kept, beside, in_background=True, add_report=add_report, name="ckpt-keep")
         self._stays.begin(partial(self._beside.run_after_saves, self._kept.drop_others))
         self._on_kept = beside.run.after_commit
         #: For the other lane, as `SaveLane` has them: of saves to storage.
@@ -136,9 +137,7 @@ class KeepingLane(SaveLane):
         try:
             committed = self._kept.run(staged, staged.attempt, 1)
         except Exception as error:
-            text = "%s did not become whole in memory, and the save itself goes on: %s"
-            defect = None if isinstance(error, CheckpointError) else error
-            logger.warning(text, request.path, error, exc_info=defect)
+            self._kept.warn_of(request.path, error)
             return
         finally:
             if staged.snapshot is not None:
@@ -167,7 +166,17 @@ class KeepingLane(SaveLane):
         with contextlib.suppress(CheckpointError, RuntimeError):  # the interpreter exits, which frees it too
             self._beside.run_after_saves(self._kept.release)  # there, because a save that was given up may end yet
         self._beside.close(wait=wait and self._is_beside_idle)
+        self._kept.misses.end()
         self._caller.close(self._timeouts.close)
+
+
+class MemoryLane(SaveLane):
+    """The lane for memory, whose saves may be as frequent as steps."""
+
+    _attempts: KeptSnapshots
+
+    def _tolerate(self, path: str, error: BaseException) -> None:
+        self._attempts.warn_of(path, error)
 
 
 class KeptSnapshots(SaveAttempts):
@@ -178,6 +187,9 @@ class KeptSnapshots(SaveAttempts):
         writer: the format
         context: what is the same for all saves to memory
         stays: which ones stay
+
+    Attributes:
+        misses: warns of those that did not become whole
     """
 
     def __init__(self, caller: MemoryCaller, writer: Writer, context: SaveContext, stays: NewestStays) -> None:
@@ -186,10 +198,12 @@ class KeptSnapshots(SaveAttempts):
         self._prepare = stays.preparation(caller)
         self._timeout = context.timeouts.close
         self._start_timeout = context.timeouts.worker_start
+        self._reason = context.policy.reason
         self._stays = stays
         self._snapshots: dict[str, Snapshot] = {}
         #: Those of dropped snapshots that other processes still read.
         self._lent: list[Arena] = []
+        self.misses = RepeatedWarning(logger, "snapshots did not become whole in memory")
 
     def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
         """Write and commit; see the base class. When this returns, those that do not stay are no longer in memory."""
@@ -201,11 +215,19 @@ class KeptSnapshots(SaveAttempts):
         committed = super().run(staged, attempt, number)
         if snapshot is None:
             raise CheckpointSaveError(f"{attempt.target} was committed without a snapshot of this rank.")
+        if self.misses.row:
+            self.misses.over()
         snapshot.hold()
         self._snapshots[attempt.target] = snapshot
         self._stays.whole(report_of(staged.admitted.request, "committed", staged, committed.written, committed))
         self.drop_others()
         return committed
+
+    def warn_of(self, path: str, error: BaseException) -> None:
+        """Log that a snapshot did not become whole, or count it."""
+        text = "%s did not become whole in memory, and training continues (%s): %s"
+        defect = None if isinstance(error, CheckpointError) else error
+        self.misses.warn(text, path, self._reason, error, defect=defect)
 
     def drop_others(self) -> None:
         """Drop the snapshots that do not stay any more."""

@@ -211,6 +211,7 @@ def test_the_folder_of_sockets_is_ours_and_can_be_made(
     (tmp_path / "ours").chmod(0o755)
     open_to_all = found(tmp_path / "ours")
     assert open_to_all["status"] == "note" and "its mode is 755" in open_to_all["text"]
+    assert open_to_all["text"].startswith(f"checkpoint/recovery=host fails: {tmp_path / 'ours'} cannot have")
     (tmp_path / "file").touch()
     beside = found(tmp_path / "file" / "folder")
     assert beside["status"] == "note"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import memory_root, roots_here
+from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
@@ -187,6 +188,38 @@ def test_a_keeper_without_a_safe_place_for_its_socket_says_so_to_its_trainer(
         changed.setenv("CKPT_RUNTIME_DIR", "not/absolute")
         with pytest.raises(CheckpointError, match="could not begin: .*CKPT_RUNTIME_DIR is not an absolute path"):
             a_keeper()
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"), [("/proc/ckpt", "No such file or directory"), ("{}/file/folder", "Not a directory")]
+)
+def test_a_folder_that_cannot_have_sockets_is_refused_with_the_key_that_names_it(
+    folder: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as changed:
+        changed.setenv("CKPT_RUNTIME_DIR", folder.format(tmp_path))
+        text = (
+            f"{folder.format(tmp_path)} cannot have the sockets of snapshots in memory: {why}; set CKPT_RUNTIME_DIR to"
+        )
+        with pytest.raises(CheckpointError, match=f"could not begin: .*{text}"):
+            a_keeper()
+
+
+@pytest.mark.parametrize("call", ["makedirs", "unlink"])
+def test_a_folder_that_is_read_only_is_refused_with_the_key_that_names_it(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a folder for the run, or with one that an earlier run has left."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(os, call, refuse)
+        with pytest.raises(OSError, match=r"Read-only file system; set CKPT_RUNTIME_DIR to a folder") as caught:
+            SocketPlace("root", "token").listen(0)
+    assert caught.value.errno == errno.EROFS
 
 
 def test_a_keeper_of_a_run_that_was_replaced_keeps_no_more() -> None:

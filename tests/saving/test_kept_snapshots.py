@@ -371,7 +371,7 @@ def test_a_snapshot_that_memory_does_not_take_is_a_warning_and_the_older_one_sta
         assert run.on_disk() == [1, 2, 3] and run.in_memory() == [3]
         assert run.whole == [MEGATRON.folder(1), MEGATRON.folder(3)]
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "the save itself goes on" in warnings[0] and "the keeper has ended" in warnings[0]
+    assert len(warnings) == 1 and "training continues" in warnings[0] and "the keeper has ended" in warnings[0]
     assert [report.outcome for report in run.pipeline.reports] == ["committed"] * 3
 
 

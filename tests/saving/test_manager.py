@@ -179,6 +179,28 @@ def test_overlapping_saves(overlap: str, tmp_path: Path) -> None:
         assert checkpointer.load(manager.path_of(1))["weight"].eq(0).all()
 
 
+def test_steps_that_are_skipped_are_logged_once_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    overrides = ("checkpoint.overlap=skip", "checkpoint.save.at_end=false", "checkpoint.keep.last=null")
+    caplog.set_level("INFO")
+    with manager_in(tmp_path, *overrides) as manager:
+        for first in (1, 11):  # a save that is slow, three steps that are skipped while it is written, another save
+            with faults.at("write").holds() as held:
+                assert manager.save(first, fresh())
+                assert [manager.save(first + more, fresh()) for more in (1, 2, 3)] == [False] * 3
+                held.release()
+                manager.wait()
+            assert manager.save(first + 4, fresh())
+            manager.wait()
+        assert [report.step for report in manager.reports if report.outcome == "skipped"] == [2, 3, 4, 12, 13, 14]
+    assert [
+        record.message for record in caplog.records if "skip" in record.message and "saved" not in record.message
+    ] == [
+        "step 2 is skipped: an earlier save is still running (checkpoint.overlap=skip) (logged once, then counted)",
+        *["3 steps were skipped in a row"] * 2,
+        "in all, 6 steps were skipped",
+    ]
+
+
 def test_a_failed_save_is_told_once_and_reported(tmp_path: Path) -> None:
     with manager_in(tmp_path, "checkpoint.save.at_end=false") as manager:
         with faults.at("write").raises(CheckpointSaveError("the disk is on fire", 5)):

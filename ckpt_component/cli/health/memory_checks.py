@@ -43,8 +43,11 @@ def _sockets() -> Finding:
         folder = runtime_folder()
     except OSError as error:
         why, _, _ = str(error.strerror).partition(";")  # then it says what to do, as the finding does
-        return Finding(what, NOTE, f"{failing}{error.filename}: {why}", _OWN_FOLDER)
+        where = f"{error.filename}: " if error.filename else ""
+        return Finding(what, NOTE, f"{failing}{where}{why}", _OWN_FOLDER)
     if os.path.isdir(folder):
+        if not os.access(folder, os.W_OK):
+            return Finding(what, NOTE, f"{failing}{folder} is read-only", _OWN_FOLDER)
         return Finding(what, OK, f"{folder}, which only this user can open")
     above = os.path.dirname(folder)
     while not os.path.lexists(above):

@@ -150,4 +150,4 @@ def abandon(attempt: Attempt) -> None:
 def _wait_for_size(storage: Storage, path: str, size: int, seconds: float) -> None:
     """Wait for another rank's file to become visible with its full size."""
     with contextlib.suppress(CheckpointTimeoutError):  # the caller reports the size it finds
-        wait_visible(lambda: storage.size(path) == size, path, seconds, storage.clock)
+        wait_visible(lambda: storage.size(path) == size, path, seconds, storage)

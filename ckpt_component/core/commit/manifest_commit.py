@@ -93,7 +93,7 @@ class ManifestCommit(CommitProtocol):
         """After a failed or unanswered put: return if the manifest was created nevertheless, else raise."""
         target = attempt.target
         with contextlib.suppress(CheckpointTimeoutError):  # the read below raises
-            wait_visible(lambda: self._is_readable(target), target, timeout, self.storage.clock)
+            wait_visible(lambda: self._is_readable(target), target, timeout, self.storage)
         try:
             token = self._committed_token(target)
         except CheckpointCorruptError as read_error:

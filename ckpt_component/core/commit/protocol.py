@@ -94,7 +94,7 @@ class CommitProtocol(ABC):
             CheckpointTimeoutError: it did not become visible
         """
         storage = self.storage
-        wait_visible(lambda: storage.is_folder(attempt.staging), attempt.staging, seconds, storage.clock)
+        wait_visible(lambda: storage.is_folder(attempt.staging), attempt.staging, seconds, storage)
 
     def manifest_fields(
         self, attempt: Attempt, ranks: Sequence[Mapping[str, Any]], sidecars: Collection[str]

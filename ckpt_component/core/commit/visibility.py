@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...errors import CheckpointTimeoutError
-from ..clock import CLOCK, Clock
+from ..clock import CLOCK
+from ..storage.storage import Storage
 
 #: Polling intervals.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
 
-def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float, clock: Clock = CLOCK) -> None:
+def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float, storage: Storage | None = None) -> None:
     """Poll until `is_visible` returns True.
 
     Args:
         is_visible: whether another rank's file is visible here
         what: what to name in the error message
         seconds: `timeouts.visible`
-        clock: that of the storage
+        storage: where it is made
 
     Raises:
         CheckpointTimeoutError: it did not become visible in time
     """
+    clock = CLOCK if storage is None else storage.clock
     deadline, pause = clock.now() + seconds, _FIRST_PAUSE
     while not is_visible():
         remaining = deadline - clock.now()
         if remaining <= 0:
             raise CheckpointTimeoutError(
                 f"{what}, which another rank made, cannot be seen from here after {seconds:g} s (timeouts.visible); "
-                "all ranks need one checkpoint.dir on a file system that they share."
+                f"all ranks need one {(storage or Storage).common}."
             )
         clock.sleep(min(pause, remaining))
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -143,10 +143,12 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     file `ready-RANK`, and go on when the file `go` is there), `together` (False: a rank ends without the others),
     `at_peers` (a step, after which to wait until its snapshot is at its peers), `slow` (seconds after each step);
     `end`: `close`, `kill`, `raise` (inside the `with` block), `outside` (without a `with` block), `exit`, `hang` (pause,
-    and close); `state`: arguments of `Training`; `ranks`: what is different on a rank.
+    and close); `state`: arguments of `Training`; `runtime`: its `CKPT_RUNTIME_DIR`; `ranks`: what is different on a rank.
     """
     plan = json.loads(os.environ["CKPT_TEST_PLAN"])
     plan |= plan.get("ranks", {}).get(str(rank), {})
+    if "runtime" in plan:
+        os.environ["CKPT_RUNTIME_DIR"] = plan["runtime"]
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
     os.chdir(plan.get("cwd", "."))
     training, source = Training(rank, **plan.get("state", {})), Source()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..object_folders import ObjectFolders
-from .keeper_sockets import SCHEME
+from .keeper_sockets import SCHEME, VARIABLE
 from .keeper_union import KeeperUnion
 from .keepers import Keeper
 from .remote_keeper import HostKeepers
@@ -52,6 +52,7 @@ class HostMemory(KeeperUnion, ObjectFolders):
     """
 
     verifies_first = True
+    common = f"folder {VARIABLE} on each host, in all its containers"
 
     def __init__(self, find: Callable[[str], Sequence[Keeper]] | None = None, own: Keeper | None = None) -> None:
         super().__init__(durable=False, atomic_rename=False, warns=False)

@@ -28,7 +28,7 @@ logger = logging.getLogger("ckpt_component.storage")
 
 SCHEME = "host://"
 _PATH = re.compile(rf"{SCHEME}(.*)@([\w.-]+)(?:/.*)?", re.S)
-_VARIABLE = "CKPT_RUNTIME_DIR"
+VARIABLE = "CKPT_RUNTIME_DIR"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREDENTIALS = struct.Struct("3i")
 #: Connections that wait for a keeper that is busy.
@@ -90,17 +90,21 @@ def runtime_folder(user: int | None = None) -> str:
 def _safe_folder(user: int | None = None) -> str:
     """The folder that nobody else can open, and its check; see `runtime_folder`."""
     user = os.getuid() if user is None else user
-    path = os.environ.get(_VARIABLE) or f"/tmp/ckpt-{user}"
+    path = os.environ.get(VARIABLE) or f"/tmp/ckpt-{user}"
     if not os.path.isabs(path):
-        raise OSError(errno.EINVAL, f"{_VARIABLE} is not an absolute path; set it to one, or unset it", path)
-    with contextlib.suppress(FileNotFoundError):
+        raise OSError(errno.EINVAL, f"{VARIABLE} is not an absolute path; set it to one, or unset it", path)
+    try:
         status = os.lstat(path)
-        if not stat.S_ISDIR(status.st_mode):
-            raise _refused(path, "it is not a folder")
-        if status.st_uid != user:
-            raise _refused(path, f"it belongs to user {status.st_uid}, not to user {user}")
-        if status.st_mode & 0o077:
-            raise _refused(path, f"others may open it (its mode is {stat.S_IMODE(status.st_mode):o}, not 700)")
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error), error.errno or errno.EIO) from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise _refused(path, "it is not a folder")
+    if status.st_uid != user:
+        raise _refused(path, f"it belongs to user {status.st_uid}, not to user {user}")
+    if status.st_mode & 0o077:
+        raise _refused(path, f"others may open it (its mode is {stat.S_IMODE(status.st_mode):o}, not 700)")
     return path
 
 
@@ -166,10 +170,17 @@ class SocketPlace:
             PermissionError: as `runtime_folder`
             OSError: the socket cannot be made
         """
+        runtime, failure = _safe_folder(), OSError()
         for _ in range(_TRIALS):
-            with contextlib.suppress(FileNotFoundError):  # somebody has just removed the empty folder
+            try:
                 return self._listen(rank)
-        return self._listen(rank)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                failure = error
+                if not isinstance(error, FileNotFoundError):  # else another process has just removed the empty folder
+                    break
+        raise _refused(runtime, failure.strerror or str(failure), failure.errno or errno.EIO) from failure
 
     def _listen(self, rank: int) -> tuple[socket.socket, int]:
         os.makedirs(_safe_folder(), mode=0o700, exist_ok=True)
@@ -286,6 +297,6 @@ def _id_of(plain: str) -> str:
     return hashlib.sha256(os.fsencode(plain)).hexdigest()[:16]
 
 
-def _refused(path: str, why: str) -> PermissionError:
-    text = f"{path} cannot have the sockets of snapshots in memory: {why}; set {_VARIABLE} to a folder of your own"
-    return PermissionError(errno.EACCES, text)
+def _refused(path: str, why: str, number: int = errno.EACCES) -> OSError:
+    text = f"{path} cannot have the sockets of snapshots in memory: {why}; set {VARIABLE} to a folder of your own"
+    return OSError(number, text)
