@@ -24,7 +24,7 @@ from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir, refuse_bad_tiers
 from ..config.hydra.compose import checked_overrides, compose_checkpoint
-from ..config.hydra.hydra_errors import HydraConfigError, for_hydra
+from ..config.hydra.hydra_errors import HydraConfigError, brief_refusals
 from ..config.hydra.hydra_job import MultirunJob, chosen_preset, job_overrides, launch_folder, multirun_job
 from ..config.hydra.parts import build_listeners, construct_part, part_class
 from ..config.hydra.resolve import resolve_config
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@for_hydra()
+@brief_refusals
 @collector_paused()
 def build_checkpointer(
     config: Any,
@@ -123,7 +123,7 @@ def build_checkpointer(
     return _build_graph(settings, parts, storage_of, context, bases, snapshots)
 
 
-@for_hydra()
+@brief_refusals
 @collector_paused()
 def build_manager(
     config: Any,

@@ -8,7 +8,9 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -416,6 +418,57 @@ def test_to_build_manager(config: Any, overrides: Any, words: str) -> None:
     with pytest.raises(CheckpointConfigError) as caught:
         build_manager(config, overrides, dir="ck").close()
     assert words in str(caught.value) and "\n" not in str(caught.value)
+    ends_at_the_call(caught.value)
+
+
+def ends_at_the_call(error: BaseException) -> None:
+    """A script shows its own line and one of ours, and nothing of Hydra: what is to be typed is the last line."""
+    shown = "".join(traceback.format_exception(error)).splitlines()
+    files = [line for line in shown if line.startswith("  File ")]
+    assert len(files) == 2 and str(Path(__file__)) in files[0] and str(error) in shown[-1], shown
+    assert not any("/hydra/" in line.replace("/config/hydra/", "/") or "omegaconf" in line for line in files), shown
+
+
+#: One for each place that refuses: what is typed, its parser, Hydra, OmegaConf, the schema, the rules, a part.
+REFUSED = (
+    "checkpoint.keep=2",
+    "checkpoint.save.every_steps",
+    "checkpoint/stager=pined",
+    "checkpoint.keep.last=[1",
+    "checkpoint.keep.last=two",
+    "checkpoint.dir=${nope}",
+    "checkpoint.timeouts.write=5 parsecs",
+    "checkpoint.stager.arenas=0",
+    "checkpoint/stager=none",
+    "checkpoint.enabled=perhaps",
+    "checkpoint.writer._target_=nowhere.Writer",
+)
+
+
+@pytest.mark.parametrize("build", [build_manager, build_checkpointer])
+def test_a_refusal_ends_the_traceback_at_the_call(build: Callable[..., Any]) -> None:
+    for override in REFUSED:
+        with pytest.raises(CheckpointConfigError) as caught:
+            build("async_persistent", [override]).close()
+        if override.endswith("nowhere.Writer"):  # the cause is an error of the user's module, and has its traceback
+            assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+            caught.value.__cause__ = None
+        ends_at_the_call(caught.value)
+
+
+@pytest.mark.slow
+def test_a_script_shows_six_lines_of_a_refusal(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from ckpt_component import build_manager\n"
+        "with build_manager('async_persistent', ['checkpoint.keep=2'], dir='runs') as manager:\n"
+        "    pass\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.strip("^~ ")]  # not the marks below a line of code
+    assert done.returncode == 1 and len(lines) == 6, done.stderr
+    assert lines[1].startswith(f'  File "{script}", line 2')
+    assert lines[-1].endswith("checkpoint.keep cannot itself be 2. Did you mean checkpoint.keep.last=2?")
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from ..config_files import config_dir
 from .checks import refuse_text_parts
 from .explain import without_noise
 from .hints import override_hints
-from .hydra_errors import CheckpointConfigError, HydraConfigError
+from .hydra_errors import CheckpointConfigError, HydraConfigError, brief_refusals
 from .overrides import parse_override, torn_apart
 from .store import PROVIDER, register
 
 
+@brief_refusals
 def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str] = ()) -> DictConfig:
     """Compose the `checkpoint` config as a Hydra app would.
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from hydra.errors import CompactHydraException
 
 from ...errors import CheckpointConfigError
 
-__all__ = ["CheckpointConfigError", "HydraConfigError", "built_text", "for_hydra"]
+__all__ = ["CheckpointConfigError", "HydraConfigError", "brief_refusals", "built_text", "for_hydra"]
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 class HydraConfigError(CompactHydraException, CheckpointConfigError):
@@ -37,3 +42,22 @@ def for_hydra() -> Iterator[None]:
         raise
     except CheckpointConfigError as error:
         raise HydraConfigError(str(error)) from error.__cause__
+
+
+def brief_refusals(build: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Have the traceback of a config that is refused end with the call of `build`.
+
+    What is to be typed instead is in the last line, and how Hydra and OmegaConf came to it is of no use. An error of a
+    user's class stays the cause, with its traceback.
+    """
+
+    @wraps(build)
+    def refusing(*args: _Given.args, **options: _Given.kwargs) -> _Made:
+        try:
+            with for_hydra():
+                return build(*args, **options)
+        except HydraConfigError as error:
+            refusal = error
+        raise refusal.with_traceback(None) from refusal.__cause__
+
+    return refusing
