@@ -71,7 +71,9 @@ def meet() -> Ranks:
     os.environ[RUN_NAME] = store.get("ckpt_train/run").decode()
     if rank:
         os.environ.update({CONSOLE_LEVEL: "WARNING", CONSOLE_PREFIX: f"[rank {rank}]"})
-    fresh = PrefixStore(f"ckpt_train/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    survives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if survives else "0"  # hosts may count differently
+    fresh = PrefixStore(f"ckpt_train/start_{start}", store)
     return Ranks(rank, world_size, int(os.environ.get("LOCAL_RANK", rank)), fresh)
 
 

@@ -58,6 +58,23 @@ def test_a_restart_keeps_the_folder_and_forgets_the_addresses(launched: pytest.M
     assert stores[1].check(["address"]) and not stores[2].check(["address"])
 
 
+def test_hosts_that_count_restarts_differently_meet_in_a_store_that_is_new(launched: pytest.MonkeyPatch) -> None:
+    """With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 has the store; one host took the place of another."""
+    server = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    launched.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    launched.setenv("MASTER_ADDR", "127.0.0.1")
+    launched.setenv("MASTER_PORT", str(server.port))
+    launched.setenv("WORLD_SIZE", "2")
+    server.set("ckpt_train/run", "a name")
+    stores = []
+    for start in (0, 1):
+        launched.setenv("RANK", "1")
+        launched.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        stores.append(meet().store)
+    stores[0].set("address", "of a rank")
+    assert stores[1].check(["address"])
+
+
 def test_one_rank_needs_no_process_group() -> None:
     import torch
 

@@ -132,7 +132,7 @@ class StoreConnection:
     def holder(self) -> str:
         """Describe the process that holds the store."""
         store = innermost_store(*self._store)
-        who = "the torchrun agent" if _is_held_by_agent() else "rank 0"
+        who = "the torchrun agent" if is_held_by_agent() else "rank 0"
         host, port = getattr(store, "host", None), getattr(store, "port", None)
         return who if host is None else f"{who} at {host}:{port}"
 
@@ -144,7 +144,7 @@ class StoreConnection:
         )
         if seconds < self._timeout:
             return CheckpointTimeoutError(f"{text}.")
-        failures = {} if _is_held_by_agent() else {0: "does not answer"}
+        failures = {} if is_held_by_agent() else {0: "does not answer"}
         causes = dict.fromkeys(failures, RanksError.__name__)
         return RanksError(f"{text} (timeouts.heartbeat={self._timeout:g}).", None, failures, causes)
 
@@ -163,7 +163,8 @@ class MadeHere:
         return function(self._store)
 
 
-def _is_held_by_agent() -> bool:
+def is_held_by_agent() -> bool:
+    """Whether the store is in the process of torchrun, and so outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 

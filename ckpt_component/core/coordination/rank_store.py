@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointTimeoutError, RanksError
-from .connection import MadeHere, StoreConnection
+from .connection import MadeHere, StoreConnection, is_held_by_agent
 from .coordinator import distributed
 
 #: Polling intervals in seconds: the first, its minimum per rank (the store answers about 100,000 requests a second),
@@ -81,8 +81,9 @@ class RankStore:
             timeout: seconds after which a call fails that the store does not answer
         """
         store = sys.modules["torch.distributed"].distributed_c10d._get_default_store()
-        # An elastic agent's store outlives a restart of its workers, so keys include the restart count.
-        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # An agent's store outlives a restart of its ranks. The agents of several hosts may count restarts differently:
+        # one that took the place of another begins at 0.
+        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_held_by_agent() else "0"
         connection = StoreConnection(store, timeout, opens=True)
         return cls(connection, rank, world_size, f"ckpt/{generation}/{purpose}/")
 
