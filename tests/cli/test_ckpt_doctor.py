@@ -16,6 +16,7 @@ from ckpt_component import build_manager
 from ckpt_component.cli import doctor_command
 from ckpt_component.cli.app import main
 from ckpt_component.cli.health import folder_checks, host_checks, machine_checks, memory_checks
+from ckpt_component.cli.health.package_checks import check_packages
 from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.files import FileStorage
 
@@ -34,6 +35,29 @@ def test_a_good_machine_and_folder(capsys: pytest.CaptureFixture[str], tmp_path:
     assert {"system", "memfd", "writer process", "torch", "folder", "sync", "rename", "direct I/O"} <= found.keys()
     assert found["torch"]["text"] == metadata.version("torch")
     assert "new/checkpoints will be made" in found["folder"]["text"] and found["rename"]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("shares", "own", "status", "fix"),
+    [
+        (None, None, "note", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"),
+        (None, "1", "ok", ""),
+        ("True", None, "note", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"),
+        ("True", "1", "note", "torchrun --rdzv-backend=c10d"),  # static rendezvous
+        ("False", "1", "ok", ""),
+    ],
+)
+def test_ranks_that_torchrun_restarts_need_a_store_of_their_own(
+    shares: str | None, own: str | None, status: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun, which says whether its store is shared, and without it."""
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", shares), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", own)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    [found] = [finding for finding in check_packages() if finding.what == "torchrun restarts"]
+    assert found.status == status and found.fix.startswith(fix) and bool(fix) == bool(found.fix)
+    assert (metadata.version("torch") in found.text) is (fix.startswith("export"))
 
 
 def test_the_text_has_a_line_for_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ _UNLIMITED = 1 << 60
 _WHOLE_JOB = {"batch", "extern", "4294967291", "4294967292"}
 #: Files that container runtimes leave in a container.
 _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
+_RESTARTS = "torchrun --max-restarts=3 (see torchrun restarts)"
 _OWN_FOLDER = "set CKPT_RUNTIME_DIR to a folder of your own, on a local disk"
 
 
@@ -108,14 +109,14 @@ def _who_ends_it(groups: str) -> Finding:
         return Finding(what, OK, "it lasts as long as the Slurm job")
     if "KUBERNETES_SERVICE_HOST" in os.environ or _in_container(groups):
         text = "it lasts as long as this container: one that is restarted has no memory of it"
-        return Finding(what, NOTE, text, "restart the ranks inside of it: torchrun --max-restarts=3")
+        return Finding(what, NOTE, text, f"restart the ranks inside of it: {_RESTARTS}")
     units = re.findall(r"([\w@.\\-]+)\.(scope|service)(?= |/|$)", groups)
     if not units:
         return Finding(what, OK, "only you, and the kernel if it is out of memory, can end what keeps a snapshot")
     unit = ".".join(units[-1])
     if unit.endswith(".service"):
         text = f"systemd kills what keeps a snapshot when {unit} ends or is restarted"
-        return Finding(what, NOTE, text, "KillMode=process in the unit, or torchrun --max-restarts=3")
+        return Finding(what, NOTE, text, f"KillMode=process in the unit, or {_RESTARTS}")
     text = f"logging out ends {unit}, if logind has KillUserProcesses=yes; systemd-oomd kills all of the largest scope"
     return Finding(what, NOTE, text, "loginctl enable-linger, then systemd-run --user --scope torchrun ...")
 

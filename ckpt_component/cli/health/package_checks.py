@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -11,6 +12,8 @@ from packaging.requirements import Requirement  # a dependency of hydra-core
 from .finding import FAILS, NOTE, OK, Finding
 
 _NAME = "ckpt_component"
+#: With "1", torchrun gives each start of the ranks a store of its own.
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def check_packages() -> Iterator[Finding]:
@@ -32,11 +35,31 @@ def check_packages() -> Iterator[Finding]:
             yield Finding(needed.name, FAILS, text, f"pip install '{needed}'")
         else:
             yield Finding(needed.name, OK, version)
+    if version := _version("torch"):
+        yield _restarts(version)
     yield _plugin()
     installed = [f"{name} {version}" for name, version in sorted(optional.items()) if version]
     yield Finding("optional packages", OK, ", ".join(installed) or "none")
     missing = [name for name, version in sorted(optional.items()) if not version]
     yield Finding("not installed", OK, ", ".join(missing) or "none")
+
+
+def _restarts(version: str) -> Finding:
+    """Whether ranks that torchrun restarts can connect.
+
+    In torch 2.7 to 2.14, and later ones that were not tried, the ranks of each start use the store of the torchrun
+    agent, without a prefix: a process group may read there at which addresses the ranks listened before. Static
+    rendezvous always does it; that of etcd never.
+    """
+    what, shares = "torchrun restarts", os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    if shares == "False" or (shares is None and os.environ.get(_OWN_STORE) == "1"):
+        return Finding(what, OK, "each start of the ranks has a store of its own")
+    backend = "with several hosts also --rdzv-backend=c10d"
+    if shares is not None and os.environ.get(_OWN_STORE) == "1":
+        text = f"static rendezvous does not heed {_OWN_STORE}, so restarted ranks may not connect"
+        return Finding(what, NOTE, text, "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT")
+    text = f"torch {version}: restarted ranks find old addresses in torchrun's store, and may not connect"
+    return Finding(what, NOTE, text, f"export {_OWN_STORE}=1 before torchrun; {backend}")
 
 
 def _plugin() -> Finding:
