@@ -89,8 +89,8 @@ class Bench:
     target: Any = field(default_factory=lambda: ["disk"])
     """Where to, a name or a list: disk (a folder made in `dir`) or tmpfs (one in /dev/shm); both are removed after."""
     rows: Any = field(default_factory=lambda: ["all"])
-    """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`; for `recovery`: memory, disk,
-    dcp_load, empty, or `all`; for `publish`: versions, training, pulls, or `all`."""
+    """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`; for `recovery`: memory, meta,
+    disk, dcp_load, empty, or `all`; for `publish`: versions, training, pulls, or `all`."""
     device: Device = Device.cpu
     """Where the states and the loop are: `cpu`, or `cuda`, one CUDA device; rows of ours and of torch alone."""
     budget: float | None = above(0, 570.0, SECONDS)

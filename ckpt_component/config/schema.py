@@ -211,6 +211,8 @@ class Load:
     """When to compare what objects give back with what they were given: `on_read`, `on_resume`, or `off`."""
     may_differ: list[str] = field(default_factory=list)
     """Keys whose values may differ then, such as [sampler.position]; `*` stands for any text."""
+    device: str | None = None
+    """Where a model on the meta device gets memory, as cuda; null: the default device, or that of a DTensor's mesh."""
 
 
 @dataclass

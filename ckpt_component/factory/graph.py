@@ -47,6 +47,7 @@ from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
 from ..events import EventFile, EventRecorder
 from ..loading.collective import CollectiveLoads
+from ..loading.meta_tensors import checked_device
 from ..loading.reader import Reader, shares_host
 from ..managing.manager import CheckpointManager
 from ..managing.policies import ResumePolicy, SavePolicy
@@ -316,6 +317,7 @@ def _folder(dir: str | os.PathLike[str]) -> str:
 
 def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
     """Build the chosen parts, starting nothing. Raises CheckpointConfigError if they do not fit together."""
+    checked_device("checkpoint.load.device", settings.load.device)
     stager_class = part_class("stager", settings.stager, Stager)
     caller_class = part_class("caller", settings.caller, WriteCaller)
     writer_class = part_class("writer", settings.writer, Writer)
@@ -376,6 +378,7 @@ def _build_graph(
         progress=context.progress,
         prove=settings.load.prove,
         may_differ=settings.load.may_differ,
+        device=checked_device("checkpoint.load.device", settings.load.device),
         collective=_collective(settings, ranks, timeouts, hosts) if ranks.world_size > 1 else None,
     )
     if caller.in_other_process:

@@ -16,7 +16,7 @@ from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
 from .foreign.archives import RefusedObject
 from .load_options import LoadOptions
 from .mapped_source import MappedSource
-from .mismatch import how_to_find
+from .mismatch import Misfit, how_to_find
 from .object_state import load_state
 from .own_dicts import plain_now
 from .proof import Proof
@@ -39,6 +39,7 @@ class Filling:
         wanted: how to load
         rank: this rank
         world_size: number of ranks
+        device: as for `MetaTensors`
     """
 
     def __init__(
@@ -49,15 +50,27 @@ class Filling:
         wanted: LoadOptions,
         rank: int,
         world_size: int,
+        device: torch.device | None = None,
     ) -> None:
         self._goal = goal
         self._own_state: Any = None
+        modules = wanted.modules
         if isinstance(goal, torch.nn.Module):
+            modules = [goal]
             goal, self._own_state = canonical_state_of(goal)
         self._state = goal
         self._mapped = mapped
         self._wanted = wanted
-        self._target = Target(goal, source, rank, world_size, allow_dtype_cast=wanted.allow_dtype_cast, mapped=mapped)
+        self._target = Target(
+            goal,
+            source,
+            rank,
+            world_size,
+            allow_dtype_cast=wanted.allow_dtype_cast,
+            mapped=mapped,
+            modules=modules,
+            device=device,
+        )
         self._source = self._target.source
         self._objects: Mapping[str, Any] = {}
 
@@ -75,9 +88,17 @@ class Filling:
         missing = target.compare(self._objects)
         if mapped is not None:
             mapped.check_ignored(target.keys())
+            for key in missing if target.on_meta else ():
+                if key in target.on_meta and mapped.is_ignored(key):
+                    fact = f"'{key}' is on the meta device, and ignore leaves it out"
+                    target.mismatches.add(Misfit(key, fact, "give it memory and values before the load"))
             missing = [key for key in missing if not mapped.is_ignored(key)]
         target.mismatches.refuse(
-            missing, target.unexpected, strict=wanted.strict, allow_unexpected=wanted.allow_unexpected
+            missing,
+            target.unexpected,
+            strict=wanted.strict,
+            allow_unexpected=wanted.allow_unexpected,
+            needed=target.on_meta,
         )
         advice = how_to_find(missing, target.unexpected) if missing else None
         if advice is not None:
@@ -94,6 +115,8 @@ class Filling:
     def read(self, to_device: ToDevice, progress: Progress) -> None:
         """Read the tensors, those that the target lacks into new ones."""
         target, tensors = self._target, dict[str, torch.Tensor]()
+        if target.on_meta:
+            target.make_memory()
         if target.new_tensors:
             tensors = _moved(self._source.new_tensors(target.new_tensors, progress), to_device)
         target.accept({**tensors, **self._objects})
@@ -104,6 +127,8 @@ class Filling:
         self._target.finish(proof)
         if isinstance(self._goal, torch.nn.Module):
             load_state(self._goal, partial(self._own_state, self._state), "", self._source.where, proof)
+        for text in self._target.left_on_meta() if self._target.on_meta else ():
+            logger.warning("%s", text)
 
 
 def load_all(source: Source, to_device: ToDevice, progress: Progress) -> StateDict:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .collective import CollectiveLoad
 from .source import Source
 
@@ -23,6 +25,7 @@ class LoadOptions:
         rename: as for `KeyMap`
         prefix: as for `KeyMap`
         ignore: as for `KeyMap`
+        modules: those whose tensors are in a target that is a dict of a module's state
         narrow: returns the part of the checkpoint that the target is compared with, under its new keys; None: all
         manifest: that of the checkpoint, if it was read already
         attempt: whose manifest to take, where hosts may have those of several; empty: there is one
@@ -40,6 +43,7 @@ class LoadOptions:
     rename: Mapping[str, str] | None = None
     prefix: str = ""
     ignore: Sequence[str] = ()
+    modules: Sequence[torch.nn.Module] = ()
     narrow: Callable[[Source], Source] | None = None
     manifest: Mapping[str, Any] | None = None
     attempt: str = ""

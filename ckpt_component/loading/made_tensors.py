@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +25,16 @@ from .mismatch import Misfit, Mismatches
 from .source import Source
 
 
-def match_made_tensors(flat: FlatState, source: Source, mismatches: Mismatches) -> tuple[FlatState, Source]:
+def match_made_tensors(
+    flat: FlatState, source: Source, mismatches: Mismatches, copy_of: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[FlatState, Source]:
     """Compare the tensors made of tensors, and add those that optimizers have not made yet.
 
     Args:
         flat: the target
         source: the checkpoint
         mismatches: gets those that do not fit
+        copy_of: returns a copy of a parameter, with memory
 
     Returns:
         The target, and the checkpoint, without what they say of the classes: only tensors are left to fill.
@@ -41,7 +44,7 @@ def match_made_tensors(flat: FlatState, source: Source, mismatches: Mismatches) 
     """
     objects = source.contents.objects
     stored = {entry.path[:-1]: key for key, entry in objects.items() if entry.path[-1] == CONTEXT}
-    missing = _MissingTensors(flat, source)
+    missing = _MissingTensors(flat, source, copy_of)
     known = {key_of(path[:-1]) for path in flat.object_paths if path[-1] == CONTEXT}
     for path, key in stored.items():
         within_another = any(path[:depth] in stored for depth in range(1, len(path)))
@@ -84,10 +87,12 @@ class _MissingTensors:
     Args:
         flat: the target
         source: the checkpoint
+        copy_of: as for `match_made_tensors`
     """
 
-    def __init__(self, flat: FlatState, source: Source) -> None:
+    def __init__(self, flat: FlatState, source: Source, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._source = source
+        self._copy_of = copy_of
         self._tensors = {*keys_of(flat.tensor_paths)}
         self._optimizers = optimizers_of(flat)
         self._stateful = [(key_of(path), stateful) for path, stateful in flat.stateful]
@@ -135,7 +140,7 @@ class _MissingTensors:
         key, kind = key_of((*place, "state", number, *inner)), type(optimizer).__name__
         try:
             if (place, number) not in self._states:
-                self._states[place, number] = _state_after_a_step(optimizer, number)
+                self._states[place, number] = _state_after_a_step(optimizer, number, self._copy_of)
             value = self._states[place, number]
             for name in inner:
                 value = value[name]
@@ -171,7 +176,9 @@ class _MissingTensors:
         )
 
 
-def _state_after_a_step(optimizer: torch.optim.Optimizer, number: int) -> Mapping[Any, Any]:
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, number: int, copy_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Mapping[Any, Any]:
     """The state of one parameter after a step with a gradient of zeros, of which a load overwrites each value.
 
     The step is that of a copy of the optimizer, without hooks, on a copy of the parameter. The optimizer, its options,
@@ -186,7 +193,7 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, number: int) -> Mappin
     groups = [(group, each) for group in optimizer.param_groups for each in group["params"]]
     group, parameter = groups[number]
     with torch.enable_grad():
-        single = parameter.detach().clone().requires_grad_()
+        single = copy_of(parameter).requires_grad_()
     single.grad = torch.zeros_like(single)
     options = {name: _copied(value) for name, value in group.items() if name != "params"}
     own = {"state": defaultdict(dict), "param_groups": [{**options, "params": [single]}]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from ..errors import CheckpointLoadError, MissingKeysError, UnexpectedKeysError, first_keys, missing_keys
 
@@ -62,7 +62,13 @@ class Mismatches:
         self._misfits.setdefault(misfit.key, misfit)
 
     def refuse(
-        self, missing: Sequence[str], unexpected: Sequence[str], *, strict: bool, allow_unexpected: bool
+        self,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        *,
+        strict: bool,
+        allow_unexpected: bool,
+        needed: Container[str] = (),
     ) -> None:
         """Raise one error for everything that does not fit, if there is anything.
 
@@ -71,14 +77,15 @@ class Mismatches:
             unexpected: keys of the checkpoint that the target lacks
             strict: whether missing keys are an error
             allow_unexpected: whether unexpected keys are no error
+            needed: missing keys that are an error in any case, because the target has no values there
 
         Raises:
-            MissingKeysError: keys are missing, and `strict`
+            MissingKeysError: keys are missing, and `strict`, or they are needed
             UnexpectedKeysError: no keys are missing, but some are unexpected and not allowed
             CheckpointLoadError: only values differ
         """
         misfits = [misfit for misfit in self._misfits.values() if not self._is_inside(misfit.key)]
-        lacking = [key for key in missing if strict and not self._is_inside(key)]
+        lacking = [key for key in missing if (strict or key in needed) and not self._is_inside(key)]
         extra = [] if allow_unexpected else [key for key in unexpected if key not in self._misfits]
         extra = [key for key in extra if not self._is_inside(key)]
         facts, advice = [], dict.fromkeys(misfit.advice for misfit in misfits[:_MOST] if misfit.advice)
@@ -87,7 +94,10 @@ class Mismatches:
             facts.append(", ".join(misfit.fact for misfit in misfits[:_MOST]) + more)
         if lacking:
             facts.append(missing_keys(lacking))
-            advice["strict=False leaves these values as they are"] = None
+            if any(key in needed for key in lacking):
+                advice["the target has no values there, on the meta device: give them memory and values first"] = None
+            else:
+                advice["strict=False leaves these values as they are"] = None
         if extra:
             facts.append(f"has keys that the target does not have: {first_keys(extra)}")
             advice["pass allow_unexpected=True to leave them"] = None

@@ -51,6 +51,7 @@ class Reader:
         progress: follows what loads read
         prove: when to compare what objects give back with what they were given
         may_differ: keys whose values may differ then; `*` stands for any text
+        device: where modules on the meta device get memory; None: the default device, and that of a DTensor's mesh
         collective: makes the loads that all ranks make, and is closed with this; None: this rank loads by itself
 
     Attributes:
@@ -68,6 +69,7 @@ class Reader:
         progress: Progress = no_progress,
         prove: Prove = Prove.on_resume,
         may_differ: Sequence[str] = (),
+        device: torch.device | None = None,
         collective: CollectiveLoads | None = None,
     ) -> None:
         self._rank = rank
@@ -78,6 +80,7 @@ class Reader:
         self._progress = progress
         self._prove = prove
         self._may_differ = may_differ
+        self._device = device
         self._collective = collective
         self.last_read: dict[str, Any] = {}
 
@@ -145,7 +148,7 @@ class Reader:
                         mapped.check_ignored([])
                     state_dict = load_all(source, to_device, self._progress)
                 else:
-                    filling = Filling(state_dict, source, mapped, wanted, self._rank, self._world_size)
+                    filling = Filling(state_dict, source, mapped, wanted, self._rank, self._world_size, self._device)
                     missing = filling.match(path)
                     marks.append(("read", clock()))
                     filling.read(to_device, self._progress)

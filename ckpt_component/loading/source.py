@@ -22,6 +22,13 @@ from ..errors import CheckpointLoadError
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 #: The other way round.
 DTYPE_NAMES = {value: str(value).removeprefix("torch.") for value in DTYPES.values()}
+#: Why a tensor on the meta device cannot be filled if it is none of a module's.
+ON_META = (
+    "is on the meta device and no parameter or buffer of a module in the target; pass the module itself, which then "
+    "gets memory, or give it memory with to_empty(device=...)"
+)
+#: Tensors of so many bytes are made on a storage: where torch is deterministic, `torch.empty` fills what it makes.
+_LARGE = 1 << 20
 _SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
 
 
@@ -69,6 +76,28 @@ class Request(NamedTuple):
         for dimension, (start, count) in enumerate(zip(offsets, sizes, strict=True)):
             whole = whole.narrow(dimension, start, count)
         return whole
+
+
+def tensor_on(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    offset: int = 0,
+    stride: Sequence[int] = (),
+) -> torch.Tensor:
+    """A tensor with the memory of a storage, to be filled; without `stride`, a contiguous one."""
+    with torch.inference_mode(False):  # what is loaded in that mode may be trained outside of it
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        return tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload,no-any-return]
+
+
+def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor on the CPU, to be filled."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if nbytes >= _LARGE:
+        return tensor_on(torch.UntypedStorage(nbytes, device="cpu"), dtype, shape)
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def copy_into(destination: torch.Tensor, value: torch.Tensor, key: str) -> None:
@@ -135,8 +164,7 @@ class Source(ABC):
             entry = self.contents.tensors[key]
             tie = entry.dtype, entry.place
             if tie not in stored:
-                with torch.inference_mode(False):  # what is loaded in that mode may be trained outside of it
-                    stored[tie] = torch.empty(entry.shape, dtype=self.dtype_of(entry), device="cpu")
+                stored[tie] = _new_tensor(entry.shape, self.dtype_of(entry))
                 requests.append(Request.into(key, stored[tie]))
             tensors[key] = stored[tie]
         self.read_tensors(requests, progress)
@@ -192,16 +220,14 @@ class RenamedSource(Source):
 
 
 def why_unfillable(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be filled, and what to do; None if it can."""
+    """Why a tensor cannot be filled, and what to do; None if it can. `ON_META` if it can if it gets memory."""
     if is_lazy(tensor):
         return "is not initialized yet; run the module on one batch before the load"
-    if tensor.is_meta:
-        return "is on the meta device and has no memory; give the module memory with to_empty(device=...)"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"is {'nested' if tensor.is_nested else f'sparse ({tensor.layout})'}; load into a dense tensor"
     if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return "is expanded: several of its elements are the same memory; load into its .contiguous()"
-    return None
+    return ON_META if tensor.is_meta else None
 
 
 def addresses_if_matching(entries: Sequence[Entry | None], tensors: Sequence[torch.Tensor]) -> list[int | None] | None:
@@ -230,8 +256,13 @@ def addresses_if_matching(entries: Sequence[Entry | None], tensors: Sequence[tor
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """What identifies a tensor's memory and its view of it; None if it has no memory of its own."""
+    """What identifies a tensor's memory and its view of it; None if it has no memory of its own.
+
+    A tensor on the meta device has an identity like that, though no memory.
+    """
     try:
+        if tensor.is_meta:
+            return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
         return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.data_ptr() else None
     except RuntimeError:  # such as a sparse or an uninitialized tensor
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -17,15 +17,16 @@ from ..core.state.shards import Shard, local_part
 from ..core.state.tensor_parts import CONTEXT
 from .foreign.archives import RefusedObject
 from .kinds import Kinds, owner_of
-from .made_tensors import match_made_tensors
+from .made_tensors import match_made_tensors, whole_values
 from .mapped_source import MappedSource
+from .meta_tensors import MetaTensors
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
 from .optimizer_match import match_optimizers
 from .other_wrapping import under_names_of_target
 from .own_dicts import emptied, plain_now, refill
 from .proof import Proof
-from .source import DTYPE_NAMES, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
+from .source import DTYPE_NAMES, ON_META, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 from .tuples import TupleFit
 
 
@@ -45,6 +46,11 @@ class Target:
         requests: tensors to fill in place
         new_tensors: keys of tensors to load into new memory, without duplicates
         objects: keys of objects to load, without duplicates
+        on_meta: keys of tensors of modules that are on the meta device, and get memory from `make_memory`
+
+    Args:
+        modules: modules whose state `state_dict` has under its own keys
+        device: as for `MetaTensors`
 
     Raises:
         CheckpointLoadError: a `PerRank` value was saved by another number of ranks
@@ -59,8 +65,13 @@ class Target:
         *,
         allow_dtype_cast: bool,
         mapped: MappedSource | None = None,
+        modules: Sequence[torch.nn.Module] = (),
+        device: torch.device | None = None,
     ) -> None:
         self._state_dict = state_dict
+        self._modules, self._device = [((), module) for module in modules], device
+        self._meta: MetaTensors | None = None
+        self.on_meta: set[str] = set()
         self._allow_dtype_cast = allow_dtype_cast
         owners: dict[Path, int | None] = {}
 
@@ -70,13 +81,14 @@ class Target:
 
         renamed = str if mapped is None else mapped.new_name
         source, flat, self.notes = match_optimizers(flatten(state_dict, owner), source, renamed)
+        self._modules += [(path, value) for path, value in flat.stateful if isinstance(value, torch.nn.Module)]
         keys, contents = keys_of(paths := [*flat.tensor_paths, *flat.object_paths, *flat.elsewhere]), source.contents
         if any(key not in contents.tensors and key not in contents.objects for key in keys):
             source, notes = under_names_of_target(source, keys, paths, mapped)
             self.notes = [*self.notes, *notes]
         self.mismatches = Mismatches(source.where)
         if flat.made or any(entry.path[-1] == CONTEXT for entry in source.contents.objects.values()):
-            flat, source = match_made_tensors(flat, source, self.mismatches)
+            flat, source = match_made_tensors(flat, source, self.mismatches, self._copy_of)
         self._flat = flat = emptied(flat, source.contents) if flat.mappings else flat
         self.source = self._source = source
         self._kinds = Kinds(state_dict, flat.stateful, owners, source)
@@ -102,6 +114,7 @@ class Target:
         self._match_tensors()
         #: Keys of tensors whose every element is loaded by other ranks.
         elsewhere = set(keys_of([*flat.elsewhere]))
+        self.on_meta.update(key_of(path) for path, tensor in flat.elsewhere.items() if tensor.is_meta)
         self._missing += elsewhere - contents.tensors.keys()
         places = [*flat.object_paths, *(path for path, kind in flat.containers if kind == "empty" and path)]
         around = list(map(self._kinds.object_around, places))
@@ -161,7 +174,9 @@ class Target:
         self, key: str, path: Path, tensor: torch.Tensor, shard: Shard | None, entry: Entry | None
     ) -> None:
         reason = why_unfillable(tensor)
-        if reason is not None:
+        if reason is ON_META and self._meta_tensors().has(tensor):
+            self.on_meta.add(key)
+        elif reason is not None:
             fact, _, advice = reason.partition("; ")
             raise Misfit(key, f"'{key}' in the target {fact}", advice)
         if entry is None:
@@ -260,7 +275,11 @@ class Target:
         local, shard = local_part(parameter, key)
         if local is parameter:
             return False
-        new = torch.zeros_like(parameter, dtype=self._source.dtype_of(entry), requires_grad=False)
+        dtype = self._source.dtype_of(entry)
+        if parameter.is_meta:
+            new = self._meta_tensors().like(parameter, dtype)
+        else:
+            new = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         offsets = None if shard is None else shard.offsets
         self.requests.append(Request.into(key, local_part(new, key)[0], offsets))
         self._values[entry.path] = new
@@ -318,6 +337,44 @@ class Target:
         self.unexpected = sorted([*self.unexpected, *fit.unexpected])
         self.shortens_lists |= bool(fit.unexpected)
 
+    def make_memory(self) -> None:
+        """Make memory for what is on the meta device, to read into; only `finish` gives it to the modules.
+
+        Raises:
+            CheckpointLoadError: there is none on the device, or a tensor cannot be given any; nothing has got memory
+        """
+        meta, before = self._meta_tensors(), self._flat
+        meta.refuse_referenced()
+        self._flat = flat = meta.filled(before)
+        new = dict(zip(map(id, before.tensors), flat.tensors, strict=True))
+        for requests in (self.requests, self._converted):
+            requests[:] = [
+                Request.into(each.key, new[id(each.destination)], each.offsets) if each.destination.is_meta else each
+                for each in requests
+            ]
+        values = {
+            path: flat.placed.get(number, flat.tensors[number])
+            for number, (path, tensor) in enumerate(zip(before.tensor_paths, before.tensors, strict=True))
+            if tensor.is_meta and self._kinds.object_around(path) is None and not meta.holds(tensor)
+        }
+        self._values = {**whole_values(values, flat.made), **self._values}
+
+    def left_on_meta(self) -> Iterator[str]:
+        """What is on the meta device after the load, a sentence each, to log."""
+        return self._meta_tensors().left(self._flat)
+
+    def _meta_tensors(self) -> MetaTensors:
+        """What the modules have on the meta device; looked for only where there is something."""
+        if self._meta is None:
+            self._meta = MetaTensors(self._modules, self._device)
+        return self._meta
+
+    def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy of a parameter; of one on the meta device, zeros where it gets memory."""
+        if parameter.is_meta:
+            return self._meta_tensors().like(parameter, parameter.dtype).zero_()
+        return parameter.detach().clone()
+
     def accept(self, loaded: Mapping[str, Any]) -> None:
         """Collect the new values from what was read.
 
@@ -338,6 +395,8 @@ class Target:
         Raises:
             CheckpointLoadError: a tensor or an object does not take its value
         """
+        if self.on_meta:
+            self._meta_tensors().give()
         for request in self._converted:
             copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)
         for path, value in self._values.items():

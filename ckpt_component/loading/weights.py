@@ -25,6 +25,7 @@ from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .collective import CollectiveLoad, Phase
+from .meta_tensors import checked_device
 from .nearest import NearestReader
 from .object_state import load_state
 from .reader import shares_host
@@ -49,6 +50,7 @@ def load_weights(
     allow_dtype_cast: bool = False,
     alone: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
 ) -> int | None:
     """Load the weights of a model from a checkpoint of any supported format, for evaluation and fine-tuning.
 
@@ -71,6 +73,7 @@ def load_weights(
         allow_dtype_cast: let tensors take values of another dtype
         alone: this rank loads for itself, even if `torch.distributed` has more ranks
         storage_options: `checkpoint.storage.options`, for a checkpoint in a bucket
+        device: where a model on the meta device gets memory, as `checkpoint.load.device`
 
     Returns:
         The step of the checkpoint, from its name; None if that has none.
@@ -96,6 +99,7 @@ def load_weights(
             )
     if not isinstance(key, str):
         raise CheckpointTypeError(f"key is {key!r:.100}; pass a name such as 'model', or '' for a bare state dict.")
+    given = checked_device("device", device)
     text, timeouts = path_text(path), ResolvedTimeouts()
     with contextlib.ExitStack() as until_closed:
         ranks = until_closed.enter_context(contextlib.closing(_ranks_of_call(alone, timeouts)))
@@ -121,6 +125,7 @@ def load_weights(
             shared=shares_host(ranks.world_size),
             storage_of=partial(storage_at, options=storage_options),
             progress=progress,
+            device=given,
         )
         with phase("read"):
             if isinstance(model, torch.nn.Module):
@@ -137,6 +142,7 @@ def load_weights(
                 allow_unexpected=not strict if allow_unexpected is None else allow_unexpected,
                 allow_dtype_cast=allow_dtype_cast,
                 part_of=load,
+                modules=[model] if isinstance(model, torch.nn.Module) else [],
                 rename=rename,
                 prefix=prefix,
                 ignore=ignore,

@@ -69,6 +69,9 @@ def test_a_restart_from_memory_is_held_to_what_is_promised(total: float, restore
     assert verdicts_of(Restarts(1, {"memory": [memory]})) == [None, holds[1]]
     assert verdicts_of(Restarts(1, {"memory": [{"error": "it broke"}], "empty": [a_run(2.0)]})) == [None, None]
     assert verdicts_of(Restarts(1, {"disk": [memory], "empty": [a_run(2.0)]})) == []
+    assert verdicts_of(Restarts(1, {"meta": [a_run(1.9)], "empty": [a_run(2.0)]})) == [True]
+    assert verdicts_of(Restarts(1, {"meta": [a_run(2.1)], "empty": [a_run(2.0)]})) == [False]
+    assert verdicts_of(Restarts(1, {"meta": [memory]})) == [None]
 
 
 def test_figures_are_kept_and_read_back(tmp_path: Path) -> None:
@@ -102,6 +105,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     ("row", "ranks"),
     [
         ("memory", 1),
+        ("meta", 1),
         pytest.param("disk", 2, marks=pytest.mark.soak),
         *(pytest.param(row, 1, marks=pytest.mark.soak) for row in ("dcp_load", "empty")),
     ],
@@ -111,7 +115,7 @@ def test_a_killed_job_comes_back_and_leaves_nothing(row: str, ranks: int, tmp_pa
     assert {*FIGURES} - {"x_empty", "x_memcpy"} <= {*found}
     # It is killed some steps after a durable checkpoint, and goes on training until then.
     assert 0 <= found["repeated"] < 10 and found["state_bytes"] > 0
-    assert found["source"] == {"memory": "memory", "dcp_load": None}.get(row, "storage")
+    assert found["source"] == {"memory": "memory", "meta": "memory", "dcp_load": None}.get(row, "storage")
     assert all(found[name] > 0 for name in ("detect", "respawn", "import", "build", "restore", "first_step", "memcpy"))
     assert sum(found[phase] for phase in PHASES) == pytest.approx(found["total"], abs=0.05)
 
@@ -151,7 +155,7 @@ def test_the_command_kills_shows_and_judges(bench: Command, tmp_path: Path) -> N
     ("override", "told"),
     [
         ("state=moe", "state must be large or tiny, got moe"),
-        ("rows=sync", "rows must be memory, disk, dcp_load, empty or all, got sync"),
+        ("rows=sync", "rows must be memory, meta, disk, dcp_load, empty or all, got sync"),
         ("target=[disk,tmpfs]", "takes one state= and one target="),
         ("ranks=0", "ranks=0 is no size"),
         ("device=cuda", "use device=cpu"),

@@ -43,6 +43,7 @@ def measure_restart(row: str, state: str, ranks: int, step_seconds: float, folde
     task = {
         **{"state": state, "step_seconds": step_seconds, "folder": os.path.join(folder, "run")},
         **{"resume": kind.resume, "is_whole": kind.is_whole, "overrides": list(kind.overrides)},
+        "on_meta": kind.on_meta,
         "every_steps": _EVERY_STEPS,
     }
     before, after = os.path.join(folder, "before"), os.path.join(folder, "after")

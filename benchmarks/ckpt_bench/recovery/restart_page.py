@@ -11,11 +11,13 @@ from ckpt_component.cli.text import Table
 
 from ..presentation import Presentation
 from ..verdicts import Measured, Missing, Verdict, at_most
-from .restart_rows import MEMORY
+from .restart_rows import MEMORY, META
 from .restarts import COSTS, FIGURES, Middle, Restarts, cost, failures, figure, phases_of
 
 #: The next step comes within this multiple of a restart that has nothing to restore.
 _TOTAL_BOUND = 1.2
+#: With a model on the meta device, which is not initialised.
+_META_BOUND = 1.0
 #: A restore from memory takes at most so many copies of the state, and so many seconds for the rest.
 _COPIES_BOUND, _REST_SECONDS = 2.5, 0.2
 
@@ -66,20 +68,25 @@ def _costs(restarts: Restarts) -> list[str]:
 
 def _verdicts(restarts: Restarts) -> list[Verdict]:
     """What is promised of memory."""
-    if MEMORY not in restarts.rows:
-        return []
+    verdicts: list[Verdict] = []
     ranks = f"{restarts.ranks} rank{'s' * (restarts.ranks > 1)}"
-    ratio, restore, times = (figure(restarts, MEMORY, name) for name in ("x_empty", "restore", "x_memcpy"))
-    total: Measured | Missing = "no restart from memory and from nothing was measured"
+    rows = ((MEMORY, "the next step from memory", _TOTAL_BOUND), (META, "the same with a model on meta", _META_BOUND))
+    for row, what, bound in rows:
+        if row in restarts.rows:
+            ratio = figure(restarts, row, "x_empty")
+            total: Measured | Missing = "no restart from memory and from nothing was measured"
+            total = total if ratio is None else Measured(row, ratio.median)
+            verdicts.append(at_most(f"{ranks}: {what}", bound, total, Measured("empty", 1.0)))
+    if MEMORY not in restarts.rows:
+        return verdicts
+    restore, times = (figure(restarts, MEMORY, name) for name in ("restore", "x_memcpy"))
     rest: Measured | Missing = "no restart from memory was measured"
     allowed = 1.0
-    if ratio is not None:
-        total = Measured("memory", ratio.median)
     if restore is not None and times is not None:
         rest = Measured("restore", restore.median)
         allowed = _COPIES_BOUND * restore.median / times.median + _REST_SECONDS
     return [
-        at_most(f"{ranks}: the next step from memory", _TOTAL_BOUND, total, Measured("empty", 1.0)),
+        *verdicts,
         at_most(
             f"{ranks}: a restore from memory over {_COPIES_BOUND:g} copies and {_REST_SECONDS:g} s",
             1.0,

@@ -18,29 +18,38 @@ class TrainedModel:
     Args:
         name: a name of `STATES`; its tensors are the weights, or those that it calls `model.` if it has moments too
         step_s: approximate seconds of forward and backward
+        on_meta: make the weights on the meta device, and no moments, until they are restored or initialised
 
     Attributes:
         module: the weights
         optimizer: AdamW, fused
     """
 
-    def __init__(self, name: str, step_s: float) -> None:
+    def __init__(self, name: str, step_s: float, *, on_meta: bool = False) -> None:
         shapes = {key: (shape, dtype) for key, shape, dtype in STATES[name]()}
         shapes = {key: value for key, value in shapes.items() if key.startswith(_WEIGHTS)} or shapes
         self.module = torch.nn.Module()
         for key, (shape, dtype) in shapes.items():
-            weight = torch.nn.Parameter(torch.full(shape, 0.5, dtype=dtype, device="cpu"))
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta" if on_meta else "cpu"))
             self.module.register_parameter(key.replace(".", "_"), weight)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3, fused=True)
+        if not on_meta:
+            self.initialise()
+        self._step_s = step_s
+        self._left, self._right = (torch.rand(_WIDTH, _WIDTH, dtype=torch.float32, device="cpu") for _ in "ab")
+
+    def initialise(self) -> None:
+        """Give the weights and moments the values that they begin with, and memory if they have none."""
+        if any(weight.is_meta for weight in self.module.parameters()):
+            torch.__future__.set_swap_module_params_on_conversion(True)  # they stay those of the optimizer
+            self.module.to_empty(device="cpu")
         for weight in self.module.parameters():
-            weight.grad = torch.full_like(weight, 1e-2)
+            torch.nn.init.constant_(weight, 0.5)
             self.optimizer.state[weight] = {
                 "step": torch.zeros((), dtype=torch.float32, device="cpu"),
                 "exp_avg": torch.zeros_like(weight),
                 "exp_avg_sq": torch.zeros_like(weight),
             }
-        self._step_s = step_s
-        self._left, self._right = (torch.rand(_WIDTH, _WIDTH, dtype=torch.float32, device="cpu") for _ in "ab")
 
     @property
     def nbytes(self) -> int:
@@ -52,4 +61,7 @@ class TrainedModel:
         until = time.perf_counter() + self._step_s
         while time.perf_counter() < until:
             torch.mm(self._left, self._right)
+        for weight in self.module.parameters():
+            if weight.grad is None:  # as in the first backward
+                weight.grad = torch.full_like(weight, 1e-2)
         self.optimizer.step()

@@ -21,9 +21,9 @@ def main(arguments: list[str]) -> None:
     """Train.
 
     Args:
-        arguments: one JSON text with `state` (its name), `step_seconds`, `resume`, `is_whole` and `overrides` (see
-            `RestartRow`), `folder` (of the run), `marks` (a folder), `every_steps`, and `steps`, after which it ends;
-            None: it goes on until it is killed
+        arguments: one JSON text with `state` (its name), `step_seconds`, `resume`, `is_whole`, `overrides` and
+            `on_meta` (see `RestartRow`), `folder` (of the run), `marks` (a folder), `every_steps`, and `steps`, after
+            which it ends; None: it goes on until it is killed
     """
     task: dict[str, Any] = json.loads(arguments[0])
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -42,10 +42,12 @@ def main(arguments: list[str]) -> None:
     if ranks > 1:
         dist.init_process_group("gloo")
     marks.add("grouped")
-    model = TrainedModel(task["state"], task["step_seconds"])
+    model = TrainedModel(task["state"], task["step_seconds"], on_meta=task["on_meta"])
     resume = kind(model, task["folder"], task["every_steps"], is_whole=task["is_whole"], overrides=task["overrides"])
     marks.add("built", model.nbytes)
     found = resume.restore()
+    if task["on_meta"] and found.step is None:
+        model.initialise()
     marks.add("restored", found._asdict())
     together = torch.zeros(1, dtype=torch.float32, device="cpu")
     first = (found.step or 0) + 1
