@@ -34,7 +34,7 @@ from ckpt_component.core.storage.memory.keeper_sockets import (
     runtime_folder,
     split_root,
 )
-from ckpt_component.core.storage.memory.keepers import LocalPiece
+from ckpt_component.core.storage.memory.keepers import KeptFile, LocalPiece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper, keepers_here, keepers_of
 from ckpt_component.core.storage.storage import Storage
@@ -610,6 +610,23 @@ def test_the_readers_of_a_folder_let_go_of_its_files() -> None:
             assert files.size("file") == 5 and kept.held() == {1}
         assert kept.held() == set()
     kept.delete([f"{ROOT}/iter_1/file"])
+
+
+def test_what_the_own_keeper_has_is_changed_and_deleted_whatever_another_one_answers() -> None:
+    """Else the mark of an attempt that is over stays for as long as its keeper lives, and each restore waits for it."""
+
+    class Silent(KeptFiles):
+        def listed(self, prefix: str) -> list[KeptFile]:
+            raise TimeoutError(errno.ETIMEDOUT, "it has not answered")
+
+    own, mark = KeptFiles(), f"{ROOT}/.ckpt-alive.token.process.holder"
+    memory = HostMemory(lambda _: [Silent()], own=own)
+    own.put(mark, b"")
+    memory.write_over(mark, b"touched")
+    assert own.get(mark, 10) == b"touched"
+    with pytest.raises(TimeoutError, match="has not answered"):
+        memory.unlink(mark)
+    assert own.listed("") == []
 
 
 def test_small_files_are_put_when_they_are_whole() -> None:

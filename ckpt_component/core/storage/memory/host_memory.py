@@ -105,12 +105,18 @@ class HostMemory(KeeperUnion, ObjectFolders):
 
     def write_over(self, path: str, data: bytes) -> None:
         own = self._writable(path)
-        has_it = [keeper for keeper, files in self._answers(path, lambda each: each.listed(path)) if files]
-        (has_it or [own])[0].put(path, data, new=False)
+        has_it = (keeper for keeper, files in self._answers(path, lambda each: each.listed(path)) if files)
+        next(has_it, own).put(path, data, new=False)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
         self._refuse_taken(path)
         self._writable(path).put(path, data)
+
+    def unlink(self, path: str) -> None:
+        """See `Storage`. If a keeper does not answer, which is an error, what the own one had is gone nevertheless."""
+        self._writable(path)
+        if not any([was_there for _, was_there in self._answers(path, lambda keeper: _taken(keeper, path))]):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     # Properties of a folder
 
@@ -152,3 +158,11 @@ class HostMemory(KeeperUnion, ObjectFolders):
         if self._own is None:
             raise OSError(errno.EROFS, "what is in memory is changed by the process that keeps it alone", path)
         return self._own
+
+
+def _taken(keeper: Keeper, path: str) -> bool:
+    """Delete a file from a keeper; returns whether it was there."""
+    was_there = any(file.path == path for file in keeper.listed(path))
+    if was_there:
+        keeper.delete([path])
+    return was_there
