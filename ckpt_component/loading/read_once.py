@@ -194,7 +194,11 @@ class _LoadOnce(CollectiveLoad):
         self._meetings += 1
         before, self._passing = self._passing, None
         is_broken = before is not None and before.is_broken
-        self._step = self._once.meet(f"{self._tag}/together/{self._meetings}", has_read, is_broken)
+        try:
+            self._step = self._once.meet(f"{self._tag}/together/{self._meetings}", has_read, is_broken)
+        except CheckpointError:
+            self._step = _ALONE  # a meeting fails on all ranks, so none comes to a further one
+            raise
         if before is not None:
             before.end(self._timeouts.close)
             if before.is_broken and not is_broken:
