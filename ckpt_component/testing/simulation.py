@@ -152,6 +152,7 @@ class SimulatedProcess:
         clock: its time and threads
         is_dead: whether it has ended
         is_killed: whether `kill` has ended it, and not the end of the simulation
+        ended_at: when it has ended, in simulated seconds; infinite: it has not
         stopped_until: when it continues, if it is stopped
         slowness: how much longer than usual its operations take
         date_offset: by how many seconds its host's date is wrong
@@ -161,6 +162,7 @@ class SimulatedProcess:
         self.simulation = simulation
         self.name = name
         self.is_dead = self.is_killed = False
+        self.ended_at = math.inf
         self.stopped_until = 0.0
         self.slowness = 1.0
         self.date_offset = 0.0
@@ -185,6 +187,7 @@ class SimulatedProcess:
         """End it with the simulation."""
         if not self.is_dead:
             self.is_dead = True
+            self.ended_at = self.simulation.now
             for thread in self.threads:
                 self.simulation.resume(thread, self.simulation.now)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from simulation.folders import FolderLife, local_root
 from simulation.peer_troubles import cut_link, flip_bit, lose_host, lose_store, slow_link
+from simulation.recovery import TIMEOUTS
 
 from ckpt_component.core.commit.names import OWNER
 from ckpt_component.testing import SimulatedFiles
@@ -73,6 +74,7 @@ def lose_folder(life: FolderLife, rank: int) -> None:
     host = life.jobs[-1].hosts[rank]
     files, root = life.disk_of(host), local_root(host)
     life.lose(host)
+    life.excused.append((life.simulation.now, life.simulation.now + TIMEOUTS.visible))  # it may come to be seen
     if files.exists(root):
         files.remove_tree(root)
 
@@ -95,7 +97,7 @@ def show_another_run(life: FolderLife, rank: int) -> None:
     """A local folder says that another run owns it, and has its part of what looks like a newer step."""
     host = life.jobs[-1].hosts[rank]
     files, root, part = life.disk_of(host), local_root(host), life.newest_part(host)
-    if part is None:
+    if part is None or len({*life.jobs[-1].hosts}) == 1:  # of one host alone, it would be whole
         return
     free, files.disk.bytes_free = files.disk.bytes_free, None  # whoever wrote it had room
     newer = os.path.basename(part).replace("iter_000000", f"iter_00009{rank}")  # two hosts have no whole one together

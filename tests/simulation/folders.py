@@ -150,9 +150,13 @@ class FolderJob(PeerJob):
         store = RankStore(connection, rank, len(self.hosts), f"{self.number}/")
         ranks = StoreCoordinator(store, TIMEOUTS.heartbeat, TIMEOUTS.stall)
         state, step = blank(len(self.hosts)), None
-        try:
+
+        def begin() -> tuple[HostTier, RunContext, RunFolder, int | None]:
             tier, run, folder = self._begin(rank, process, ranks)
-            step = self._restore(rank, process, run, folder, state)
+            return tier, run, folder, self._restore(rank, process, run, folder, state)
+
+        try:
+            tier, run, folder, step = life.waiting(self, rank, begin)
         except CheckpointError as error:
             life.resumed_at_peers.append(Resumed(self.number, rank, None, None, error, 0))
             raise
@@ -178,7 +182,7 @@ class FolderJob(PeerJob):
         storage = tier.storage
 
         def storage_of(path: str) -> Storage:
-            return storage if storage.hosts and storage.holds(path) else shared
+            return storage if path.startswith(tier.root) else shared
 
         run = replace(remote, fs=storage, root=tier.root, remote=remote, elsewhere=storage_of)
         folder = RunFolder(run, ResumePolicy(), RetentionPolicy(last=KEPT), takeover=True)
@@ -261,6 +265,7 @@ class FolderLife(PeerLife):
 
     jobs: list[FolderJob]  # type: ignore[assignment]
     most_jobs = 8  # a link that is cut while jobs begin takes four of them
+    patience = 16.0  # the start takes up to eight of them: it looks at many files on all hosts
 
     def __init__(
         self, patches: FolderPatches, stagers: RankStagers, layout: Sequence[str], troubles: Sequence[Any] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from ckpt_component.core.storage.memory.keepers import Keeper, KeptFile, Piece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.kept_runs import KeptRun, memory_of
 from ckpt_component.core.writing import process as process_module, worker
+from ckpt_component.core.writing.orphan_commit import UndecidedSave
 from ckpt_component.core.writing.process import WriterConnection
 from ckpt_component.managing import restore
 from ckpt_component.testing.simulated_threading import SimulatedThreading
@@ -130,10 +132,14 @@ class HostKeeper:
         root: path of the run's memory
         rank: of the trainer
         world_size: number of ranks
+
+    Attributes:
+        undecided: from when until when it had a save that was undecided when its trainer died; infinite: it still has
     """
 
     def __init__(self, host: Host, trainer: SimulatedProcess, root: str, rank: int, world_size: int) -> None:
         self.host, self.trainer, self.root, self.rank = host, trainer, root, rank
+        self.undecided = list[tuple[float, float]]()
         self.place = split_root(root)
         self.token = root.rpartition("@")[2]
         self.process = host.simulation.process(f"keeper {rank} of {root.rpartition('@')[2]}")
@@ -162,7 +168,7 @@ class HostKeeper:
 
     def open_lane(self, trainer: SimulatedProcess) -> WriterConnection:
         """A connection on which the trainer's work is done."""
-        wire = Wire(trainer, self.process, self.host.copies)
+        wire = Wire(trainer, self)
         self._lanes.append(self.process.clock.start("lane", self._serve, wire))
         child = SimulatedChild(self)
         connection = WriterConnection(cast(Any, child), cast(Channel, wire.end_of(trainer)))
@@ -180,7 +186,19 @@ class HostKeeper:
         for lane in self._lanes:
             lane.join(1e6)
         self.snapshots.outlive()
+        self.snapshots.close()
         self.process.kill()
+
+
+class OutlivingWorker(keeper_module.KeeperWorker):
+    """Its process notes for how long a save is undecided after the trainer has died."""
+
+    def _outlive(self, undecided: UndecidedSave) -> None:
+        process = cast(WireEnd, self._trainer).keeper
+        began, simulation = len(process.undecided), process.host.simulation
+        process.undecided.append((simulation.now, math.inf))
+        super()._outlive(undecided)
+        process.undecided[began] = process.undecided[began][0], simulation.now
 
 
 class SimulatedServer(KeeperServer):
@@ -195,7 +213,14 @@ class SimulatedServer(KeeperServer):
         return super().holders + sum(not client.is_dead for client in self._keeper.holding)
 
     def start(self) -> None:
-        """It is found from the beginning."""
+        """Its socket is there from the beginning."""
+        self._keeper.host.sockets_at(self._keeper.place)[self._keeper.rank] = self._keeper
+
+    def close(self) -> None:
+        """Remove the socket, if no successor has it."""
+        sockets = self._keeper.host.sockets_at(self._keeper.place)
+        if sockets.get(self._keeper.rank) is self._keeper:
+            del sockets[self._keeper.rank]
 
     def tell(self) -> dict[str, Any]:
         """What clients are told of it."""
@@ -232,11 +257,12 @@ class KeeperProcess:
 
 
 class Wire:
-    """A socket pair between two processes."""
+    """A socket pair between a trainer and its keeper."""
 
-    def __init__(self, one: SimulatedProcess, other: SimulatedProcess, copies: list[tuple[int, int]]) -> None:
+    def __init__(self, trainer: SimulatedProcess, keeper: HostKeeper) -> None:
+        one, other = trainer, keeper.process
+        self.keeper, self.copies = keeper, keeper.host.copies
         self.ends = {one: WireEnd(one, other, self), other: WireEnd(other, one, self)}
-        self.copies = copies
 
     def end_of(self, process: SimulatedProcess) -> WireEnd:
         return self.ends[process]
@@ -247,6 +273,7 @@ class WireEnd:
 
     def __init__(self, process: SimulatedProcess, peer: SimulatedProcess, wire: Wire) -> None:
         self._process, self._peer, self._wire = process, peer, wire
+        self.keeper = wire.keeper
         self._frames = list[tuple[str, bytes, list[int]]]()
         self._waiting: Any = None
         self._is_closed = False
@@ -358,6 +385,7 @@ class Host:
 
     Attributes:
         keepers: all that there were
+        sockets: of a run, by rank; that of a keeper that was killed stays until a process connects to it
         copies: descriptors that were passed on, each with its inode
         full_until: until when there is no memory left
         belongs_to_another: whether the folder of the sockets is another user's
@@ -367,6 +395,7 @@ class Host:
         self.simulation = simulation
         self.operation = operation
         self.keepers = list[HostKeeper]()
+        self.sockets = dict[tuple[str, ...] | None, dict[int, HostKeeper]]()
         self.making: HostKeeper | None = None
         self.copies = list[tuple[int, int]]()
         self.full_until = 0.0
@@ -380,6 +409,9 @@ class Host:
     def in_simulation(self) -> bool:
         """Whether this is the thread of the simulation, and none of a reader."""
         return threading.get_ident() == self._thread
+
+    def sockets_at(self, place: tuple[str, ...] | None) -> dict[int, HostKeeper]:
+        return self.sockets.setdefault(place, {})
 
     def living(self) -> list[HostKeeper]:
         return [keeper for keeper in self.keepers if not keeper.process.is_dead]
@@ -398,12 +430,11 @@ class Host:
         def found(path: str) -> list[Keeper]:
             if self.in_simulation:
                 self._look(process)
-            place = split_root(path)
-            return [
-                ReachedKeeper(each, process)
-                for each in sorted(self.living(), key=lambda each: each.rank)
-                if each.place == place and each is not besides
-            ]
+            sockets = self.sockets_at(split_root(path))
+            for rank, keeper in [*sockets.items()]:
+                if keeper.process.is_dead:
+                    del sockets[rank]
+            return [ReachedKeeper(each, process) for _, each in sorted(sockets.items()) if each is not besides]
 
         return found
 
@@ -465,6 +496,7 @@ class HostPatches:
         patch.setattr(liveness, "ProcessName", SimulatedNames(self.time))
         patch.setattr(keeper_module, "KeptFiles", lambda: self._made().files)
         patch.setattr(keeper_module, "HostKeepers", lambda besides: self._find())
+        patch.setattr(keeper_module, "KeeperWorker", OutlivingWorker)
         patch.setattr(keeper_module, "KeeperServer", lambda *arguments: self._made().serve(*arguments))
         patch.setattr(keeper_module, "be_silent", lambda: None)
         for module in (keeper_module, keeper_server):

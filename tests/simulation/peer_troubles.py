@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from simulation.keepers import HostKeeper
-from simulation.network import Link
+from simulation.network import WINDOW, Link
 from simulation.peers import ClusterHost, PeerLife
 from simulation.recovery import ROOT
 from simulation.troubles import OLD
@@ -63,6 +63,7 @@ def slow_link(life: PeerLife, rank: int) -> None:
     now = life.simulation.now
     for link in links_of(life, rank):
         link.slow_until, link.slow_rate = now + SLOW_SECONDS, life.simulation.random.choice((100.0, 400.0, 4000.0))
+        life.excused.append((link.slow_until, link.slow_until + WINDOW / link.slow_rate))
     life.unwell.append((now, now + SLOW_SECONDS))
 
 
@@ -79,7 +80,8 @@ def flip_image(life: PeerLife, rank: int) -> None:
 
 
 def fill_peer(life: PeerLife, rank: int) -> None:
-    life.cluster.full_until[peer_of(life, rank)] = life.simulation.now + FULL_SECONDS
+    for peer in peers_of(life, rank):
+        life.cluster.full_until[peer] = life.simulation.now + FULL_SECONDS
 
 
 def show_stale(life: PeerLife, rank: int) -> None:
@@ -96,13 +98,13 @@ def show_stale(life: PeerLife, rank: int) -> None:
 
 def give_place_away(life: PeerLife, rank: int) -> None:
     """The keeper of a peer ends, and one of another run has its port then."""
-    host = peer_of(life, rank)
-    keeper = next((each for each in newest_keepers(life) if each.host is life.cluster.host(host)), None)
+    peers = peers_of(life, rank)
+    keeper = next((each for each in newest_keepers(life) if cast(ClusterHost, each.host).name in peers), None)
     if keeper is None:
         return
     about = keeper.snapshots.about()["peer"]
     keeper.process.kill()
-    life.lose(host)
+    life.lose(*peers)
     other = keeper_of_other(life, keeper, memory_root("/runs/other", "0badf00d-0badf00e"))
     if about is not None:
         place = about["address"], about["port"]
@@ -130,15 +132,14 @@ TROUBLES: Mapping[str, Callable[[PeerLife, int], None]] = {
 }
 
 
-def peer_of(life: PeerLife, rank: int) -> str:
-    """The host that has the copies of a rank."""
-    hosts = Hosts(tuple(life.hosts))
-    return hosts.peers_of(life.hosts[rank], {}, 1)[0]
+def peers_of(life: PeerLife, rank: int) -> list[str]:
+    """The host that has the copies of a rank; none: there is one host alone."""
+    return [*Hosts(tuple(life.hosts)).peers_of(life.hosts[rank], {}, 1)]
 
 
 def links_of(life: PeerLife, rank: int) -> list[Link]:
     """The link between the host of a rank and its peer."""
-    return [life.cluster.network.link(life.hosts[rank], peer_of(life, rank))]
+    return [life.cluster.network.link(life.hosts[rank], peer) for peer in peers_of(life, rank)]
 
 
 def newest_keepers(life: PeerLife) -> list[HostKeeper]:

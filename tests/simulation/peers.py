@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from simulation.recovery import (
     newest,
     wrong_in,
 )
+from simulation.waits import waits_for_the_dead
 
 import ckpt_component.core.writing.keeper as keeper_module
 import ckpt_component.managing.peer_memory as peer_memory
@@ -76,8 +77,9 @@ from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess
 
 PHASES = ("keep", "commit", "replicate", "find", "verify", "copy")
-#: Which host each rank is on.
+#: Which host each rank is on: where two things happen, and where each of them happens alone.
 LAYOUTS = (("a", "b"), ("a", "a", "b"), ("a", "b", "c"))
+WORLDS = (*LAYOUTS, ("a",), ("a", "b", "b", "a"), ("a", "b", "c", "d"))
 _SETTINGS: Any = SimpleNamespace(
     recovery=SimpleNamespace(
         mode=RecoveryMode.peers, lease=LEASE, peers=None, replicas=1, max_bytes_per_second=None, every_steps=1
@@ -119,6 +121,11 @@ class Cluster:
 
     def living(self) -> list[HostKeeper]:
         return [keeper for host in self.hosts.values() for keeper in host.living()]
+
+    @property
+    def keepers(self) -> list[HostKeeper]:
+        """All that there were."""
+        return [keeper for host in self.hosts.values() for keeper in host.keepers]
 
     def available(self, name: str) -> int:
         return 0 if self.life.simulation.now < self.full_until.get(name, 0.0) else 1 << 40
@@ -425,7 +432,7 @@ class PeerJob(one_host.Job):
         restorer = Restorer(Loader(ranks, events, reader), folder, True, parts.earlier)
         state = blank(len(self.hosts))
         try:
-            step = restorer.load(state, True, False)
+            step = life.waiting(self, rank, lambda: restorer.load(state, True, False))
         except CheckpointError as error:
             life.resumed_at_peers.append(Resumed(self.number, rank, None, None, error, 0))
             raise
@@ -489,11 +496,11 @@ class PeerLife(Life):
     ) -> None:
         self._patches = patches
         self.hosts = [*layout]
+        #: From when until when else a process may wait: what was sent over a slow link comes at last.
+        self.excused = list[tuple[float, float]]()
         self.resumed_at_peers = list[Resumed]()
         self.memory_claims = list[Claim]()
         self.peer_claims = list[Claim]()
-        #: From when until when links were not well.
-        self.unwell = list[tuple[float, float]]()
         #: When keepers were lost, and of which host.
         self.losses = list[tuple[float, str]]()
         #: When the first rank took the snapshot of a step of a job.
@@ -533,6 +540,10 @@ class PeerLife(Life):
             super().operation(client, "")
         else:
             super().operation(process, "replicate")
+
+    def excuses(self) -> Iterator[tuple[float, float]]:
+        yield from super().excuses()
+        yield from self.excused
 
     # What was acknowledged
 
@@ -597,4 +608,4 @@ def violations(life: PeerLife, *, ended: bool) -> list[str]:
                 wrong.append(f"{told}, and step {each.least} was acknowledged; {life.happened}; {life.errors}")
             assert each.state is not None
             wrong += [f"{told}: {text}" for text in wrong_in(life, each.step, each.state)]
-    return wrong
+    return [*wrong, *waits_for_the_dead(life)]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from simulation.keepers import Host, HostPatches, ReachedKeeper
+from simulation.waits import waits_for_the_dead
 
 from ckpt_component import CheckpointCorruptError, Checkpointer, CheckpointError, CheckpointSaveError
 from ckpt_component.callers.memory_caller import MemoryCaller
@@ -54,16 +55,17 @@ from ckpt_component.writers.dcp import DcpWriter
 if TYPE_CHECKING:
     from simulation.troubles import Trouble
 
+T = TypeVar("T")
+
 ROOT = "/runs/one"
-RANKS = 2
 TIMEOUTS = ResolvedTimeouts(stage=20.0, write=60.0, close=20.0, heartbeat=10.0, stall=60.0, visible=20.0)
-PHASES = ("stage", "keep", "vote", "commit", "find", "agree", "verify", "copy")
+PHASES = ("stage", "give", "keep", "vote", "commit", "find", "agree", "verify", "copy")
 #: A whole life must have ended by then, in simulated seconds.
 LIMIT = 3000.0
 _WEIGHTS = 300
 
 
-def state_of(job: int, step: int, ranks: int = RANKS) -> dict[str, Any]:
+def state_of(job: int, step: int, ranks: int) -> dict[str, Any]:
     """What all ranks know of a step of a job; 0: the target of a restore."""
     generator = torch.Generator().manual_seed(1000 * job + step)
     return {
@@ -72,14 +74,14 @@ def state_of(job: int, step: int, ranks: int = RANKS) -> dict[str, Any]:
     }
 
 
-def blank(ranks: int = RANKS) -> dict[str, Any]:
+def blank(ranks: int) -> dict[str, Any]:
     return {f"rank{rank}": {"weight": torch.zeros(_WEIGHTS), "step": [0, 0, 0]} for rank in range(ranks)}
 
 
 class RankStagers:
     """Takes the snapshots of the ranks; the plans stay for all lives."""
 
-    def __init__(self, ranks: int = RANKS) -> None:
+    def __init__(self, ranks: int) -> None:
         self.writer = DcpWriter(workers=1)
         self.ranks = ranks
         #: Descriptors of all memory that they have staged into.
@@ -195,6 +197,32 @@ class LabelledStore(SimulatedStore):
         self.life.operation(self.life.simulation.current.process, "store")
 
 
+class GivingCaller(MemoryCaller):
+    """That a rank gives its snapshot to its keeper is an operation of a life."""
+
+    def __init__(self, life: Life, process: SimulatedProcess, connect: Any) -> None:
+        super().__init__(connect)
+        self._life, self._trainer = life, process
+
+    def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
+        usual = self._life.phase_of[self._trainer]
+        self._life.phase_of[self._trainer] = "give"
+        self._life.operation(self._trainer, "")
+        self._life.phase_of[self._trainer] = usual
+        self._trainer.turn()
+        return super().run(request, deadline)
+
+
+@dataclass
+class Wait:
+    """A restore of a rank: from when until when, also if it failed."""
+
+    job: int
+    rank: int
+    since: float
+    until: float
+
+
 @dataclass
 class Resumed:
     """What a rank got from its restore: a step, or an error.
@@ -219,7 +247,7 @@ class Job:
     def __init__(self, life: Life, number: int, count: int) -> None:
         self.life, self.number, self.count = life, number, count
         self.token = new_token()
-        self.processes = [life.simulation.process(f"trainer {rank} of job {number}") for rank in range(RANKS)]
+        self.processes = [life.simulation.process(f"trainer {rank} of job {number}") for rank in range(life.ranks)]
         self.store = LabelledStore(self.processes[0])
         self.store.life = life
         self.done = list[int]()
@@ -237,7 +265,7 @@ class Job:
     @property
     def is_over(self) -> bool:
         """Whether a trainer has died, or all have done what they were to do."""
-        return any(process.is_dead for process in self.processes) or len(self.done) == self.life.stagers.ranks
+        return any(process.is_dead for process in self.processes) or len(self.done) == self.life.ranks
 
     def _train(self, rank: int, process: SimulatedProcess) -> None:
         try:
@@ -251,22 +279,22 @@ class Job:
         life, clock = self.life, process.clock
         life.phase_of[process] = "agree"
         connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, clock=clock)
-        store = RankStore(connection, rank, RANKS, f"{self.number}/")
+        store = RankStore(connection, rank, life.ranks, f"{self.number}/")
         ranks = StoreCoordinator(store, TIMEOUTS.heartbeat, TIMEOUTS.stall)
         root = memory_root(ROOT, self.token)
-        connect = partial(life.host.keeper_of, process, root, rank, RANKS)
+        connect = partial(life.host.keeper_of, process, root, rank, life.ranks)
         own = ReachedKeeper(connect().keeper, process)
         memory, plain = TrainerMemory(life, process, own), life.files
 
         def storage_of(path: str) -> Storage:
             return memory if memory.holds(path) else plain
 
-        events = EventRecorder(rank=rank, world_size=RANKS, run=self.token)
+        events = EventRecorder(rank=rank, world_size=life.ranks, run=self.token)
         run = RunContext(plain, ROOT, MEGATRON, ranks, TIMEOUTS, events=events, elsewhere=storage_of)
         folder = RunFolder(run, ResumePolicy(), RetentionPolicy(last=None), takeover=True)
         reader = Reader(
             rank,
-            RANKS,
+            life.ranks,
             Verify.on_resume,
             shared=False,
             storage_of=storage_of,
@@ -275,17 +303,17 @@ class Job:
         )
         kept = RunMemory(run, life.host.tokens)
         restorer = Restorer(Loader(ranks, events, reader), folder, True, kept)
-        state, acknowledged = blank(), (newest(life.in_memory), newest(life.durable))
+        state, acknowledged = blank(life.ranks), (newest(life.in_memory), newest(life.durable))
         life.phase_of[process] = "find" if rank == 0 else "agree"
         try:
-            step = restorer.load(state, True, False)
+            step = life.waiting(self, rank, lambda: restorer.load(state, True, False))
         except CheckpointError as error:
             life.resumed.append(Resumed(self.number, rank, None, None, error, *acknowledged, life.harmed))
             raise
         life.reading.discard(process)
         life.resumed.append(Resumed(self.number, rank, step, state, None, *acknowledged, life.harmed))
         self.began_at = step or 0
-        caller = MemoryCaller(cast(Any, lambda timeout: connect()))
+        caller = GivingCaller(life, process, lambda timeout: connect())
         hooks = NoRun(storage_of)
         if ranks.is_leader:
             hooks.ownership = folder.ownership  # type: ignore[assignment]
@@ -343,6 +371,8 @@ class Life:
 
     #: The last job may come to its end although not all that was to happen did.
     most_jobs = 6
+    #: Simulated seconds; a restore takes one of them.
+    patience = 5.0
 
     def __init__(
         self, patches: HostPatches, stagers: RankStagers, troubles: Sequence[Trouble] = (), seed: int = 1
@@ -357,6 +387,9 @@ class Life:
         self.operations = Counter[str]()
         self._since = Counter[str]()
         self.resumed = list[Resumed]()
+        self.waited = list[Wait]()
+        #: From when until when a process was stopped, or a link not well, so that others may wait for it.
+        self.unwell = list[tuple[float, float]]()
         self.errors = list[str]()
         self.in_memory = list[tuple[int, int]]()
         self.durable = list[tuple[int, int]]()
@@ -400,7 +433,7 @@ class Life:
             job.start()
             while not job.is_over:
                 clock.sleep(0.5)
-            was_whole = len(job.done) == self.stagers.ranks and not any(process.is_dead for process in job.processes)
+            was_whole = len(job.done) == self.ranks and not any(process.is_dead for process in job.processes)
             clock.sleep(2.0)
             job.kill()  # all at once; or the launcher has noticed that one has died
             if was_whole and (self.may_end_after(number) or number == self.most_jobs):
@@ -445,6 +478,26 @@ class Life:
             saves.append((job, step))
 
     @property
+    def ranks(self) -> int:
+        """How many ranks a job has."""
+        return self.stagers.ranks
+
+    def waiting(self, job: Job, rank: int, restore: Callable[[], T]) -> T:
+        """Restore on a rank, and note how long it takes."""
+        since = self.simulation.now
+        try:
+            return restore()
+        finally:
+            self.waited.append(Wait(job.number, rank, since, self.simulation.now))
+
+    def excuses(self) -> Iterator[tuple[float, float]]:
+        """From when until when a process may wait: for one that is stopped, or the heartbeats of one that has died."""
+        yield from self.unwell
+        for job in self.jobs:
+            ends = [process.ended_at for process in job.processes]
+            yield min(ends), min(max(ends), min(ends) + 2 * TIMEOUTS.heartbeat)
+
+    @property
     def harmed(self) -> bool:
         """Whether a keeper, or what it keeps, was harmed so far."""
         return any(trouble.harms for trouble in self.happened)
@@ -470,7 +523,7 @@ def violations(life: Life, *, ended: bool) -> list[str]:
                 wrong.append(f"{told}, and step {least} was acknowledged; {life.happened}")
             assert each.state is not None
             wrong += [f"{told}: {text}" for text in wrong_in(life, each.step, each.state)]
-    return wrong
+    return [*wrong, *waits_for_the_dead(life)]
 
 
 def refused_in_words(life: Life) -> bool:
@@ -486,7 +539,7 @@ def wrong_in(life: Life, step: int | None, state: Mapping[str, Any]) -> Iterator
     if own != (step or 0):
         yield f"its state is that of step {own}"
         return
-    ranks = life.stagers.ranks
+    ranks = life.ranks
     if step is not None and not {(job, step, rank) for rank in range(ranks)} <= life.staged:
         yield "not all ranks had a snapshot"
     expected = blank(ranks) if step is None else state_of(job, step, ranks)

@@ -15,7 +15,7 @@ import torch
 from evidence import Record
 from simulation.folder_troubles import TROUBLES, FolderTrouble
 from simulation.folders import PHASES, FolderLife, FolderPatches, wrong_in_folders
-from simulation.peers import LAYOUTS
+from simulation.peers import LAYOUTS, WORLDS
 from simulation.recovery import RankStagers
 from strides import STRIDE_OFFSET, in_turn
 
@@ -65,7 +65,7 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     logging.disable(logging.CRITICAL)  # thousands of failures are reported
     with torch.no_grad(), FolderPatches() as patches:
-        stagers = {ranks: RankStagers(ranks) for ranks in (2, 3)}
+        stagers = {ranks: RankStagers(ranks) for ranks in {*map(len, WORLDS)}}
         try:
             yield Hosts(patches, stagers)
         finally:
@@ -74,7 +74,7 @@ def hosts() -> Iterator[Hosts]:
             logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("layout", in_turn([(each,) for each in LAYOUTS], 3))
+@pytest.mark.parametrize("layout", in_turn([(each,) for each in WORLDS], len(WORLDS)))
 def test_a_run_goes_on_from_the_folders_of_its_hosts(hosts: Hosts, layout: tuple[str, ...]) -> None:
     life = hosts.undisturbed(layout)
     assert {(each.job, each.step) for each in life.resumed_at_peers} == {(1, None), (2, 2), (3, 3)}
@@ -82,7 +82,7 @@ def test_a_run_goes_on_from_the_folders_of_its_hosts(hosts: Hosts, layout: tuple
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), in_turn(itertools.product(TROUBLES, LAYOUTS), 3 * len(TROUBLES), [pytest.mark.slow])
+    ("kind", "layout"), in_turn(itertools.product(TROUBLES, WORLDS), len(WORLDS) * len(TROUBLES), [pytest.mark.slow])
 )
 def test_a_run_goes_on_from_folders_whatever_happens_once(
     hosts: Hosts, kind: str, layout: tuple[str, ...], record_property: Record
@@ -157,6 +157,10 @@ def test_what_is_set_aside_was_damaged(hosts: Hosts) -> None:
             LAYOUTS[2],
             (FolderTrouble("folder_lost", "begin", 340, 1), FolderTrouble("store_lost", "begin", 129, 2)),
         ),
+        (  # Two ranks take the first one for dead, and end the load; it comes back, and must not wait for them.
+            WORLDS[4],
+            (FolderTrouble("keeper_stopped", "copy", 64),),
+        ),
     ],
     ids=[
         "half_deleted",
@@ -165,6 +169,7 @@ def test_what_is_set_aside_was_damaged(hosts: Hosts) -> None:
         "another_attempt_damaged",
         "ended_before_a_load",
         "ended_at_the_start",
+        "two_groups_of_ranks",
     ],
 )
 def test_a_run_goes_on_from_folders_or_says_what_is_damaged(

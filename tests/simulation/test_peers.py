@@ -13,7 +13,7 @@ import pytest
 import torch
 from evidence import Record
 from simulation.peer_troubles import TROUBLES, PeerTrouble
-from simulation.peers import LAYOUTS, PHASES, ClusterPatches, PeerLife, violations
+from simulation.peers import LAYOUTS, PHASES, WORLDS, ClusterPatches, PeerLife, violations
 from simulation.recovery import RankStagers
 from strides import STRIDE_OFFSET, in_turn
 
@@ -56,7 +56,7 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     logging.disable(logging.CRITICAL)  # thousands of failures are reported
     with torch.no_grad(), ClusterPatches() as patches:
-        stagers = {ranks: RankStagers(ranks) for ranks in (2, 3)}
+        stagers = {ranks: RankStagers(ranks) for ranks in {*map(len, WORLDS)}}
         try:
             yield Hosts(patches, stagers)
         finally:
@@ -65,15 +65,15 @@ def hosts() -> Iterator[Hosts]:
             logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("layout", in_turn([(each,) for each in LAYOUTS], 3))
+@pytest.mark.parametrize("layout", in_turn([(each,) for each in WORLDS], len(WORLDS)))
 def test_a_run_on_several_hosts_goes_on_where_it_was(hosts: Hosts, layout: tuple[str, ...]) -> None:
     life = hosts.undisturbed(layout)
     assert {(each.job, each.step) for each in life.resumed_at_peers} == {(1, None), (2, 3), (3, 5)}
-    assert max(claim.step for claim in life.peer_claims) == 7
+    assert max([claim.step for claim in life.peer_claims], default=0) == 7 * (len({*layout}) > 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "layout"), in_turn(itertools.product(TROUBLES, LAYOUTS), 27))
+@pytest.mark.parametrize(("kind", "layout"), in_turn(itertools.product(TROUBLES, WORLDS), 53))
 def test_a_run_goes_on_whatever_happens_once(
     hosts: Hosts, kind: str, layout: tuple[str, ...], record_property: Record
 ) -> None:

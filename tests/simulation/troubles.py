@@ -9,13 +9,14 @@ from functools import partial
 from typing import NamedTuple
 
 from simulation.keepers import LEASE, HostKeeper
-from simulation.recovery import RANKS, ROOT, Job, Life, newest
+from simulation.recovery import ROOT, Job, Life, newest
 
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
 from ckpt_component.core.storage.memory.keepers import LocalPiece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.testing.simulation import SimulatedProcess
 
 #: The token of a run that nobody knows of.
 OLD = "0badf00d-0badf00d"
@@ -54,7 +55,12 @@ def kill_trainer(life: Life, rank: int) -> None:
 
 
 def stop_trainer(life: Life, rank: int) -> None:
-    life.jobs[-1].processes[rank].stop(STOPPED_SECONDS)
+    stop(life, life.jobs[-1].processes[rank])
+
+
+def stop(life: Life, process: SimulatedProcess) -> None:
+    process.stop(STOPPED_SECONDS)
+    life.unwell.append((life.simulation.now, life.simulation.now + STOPPED_SECONDS))
 
 
 def kill_keeper(life: Life, rank: int) -> None:
@@ -64,7 +70,7 @@ def kill_keeper(life: Life, rank: int) -> None:
 
 def stop_keeper(life: Life, rank: int) -> None:
     if (keeper := keeper_of(life, rank)) is not None:
-        keeper.process.stop(STOPPED_SECONDS)
+        stop(life, keeper.process)
 
 
 def flip(life: Life, rank: int) -> None:
@@ -97,7 +103,7 @@ def stale(life: Life, rank: int) -> None:
             files[path.replace("iter_000000", "iter_000009")] = KeptFiles.get(keeper.files, file.path, 1 << 20)
         dead = life.simulation.process("an older trainer")
         dead.kill()
-        old = life.host.keeper_of(dead, memory_root(ROOT, OLD), keeper.rank, RANKS).keeper
+        old = life.host.keeper_of(dead, memory_root(ROOT, OLD), keeper.rank, life.ranks).keeper
         for path, data in files.items():
             KeptFiles.put(old.files, path, data)
 
