@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from simulation.rank_writer import RankWriter, content, snapshot
+from strides import first_of
 
 from ckpt_component import CheckpointError, CheckpointSaveError
 from ckpt_component.core.commit.commit import new_attempt, refuse_existing
@@ -200,7 +201,7 @@ def late(job: Job, bound: float = LONGEST_SAVE) -> list[str]:
 
 
 class Schedule:
-    """A run of two to four ranks in which something happens; a seed is a schedule.
+    """A run of one to four ranks in which something happens; a seed is a schedule.
 
     Attributes:
         what: what happens
@@ -211,13 +212,13 @@ class Schedule:
         choice = random.Random(seed)
         self.what, self.wrong, self._storage = list[str](), list[str](), dict[int, Fault]()
         simulation, files = Simulation(seed), files_of(protocol, self._storage)
-        job = Job(simulation, files, choice.randint(2, 4))
+        job = Job(simulation, files, choice.choice((1, 2, 2, 3, 3, 4, 4)))
         job.start()
         jobs = [job]
         self._trouble(job, choice)
         if choice.random() < 0.2:  # another run takes over, while this one is there or stopped
             when = choice.uniform(1.0, 4.0)
-            other = Job(simulation, files, choice.randint(2, 3), name="other")
+            other = Job(simulation, files, choice.randint(1, 3), name="other")
             other.start(when)
             jobs.append(other)
             self.what.append(f"another run from {when:.2f}")
@@ -245,10 +246,11 @@ class Schedule:
         """What is wrong with the run that follows: it saves, and deletes what was left."""
         self._storage.clear()
         files.disk.now += 600
-        after = Job(Simulation(seed), files, 2, steps=(21,), name="next")
+        after = Job(Simulation(seed), files, 1 + seed % 4, steps=(21,), name="next")
         after.start()
         after.simulation.run(LIMIT)
         wrong = [f"the next run: {each}" for each in after.outcomes if each.error is not None]
+        wrong += [f"the next run: {text}" for text in late(after, SOON)]
         left = [name for name in files.names(ROOT) if MEGATRON.step(name) is None and name != OWNER]
         left += [
             f"{name}/{inside}"
@@ -310,18 +312,18 @@ def overtaken(files: SimulatedFiles | SimulatedBucket, *jobs: Job) -> list[str]:
     return wrong
 
 
-def each_request(kind: str, protocol: str) -> list[str]:
-    """What is wrong if one request is lost, unanswered or late, or its sender stopped or killed: each of a save."""
+def each_request(kind: str, protocol: str, world_size: int = 2, stride: int = 1) -> list[str]:
+    """What is wrong if one request is lost, unanswered or late, or its sender stopped or killed: each n-th of a save."""
 
     def job(number: int, *steps: int) -> Job:
         # The same seed, so that all is the same up to this request.
-        made = Job(Simulation(1), files_of(protocol), 2, steps, {number: MessageFault(kind, 20.0)})
+        made = Job(Simulation(1), files_of(protocol), world_size, steps, {number: MessageFault(kind, 20.0)})
         made.start()
         assert made.simulation.run(LIMIT)
         return made
 
     wrong = []
-    for number in range(1, job(0, 1).store.requests + 1):
+    for number in range(first_of(stride), job(0, 1).store.requests + 1, stride):
         done = job(number, 1, LAST)
         bound = {"late": LONGEST_SAVE, "stopped": LONGEST_SAVE, "killed": TIMEOUTS.heartbeat + SOON}.get(kind, SOON)
         found = unsafe(done.files, done) + late(done, bound) + (stuck(done) if kind != "killed" else [])

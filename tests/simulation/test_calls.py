@@ -17,6 +17,8 @@ from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import Simulation
 
 seeds = pytest.mark.parametrize("seed", range(5))
+#: A seed decides how many ranks there are, too.
+worlds = pytest.mark.parametrize(("seed", "world_size"), [(seed, 2 + seed % 3) for seed in range(6)])
 LOGGER = "ckpt_component.coordination"
 
 
@@ -48,20 +50,22 @@ def test_only_rank_0_is_asked_and_steps_it_alone_called_for_are_skipped(seed: in
     }
 
 
-@seeds
-def test_a_step_that_rank_0_did_not_call_for_is_an_error_and_the_next_one_is_answered(seed: int) -> None:
-    called = {0: (1, 4), 1: (1, 2, 3, 4)}
-
+@worlds
+def test_a_step_that_rank_0_did_not_call_for_is_an_error_and_the_next_one_is_answered(
+    seed: int, world_size: int
+) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
-        return answers(ranks, StepQuestions(ranks, "maybe_save"), called[ranks.rank])
+        called = (1, 4) if ranks.is_leader else (1, 2, 3, 4)
+        return answers(ranks, StepQuestions(ranks, "maybe_save"), called)
 
     text = "maybe_save must be called on every rank; rank 0 did not for step {}: it is at step 4."
-    assert outcomes(seed, 2, ask)[1] == [[0, 1], text.format(2), text.format(3), [0, 4]]
+    found = outcomes(seed, world_size, ask)
+    assert all(found[rank] == [[0, 1], text.format(2), text.format(3), [0, 4]] for rank in range(1, world_size)), found
 
 
-@seeds
-def test_after_a_restart_from_an_earlier_step_no_older_answer_counts(seed: int) -> None:
-    called = {0: (1, 2, 3, 4), 1: (1, 2)}
+@worlds
+def test_after_a_restart_from_an_earlier_step_no_older_answer_counts(seed: int, world_size: int) -> None:
+    called = {0: (1, 2, 3, 4), **dict.fromkeys(range(1, world_size), (1, 2))}
 
     def ask(ranks: StoreCoordinator) -> Any:
         questions = StepQuestions(ranks, "maybe_save")
@@ -69,8 +73,8 @@ def test_after_a_restart_from_an_earlier_step_no_older_answer_counts(seed: int) 
         questions.restart(1)
         return before, answers(ranks, questions, (2, 3))
 
-    found = outcomes(seed, 2, ask)
-    assert found[1] == (of_rank_0(1, 2), of_rank_0(2, 3))
+    found = outcomes(seed, world_size, ask)
+    assert all(found[rank] == (of_rank_0(1, 2), of_rank_0(2, 3)) for rank in range(1, world_size)), found
 
 
 def late(seconds: float, *, goes_on: bool = False, world_size: int = 2) -> Callable[[StoreCoordinator], Any]:
@@ -92,31 +96,38 @@ def late(seconds: float, *, goes_on: bool = False, world_size: int = 2) -> Calla
     return ask
 
 
-@seeds
-def test_a_late_rank_is_waited_for_and_named_once(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+@worlds
+def test_a_late_rank_is_waited_for_and_named_once(seed: int, world_size: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, LOGGER)
-    assert outcomes(seed, 2, late(25.0)) == {0: 2, 1: 2}
-    text = "waiting for 10 s: save must be called on every rank; rank 1 did not for step 2: it is at step 1"
-    assert [record.getMessage() for record in caplog.records] == [text]
+    others = [*range(1, world_size)]
+    assert outcomes(seed, world_size, late(25.0)) == dict.fromkeys([0, *others], world_size)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("waiting for 10 s: save must be called on every rank; rank")
+    assert f"{', '.join(map(str, others))} did not for step 2: " in record.getMessage()
+    assert record.getMessage().endswith("it is at step 1" if world_size == 2 else f"rank {others[-1]} is at step 1")
 
 
-@seeds
-def test_no_rank_is_named_that_is_less_than_ten_seconds_late(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+@worlds
+def test_no_rank_is_named_that_is_less_than_ten_seconds_late(
+    seed: int, world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, LOGGER)
-    assert outcomes(seed, 2, late(8.0)) == {0: 2, 1: 2}
+    assert outcomes(seed, world_size, late(8.0)) == dict.fromkeys(range(world_size), world_size)
     assert not caplog.records
 
 
-@seeds
-def test_a_rank_that_went_on_without_the_call_is_not_waited_for(seed: int) -> None:
-    failures, seconds, text = outcomes(seed, 2, late(5.0, goes_on=True))[0]
-    assert failures == {1: "is at step 3"} and seconds < 10.0, (failures, seconds)
-    assert text == "save must be called on every rank; rank 1 did not for step 2: it is at step 3."
+@worlds
+def test_ranks_that_went_on_without_the_call_are_not_waited_for(seed: int, world_size: int) -> None:
+    failures, seconds, text = outcomes(seed, world_size, late(5.0, goes_on=True))[0]
+    assert failures and failures == dict.fromkeys(failures, "is at step 3") and seconds < 10.0, (failures, seconds)
+    assert 0 not in failures and text.startswith("save must be called on every rank; rank") and "at step 3" in text
+    if world_size == 2:
+        assert text == "save must be called on every rank; rank 1 did not for step 2: it is at step 3."
 
 
-@seeds
+@worlds
 @pytest.mark.parametrize("name", ["save", "maybe_save"])
-def test_rank_0_that_went_on_without_the_call_is_not_waited_for(name: str, seed: int) -> None:
+def test_rank_0_that_went_on_without_the_call_is_not_waited_for(name: str, seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         ranks.at_step(3 if ranks.is_leader else 2)
         if ranks.is_leader:
@@ -129,9 +140,11 @@ def test_rank_0_that_went_on_without_the_call_is_not_waited_for(name: str, seed:
         except RanksError as error:
             return error.failures, ranks.clock.now() - began, str(error)
 
-    failures, seconds, text = outcomes(seed, 2, ask)[1]
-    assert failures == {0: "is at step 3"} and seconds < 10.0, (failures, seconds)
-    assert text == f"{name} must be called on every rank; rank 0 did not for step 2: it is at step 3."
+    found = outcomes(seed, world_size, ask)
+    for rank in range(1, world_size):
+        failures, seconds, text = found[rank]
+        assert failures == {0: "is at step 3"} and seconds < 10.0, (failures, seconds)
+        assert text == f"{name} must be called on every rank; rank 0 did not for step 2: it is at step 3."
 
 
 @pytest.mark.parametrize(("world_size", "more"), [(9, ""), (12, " (and 3 more)")])
@@ -142,17 +155,19 @@ def test_of_many_ranks_eight_are_named(world_size: int, more: str, caplog: pytes
     assert f"ranks 1, 2, 3, 4, 5, 6, 7, 8{more} did not for step 2: rank 1 is at step 1," in record.getMessage()
 
 
-@seeds
-def test_a_rank_that_has_closed_its_manager_is_not_waited_for(seed: int) -> None:
+@worlds
+def test_a_rank_that_has_closed_its_manager_is_not_waited_for(seed: int, world_size: int) -> None:
+    last = world_size - 1
+
     def ask(ranks: StoreCoordinator) -> Any:
         ranks.at_step(2)
-        if ranks.rank:
+        if ranks.rank == last:
             return ranks.close()
         return ranks.meet("save", 1, sum, after(ranks, 60.0))
 
-    error = outcomes(seed, 2, ask)[0]
-    text = "save must be called on every rank; rank 1 did not for step 2: it has closed its manager."
-    assert isinstance(error, RanksError) and str(error) == text
+    found = outcomes(seed, world_size, ask)
+    text = f"save must be called on every rank; rank {last} did not for step 2: it has closed its manager."
+    assert all(isinstance(found[rank], RanksError) and str(found[rank]) == text for rank in range(last)), found
 
 
 def test_a_closed_rank_sends_no_heartbeats() -> None:
@@ -186,8 +201,8 @@ def test_the_place_of_a_rank_tells_whether_it_will_still_make_a_call() -> None:
     assert str(Place()) == "has not called the manager for any step" and str(here) == "is at step 5"
 
 
-@seeds
-def test_a_call_that_a_rank_gave_up_at_an_earlier_step_is_passed_over(seed: int) -> None:
+@worlds
+def test_a_call_that_a_rank_gave_up_at_an_earlier_step_is_passed_over(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         if ranks.is_leader:
             ranks.clock.sleep(10.0)
@@ -198,17 +213,20 @@ def test_a_call_that_a_rank_gave_up_at_an_earlier_step_is_passed_over(seed: int)
         ranks.at_step(2)
         return ranks.meet("save", 1, sum, after(ranks, 60.0)), ranks.meetings["save"]
 
-    assert outcomes(seed, 2, ask) == {0: (2, 2), 1: (2, 2)}
+    assert outcomes(seed, world_size, ask) == dict.fromkeys(range(world_size), (world_size, 2))
 
 
-@seeds
-def test_at_the_deadline_the_error_says_where_the_missing_rank_is(seed: int) -> None:
+@worlds
+def test_at_the_deadline_the_error_says_where_the_missing_rank_is(seed: int, world_size: int) -> None:
+    last = world_size - 1
+
     def ask(ranks: StoreCoordinator) -> Any:
         ranks.at_step(2)
-        if ranks.rank:
+        if ranks.rank == last:
             return ranks.clock.sleep(40.0)
         return ranks.meet("save", 1, sum, after(ranks, 20.0))
 
-    error = outcomes(seed, 2, ask)[0]
-    text = "Timed out: save must be called on every rank; rank 1 did not for step 2: it is at step 2 too, and late."
-    assert isinstance(error, CheckpointTimeoutError) and str(error) == text
+    found = outcomes(seed, world_size, ask)
+    text = f"save must be called on every rank; rank {last} did not for step 2: it is at step 2 too, and late."
+    assert isinstance(found[0], CheckpointTimeoutError) and str(found[0]) == f"Timed out: {text}"
+    assert all(isinstance(found[rank], CheckpointTimeoutError) for rank in range(last)), found

@@ -17,6 +17,8 @@ from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 seeds = pytest.mark.parametrize("seed", range(20))
+#: A seed decides how many ranks there are, too.
+worlds = pytest.mark.parametrize(("seed", "world_size"), [(seed, 2 + seed % 3) for seed in range(20)])
 Ask = Callable[[StoreCoordinator], Any]
 
 
@@ -72,8 +74,8 @@ def first(ranks: StoreCoordinator) -> None:
     ranks.clock.sleep(5.0)
 
 
-@seeds
-def test_a_rank_that_gives_up_keeps_a_late_rank_0_from_deciding(seed: int) -> None:
+@worlds
+def test_a_rank_that_gives_up_keeps_a_late_rank_0_from_deciding(seed: int, world_size: int) -> None:
     decided: list[int] = []
 
     def ask(ranks: StoreCoordinator) -> None:
@@ -81,26 +83,28 @@ def test_a_rank_that_gives_up_keeps_a_late_rank_0_from_deciding(seed: int) -> No
             ranks.clock.sleep(5.0)
         ranks.decide("late", 1, decided.extend, after(ranks, 30.0 if ranks.is_leader else 0.5))
 
-    found = outcomes(seed, 2, ask)
-    assert not decided
+    found = outcomes(seed, world_size, ask)
+    assert not decided and len(found) == world_size
     assert all(isinstance(error, CheckpointTimeoutError) for error in found.values())
     assert all("rank 0 to take part in 'late'" in str(error) for error in found.values()), found
 
 
-@seeds
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(seed: int) -> None:
+@worlds
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(seed: int, world_size: int) -> None:
+    missing = world_size - 1
+
     def ask(ranks: StoreCoordinator) -> Any:
-        if ranks.rank < 2:
+        if ranks.rank < missing:
             ranks.decide("save/1", None, len, after(ranks, 5.0))
         ranks.clock.sleep(30.0)
 
-    found = outcomes(seed, 3, ask)
-    assert all(isinstance(found[rank], CheckpointTimeoutError) for rank in (0, 1)), found
-    assert all("rank 2 to take part in 'save/1'" in str(found[rank]) for rank in (0, 1)), found
+    found = outcomes(seed, world_size, ask)
+    assert all(isinstance(found[rank], CheckpointTimeoutError) for rank in range(missing)), found
+    assert all(f"rank {missing} to take part in 'save/1'" in str(found[rank]) for rank in range(missing)), found
 
 
-@seeds
-def test_a_rank_whose_time_is_up_waits_for_a_decision_that_rank_0_has_begun(seed: int) -> None:
+@worlds
+def test_a_rank_whose_time_is_up_waits_for_a_decision_that_rank_0_has_begun(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         def decide(said: list[int]) -> int:
             ranks.clock.sleep(5.0)
@@ -108,42 +112,44 @@ def test_a_rank_whose_time_is_up_waits_for_a_decision_that_rank_0_has_begun(seed
 
         return ranks.decide("slow", 1 + ranks.rank, decide, after(ranks, 30.0 if ranks.is_leader else 0.5))
 
-    assert outcomes(seed, 2, ask) == {0: 3, 1: 3}
+    assert outcomes(seed, world_size, ask) == dict.fromkeys(range(world_size), sum(range(1, world_size + 1)))
 
 
-def test_a_rank_that_dies_while_it_gives_up_leaves_no_rank_waiting() -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_rank_that_dies_while_it_gives_up_leaves_no_rank_waiting(world_size: int) -> None:
     """Also between its request that closes the question and the one that answers it."""
+    last = world_size - 1
 
     def ask(ranks: StoreCoordinator) -> Any:
         if ranks.is_leader:
             ranks.clock.sleep(3.0)
-        return ranks.decide("late", 1, sum, after(ranks, 30.0 if ranks.is_leader else 0.5))
+        return ranks.decide("late", 1, sum, after(ranks, 0.5 if ranks.rank == last else 30.0))
 
     errors = Counter[str]()
-    for number in range(1, 80):
-        found = outcomes(1, 2, ask, faults={number: MessageFault("killed")})
-        if 0 in found and 1 not in found:
+    for number in range(1, 40 * world_size):
+        found = outcomes(1, world_size, ask, faults={number: MessageFault("killed")})
+        if found.keys() == {*range(last)}:
             # Its value counts if it has posted that.
-            assert found[0] == 2 or isinstance(found[0], CheckpointError), (number, found)
+            assert found[0] == world_size or isinstance(found[0], CheckpointError), (number, found)
             errors[str(found[0])] += 1
     # It had not begun, it had closed the question and not answered it, or it had given it up.
-    waits = ("rank 1 to take part in 'late'", "rank 0 to decide 'late'", "rank 0 to take part in 'late'")
-    assert errors.keys() == {"2", *(f"Timed out waiting for {wait}." for wait in waits)}, errors
+    waits = (f"rank {last} to take part in 'late'", "rank 0 to decide 'late'", "rank 0 to take part in 'late'")
+    assert errors.keys() == {f"{world_size}", *(f"Timed out waiting for {wait}." for wait in waits)}, errors
 
 
-@seeds
-def test_ranks_that_fail_shortly_after_the_first_are_named_too(seed: int) -> None:
+@worlds
+def test_ranks_that_fail_shortly_after_the_first_are_named_too(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         def work() -> int:
-            ranks.clock.sleep(0.07 * ranks.rank)
+            ranks.clock.sleep(0.05 * ranks.rank)
             if ranks.rank:
                 raise OSError(5, f"of rank {ranks.rank}")
             return 1
 
         return ranks.all_succeed("vote", work, lambda: 0, after(ranks, 60.0))
 
-    found = outcomes(seed, 3, ask)
-    assert all({*error.failures} == {1, 2} and error.errno == 5 for error in found.values()), found
+    found = outcomes(seed, world_size, ask)
+    assert all({*error.failures} == {*range(1, world_size)} and error.errno == 5 for error in found.values()), found
 
 
 def vote(ranks: StoreCoordinator) -> Any:
@@ -163,50 +169,57 @@ def then(call: Ask, ranks: StoreCoordinator) -> Any:
     return call(ranks)
 
 
-@seeds
+@worlds
 @pytest.mark.parametrize(
     ("call", "dead"),
-    [(vote, 2), (vote, 0), (decide, 1), (decide, 0), (act, 0)],
+    [(vote, -1), (vote, 0), (decide, 1), (decide, 0), (act, 0)],
     ids=lambda it: getattr(it, "__name__", None),
 )
-def test_a_dead_rank_is_named_when_its_heartbeats_stop(seed: int, call: Ask, dead: int) -> None:
-    found = outcomes(seed, 3, partial(then, call), {dead: 3.0})
-    assert found.keys() == {0, 1, 2} - {dead}
+def test_a_dead_rank_is_named_when_its_heartbeats_stop(seed: int, world_size: int, call: Ask, dead: int) -> None:
+    dead %= world_size
+    found = outcomes(seed, world_size, partial(then, call), {dead: 3.0})
+    assert found.keys() == {*range(world_size)} - {dead}
     assert all(isinstance(error, RanksError) and {*error.failures} == {dead} for error in found.values()), found
     assert all("heartbeat" in str(error) for error in found.values()), found
     assert all(error.causes == {dead: "RanksError"} for error in found.values())  # it will not take part in a retry
 
 
-@seeds
-def test_ranks_that_die_together_are_named_together(seed: int) -> None:
-    found = outcomes(seed, 4, partial(then, vote), {1: 3.0, 3: 3.0})
-    assert all({*error.failures} == {1, 3} == {*error.causes} for error in found.values()), found
+@worlds
+def test_ranks_that_die_together_are_named_together(seed: int, world_size: int) -> None:
+    dead = {1, world_size - 1}
+    found = outcomes(seed, world_size, partial(then, vote), dict.fromkeys(dead, 3.0))
+    assert all({*error.failures} == dead == {*error.causes} for error in found.values()), found
 
 
-@seeds
-def test_a_rank_that_lives_and_writes_nothing_hangs(seed: int) -> None:
+def voted(world_size: int) -> dict[int, list[None]]:
+    """What the ranks get of a vote: rank 0 all votes, which have no value here, the others nothing."""
+    return {0: [None] * world_size, **{rank: [] for rank in range(1, world_size)}}
+
+
+@worlds
+def test_a_rank_that_lives_and_writes_nothing_hangs(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
         return ranks.all_succeed("vote", work, lambda: 7, after(ranks, 120.0))
 
-    found = outcomes(seed, 2, ask)
+    found = outcomes(seed, world_size, ask)
     assert all(isinstance(error, RanksError) and "timeouts.stall" in error.failures[1] for error in found.values()), (
         found
     )
     assert all(error.causes == {1: "CheckpointTimeoutError"} for error in found.values())
 
 
-@seeds
-def test_a_rank_that_writes_slowly_does_not_hang(seed: int) -> None:
+@worlds
+def test_a_rank_that_writes_slowly_does_not_hang(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
         return ranks.all_succeed("vote", work, lambda: int(ranks.clock.now()), after(ranks, 120.0))
 
-    assert outcomes(seed, 2, ask) == {0: [None, None], 1: []}
+    assert outcomes(seed, world_size, ask) == voted(world_size)
 
 
-@seeds
-def test_a_rank_that_writes_slowly_does_not_hang_because_another_write_has_ended(seed: int) -> None:
+@worlds
+def test_a_rank_that_writes_slowly_does_not_hang_because_another_write_has_ended(seed: int, world_size: int) -> None:
     """The image of a newer save may become whole in memory while an older one is written."""
 
     def ask(ranks: StoreCoordinator) -> Any:
@@ -216,8 +229,8 @@ def test_a_rank_that_writes_slowly_does_not_hang_because_another_write_has_ended
 
         thread = ranks.clock.start("another", another)
         work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
-        voted = ranks.all_succeed("vote", work, lambda: int(ranks.clock.now()), after(ranks, 120.0))
+        votes = ranks.all_succeed("vote", work, lambda: int(ranks.clock.now()), after(ranks, 120.0))
         thread.join(120.0)
-        return voted
+        return votes
 
-    assert outcomes(seed, 2, ask) == {0: [None, None], 1: []}
+    assert outcomes(seed, world_size, ask) == voted(world_size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from simulation.test_decisions import after, outcomes
+from strides import in_turn
 
 from ckpt_component import CheckpointError, CheckpointSaveError, RanksError
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
@@ -16,7 +17,8 @@ from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import Simulation
 
 breaks = pytest.mark.parametrize("kind", ["lost", "unanswered"])
-#: More than the requests of a question, and of the heartbeats beside it.
+worlds = pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+#: More than the requests of a question of two ranks, and of the heartbeats beside it.
 REQUESTS = 60
 
 
@@ -73,8 +75,9 @@ def test_no_values_are_read_without_a_request() -> None:
 
 
 @breaks
-def test_a_decision_outlives_a_broken_connection_unless_a_count_is_uncertain(kind: str) -> None:
-    """That of a post that did not arrive, of either rank; or that of rank 0's post, or who closed the question."""
+@worlds
+def test_a_decision_outlives_a_broken_connection_unless_a_count_is_uncertain(world_size: int, kind: str) -> None:
+    """That of a post that did not arrive, of any rank; or that of rank 0's post, or who closed the question."""
 
     def ask(ranks: StoreCoordinator) -> tuple[int, str, float]:
         began, decision, text = ranks.clock.now(), 0, ""
@@ -85,24 +88,26 @@ def test_a_decision_outlives_a_broken_connection_unless_a_count_is_uncertain(kin
         return decision, text, ranks.clock.now() - began
 
     uncertain = 0
-    for fault in range(1, REQUESTS):
-        found = outcomes(1, 2, ask, faults={fault: MessageFault(kind)}).values()
+    for fault in range(1, REQUESTS * world_size // 2):
+        found = outcomes(1, world_size, ask, faults={fault: MessageFault(kind)}).values()
         assert all(seconds < 15.0 for *_, seconds in found), (fault, found)
-        if {decision for decision, *_ in found} != {2}:
+        if {decision for decision, *_ in found} != {world_size}:
             uncertain += 1
             for decision, text, _ in found:
                 assert not decision and ("broke" in text or text == "Timed out waiting for rank 0 to decide 'next'."), (
                     fault,
                     found,
                 )
-    assert uncertain == 2
+    assert uncertain == (2 if kind == "unanswered" else world_size)
 
 
-def test_a_vote_that_did_not_arrive_is_a_failure_at_once() -> None:
+@worlds
+def test_a_vote_that_did_not_arrive_is_a_failure_at_once(world_size: int) -> None:
     """Not only at the deadline: the rank lives, and its heartbeats go on."""
     failed = 0
-    for fault in range(1, REQUESTS):
-        found: dict[int, Any] = outcomes(1, 2, voting, faults=dict.fromkeys((fault, fault + 1), MessageFault("lost")))
+    for fault in range(1, REQUESTS * world_size // 2):
+        faults = dict.fromkeys((fault, fault + 1), MessageFault("lost"))
+        found: dict[int, Any] = outcomes(1, world_size, voting, faults=faults)
         assert all(seconds < 15.0 for _, seconds in found.values()), (fault, found)
         failed += any(error is not None for error, _ in found.values())
     assert failed >= 2
@@ -118,7 +123,8 @@ def voting(ranks: StoreCoordinator) -> tuple[CheckpointError | None, float]:
 
 
 @pytest.mark.slow
-def test_a_question_that_a_rank_withdrew_late_is_removed() -> None:
+@pytest.mark.parametrize("world_size", [2, *in_turn([3, 4], 2)])
+def test_a_question_that_a_rank_withdrew_late_is_removed(world_size: int) -> None:
     """The store answers that rank only when rank 0 has decided, or given up, and has asked further questions."""
 
     def ask(ranks: StoreCoordinator) -> bool:
@@ -129,14 +135,14 @@ def test_a_question_that_a_rank_withdrew_late_is_removed() -> None:
             error = raised
             ranks.clock.sleep(60.0)
         for number in range(3):
-            assert ranks.decide(f"next/{number}", 1, sum, after(ranks, 120.0)) == 2
+            assert ranks.decide(f"next/{number}", 1, sum, after(ranks, 120.0)) == world_size
         return "has not answered" in str(error)
 
     withdrawn = 0
-    for fault in range(1, REQUESTS):
+    for fault in range(1, REQUESTS * world_size // 2):
         left: dict[str, bytes] = {}
-        blocked = outcomes(1, 2, ask, faults={fault: MessageFault("late", 30.0)}, left=left)
-        if blocked == {0: False, 1: True}:
+        blocked = outcomes(1, world_size, ask, faults={fault: MessageFault("late", 30.0)}, left=left)
+        if not blocked[0] and any(blocked.values()):
             withdrawn += 1
             assert not [key for key in left if key.startswith("run/late/")], (fault, left)
     assert withdrawn > 5

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from simulation.ranks import ROOT, TIMEOUTS
 from simulation.world import storage_on
+from strides import in_turn
 
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.liveness import AttemptLock
@@ -42,19 +43,22 @@ def content(files: Files) -> dict[str, tuple[bytes, float]]:
     return {file.path: (files.read(file.path, 1000), files.modified(file.path)) for file in files.files_below(ROOT)}
 
 
-def is_whole(files: Files) -> bool:
-    """Whether there is a checkpoint. Raises if it is not whole."""
+def is_whole(files: Files, world_size: int) -> bool:
+    """Whether there is a checkpoint of so many ranks. Raises if it is not whole."""
     manifest = read_manifest(files, TARGET)
     if manifest is None:
         return False
     folder = data_folder(files, TARGET, manifest)
     check_files(files, folder, manifest)
-    assert {".metadata", "rank_0", "rank_1"} <= {*files.names(folder)}
+    assert {".metadata", *(f"rank_{rank}" for rank in range(world_size))} <= {*files.names(folder)}
     return True
 
 
+@pytest.mark.parametrize("world_size", [1, 2, *in_turn([3, 4], 2, [pytest.mark.slow])])
 @pytest.mark.parametrize("protocol", ["rename", "manifest", "bucket"])
-def test_what_the_trainer_has_committed_stays_as_it_is(protocol: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_the_trainer_has_committed_stays_as_it_is(
+    protocol: str, world_size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     """And what it has not, the writer process commits or gives up, and says so."""
     told = dict[str, int]()
     for number in itertools.count(1):
@@ -63,16 +67,16 @@ def test_what_the_trainer_has_committed_stays_as_it_is(protocol: str, capfd: pyt
         files.make_folders(ROOT)
         attempt = commit.new_attempt(files, TARGET, new_token())
         commit.begin(attempt)
-        votes = [written(files, rank, attempt) for rank in range(2)]
+        votes = [written(files, rank, attempt) for rank in range(world_size)]
         lock = AttemptLock(files, attempt)
         try:
             commit.publish(Attempt(protocol_of(trainer), **attempt.to_plain()), votes, {".metadata": b"m"}, {})
             died_at = "end"
         except PowerCut:
             died_at = " ".join(trainer.operations[-1])
-        was_whole, before = is_whole(files), content(files)
+        was_whole, before = is_whole(files, world_size), content(files)
         table = WriteTable(1, [], [], 0, b"")
-        request = WriteRequest(files, attempt, 0, 2, table, (), cast(Any, None), WriteOptions(), {}, TIMEOUTS)
+        request = WriteRequest(files, attempt, 0, world_size, table, (), cast(Any, None), WriteOptions(), {}, TIMEOUTS)
         save = UndecidedSave(request, cast(Any, votes[0]), {".metadata": zlib.compress(b"m")}, lock, 0.0)
         save.finish()
         said = capfd.readouterr().err
@@ -81,7 +85,7 @@ def test_what_the_trainer_has_committed_stays_as_it_is(protocol: str, capfd: pyt
         else:
             assert f"committed {TARGET}" in said or "could not be committed" in said, f"{died_at}: {said}"
         lock.close()
-        there = is_whole(files)
+        there = is_whole(files, world_size)
         assert there or not was_whole
         outcome = "stays" if was_whole else "committed" if there else "given up"
         told[outcome] = told.get(outcome, 0) + 1

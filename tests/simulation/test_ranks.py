@@ -1,7 +1,8 @@
-"""Two to four ranks commit together, under hundreds of schedules: what must never be is not, and all calls return."""
+"""One to four ranks commit together, under hundreds of schedules: what must never be is not, and all calls return."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -38,10 +39,13 @@ def test_ranks_commit_together_or_not_at_all(part: int, protocol: str, record_pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", in_turn(["lost", "unanswered", "late", "stopped", "killed"], 2))
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    in_turn(itertools.product(["lost", "unanswered", "late", "stopped", "killed"], [1, 2, 3, 4]), 9),
+)
 @pytest.mark.parametrize("protocol", ["rename", pytest.param("bucket", marks=pytest.mark.slow)])
-def test_each_request_of_a_save_meets_a_fault_once(protocol: str, kind: str) -> None:
-    wrong = each_request(kind, protocol)
+def test_each_request_of_a_save_meets_a_fault_once(protocol: str, kind: str, world_size: int) -> None:
+    wrong = each_request(kind, protocol, world_size, stride=max(1, world_size - 1))
     assert not wrong, "\n".join(wrong)
 
 
