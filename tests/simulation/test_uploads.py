@@ -7,15 +7,17 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 from evidence import Record
 from parted import save_on_hosts
-from simulation.uploads import HOSTS, TROUBLES, Crew, CrewPatches, read_folders
+from simulation.uploads import NAMES, TROUBLES, Crew, CrewPatches, read_folders
 from strides import STRIDE_OFFSET, in_turn
 
 PAIRS = [*itertools.product(TROUBLES, repeat=2)]
+#: Numbers of hosts; pairs of troubles happen to three.
+WORLDS = (1, 2, 3, 4)
 #: Of the operations of a host one has its turn, and then each one that is so many later.
 STRIDE = 29
 
@@ -24,7 +26,7 @@ class Crews:
     """Makes crews."""
 
     def __init__(self, patches: CrewPatches, folders: dict[str, dict[str, bytes]]) -> None:
-        self._patches, self._folders = patches, folders
+        self._patches, self._folders, self.hosts = patches, folders, (*folders,)
         self.operations = dict[bool, Counter[str]]()
         for atomic_rename in (True, False):
             crew = Crew(patches, folders, atomic_rename)
@@ -38,25 +40,38 @@ class Crews:
         return [f"{atomic_rename} {troubles}: {text}" for text in crew.violations(ended=crew.run())]
 
 
+class Worlds:
+    """Makes them for so many hosts."""
+
+    def __init__(self, folder: Path, patches: CrewPatches) -> None:
+        self._folder, self._patches = folder, patches
+        self._made = dict[int, Crews]()
+
+    def of(self, hosts: int) -> Crews:
+        if hosts not in self._made:
+            folder = self._folder / str(hosts)
+            save_on_hosts(folder, NAMES[:hosts], 1, 2)
+            self._made[hosts] = Crews(self._patches, read_folders(folder))
+        return self._made[hosts]
+
+
 @pytest.fixture(scope="module")
-def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    folder = tmp_path_factory.mktemp("hosts")
-    save_on_hosts(folder, HOSTS, 1, 2)
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     logging.disable(logging.CRITICAL)
     with CrewPatches() as patches:
         try:
-            yield Crews(patches, read_folders(folder))
+            yield Worlds(tmp_path_factory.mktemp("hosts"), patches)
         finally:
             logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", in_turn(TROUBLES, 3))
+@pytest.mark.parametrize(("kind", "hosts"), in_turn(itertools.product(TROUBLES, WORLDS), 11))
 def test_an_upload_gets_there_whole_or_not_whatever_happens_to_a_host(
-    crews: Crews, kind: str, record_property: Record
+    worlds: Worlds, kind: str, hosts: int, record_property: Record
 ) -> None:
-    wrong, lives = [], 0
-    for atomic_rename, host in itertools.product((True, False), HOSTS):
+    wrong, lives, crews = [], 0, worlds.of(hosts)
+    for atomic_rename, host in itertools.product((True, False), crews.hosts):
         for number in range(1 + STRIDE_OFFSET % STRIDE, crews.operations[atomic_rename][host], STRIDE):
             wrong += crews.wrong(atomic_rename, {(host, number): kind})
             lives += 1
@@ -66,11 +81,11 @@ def test_an_upload_gets_there_whole_or_not_whatever_happens_to_a_host(
 
 @pytest.mark.parametrize(("first", "second"), in_turn(PAIRS, len(PAIRS), [pytest.mark.slow]))
 def test_an_upload_gets_there_whole_or_not_whatever_happens_twice(
-    crews: Crews, first: str, second: str, record_property: Record
+    worlds: Worlds, first: str, second: str, record_property: Record
 ) -> None:
-    wrong: list[Any] = []
+    wrong, crews = list[str](), worlds.of(3)
     chosen = random.Random(f"{first} {second} {STRIDE_OFFSET}")
-    for atomic_rename, one, other in itertools.product((True, False), HOSTS, HOSTS):
+    for atomic_rename, one, other in itertools.product((True, False), crews.hosts, crews.hosts):
         for _ in range(4):
             operations = crews.operations[atomic_rename]
             here, there = chosen.randrange(1, operations[one]), chosen.randrange(1, operations[other])

@@ -32,11 +32,15 @@ from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.process_files import ProcessFiles
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
-HOSTS = ("host-a", "host-b", "host-c")
+#: The names of as many hosts as there may be; the first one leads.
+NAMES = ("host-a", "host-b", "host-c", "host-d")
 SOURCE, TARGET, RUN, STEP = "/scratch/run", "/shared/run", "me", 2
 #: A host that does not go on is waited for, and the time of a process is over, after so many seconds.
 SILENT, LIMIT = 20.0, 150.0
 _AGAIN_SECONDS = 2.0
+#: For how long all may wait: where nothing happens, and more where this does. Of what else happens no bound is known.
+SOON = 6.0
+DELAYS = {"kill": 6.0, "stop": 2 * SILENT + 6.0, "lie": SILENT + 6.0}
 
 
 def read_folders(folder: Path) -> dict[str, dict[str, bytes]]:
@@ -47,7 +51,8 @@ def read_folders(folder: Path) -> dict[str, dict[str, bytes]]:
             for path in sorted((folder / host).rglob("*"))
             if path.is_file()
         }
-        for host in HOSTS
+        for host in NAMES
+        if (folder / host).is_dir()
     }
 
 
@@ -124,6 +129,7 @@ class Crew:
         troubles: what happens, by host and number of its operation
 
     Attributes:
+        hosts: their names; the first one leads
         failed: what uploaders could not do, in words
         lost: hosts that are gone, or have no folder any more
         operations: of each host
@@ -138,7 +144,7 @@ class Crew:
     ) -> None:
         self.simulation = Simulation(1)
         patches.use(self)
-        self.folders = folders
+        self.folders, self.hosts = folders, (*folders,)
         self.disks = {host: SimulatedFiles(_disk_of(files)) for host, files in folders.items()}
         self.target = SimulatedFiles(Disk(), atomic_rename=atomic_rename)
         self.target.make_folders(TARGET)
@@ -150,7 +156,7 @@ class Crew:
 
     def run(self) -> bool:
         """Returns whether all has ended in time."""
-        for host in HOSTS:
+        for host in self.hosts:
             self._start(host)
         watch = self.simulation.process("the run")
         watch.start(self._watch, watch)
@@ -158,7 +164,7 @@ class Crew:
 
     def _watch(self, watch: SimulatedProcess) -> None:
         """Start what was killed again, until all is done or time is over."""
-        while self.simulation.now < LIMIT and not {*HOSTS} <= self.done | self.lost:
+        while self.simulation.now < LIMIT and not {*self.hosts} <= self.done | self.lost:
             watch.clock.sleep(_AGAIN_SECONDS)
             for host, process in [*self.processes.items()]:
                 if process.is_dead and host not in self.done | self.lost:
@@ -193,8 +199,9 @@ class Crew:
             self.failed.append(message["error"])
 
     def policy_of(self, host: str) -> UploadPolicy:
+        names = (self.hosts, host) if len(self.hosts) > 1 else ((), "")  # one alone has what all ranks share
         return UploadPolicy(
-            SOURCE, TARGET, MEGATRON, RetentionPolicy(last=1), run=RUN, hosts=HOSTS, host=host, silent_seconds=SILENT
+            SOURCE, TARGET, MEGATRON, RetentionPolicy(1), run=RUN, hosts=names[0], host=names[1], silent_seconds=SILENT
         )
 
     # What uploaders see
@@ -223,13 +230,17 @@ class Crew:
         """What must never be, and is."""
         found = scan_steps(self.target, TARGET, MEGATRON)
         wrong = [] if ended else ["an uploader hangs"]
+        if {*self.happened} <= DELAYS.keys() and self.simulation.now > SOON + sum(
+            DELAYS[kind] for kind in self.happened
+        ):
+            wrong.append(f"it took {self.simulation.now:.0f} s")
         wrong += [f"step {step}: {why}" for step, why in {**found.damaged, **found.torn, **found.unusable}.items()]
         for step in found.committed:
             wrong += self._wrong_in(step)
         others = {"another_run"} & {*self.happened}
         if not found.committed and not (self.lost or others):
             wrong.append(f"nothing was uploaded: {self.failed[-3:]}")
-        if not found.committed and self.lost and not self.failed and HOSTS[0] not in self.lost:
+        if not found.committed and self.lost and not self.failed and self.hosts[0] not in self.lost:
             wrong.append("nothing was uploaded, and nobody has said so")
         return wrong
 
@@ -282,8 +293,10 @@ def lose_folder(crew: Crew, host: str) -> None:
 
 def say_what_is_not_so(crew: Crew, host: str) -> None:
     """It says that its files are there, and they are not, or short, or have other bytes. Not the one that commits."""
-    host = HOSTS[1] if host == HOSTS[0] else host
-    manifest = read_manifest(crew.disks[HOSTS[0]], f"{SOURCE}/{MEGATRON.folder(STEP)}") or {}
+    if len(crew.hosts) == 1:
+        return
+    host = crew.hosts[1] if host == crew.hosts[0] else host
+    manifest = read_manifest(crew.disks[crew.hosts[0]], f"{SOURCE}/{MEGATRON.folder(STEP)}") or {}
     target = f"{TARGET}/{MEGATRON.folder(STEP)}"
     attempt = new_attempt(crew.target, target, manifest["attempt"])
     path = note_path(attempt, manifest, host)

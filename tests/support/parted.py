@@ -53,7 +53,7 @@ def _part(whole: Path, folder: Path, hosts: Sequence[str], run: str) -> None:
     for entry in manifest["files"]:
         match = _OF_RANK.match(entry["name"])
         files[hosts[int(match[1]) if match else 0]].append(entry["name"])
-    manifest |= {"hosts": files, "at": manifest["attempt"], "run": run}
+    manifest |= {"at": manifest["attempt"], "run": run} | ({"hosts": files} if len(hosts) > 1 else {})
     for host, names in files.items():
         data = folder / host / whole.name / manifest["at"]
         data.mkdir(parents=True)
