@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
+import torch
+from simulation.keepers import HostPatches
 from simulation.ranks import Schedule, each_request
+from simulation.recovery import Life, RankStagers, violations
+from simulation.troubles import Trouble
 from simulation.workloads import WORKLOADS
 from simulation.world import World, configs_are_kept
 
@@ -18,6 +23,8 @@ def find(name: str, protocol: str) -> int:
     """Print the first violation. Returns 1; 0 if there is none."""
     if name == "ranks":
         return find_in_schedules(protocol)
+    if name == "recovery":
+        return find_in_lives()
     workload = next(workload for workload in WORKLOADS if workload.name == name)
     with configs_are_kept():
         try:
@@ -30,6 +37,22 @@ def find(name: str, protocol: str) -> int:
             if found:
                 print(f"violation at {number} {operation}: {found[0]}")
                 return 1
+    return 0
+
+
+def find_in_lives() -> int:
+    """The same for a run of three ranks that keeps its snapshots in memory; a rank dies before its keeper has one."""
+    logging.disable(logging.CRITICAL)
+    with torch.no_grad(), HostPatches() as patches:
+        stagers = RankStagers(3)
+        try:
+            for number, rank in itertools.product(range(1, 10), range(3)):
+                life = Life(patches, stagers, [Trouble("kill_trainer", "give", number, rank)])
+                if wrong := violations(life, ended=life.run()):
+                    print(f"violation when {life.happened}: {wrong[0]}")
+                    return 1
+        finally:
+            stagers.close()
     return 0
 
 

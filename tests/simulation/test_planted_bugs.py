@@ -261,6 +261,20 @@ BUGS = [
         "ranks",
         "bucket",
     ),
+    Bug(
+        "who_follows_a_decision_counts_as_one_who_votes",  # ours
+        "core/writing/keeper.py",
+        "            undecided.finish(keeper.still_writing)\n",
+        "            undecided.finish()\n",
+        "recovery",
+    ),
+    Bug(
+        "a_keeper_that_has_no_job_is_waited_for",  # ours
+        "core/writing/keeper.py",
+        'if keeper.rank in ranks and keeper.about().get("writing"):',
+        "if keeper.rank in ranks and keeper.about():",
+        "recovery",
+    ),
 ]
 #: Ends by itself after a minute of CPU, or when it has hung for so long.
 PROGRAM = f"""
