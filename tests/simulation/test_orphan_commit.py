@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -24,6 +25,8 @@ from ckpt_component.core.writing.orphan_commit import UndecidedSave
 from ckpt_component.core.writing.request import WriteOptions, WriteRequest
 from ckpt_component.core.writing.write_table import WriteTable
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedBucket, SimulatedFiles, SimulatedObjects
+from ckpt_component.testing.process_files import ProcessFiles
+from ckpt_component.testing.simulation import Simulation
 
 TARGET = os.path.join(ROOT, MEGATRON.folder(1))
 Files = SimulatedFiles | SimulatedBucket
@@ -94,3 +97,41 @@ def test_what_the_trainer_has_committed_stays_as_it_is(
         if died_at == "end":
             break
     assert {*told} == {"stays", "committed", "given up"}, told
+
+
+@pytest.mark.parametrize("votes_after", [None, 25.0], ids=["dead", "slow"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_writer_that_has_died_is_not_waited_for_and_one_that_writes_is(
+    world_size: int, votes_after: float | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last rank's; the others have voted, and let go of the attempt."""
+    simulation, plain, took = Simulation(1), SimulatedFiles(Disk()), list[float]()
+    leader, last = simulation.process("writer of rank 0"), simulation.process("writer of the last rank")
+    plain.make_folders(ROOT)
+    attempt = commit.new_attempt(plain, TARGET, new_token())
+    commit.begin(attempt)
+    votes = [written(plain, rank, attempt) for rank in range(world_size - 1)]
+
+    def finish() -> None:
+        files = ProcessFiles(leader, plain)
+        own, began = Attempt(protocol_of(files), **attempt.to_plain()), leader.clock.now()
+        table, source = WriteTable(1, [], [], 0, b""), cast(Any, None)
+        request = WriteRequest(files, own, 0, world_size, table, (), source, WriteOptions(), {}, TIMEOUTS)
+        with contextlib.closing(AttemptLock(files, own)) as lock:
+            sidecars = {".metadata": zlib.compress(b"m")}
+            UndecidedSave(request, cast(Any, votes[0]), sidecars, lock, began + TIMEOUTS.write).finish()
+        took.append(leader.clock.now() - began)
+
+    def write(seconds: float) -> None:
+        files = ProcessFiles(last, plain)
+        with contextlib.closing(AttemptLock(files, attempt)):
+            last.clock.sleep(seconds)
+            written(files, world_size - 1, attempt)
+
+    leader.start(finish, after=1.0)
+    if votes_after is not None:
+        last.start(write, votes_after)
+    assert simulation.run(200.0)
+    assert is_whole(plain, world_size) is (votes_after is not None), capfd.readouterr().err
+    limit = TIMEOUTS.heartbeat if votes_after is None else votes_after
+    assert limit - 1 < took[0] < limit + 2, took
