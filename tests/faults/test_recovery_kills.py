@@ -1,7 +1,10 @@
-"""Seeded random kills of a job that keeps its snapshots in memory: trainer, keeper, both, torchrun, the whole session.
+"""Seeded random kills of a job that keeps its snapshots in memory: a rank, its keeper, both, torchrun, all ranks.
+
+Each life of the job has another number of ranks than the one before. A rank is killed at any time, or when the ranks
+have begun with a snapshot and its keeper does not have it yet; the others a moment later.
 
 pytest tests/faults/test_recovery_kills.py                               the short form
-pytest --run-soak tests/faults/test_recovery_kills.py                    200 kills
+pytest --run-soak tests/faults/test_recovery_kills.py                    300 kills
 CKPT_SOAK_SEED=7 CKPT_RECOVERY_KILLS=50 pytest --run-soak ...            another seed, another number
 """
 
@@ -19,14 +22,18 @@ from typing import Any
 
 import pytest
 from evidence import Record
-from faults.recovering import EVERY_STEPS, LEASE, RANKS, told_by
+from faults.recovering import EVERY_STEPS, LEASE, told_by
 from faults.test_soak import children_of
 from forker import Forker
 
 SEED = int(os.environ.get("CKPT_SOAK_SEED", "4"))
-VICTIMS = ("trainer", "keeper", "both", "torchrun", "session")
-#: Steps that a trainer is ahead of what is whole in memory: the images in flight, and the step that it is in.
-AHEAD = 3
+VICTIMS = ("trainer", "early", "keeper", "both", "torchrun", "session")
+WORLDS = (2, 3, 4)
+#: A restart may wait so long for processes that are gone, in seconds; the least of its `timeouts` is longer.
+MOST_WAITED = 5.0
+#: Steps that a trainer is ahead of what is whole in memory: the images in flight, one of which never becomes whole if
+#: its rank dies before it gives it to its keeper, and the step that it is in.
+AHEAD = 4
 PATIENCE_S = 60.0
 #: Jobs whose ranks do not meet, in a hundred or so.
 MOST_STILLBORN = 3
@@ -48,6 +55,9 @@ class Lives:
         self.lives = self.stillborn = 0
         self.kills = Counter[str]()
         self.sources = Counter[str]()
+        self.worlds = Counter[int]()
+        self.ranks, self.before = 0, ""
+        self.waited = 0.0
         self.wrong = list[str]()
         #: The newest step that was acknowledged: in memory whose keepers live, and on disk; and the one reached.
         self.kept = self.saved = self.reached = 0
@@ -66,31 +76,36 @@ class Lives:
             self.wrong += [f"left after the lease: {path}" for path in self.runtime.rglob("*")]
         return (
             f"seed {SEED}: {self.kills.total()} kills {dict(self.kills)} in {time.monotonic() - began:.0f} s, back from "
-            f"{dict(self.sources)}, {self.stillborn} not started, {len(self.wrong)} violations"
+            f"{dict(self.sources)}, ranks {dict(self.worlds)}, {self.stillborn} not started, waited {self.waited:.2f} s at "
+            f"most, {len(self.wrong)} violations"
         )
 
     def life(self, victim: str, lease: int = LEASE) -> None:
         """Start a job, kill at a random time, and look at what it has said; without a victim it ends in peace."""
         self.lives += 1
         number = self.lives
+        self.ranks = ranks = self.choose.choice([each for each in WORLDS if each != self.ranks])
+        self.worlds[ranks] += 1
         log = str(self.folder / f"life{number}")
         env = {"CKPT_RUNTIME_DIR": str(self.runtime)}
-        steps = {} if victim else {"steps": 10}
-        launcher = self.forker.fork("faults.recovering:launch", env, root=self.root, log=log, lease=lease, **steps)
+        one, options = self.choose.randrange(ranks), dict[str, Any]()
+        if not victim:
+            options["steps"] = 10
+        if victim == "early":
+            options["dies"] = (one, self.choose.randint(1, 4))
+        launcher = self.forker.fork(
+            "faults.recovering:launch", env, root=self.root, log=log, ranks=ranks, lease=lease, **options
+        )
         if victim:
-            until = time.monotonic() + PATIENCE_S
-            while not all(any("reached" in line for line in lines) for lines in told_by(log)):
-                if time.monotonic() > until:
-                    break  # what it has said is looked at below
-                time.sleep(0.01)
-            time.sleep(self.choose.uniform(0, 0.7))
-            trainers = [lines[0]["pid"] for lines in told_by(log) if lines]
+            self.await_ranks(log, one if victim == "early" else None)
+            time.sleep(self.choose.uniform(0, 0.7) * (victim != "early"))
+            trainers = [lines[0]["pid"] for lines in told_by(log, ranks) if lines]
             keepers = [child for pid in trainers for child in children_of(pid)]
-            self.kill(victim, launcher, trainers, keepers)
+            self.kill(victim, one, launcher, trainers, keepers)
             end_session(launcher)
         ended = self.forker.wait(launcher, PATIENCE_S)
-        said, who = told_by(log), f"life {number} ({victim or 'in peace'})"
-        if not all(said):  # torchrun could not start both ranks: nothing of ours has run
+        said, who = told_by(log, ranks), f"life {number} ({victim or 'in peace'}, {ranks} ranks)"
+        if not all(said):  # torchrun could not start all ranks: nothing of ours has run
             self.stillborn += 1
             self.wrong += [f"{who} did not start: {ended.output[-3000:]}"] * (self.stillborn > MOST_STILLBORN)
             return
@@ -99,10 +114,20 @@ class Lives:
         if len(self.wrong) > wrong or (not victim and ended.code != 0):
             self.wrong.append(f"{who}: exit {ended.code}\n{ended.output[-3000:]}")
 
-    def kill(self, victim: str, launcher: int, trainers: Sequence[int], keepers: Sequence[int]) -> None:
-        """Kill -9 whom the dice say."""
-        one = self.choose.randrange(RANKS)
+    def await_ranks(self, log: str, dies: int | None) -> None:
+        """Wait until all ranks train; and until the one that is to die has. Not forever: see what they have said."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            said = told_by(log, self.ranks)
+            all_train = all(any("reached" in line for line in lines) for lines in said)
+            if all_train and (dies is None or not is_running(said[dies][0]["pid"])):
+                return
+            time.sleep(0.01)
+
+    def kill(self, victim: str, one: int, launcher: int, trainers: Sequence[int], keepers: Sequence[int]) -> None:
+        """Kill -9 whom the dice say; `one` is the rank, which has died already if it was to die early."""
         chosen = {
+            "early": [],
             "trainer": [*trainers[one : one + 1]],
             "keeper": [*keepers[one : one + 1]],
             "both": [*trainers[one : one + 1], *keepers[one : one + 1]],
@@ -113,7 +138,7 @@ class Lives:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.kills[victim] += 1
-        time.sleep(self.choose.choice((0.0, 0.3)))  # others may notice it
+        time.sleep(self.choose.choice((0.0, 0.3, 1.0)))  # others may notice it, and their keepers have what it lacks
 
     def judge(self, who: str, said: Sequence[Sequence[dict[str, Any]]], *, harmed: bool) -> None:
         """Compare where a life began with what those before it had acknowledged, and take over what it has."""
@@ -123,17 +148,32 @@ class Lives:
             return
         (step,) = began
         self.wrong += [f"{who}: {text}" for lines in said for line in lines for text in line.get("wrong", [])]
+        # What the search took on rank 0, when all ranks had come: the waits that a restart has are in there.
+        asked, loads = ([line[what] for lines in said for line in lines if what in line] for what in ("asked", "loads"))
+        waited = min(loads, default=0.0) - max(asked)
+        self.waited = max(self.waited, waited)
+        if waited > MOST_WAITED:
+            self.wrong.append(f"{who}: it waited {waited:.1f} s before it loaded step {step}")
         self.sources.update(line["source"] for line in said[0] if "source" in line)
         least = max(self.kept, self.saved)
         if step < least:
             self.wrong.append(f"{who}: it began at step {step}, and step {least} was acknowledged")
         if self.kept and self.reached - step > EVERY_STEPS + AHEAD:
-            self.wrong.append(f"{who}: it began at step {step}, and step {self.reached} had been reached")
+            text = f"{who}: it began at step {step}, and step {self.reached} had been reached; {self.before}"
+            self.wrong.append(text)
         kept, saved, reached = ([newest(lines, what) for lines in said] for what in ("kept", "saved", "reached"))
+        self.before = f"{who} had kept {kept}, saved {saved}, and reached {reached}"
         self.saved = max(self.saved, *saved)
         # A keeper that its trainer has closed has nothing more, as one that was killed.
         self.kept = 0 if harmed else max(*kept, *saved, step)
         self.reached = min(reached)  # who was not killed goes on for a moment
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
 
 
 def newest(lines: Sequence[dict[str, Any]], what: str) -> int:
@@ -159,7 +199,7 @@ def of_session(session: int) -> Iterator[int]:
 @pytest.mark.timeout(600)
 def test_random_kills_lose_nothing_that_is_in_memory(forker: Forker, tmp_path: Path, record_property: Record) -> None:
     lives = Lives(forker, tmp_path, SEED)
-    told = lives.run(6)
+    told = lives.run(4)
     print(told)
     record_property("recovery kills", lives.kills.total())
     assert not lives.wrong, f"{told}\n" + "\n".join(lives.wrong)
@@ -171,7 +211,7 @@ def test_many_random_kills_lose_nothing_that_is_in_memory(
     forker: Forker, tmp_path: Path, record_property: Record
 ) -> None:
     lives = Lives(forker, tmp_path, SEED)
-    told = lives.run(int(os.environ.get("CKPT_RECOVERY_KILLS", "200")))
+    told = lives.run(int(os.environ.get("CKPT_RECOVERY_KILLS", "300")))
     print(told)
     record_property("recovery kills", lives.kills.total())
     assert not lives.wrong, f"{told}\n" + "\n".join(lives.wrong)
