@@ -10,6 +10,7 @@ import torch
 
 from ..core.state.flatten import FlatState, StateDict, Stateful, unflatten
 from ..core.state.paths import Path, key_of
+from ..core.state.quantized_parameters import QUANTIZED_MARKS, without_parts
 from ..errors import CheckpointLoadError
 from .kinds import Kinds
 from .made_tensors import whole_values
@@ -104,6 +105,10 @@ def load_state(
         if isinstance(stateful, torch.optim.Optimizer):
             _fit_optimizer(stateful, state)
             options = options_of(stateful)
+        elif isinstance(stateful, torch.nn.Module) and any(
+            map("\n".join(map(str, state)).__contains__, QUANTIZED_MARKS)
+        ):
+            state = without_parts(state)
         values = state.get("state")  # an optimizer may change the dict
         expected = None if proof is None else proof.expect(stateful, state)
         stateful.load_state_dict(state)

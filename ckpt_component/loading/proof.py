@@ -14,7 +14,7 @@ import torch
 
 from ..core.state.dense_tensors import ORDINARY
 from ..core.state.equality import same_value
-from ..core.state.flatten import Stateful
+from ..core.state.flatten import Stateful, is_torch_own
 from ..core.state.paths import Path, key_of
 from ..core.state.tensor_parts import dense_parts
 from ..core.state.unchanged_tensors import mark_of
@@ -23,8 +23,6 @@ from ..errors import CheckpointLoadError, first_keys
 
 logger = logging.getLogger("ckpt_component.readers")
 
-_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-_OPTIMIZER_HOOKS = tuple(f"_optimizer_{name[1:]}" for name in _HOOKS)
 _ABSENT = object()
 
 
@@ -126,25 +124,6 @@ class Proof:
                 f"{first_keys(self._errors)}. Do not train on; report this, or name the keys in "
                 "checkpoint.load.may_differ if they may differ."
             )
-
-
-def is_torch_own(stateful: Stateful) -> bool:
-    """Whether an object is an optimizer or a module whose state only torch's code takes and gives back."""
-    if isinstance(stateful, torch.optim.Optimizer):
-        kind = type(stateful)
-        methods = (kind.state_dict, kind.load_state_dict, kind.__setstate__)
-        own = all(method.__module__.startswith("torch.optim.") for method in methods)
-        return own and not any(getattr(stateful, name, None) for name in _OPTIMIZER_HOOKS)
-    base = torch.nn.Module
-    return isinstance(stateful, base) and all(
-        not any(getattr(module, name) for name in _HOOKS)
-        and type(module).state_dict is base.state_dict
-        and type(module).load_state_dict is base.load_state_dict
-        and type(module).get_extra_state is base.get_extra_state
-        and type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-        and type(module)._save_to_state_dict.__module__.startswith("torch.nn.modules.")
-        for module in stateful.modules()
-    )
 
 
 def _values(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

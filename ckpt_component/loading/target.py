@@ -13,9 +13,12 @@ from ..core.formats.index import Entry, rows_of
 from ..core.state.flatten import StateDict, Stateful, flatten
 from ..core.state.paths import Path, key_of, keys_of
 from ..core.state.per_rank import PerRank, rank_of
+from ..core.state.quantized_parameters import QUANTIZED_MARKS, QuantDescription
 from ..core.state.shards import Shard, local_part
 from ..core.state.tensor_parts import CONTEXT
+from ..errors import CheckpointLoadError
 from .foreign.archives import RefusedObject
+from .handed_values import HandedValues, refuse_other_quantization, with_parts_to_fill
 from .kinds import Kinds, owner_of
 from .made_tensors import match_made_tensors, whole_values
 from .mapped_source import MappedSource
@@ -89,6 +92,8 @@ class Target:
         self.mismatches = Mismatches(source.where)
         if flat.made or any(entry.path[-1] == CONTEXT for entry in source.contents.objects.values()):
             flat, source = match_made_tensors(flat, source, self.mismatches, self._copy_of)
+        if flat.quantized:
+            flat = with_parts_to_fill(flat)
         self._flat = flat = emptied(flat, source.contents) if flat.mappings else flat
         self.source = self._source = source
         self._kinds = Kinds(state_dict, flat.stateful, owners, source)
@@ -104,6 +109,10 @@ class Target:
         #: Tuples, made of those of the checkpoint and of what the target alone has.
         self._fitted: dict[Path, Any] = {}
         self._converted: list[Request] = []
+        #: Descriptions of quantized parameters, by key.
+        self._descriptions: dict[str, QuantDescription] = {}
+        #: Tensors of another shape, which their objects are given as they are.
+        self._handed: HandedValues | None = None
         self.requests: list[Request] = []
         self._new: dict[str, None] = {}
         contents = source.contents
@@ -151,7 +160,8 @@ class Target:
         flat = self._flat
         keys = keys_of(flat.tensor_paths)
         entries = list(map(self._source.contents.tensors.get, keys))
-        addresses = None if any(flat.shards) else addresses_if_matching(entries, flat.tensors)
+        one_by_one = any(flat.shards) or QuantDescription in {*map(type, flat.tensors)}
+        addresses = None if one_by_one else addresses_if_matching(entries, flat.tensors)
         if addresses is not None:
             self.requests += rows_of(Request, keys, flat.tensors, repeat(None), addresses)
             return
@@ -159,6 +169,9 @@ class Target:
             try:
                 self._match_tensor(*row)
             except Misfit as misfit:
+                self.mismatches.add(misfit)
+        if self._handed is not None:
+            for misfit in self._handed.refused():
                 self.mismatches.add(misfit)
 
     def _check_form(self, path: Path) -> bool:
@@ -188,8 +201,16 @@ class Target:
             else:
                 self._missing.append(key)
             return
+        if isinstance(tensor, QuantDescription):
+            self._descriptions[key], self._new[key] = tensor, None
+            return
         shape = tensor.shape if shard is None else shard.shape
+        if entry.shape != shape or DTYPE_NAMES[tensor.dtype] != entry.dtype:
+            refuse_other_quantization(key, self.keys(), self._source.contents.tensors)
         if entry.shape != shape:
+            if self._hands_over(path, entry):
+                self._replaced[path], self._new[key] = [key], None
+                return
             raise Misfit.of_shape(key, shape, entry.shape)
         same = DTYPE_NAMES[tensor.dtype] == entry.dtype
         if not same and not self._allow_dtype_cast:
@@ -201,6 +222,15 @@ class Target:
             # Values of another dtype are loaded into new memory and converted by the copy in `finish`.
             self._new[key] = None
             self._converted.append(request)
+
+    def _hands_over(self, path: Path, entry: Entry) -> bool:
+        """Whether a tensor of another shape is given to its object as it is."""
+        above = self._kinds.object_around(path)
+        module = None if above is None else self._kinds.objects[above]
+        if above is None or not isinstance(module, torch.nn.Module):
+            return False
+        self._handed = self._handed or HandedValues(self._flat)
+        return self._handed.takes(module, above, path, entry)
 
     def _match_value(self, path: Path, key: str, *, outside: bool, may_miss: bool) -> None:
         """Match a plain value or an empty dict. If `outside` of objects' states, its form must match."""
@@ -232,7 +262,7 @@ class Target:
         if not objects:
             return
         used = {request.key for request in [*self.requests, *self._converted]}
-        used.update(elsewhere, *self._replaced.values())
+        used.update(elsewhere, self._descriptions, *self._replaced.values())
         for (path, stateful), place in zip(objects.items(), keys_of([*objects]), strict=True):
             if not self._check_form(path):
                 continue
@@ -380,8 +410,18 @@ class Target:
 
         Args:
             loaded: the values of `new_tensors` and `objects`, by key
+
+        Raises:
+            CheckpointLoadError: a parameter is quantized in another way
         """
         self._loaded = loaded
+        for key, description in self._descriptions.items():
+            if difference := description.difference(loaded[key]):
+                weight = key.partition(QUANTIZED_MARKS[0])[0]
+                raise CheckpointLoadError(
+                    f"{self._source.where} does not fit the target: '{weight}' {difference}; quantize the model as it "
+                    "was when it was saved."
+                )
         for path, keys in self._replaced.items():
             self._values[path] = loaded[keys[0]] if keys == [key_of(path)] else self._assemble(path, keys, loaded)
         self._values.update(self._fitted)
@@ -399,6 +439,8 @@ class Target:
             self._meta_tensors().give()
         for request in self._converted:
             copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)
+        for key, description in self._descriptions.items():
+            description.take(self._loaded[key])
         for path, value in self._values.items():
             if self._kinds.object_around(path) is None:
                 if path in self._flat.mappings and isinstance(value, Mapping):

@@ -22,7 +22,8 @@ from ..core.image.layout import Layout
 from ..core.image.unchanged_files import UnchangedFiles
 from ..core.memory.gc_control import collector_paused
 from ..core.state.dedup import Selection, Share
-from ..core.state.flatten import FlatState, flatten
+from ..core.state.flatten import FlatState, flatten, is_torch_own
+from ..core.state.module_trial import warn_of_refusals
 from ..core.state.objects import encode, refuse_fake_tensors
 from ..core.state.parameter_names import ParameterNames
 from ..core.state.paths import key_of
@@ -172,6 +173,7 @@ class Stager(ABC):
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None
         self._names = ParameterNames()
+        self._refused = set[str]()
         self._lock = threading.Lock()
         self._connected(shared=shared)
 
@@ -197,6 +199,8 @@ class Stager(ABC):
             if structure is None or pointers is None:
                 self._names.add_to(flat, again=True)
                 structure = Structure(flat)
+                if any(isinstance(value, torch.nn.Module) and not is_torch_own(value) for _, value in flat.stateful):
+                    warn_of_refusals(flat, self._refused)
                 self._reuse.observe(structure, flat)
                 return StatePlan(flat, structure, True)
             flat.pointers = pointers

@@ -25,6 +25,7 @@ from .held_tensors import held_tensors
 from .objects import DEEPEST
 from .paths import TAG, Path, key_of
 from .per_rank import PerRank, rank_name
+from .quantized_parameters import QUANTIZED_MARKS
 from .shards import Shard, is_spread, mesh_of
 from .suggestions import is_config
 from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
@@ -32,6 +33,10 @@ from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
 StateDict = dict[str, Any]
 #: The rank of `PerRank` values: one rank for all, or a function of path and value.
 Owner = int | Callable[[Path, PerRank], int | None]
+
+#: Hooks of modules and of optimizers around their states.
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_OPTIMIZER_HOOKS = tuple(f"_optimizer_{name[1:]}" for name in _HOOKS)
 
 _DICTS = (dict, OrderedDict)
 #: Kinds of containers for which `unflatten` needs no class.
@@ -54,6 +59,30 @@ class Stateful(Protocol):
         ...
 
 
+def is_torch_own(stateful: Stateful, *, below: bool = True) -> bool:
+    """Whether an object is an optimizer or a module whose state only torch's code takes and gives back.
+
+    Args:
+        stateful: the object
+        below: of a module, with all modules in it; False: it alone
+    """
+    if isinstance(stateful, torch.optim.Optimizer):
+        kind = type(stateful)
+        methods = (kind.state_dict, kind.load_state_dict, kind.__setstate__)
+        own = all(method.__module__.startswith("torch.optim.") for method in methods)
+        return own and not any(getattr(stateful, name, None) for name in _OPTIMIZER_HOOKS)
+    base = torch.nn.Module
+    return isinstance(stateful, base) and all(
+        not any(getattr(module, name) for name in _HOOKS)
+        and type(module).state_dict is base.state_dict
+        and type(module).load_state_dict is base.load_state_dict
+        and type(module).get_extra_state is base.get_extra_state
+        and type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        and type(module)._save_to_state_dict.__module__.startswith("torch.nn.modules.")
+        for module in (stateful.modules() if below else [stateful])
+    )
+
+
 @dataclass
 class FlatState:
     """A flattened state dict.
@@ -74,6 +103,7 @@ class FlatState:
         wrapped: names of the modules whose state has other names than its paths here, which are canonical; by path
         made: the tensors made of tensors, by path; of one within another, the outer one
         mappings: the dicts of other classes below the top, by path
+        quantized: the modules whose state has parts of quantized parameters, by path
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -88,6 +118,7 @@ class FlatState:
     wrapped: dict[Path, CanonicalNames] = field(default_factory=dict)
     made: dict[Path, torch.Tensor] = field(default_factory=dict)
     mappings: dict[Path, MutableMapping[Any, Any]] = field(default_factory=dict)
+    quantized: dict[Path, torch.nn.Module] = field(default_factory=dict)
 
     @cached_property
     def pointers(self) -> array[int]:
@@ -261,6 +292,8 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
                 names = CanonicalNames(value, state)
                 if names.differ:
                     state, flat.wrapped[path] = names.canonical_state(state), names
+            if any(map(text.__contains__, QUANTIZED_MARKS)):
+                flat.quantized[path] = value
         _walk(path, state, flat, owner, inside=True)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .quantized_parameters import QUANTIZED_MARKS, parts_to_fill
+
 #: What wrappers call the module inside. Others may have a child called `module`.
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 #: Texts of which one is in each name with a wrapper's part. If none is, as in most states, no module is asked.
@@ -89,8 +91,10 @@ class CanonicalNames:
 
 
 def canonical_state_of(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """The state of a module under canonical names, and what gives such a state the module's own names again."""
+    """The state of a module to fill, under canonical names, and what gives such a state its own names again."""
     state = module.state_dict()
+    if any(map("\n".join(map(str, state)).__contains__, QUANTIZED_MARKS)):
+        state.update(parts_to_fill(module, state))
     names = CanonicalNames(module, state)
     return names.canonical_state(state), names.own_state
 
