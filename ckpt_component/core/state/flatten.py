@@ -7,6 +7,7 @@ What stock DCP loses is recorded separately: int keys, empty dicts, `OrderedDict
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -25,7 +26,7 @@ from .held_tensors import held_tensors
 from .objects import DEEPEST
 from .paths import TAG, Path, key_of
 from .per_rank import PerRank, rank_name
-from .quantized_parameters import QUANTIZED_MARKS
+from .quantized_parameters import QUANTIZED_MARKS, add_parts_of_shards
 from .shards import Shard, is_spread, mesh_of
 from .suggestions import is_config
 from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
@@ -35,8 +36,8 @@ StateDict = dict[str, Any]
 Owner = int | Callable[[Path, PerRank], int | None]
 
 #: Hooks of modules and of optimizers around their states.
-_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-_OPTIMIZER_HOOKS = tuple(f"_optimizer_{name[1:]}" for name in _HOOKS)
+HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_OPTIMIZER_HOOKS = tuple(f"_optimizer_{name[1:]}" for name in HOOKS)
 
 _DICTS = (dict, OrderedDict)
 #: Kinds of containers for which `unflatten` needs no class.
@@ -73,7 +74,7 @@ def is_torch_own(stateful: Stateful, *, below: bool = True) -> bool:
         return own and not any(getattr(stateful, name, None) for name in _OPTIMIZER_HOOKS)
     base = torch.nn.Module
     return isinstance(stateful, base) and all(
-        not any(getattr(module, name) for name in _HOOKS)
+        not any(getattr(module, name) for name in HOOKS)
         and type(module).state_dict is base.state_dict
         and type(module).load_state_dict is base.load_state_dict
         and type(module).get_extra_state is base.get_extra_state
@@ -287,6 +288,9 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
             raise _not_restorable(path, value, state)
         flat.stateful.append((path, value))
         if isinstance(value, torch.nn.Module) and isinstance(state, Mapping):
+            is_ordinary = "bitsandbytes" not in sys.modules or ORDINARY.issuperset(map(type, state.values()))
+            if not is_ordinary and isinstance(state, dict):
+                add_parts_of_shards(value, state)
             text = "\n".join(map(str, state))
             if any(map(text.__contains__, WRAPPER_MARKS)):  # seldom, and else nothing is renamed
                 names = CanonicalNames(value, state)

@@ -1,6 +1,7 @@
 """Try whether a module takes a state, on a copy of it that has the shapes of its tensors and none of their bytes.
 
-Only code that is not torch's is tried: what torch's own modules give, they take.
+Only code that is not torch's is tried: what torch's own modules give, they take. What torch shards is not tried, as its
+hooks may call other ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .flatten import FlatState, is_torch_own, unflatten
+from .flatten import HOOKS, FlatState, is_torch_own, unflatten
 from .paths import Path, key_of
 from .quantized_parameters import without_parts
+from .shards import is_spread
 
 logger = logging.getLogger("ckpt_component.state")
 
@@ -29,7 +31,7 @@ def modules_with_own_code(module: torch.nn.Module, prefix: str = "") -> Iterator
     Returns:
         What the names of a part's values begin with, and the part.
     """
-    if not is_torch_own(module, below=False):
+    if not is_torch_own(module, below=False) and not _is_distributed(module):
         yield prefix, module
         return
     for name, child in module.named_children():
@@ -95,6 +97,14 @@ def _state_at(flat: FlatState, path: Path) -> dict[Any, Any]:
     kinds = [(flat.own_path(place)[depth:], kind) for place, kind in flat.containers if place[:depth] == path]
     state = unflatten(below, kinds)
     return without_parts(state) if path in flat.quantized else state
+
+
+def _is_distributed(module: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, has sharded parameters or hooks of `torch.distributed`."""
+    hooks = (hook for part in module.modules() for name in HOOKS for hook in getattr(part, name).values())
+    return any(map(is_spread, module.parameters())) or any(
+        str(getattr(hook, "__module__", None)).startswith("torch.distributed.") for hook in hooks
+    )
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,12 @@ the weight alone. The names say which parameters these are; bitsandbytes itself 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
+
+from .shards import is_spread
 
 #: Texts of which one is in the state of each module with such parameters. If none is, no module is asked.
 QUANTIZED_MARKS = (".quant_state.bitsandbytes__", "SCB")
@@ -47,7 +49,7 @@ class QuantDescription(torch.Tensor):
         return description
 
     def difference(self, stored: torch.Tensor) -> str | None:
-        """How another description differs, with both values; None: at most in the number that `take` fills.
+        """How another description differs, with both values; None: at most in the number that `accept` fills.
 
         Raises:
             ValueError: what is stored is no description
@@ -62,7 +64,7 @@ class QuantDescription(torch.Tensor):
                 return f"has {name} {one!r:.100} in the target and {other!r:.100} in the checkpoint"
         return None
 
-    def take(self, stored: torch.Tensor) -> None:
+    def accept(self, stored: torch.Tensor) -> None:
         """Fill the number that is no tensor of its own in a state."""
         offset = self.quant_state.offset
         if offset is not None:
@@ -84,6 +86,21 @@ def parts_of_parameters(names: Iterable[Any]) -> dict[str, list[str]]:
     return parts
 
 
+def add_parts_of_shards(module: torch.nn.Module, state: dict[Any, Any]) -> None:
+    """Add the parts of 4-bit weights that are sharded, which their layers do not find in a DTensor.
+
+    Args:
+        module: the module
+        state: from its `state_dict()`
+    """
+    for name, layer in module.named_modules():
+        weight, place = layer._parameters.get("weight"), ".".join(filter(None, [name, "weight"]))
+        quant_state = vars(layer).get("quant_state")
+        if weight is not None and quant_state is not None and is_spread(weight) and place in state:
+            parts = {f"{place}.{part}": each for part, each in quant_state.as_dict(packed=True).items()}
+            state.update({part: each.detach() for part, each in parts.items() if part not in state})
+
+
 def parts_to_fill(module: torch.nn.Module, state: Mapping[Any, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parts that a load fills, where the state has copies of them.
 
@@ -98,7 +115,9 @@ def parts_to_fill(module: torch.nn.Module, state: Mapping[Any, torch.Tensor]) ->
     for weight, parts in parts_of_parameters(state).items():
         for name in parts:
             if _STATE in name:
-                quant_state = module.get_parameter(weight).quant_state
+                parameter = module.get_parameter(weight)
+                layer = module.get_submodule(weight.rpartition(".")[0]) if is_spread(parameter) else parameter
+                quant_state = vars(layer)["quant_state"]
                 filled[name] = QuantDescription.of(state[name], quant_state)
                 for part, attributes in _PARTS.items():
                     if f"{weight}.{part}" in parts:
@@ -118,7 +137,7 @@ def without_parts(state: dict[Any, Any]) -> dict[Any, Any]:
     return state
 
 
-def quantized_name(key: str, keys: Mapping[str, Any]) -> str | None:
+def quantized_name(key: str, keys: Container[str]) -> str | None:
     """The key that says that a weight is quantized, among the keys of a state; None: none does."""
     likely = [f"{key}{_STATE}{kind}" for kind in ("nf4", "fp4")]
     if key.rpartition(".")[2] == "weight":

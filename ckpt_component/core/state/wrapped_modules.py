@@ -7,6 +7,7 @@ parts go, so that a child that its author called `module` keeps its name.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .quantized_parameters import QUANTIZED_MARKS, parts_to_fill
+from .dense_tensors import ORDINARY
+from .quantized_parameters import QUANTIZED_MARKS, add_parts_of_shards, parts_to_fill
 
 #: What wrappers call the module inside. Others may have a child called `module`.
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -93,6 +95,8 @@ class CanonicalNames:
 def canonical_state_of(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
     """The state of a module to fill, under canonical names, and what gives such a state its own names again."""
     state = module.state_dict()
+    if "bitsandbytes" in sys.modules and not ORDINARY.issuperset(map(type, state.values())):
+        add_parts_of_shards(module, state)
     if any(map("\n".join(map(str, state)).__contains__, QUANTIZED_MARKS)):
         state.update(parts_to_fill(module, state))
     names = CanonicalNames(module, state)
