@@ -10,7 +10,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.options import Commit, IoMode, OnDifferentReplicas, RecoveryMode, ReplicaCheck, ReuseMode
+from ..core.options import (
+    Commit,
+    ExportFormat,
+    FrozenMode,
+    IoMode,
+    OnDifferentReplicas,
+    RecoveryMode,
+    ReplicaCheck,
+    ReuseMode,
+)
 from ..core.spelling import invalid_choice
 from ..core.storage.locate import is_url
 from ..errors import CheckpointConfigError
@@ -106,6 +115,16 @@ RULES = (
         lambda settings, parts: _says_what_to_reuse(settings) and _writer_of(settings) in ("torch_save", "safetensors"),
         "checkpoint.reuse.frozen and checkpoint.reuse.base say which files to share, and this writer puts all tensors "
         "into one file. Use checkpoint/writer=dcp, or leave them out.",
+    ),
+    Rule(
+        lambda settings, parts: settings.save.frozen is FrozenMode.skip and _writer_of(settings) == "safetensors",
+        "checkpoint.save.frozen=skip stores digests of frozen parameters beside the tensors, and files of safetensors "
+        "have tensors only. Use checkpoint/writer=dcp, or checkpoint.save.frozen=keep.",
+    ),
+    Rule(
+        lambda settings, parts: settings.save.frozen is FrozenMode.skip and settings.export.format is ExportFormat.hf,
+        "checkpoint.export.format=hf is for whole models, and checkpoint.save.frozen=skip stores no frozen parameters. "
+        "Use checkpoint.export.format=safetensors for the others, or checkpoint.save.frozen=keep.",
     ),
     Rule(
         # A user's class may derive from PersistentCaller; the factory asks it.

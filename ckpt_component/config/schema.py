@@ -21,6 +21,7 @@ from ..core.options import (
     DeltaMode,
     Durability,
     ExportFormat,
+    FrozenMode,
     IoMode,
     IoPriority,
     MetricMode,
@@ -82,6 +83,8 @@ class Save:
     """Save when this many seconds have passed since the last save began; null: not by time."""
     at_end: bool = True
     """Also save the last step, when the manager's `with` block ends without an exception."""
+    frozen: FrozenMode = FrozenMode.keep
+    """Parameters that need no gradient: `keep` stores them; `skip` stores digests, which the next run must match."""
 
 
 @dataclass

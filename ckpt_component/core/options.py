@@ -34,6 +34,13 @@ class ReuseMode(Word):
     off = "off"
 
 
+class FrozenMode(Word):
+    """Whether checkpoints have the parameters that need no gradient."""
+
+    keep = "keep"
+    skip = "skip"  # digests of them alone
+
+
 class Overlap(Word):
     """What happens to a save that is requested while the previous one is still running."""
 

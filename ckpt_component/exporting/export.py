@@ -24,7 +24,14 @@ from ..core.storage.locate import storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.space import FULL, full_text, refuse_without_room
 from ..core.storage.storage import Storage
-from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError, first_keys
+from ..errors import (
+    CheckpointConfigError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointLoadError,
+    CheckpointSaveError,
+    first_keys,
+)
 from .blocks import TensorBlocks
 from .casting import check_dtype
 from .export_files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
@@ -115,7 +122,7 @@ def export_checkpoint(
     Raises:
         CheckpointNotFoundError: there is no checkpoint
         CheckpointExistsError: the target exists
-        CheckpointLoadError: a name fits no key
+        CheckpointLoadError: a name fits no key, or the checkpoint lacks frozen parameters that `hf` must have
         CheckpointStageError: the format does not have a dtype or a name
         CheckpointCorruptError: the checkpoint is damaged
         CheckpointSaveError: the files cannot be written
@@ -125,6 +132,12 @@ def export_checkpoint(
     _refuse_target(fs, target, options)
     index = open_index(storage or storage_at(source), source)
     selected = selected_by(options, index)
+    if selected.lacks_frozen:
+        lacks = f"{source} does not have the frozen parameters, which checkpoint.save.frozen=skip left out"
+        if options.format == "hf":
+            text = "which an export of hf is to have for from_pretrained(); export the others as safetensors or torch"
+            raise CheckpointLoadError(f"{lacks}, and {text}.")
+        logger.warning("%s; the export has the others", lacks)
     tensors, name = selected.tensors, os.path.basename(target)
     with open_blocks(index, [tensor.entry for tensor in tensors]) as blocks:
         left_out = [entry.key for _, entry in selected.objects]

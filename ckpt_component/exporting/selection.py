@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..core.formats import Entry, Index
 from ..core.state.dtypes import WIDTHS
 from ..core.state.key_map import KeyMap, RenamedKeys, unknown_names
-from ..core.state.paths import Path
+from ..core.state.paths import FROZEN, Path
 from ..errors import CheckpointLoadError
 from .casting import cast_dtype
 
@@ -40,11 +40,15 @@ class Tensor(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """Tensors, tied ones once; objects with their paths; and containers, as `Contents` has them."""
+    """Tensors, tied ones once; objects with their paths; and containers, as `Contents` has them.
+
+    `lacks_frozen`: what was chosen has frozen parameters that the checkpoint does not have.
+    """
 
     tensors: list[Tensor]
     objects: list[tuple[Path, Entry]]
     containers: list[tuple[Path, str]]
+    lacks_frozen: bool = False
 
 
 def select(index: Index, prefix: str, key_map: KeyMap, to_dtype: str | None) -> Selected:
@@ -75,10 +79,11 @@ def select(index: Index, prefix: str, key_map: KeyMap, to_dtype: str | None) -> 
         else:
             stored = index.entries[stripped.old[renamed.old[name]]]
             tensors[tie] = Tensor(name, path, stored, cast_dtype(dtype, to_dtype))
-    objects = [(entry.path, index.entries[stripped.old[renamed.old[name]]]) for name, entry in chosen.objects.items()]
+    others = {name: entry for name, entry in chosen.objects.items() if FROZEN not in entry.path}
+    objects = [(entry.path, index.entries[stripped.old[renamed.old[name]]]) for name, entry in others.items()]
     if not tensors:
         raise CheckpointLoadError(f"There is no tensor to export in {where}: {len(objects)} objects were chosen.")
-    return Selected([*tensors.values()], objects, chosen.containers)
+    return Selected([*tensors.values()], objects, chosen.containers, len(others) < len(chosen.objects))
 
 
 def model_prefix(index: Index) -> str:

@@ -37,9 +37,10 @@ from ..core.coordination import Coordinator, Hosts, LocalCoordinator
 from ..core.image.file_reuse import FileReuse, Find
 from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
-from ..core.options import Commit, Durability, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
+from ..core.options import Commit, Durability, FrozenMode, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
 from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
+from ..core.state.frozen_weights import FrozenWeights
 from ..core.state.unchanged_tensors import UnchangedTensors
 from ..core.storage.files import FileStorage, local_files
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
@@ -359,9 +360,12 @@ def _build_graph(
     if settings.reuse.mode is ReuseMode.auto and isinstance(writer, PlansUnchanged):
         unchanged, in_memory = UnchangedTensors(settings.reuse.frozen), snapshots is not None
         reuse = FileReuse(unchanged, find, writer.algorithm, in_memory=in_memory)
-    room = {} if snapshots is None else snapshots.room()
+    options = {} if snapshots is None else snapshots.room()
+    frozen = FrozenWeights(ranks.rank) if settings.save.frozen is FrozenMode.skip else None
+    if frozen is not None:
+        options["frozen"] = frozen
     stager.connect(
-        writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse, **room
+        writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse, **options
     )
     replicas = ReplicaPolicy(settings.check_replicas, settings.on_different_replicas)
     context = replace(context, reuse=reuse, replicas=replicas)
@@ -380,6 +384,7 @@ def _build_graph(
         may_differ=settings.load.may_differ,
         device=checked_device("checkpoint.load.device", settings.load.device),
         collective=_collective(settings, ranks, timeouts, hosts) if ranks.world_size > 1 else None,
+        frozen=frozen,
     )
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)

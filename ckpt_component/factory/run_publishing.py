@@ -12,7 +12,7 @@ from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.hydra.hydra_job import MultirunJob
 from ..config.rules import resolved_commit
 from ..config.schema import Checkpoint
-from ..core.options import Commit, DeltaMode, Durability, RecoveryMode
+from ..core.options import Commit, DeltaMode, Durability, FrozenMode, RecoveryMode
 from ..core.storage.locate import absolute, is_url
 from ..exporting.casting import check_dtype
 from ..exporting.export import ExportOptions
@@ -84,6 +84,9 @@ class RunPublishing:
         if run.hosts.several and settings.recovery.mode is not RecoveryMode.none:
             text = "checkpoint.publish: snapshots in memory are on %d hosts, so only checkpoints in %s are published"
             logger.warning(text, len({*run.hosts.names}), run.root)
+        if settings.save.frozen is FrozenMode.skip:
+            text = "checkpoint.publish: versions have no frozen parameters, as checkpoint.save.frozen=skip stores none"
+            logger.warning(text)
         policy = PublishPolicy(
             self._options,
             to=to,

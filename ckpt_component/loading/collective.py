@@ -98,6 +98,21 @@ class CollectiveLoad:
             raise failure
         raise _KINDS[kind](f"Rank {rank}: {text}") from failure
 
+    def decide(self, name: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Between two phases: what the leading rank makes of the values of all ranks.
+
+        Args:
+            name: the question
+            value: this rank's value
+            decide: called on the leading rank, with all values by rank
+
+        Raises:
+            CheckpointTimeoutError, RanksError: a rank did not answer in time, or is dead
+        """
+        timeouts = self._timeouts
+        deadline = self._ranks.clock.now() + timeouts.stage + timeouts.write
+        return self._ranks.decide(f"{self._tag}/{name}", value, decide, deadline)
+
     def _agree(self, phase: str, outcome: tuple[int, str] | None) -> Any:
         """The worst outcome of all ranks, with its rank."""
         now, timeouts = self._ranks.clock.now(), self._timeouts

@@ -11,9 +11,12 @@ import torch
 
 from ..core.progress import Progress
 from ..core.state.flatten import StateDict, unflatten
+from ..core.state.frozen_weights import FrozenWeights
+from ..core.state.paths import FROZEN
 from ..core.state.wrapped_modules import canonical_state_of
 from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
 from .foreign.archives import RefusedObject
+from .frozen_base import FrozenBase
 from .load_options import LoadOptions
 from .mapped_source import MappedSource
 from .mismatch import Misfit, how_to_find
@@ -40,6 +43,10 @@ class Filling:
         rank: this rank
         world_size: number of ranks
         device: as for `MetaTensors`
+        weights: what leaves frozen parameters out of the saves of a run that resumes; None: nothing does
+
+    Attributes:
+        frozen: see `Target`
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class Filling:
         rank: int,
         world_size: int,
         device: torch.device | None = None,
+        weights: FrozenWeights | None = None,
     ) -> None:
         self._goal = goal
         self._own_state: Any = None
@@ -70,7 +78,9 @@ class Filling:
             mapped=mapped,
             modules=modules,
             device=device,
+            weights=weights,
         )
+        self.frozen = self._target.frozen
         self._source = self._target.source
         self._objects: Mapping[str, Any] = {}
 
@@ -84,6 +94,8 @@ class Filling:
             The keys that the checkpoint lacks.
         """
         target, mapped, wanted = self._target, self._mapped, self._wanted
+        if self.frozen is not None and (misfit := self.frozen.misfit()) is not None:
+            target.mismatches.add(misfit)
         self._objects = self._source.read_objects(target.objects)
         missing = target.compare(self._objects)
         if mapped is not None:
@@ -112,6 +124,11 @@ class Filling:
             logger.log(level, text, path, first_keys(target.unexpected))
         return missing
 
+    @property
+    def filled(self) -> list[str]:
+        """The keys of the tensors that `read` fills."""
+        return [request.key for request in self._target.requests]
+
     def read(self, to_device: ToDevice, progress: Progress) -> None:
         """Read the tensors, those that the target lacks into new ones."""
         target, tensors = self._target, dict[str, torch.Tensor]()
@@ -138,6 +155,16 @@ def load_all(source: Source, to_device: ToDevice, progress: Progress) -> StateDi
         CheckpointCorruptError: its keys make up no dict
     """
     contents = source.contents
+    if any(FROZEN in entry.path for entry in contents.objects.values()):
+        frozen = FrozenBase(source, None)
+        logger.warning(
+            "%s does not have %d frozen tensors, such as '%s': checkpoint.save.frozen=skip left them out",
+            source.where,
+            len(frozen.keys),
+            min(frozen.keys),
+        )
+        source = frozen.without_records(source)
+        contents = source.contents
     tensors = _moved(source.new_tensors(contents.tensors, progress), to_device)
     values = {**tensors, **source.read_objects([*contents.objects])}
     refused = {key: value.kind for key, value in values.items() if isinstance(value, RefusedObject)}

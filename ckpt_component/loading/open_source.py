@@ -35,9 +35,13 @@ def open_source(index: Index, access: Access, rank: int = 0, world_size: int = 1
                 "load on another number of ranks."
             )
         rank = rank if index.world_size > 1 else 0
-        if isinstance(index, OwnTorchSave):
-            return TorchSaveSource(index, rank, access)
-        return RangeSource(index, index.of_rank(rank), access)
+        source: Source = (
+            TorchSaveSource(index, rank, access)
+            if isinstance(index, OwnTorchSave)
+            else RangeSource(index, index.of_rank(rank), access)
+        )
+        source.shared = not index.per_rank
+        return source
     if isinstance(index, Megatron):
         return MegatronSource(index, access)
     if isinstance(index, StockDcp):

@@ -173,7 +173,7 @@ class _LoadOnce(CollectiveLoad):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """As for `CollectiveLoad`; this rank has read when its part of `read` is done, or has failed."""
+        """As for `CollectiveLoad`; this rank has read when its part of such a phase is done, or has failed."""
         with super().phase(name):
             try:
                 yield
@@ -184,7 +184,7 @@ class _LoadOnce(CollectiveLoad):
 
     def _wait_for_readers(self, phase: str) -> None:
         """Take part in what others still read together."""
-        while phase == "read" and self._meet(has_read=True) not in (_ALONE, _END):
+        while phase in ("compare", "read") and self._meet(has_read=True) not in (_ALONE, _END):
             self._once.exchange(("", {}))
 
     def _meet(self, has_read: bool) -> str:

@@ -22,14 +22,17 @@ from ..core.memory.gc_control import collector_paused
 from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
 from ..core.state.flatten import StateDict
+from ..core.state.frozen_weights import FrozenWeights
 from ..core.state.key_map import KeyMap
 from ..core.state.objects import refuse_fake_tensors
+from ..core.state.paths import FROZEN
 from ..core.storage.locate import storage_at
 from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointNotFoundError
 from .collective import CollectiveLoad, CollectiveLoads, OpenFiles, Phase
 from .filling import Filling, load_all, to_device_of
+from .frozen_base import together
 from .load_options import LoadOptions
 from .mapped_source import MappedSource
 from .open_source import open_source
@@ -53,6 +56,7 @@ class Reader:
         may_differ: keys whose values may differ then; `*` stands for any text
         device: where modules on the meta device get memory; None: the default device, and that of a DTensor's mesh
         collective: makes the loads that all ranks make, and is closed with this; None: this rank loads by itself
+        frozen: what leaves frozen parameters out of the run's saves; None: all are saved
 
     Attributes:
         last_read: what the last `read` adds to its `LoadReport`: `bytes`, `verified`, `proven`, `differing` and `spans`
@@ -71,6 +75,7 @@ class Reader:
         may_differ: Sequence[str] = (),
         device: torch.device | None = None,
         collective: CollectiveLoads | None = None,
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -82,6 +87,7 @@ class Reader:
         self._may_differ = may_differ
         self._device = device
         self._collective = collective
+        self._frozen = frozen
         self.last_read: dict[str, Any] = {}
 
     @property
@@ -130,6 +136,8 @@ class Reader:
                     manifest = manifest_of_attempt(self._storage_of(path), path, wanted.attempt)
                 is_target = state_dict is not None
                 source = self.open(path, mapped=is_target, verify=verify, manifest=manifest, load=load)
+                objects = source.contents.objects.values() if phase is not nullcontext and source.shared else ()
+                meets = any(FROZEN in entry.path for entry in objects)
                 if source.verifies_first:
                     marks.append(("verify", clock()))
                     share = (self._rank, self._world_size) if phase is not nullcontext else (0, 1)
@@ -137,7 +145,8 @@ class Reader:
             marks.append(("read" if state_dict is None else "match", clock()))
             filling: Filling | None = None
             missing: list[str] = []
-            with phase("read"):
+            with ExitStack() as within:
+                within.enter_context(phase("compare" if meets else "read"))
                 mapped = None
                 if key_map is not None:
                     source = mapped = MappedSource(source, key_map)
@@ -148,9 +157,21 @@ class Reader:
                         mapped.check_ignored([])
                     state_dict = load_all(source, to_device, self._progress)
                 else:
-                    filling = Filling(state_dict, source, mapped, wanted, self._rank, self._world_size, self._device)
+                    weights = self._frozen if wanted.resuming else None
+                    where = (self._rank, self._world_size, self._device)
+                    filling = Filling(state_dict, source, mapped, wanted, *where, weights)
+                if meets and load is not None:
+                    within.close()
+                    frozen = None if filling is None else filling.frozen
+                    told = load.decide("frozen", None if frozen is None else frozen.message(), together)
+                    within.enter_context(phase("read"))
+                    if frozen is not None:
+                        frozen.settle(*told)
+                if filling is not None:
                     missing = filling.match(path)
                     marks.append(("read", clock()))
+                    if self._frozen is not None:
+                        self._frozen.filled(filling.filled)
                     filling.read(to_device, self._progress)
             with phase("take"):  # only now, so that no object waits for one on a rank that could not read
                 if filling is not None:

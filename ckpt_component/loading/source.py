@@ -121,11 +121,13 @@ class Source(ABC):
         where: what messages call it, its path
         contents: what it has
         verifies_first: whether everything is to be read within `verified`
+        shared: whether all ranks have the same contents
     """
 
     where: str
     contents: Contents
     verifies_first = False
+    shared = True
 
     def verified(self, rank: int, world_size: int) -> AbstractContextManager[None]:
         """Verify all bytes, or this rank's share of them. Until the context ends they stay, and are not verified again.

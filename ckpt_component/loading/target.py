@@ -11,13 +11,15 @@ import torch
 
 from ..core.formats.index import Entry, rows_of
 from ..core.state.flatten import StateDict, Stateful, flatten
-from ..core.state.paths import Path, key_of, keys_of
+from ..core.state.frozen_weights import FrozenWeights
+from ..core.state.paths import FROZEN, Path, key_of, keys_of
 from ..core.state.per_rank import PerRank, rank_of
 from ..core.state.quantized_parameters import QUANTIZED_MARKS, QuantDescription
 from ..core.state.shards import Shard, local_part
 from ..core.state.tensor_parts import CONTEXT
 from ..errors import CheckpointLoadError
 from .foreign.archives import RefusedObject
+from .frozen_base import FrozenBase
 from .handed_values import HandedValues, refuse_other_quantization, with_parts_to_fill
 from .kinds import Kinds, owner_of
 from .made_tensors import match_made_tensors, whole_values
@@ -46,6 +48,7 @@ class Target:
         mismatches: values that have a different shape, dtype or kind in the checkpoint
         unexpected: keys of the checkpoint that have no place in the target
         shortens_lists: whether some of these are elements of lists or tuples that are shorter in the target
+        frozen: the parameters that the checkpoint has digests of, and not their values; None: there are none
         requests: tensors to fill in place
         new_tensors: keys of tensors to load into new memory, without duplicates
         objects: keys of objects to load, without duplicates
@@ -70,6 +73,7 @@ class Target:
         mapped: MappedSource | None = None,
         modules: Sequence[torch.nn.Module] = (),
         device: torch.device | None = None,
+        weights: FrozenWeights | None = None,
     ) -> None:
         self._state_dict = state_dict
         self._modules, self._device = [((), module) for module in modules], device
@@ -85,8 +89,20 @@ class Target:
         renamed = str if mapped is None else mapped.new_name
         source, flat, self.notes = match_optimizers(flatten(state_dict, owner), source, renamed)
         self._modules += [(path, value) for path, value in flat.stateful if isinstance(value, torch.nn.Module)]
+        self._weights = weights
+        self.frozen: FrozenBase | None = None
+        if any(FROZEN in entry.path for entry in source.contents.objects.values()):
+            self.frozen = FrozenBase(source, mapped)
+            source = self.frozen.without_records(source)
+            self.frozen.compare(flat, weights)
+        elif weights is not None:
+            weights.built(flat, {})
+        #: The keys of tensors that stay as they are, because the checkpoint has digests of them.
+        self._as_built = frozenset[str]() if self.frozen is None else frozenset(self.frozen.keys)
         keys, contents = keys_of(paths := [*flat.tensor_paths, *flat.object_paths, *flat.elsewhere]), source.contents
-        if any(key not in contents.tensors and key not in contents.objects for key in keys):
+        if any(
+            key not in contents.tensors and key not in contents.objects for key in keys if key not in self._as_built
+        ):
             source, notes = under_names_of_target(source, keys, paths, mapped)
             self.notes = [*self.notes, *notes]
         self.mismatches = Mismatches(source.where)
@@ -124,7 +140,7 @@ class Target:
         #: Keys of tensors whose every element is loaded by other ranks.
         elsewhere = set(keys_of([*flat.elsewhere]))
         self.on_meta.update(key_of(path) for path, tensor in flat.elsewhere.items() if tensor.is_meta)
-        self._missing += elsewhere - contents.tensors.keys()
+        self._missing += elsewhere - contents.tensors.keys() - self._as_built
         places = [*flat.object_paths, *(path for path, kind in flat.containers if kind == "empty" and path)]
         around = list(map(self._kinds.object_around, places))
         for number, (path, key) in enumerate(zip(places, keys_of(places), strict=True)):
@@ -166,13 +182,15 @@ class Target:
             self.requests += rows_of(Request, keys, flat.tensors, repeat(None), addresses)
             return
         for row in zip(keys, flat.tensor_paths, flat.tensors, flat.shards, entries, strict=True):
+            if row[0] in self._as_built:
+                continue
             try:
                 self._match_tensor(*row)
             except Misfit as misfit:
                 self.mismatches.add(misfit)
         if self._handed is not None:
-            for misfit in self._handed.refused():
-                self.mismatches.add(misfit)
+            for refused in self._handed.refused():
+                self.mismatches.add(refused)
 
     def _check_form(self, path: Path) -> bool:
         """Whether the target has the checkpoint's form at a path; else it is a mismatch."""
@@ -440,7 +458,7 @@ class Target:
         for request in self._converted:
             copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)
         for key, description in self._descriptions.items():
-            description.take(self._loaded[key])
+            description.accept(self._loaded[key])
         for path, value in self._values.items():
             if self._kinds.object_around(path) is None:
                 if path in self._flat.mappings and isinstance(value, Mapping):
@@ -452,6 +470,8 @@ class Target:
             containers, missing = self._source.contents.containers, set(self._missing)
             state = partial(state_of_object, path, self._flat, self._kinds, self._values, missing, containers)
             load_state(objects[path], state, key_of(path), self._source.where, proof)
+        if self._weights is not None:
+            self._weights.kept(self._flat, [path for path, each in objects.items() if takes_only_its_own_keys(each)])
 
     def _assemble(self, path: Path, keys: Sequence[str], loaded: Mapping[str, Any]) -> Any:
         """The checkpoint's subtree at a path."""

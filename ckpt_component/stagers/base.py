@@ -23,6 +23,7 @@ from ..core.image.unchanged_files import UnchangedFiles
 from ..core.memory.gc_control import collector_paused
 from ..core.state.dedup import Selection, Share
 from ..core.state.flatten import FlatState, flatten, is_torch_own
+from ..core.state.frozen_weights import FrozenWeights
 from ..core.state.module_trial import warn_of_refusals
 from ..core.state.objects import encode, refuse_fake_tensors
 from ..core.state.parameter_names import ParameterNames
@@ -150,6 +151,7 @@ class Stager(ABC):
         reuse: FileReuse | None = None,
         kept: int = 0,
         in_flight: int = 1,
+        frozen: FrozenWeights | None = None,
     ) -> None:
         """Set the other parts of the graph that a stager uses.
 
@@ -162,6 +164,7 @@ class Stager(ABC):
             reuse: decides which files a snapshot shares with an earlier one; None: none
             kept: how many images stay in memory after their save
             in_flight: how many others there must be room for, if the stager's own settings say fewer
+            frozen: leaves frozen parameters out of what is saved; None: they are saved
         """
         self._writer = writer
         self._ranks = ranks
@@ -174,6 +177,7 @@ class Stager(ABC):
         self._selection: Selection | None = None
         self._names = ParameterNames()
         self._refused = set[str]()
+        self._frozen = frozen
         self._lock = threading.Lock()
         self._connected(shared=shared)
 
@@ -190,7 +194,9 @@ class Stager(ABC):
         refuse_fake_tensors()
         # In inference mode, a module with DTensors does not give its state.
         with collector_paused(), torch.inference_mode(False), torch.no_grad():
-            flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
+            flat = whole = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
+            if self._frozen is not None:
+                flat = self._frozen.leave_out(whole)
             structure, plan = self._structure, self._plan
             pointers = None
             if structure is not None and plan is not None:
@@ -200,7 +206,7 @@ class Stager(ABC):
                 self._names.add_to(flat, again=True)
                 structure = Structure(flat)
                 if any(isinstance(value, torch.nn.Module) and not is_torch_own(value) for _, value in flat.stateful):
-                    warn_of_refusals(flat, self._refused)
+                    warn_of_refusals(whole, self._refused)
                 self._reuse.observe(structure, flat)
                 return StatePlan(flat, structure, True)
             flat.pointers = pointers

@@ -60,7 +60,7 @@ class FourBitLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         signed = self.weight.view(self.weight.quant_state.shape).to(torch.int8).float()
-        return x @ (signed * self.scale()[:, None]).T
+        return torch.as_tensor(x @ (signed * self.scale()[:, None]).T)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
