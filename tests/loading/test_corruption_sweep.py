@@ -191,7 +191,6 @@ def test_a_flipped_bit_is_found_in_a_tensor_of_any_size(writer: str, stager: str
         assert_equal(ours.load(tmp_path / "one", zeros_like(state)), state, writer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", _COUNTS)
 @pytest.mark.parametrize("writer", _WRITERS)
 def test_a_flipped_bit_is_found_among_any_number_of_tensors(writer: str, count: int, tmp_path: Path) -> None:

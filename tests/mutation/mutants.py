@@ -95,6 +95,38 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
         yield ast.Return(ast.Constant(None))
     elif isinstance(changed, ast.Continue):
         yield ast.Break()
+    yield from _losses(node)
+
+
+def _losses(node: ast.AST) -> Iterator[ast.AST]:
+    """A node without a part that decides: one of several conditions, a summand, what is collected."""
+    lost = copy.deepcopy(node)
+    if isinstance(lost, ast.BoolOp):
+        for number in range(len(lost.values)):
+            values = lost.values[:number] + lost.values[number + 1 :]
+            yield values[0] if len(values) == 1 else ast.BoolOp(lost.op, values)
+    elif isinstance(lost, ast.BinOp) and isinstance(lost.op, ast.Add):
+        yield lost.left
+    elif isinstance(lost, ast.Compare) and isinstance(lost.ops[0], ast.Eq) and _is_length(lost.left):
+        lost.ops[0] = ast.GtE()
+        yield lost
+    elif isinstance(lost, ast.If) and not isinstance(lost.test, ast.Constant | ast.BoolOp):
+        lost.test = ast.Constant(True)
+        yield lost
+    elif isinstance(lost, ast.SetComp | ast.ListComp | ast.DictComp | ast.GeneratorExp):
+        yield _EMPTY[type(lost)]()
+
+
+_EMPTY: dict[type, Callable[[], ast.AST]] = {
+    ast.SetComp: lambda: ast.Call(ast.Name("set", ast.Load()), [], []),
+    ast.ListComp: lambda: ast.List([], ast.Load()),
+    ast.DictComp: lambda: ast.Dict([], []),
+    ast.GeneratorExp: lambda: ast.Call(ast.Name("iter", ast.Load()), [ast.Tuple([], ast.Load())], []),
+}
+
+
+def _is_length(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
 
 
 def _is_none(node: ast.AST) -> bool:

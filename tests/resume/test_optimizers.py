@@ -276,6 +276,83 @@ def test_a_renamed_module_keeps_its_optimizer_state(ours: Checkpointer, tmp_path
     assert_same_state(state_of(model, optimizer), state_of(other, restored))
 
 
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_names_that_change_places_take_their_state_along(stepped: int, ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("abc"), Layers("abc")
+    groups = [("a", 0.1), ("b", 0.2), ("c", 0.4)]
+    optimizer, restored = (torch.optim.AdamW(groups_of(each, groups)) for each in (model, other))
+    train(model, optimizer)
+    train(other, restored, stepped)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    # The checkpoint has the same names in the same order, and they mean others.
+    rename = {"model.a": "model.b", "model.b": "model.a"}
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True, rename=rename)
+    assert [group["lr"] for group in restored.param_groups] == [0.2, 0.1, 0.4]
+    assert all(map(torch.equal, other.of("bac"), model.of("abc")))
+    saved = state_of(model, optimizer)
+    expected = {"a.weight": saved["b.weight"], "b.weight": saved["a.weight"], "c.weight": saved["c.weight"]}
+    assert_same_state(state_of(other, restored), expected)
+
+
+def test_state_that_two_optimizers_have_of_a_parameter_goes_to_no_third(
+    ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = Layers("ab"), Layers("ab")
+    first = torch.optim.SGD(model.of("a"), lr=0.1, momentum=0.9)
+    second = torch.optim.SGD(model.of("ab"), lr=0.1, momentum=0.5)
+    train(model, first)
+    train(model, second)
+    ours.save({"model": model, "first": first, "second": second}, tmp_path / "one")
+    third = torch.optim.SGD(other.of("ab"), lr=0.1, momentum=0.5)
+    ours.load(tmp_path / "one", {"model": other, "third": third})
+    assert not state_of(other, third)["a.weight"]
+    assert_same_state({"b": third.state[other.of("b")[0]]}, {"b": second.state[model.of("b")[0]]})
+    assert "'third': the checkpoint has no state of model.a.weight, which begins without" in caplog.text
+    again = torch.optim.SGD(other.of("ba"), lr=0.1, momentum=0.5)
+    ours.load(tmp_path / "one", {"model": other, "second": again}, strict=True, allow_unexpected=True)
+    assert_same_state(state_of(other, again), state_of(model, second))
+
+
+class NestedState(torch.optim.Optimizer):
+    """Keeps what it knows of a parameter in dicts of dicts, in float32 whatever the parameter has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                zeros = torch.zeros_like(parameter, dtype=torch.float32)
+                state.update(moments={"first": {"average": zeros.clone(), "steps": 0}, "second": zeros.clone()})
+            first, second = state["moments"]["first"], state["moments"]["second"]
+            first["average"].lerp_(parameter.grad.float(), 0.3)
+            first["steps"] += 1
+            second.addcmul_(first["average"], first["average"], value=0.7)
+            parameter.sub_(first["average"] / (second.sqrt() + 1), alpha=0.01)
+
+
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_nested_state_comes_back_in_its_own_dtype(stepped: int, ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("ab", torch.bfloat16), Layers("ba", torch.bfloat16)
+    optimizer, restored = NestedState(model.of("ab")), NestedState(other.of("ba"))
+    train(model, optimizer)
+    train(other, restored, stepped)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True)
+    for name in "ab":
+        one, two = (
+            each.state[layers.of(name)[0]]["moments"] for each, layers in ((optimizer, model), (restored, other))
+        )
+        assert two["first"]["steps"] == one["first"]["steps"]
+        for got, wanted in ((two["first"]["average"], one["first"]["average"]), (two["second"], one["second"])):
+            assert got.dtype == torch.float32 and torch.equal(got, wanted)
+    train(model, optimizer, 3)
+    train(other, restored, 3)
+    assert all(map(torch.equal, model.of("ab"), other.of("ab")))
+
+
 def test_what_the_checkpoint_replaces_is_said(
     ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

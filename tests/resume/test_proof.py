@@ -16,7 +16,8 @@ class Own:
     """An object with a tensor, that does something with a state that it takes."""
 
     def __init__(self, value: float, takes: Callable[[Own, dict[str, Any]], None]) -> None:
-        self.weight, self.count = torch.full((1000,), value), int(value)
+        # Bytes are summed eight at a time, and four are left.
+        self.weight, self.count = torch.full((1001,), float(value)), int(value)
         self._takes = takes
 
     def state_dict(self) -> dict[str, Any]:
@@ -31,6 +32,8 @@ TAKES: dict[str, tuple[Callable[[Own, dict[str, Any]], Any], tuple[str, ...]]] =
     "takes it": (lambda own, state: None, ()),
     "copies it onto itself": (lambda own, state: own.weight.copy_(state["weight"]), ()),
     "changes the tensor that was filled": (lambda own, state: own.weight.mul_(2), ("own.weight",)),
+    "changes its first value": (lambda own, state: own.weight[:1].add_(1), ("own.weight",)),
+    "changes its last value": (lambda own, state: own.weight[-1:].add_(1), ("own.weight",)),
     "casts it": (lambda own, state: setattr(own, "weight", own.weight.half()), ("own.weight",)),
     "casts it in place": (lambda own, state: setattr(own.weight, "data", own.weight.double()), ("own.weight",)),
     "forgets": (lambda own, state: setattr(own, "count", 0), ("own.count",)),
