@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -387,6 +388,26 @@ def test_a_version_that_cannot_be_deleted_keeps_its_base(tmp_path: Path, caplog:
     assert [*Versions(FileStorage(), str(world.to)).look()] == [1, 2, 5]
     world.check()
     assert world.version(6).deleted == [1, 2]
+
+
+@pytest.mark.parametrize("unreadable", [2, 3])
+def test_what_a_version_builds_on_stays_while_its_manifest_cannot_be_read(unreadable: int, tmp_path: Path) -> None:
+    """Its disk may answer again in a second, and a receiver that has nothing reads the chain from its first version."""
+
+    class Silent(FileStorage):
+        def read(self, path: str, most: int) -> bytes:
+            if f"weight_v{unreadable:06d}" in path:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return super().read(path, most)
+
+    world = World(tmp_path, whole_every=2, keep=1)
+    for step in (1, 2, 3):
+        world.version(step)
+    before = range(1, unreadable)
+    assert {*before}.isdisjoint(world.version(4, storage=Silent()).deleted)
+    assert {*Versions(FileStorage(), str(world.to)).look()} >= {*before, unreadable}
+    world.check()
+    assert {*world.version(5).deleted} >= {*before, unreadable}
 
 
 @pytest.mark.slow

@@ -431,6 +431,29 @@ def test_a_copy_replaces_what_is_there_of_its_rank_and_nothing_else(home: KeptFi
         assert memfds(os.getpid()) == memory, "the next copy takes memory that has no copy any more"
 
 
+def test_a_copy_that_is_on_its_way_keeps_its_memory_when_the_next_of_its_rank_comes(home: KeptFiles) -> None:
+    """Both are of one size, so the second fits where the first one is still coming."""
+    newer = f"{ROOT}/iter_2"
+    keep(home, newer, 2)
+    arrived, goes_on = threading.Event(), threading.Event()
+
+    def pause(_: socket.socket, data: bytearray, start: int) -> bool:
+        if start > 100_000:
+            arrived.set()
+            assert goes_on.wait(20)
+        return True
+
+    with Peer() as peer, ThreadPoolExecutor(1) as pool, Way(peer.address, pause) as way:
+        first = pool.submit(sent, home, way.address)
+        try:
+            assert arrived.wait(20)
+            sent(home, peer.address, newer)
+        finally:
+            goes_on.set()
+        first.result(20)
+        assert peer.contents() == contents_of(home)
+
+
 def test_two_ranks_send_to_one_keeper_at_once() -> None:
     homes = [KeptFiles() for _ in range(2)]
     with Peer() as peer, ThreadPoolExecutor(2) as pool:
