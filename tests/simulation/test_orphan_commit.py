@@ -135,3 +135,55 @@ def test_a_writer_that_has_died_is_not_waited_for_and_one_that_writes_is(
     assert is_whole(plain, world_size) is (votes_after is not None), capfd.readouterr().err
     limit = TIMEOUTS.heartbeat if votes_after is None else votes_after
     assert limit - 1 < took[0] < limit + 2, took
+
+
+#: When the save of an orphan is over, in seconds of the simulation.
+DEADLINE = 50.0
+#: What the other rank's writer does: it ends, and its lock with it, at a time; before that it may vote. And what comes
+#: of it, and when at the latest.
+ENDS: dict[str, tuple[float, bool, str, float]] = {
+    "it votes and ends": (3.0, True, "committed", 4.0),
+    "it is long at work, and votes": (30.0, True, "committed", 31.0),
+    "it ends without a vote": (20.0, False, "given up", 20.0 + TIMEOUTS.heartbeat + 1.0),
+    "it lives and never votes": (90.0, False, "given up", DEADLINE + 1.0),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_the_dead_are_not_waited_for_and_the_living_until_the_deadline(
+    what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends, votes, outcome, at_the_latest = ENDS[what]
+    simulation, disk = Simulation(1), SimulatedFiles(Disk())
+    own, other = (ProcessFiles(simulation.process(f"writer {rank}"), disk) for rank in range(2))
+    over = list[float]()
+
+    def finish() -> None:
+        own.make_folders(ROOT)
+        attempt = commit.new_attempt(own, TARGET, new_token())
+        commit.begin(attempt)
+        lock, vote = AttemptLock(own, attempt), written(own, 0, attempt)
+
+        def work() -> None:
+            its = AttemptLock(other, attempt)
+            other.clock.sleep(ends)
+            with contextlib.suppress(OSError):  # the attempt was given up
+                if votes:
+                    written(other, 1, attempt)
+            its.close()
+
+        other.process.start(work)
+        own.clock.sleep(1.0)
+        table = WriteTable(1, [], [], 0, b"")
+        request = WriteRequest(own, attempt, 0, 2, table, (), cast(Any, None), WriteOptions(), {}, TIMEOUTS)
+        until = own.clock.now() - simulation.now + DEADLINE
+        UndecidedSave(request, cast(Any, vote), {".metadata": zlib.compress(b"m")}, lock, until).finish()
+        over.append(simulation.now)
+        lock.close()
+
+    own.process.start(finish)
+    assert simulation.run(200.0)
+    assert is_whole(disk) == (outcome == "committed")
+    said = capfd.readouterr().err
+    assert (f"committed {TARGET}" if outcome == "committed" else "was given up") in said
+    assert min(ends, DEADLINE) <= over[0] <= at_the_latest
