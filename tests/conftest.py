@@ -64,7 +64,7 @@ _NOT_PRIVATE = pytest.StashKey[str | None]()
 _OPTIONS = {"slow": "--run-slow", "soak": "--run-soak"}
 
 #: A slow test without the marker `turns` runs for every n-th commit on average.
-_TURNS = 6
+_TURNS = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_a_run_shows_a_table_and_leaves_its_figures_and_nothing_else(bench: Bench, tmp_path: Path) -> None:
     done = bench("check", "rows=async_persistent,async_persistent_fast,torchsnapshot_take")
     # No promise can fail: the state that they are about is not in this run, and this one is too small.
@@ -74,7 +74,7 @@ def test_a_run_shows_a_table_and_leaves_its_figures_and_nothing_else(bench: Benc
     assert shown == [line for line in table if line.startswith("async_persistent ")]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -147,7 +147,7 @@ def test_nothing_measured_is_a_failure(bench: Bench, tmp_path: Path) -> None:
     assert done.returncode == 1 and "No row was measured" in done.stderr and "it broke" in done.stdout
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_keeps_its_figures_and_leaves_nothing(
     tmp_path: Path, tiny: tuple[str, ...], number: signal.Signals

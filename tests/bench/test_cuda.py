@@ -22,7 +22,7 @@ Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so_in_a_sentence(bench: Bench) -> None:

@@ -48,7 +48,7 @@ def test_items_have_all_their_costs_and_leave_nothing(tmp_path: Path) -> None:
     assert len(set(flat.tensor_paths)) == 5000 and flat.objects == [1]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_ranks_have_all_their_costs_and_catalogs_are_told_once(tmp_path: Path) -> None:
     [found] = measure_ranks(3, 1, str(tmp_path))
     assert set(COSTS["ranks"]) <= set(found) and all(value > 0 for value in found.values())
@@ -58,7 +58,7 @@ def test_ranks_have_all_their_costs_and_catalogs_are_told_once(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_hosts_have_all_their_costs_and_copies_cost_each_rank_as_much_on_many_hosts(tmp_path: Path) -> None:
     few, many = (next(measure_hosts(count, 2, str(tmp_path))) for count in (3, 12))
     assert set(COSTS["hosts"]) == set(few) and all(value > 0 for value in few.values())
@@ -165,7 +165,7 @@ def test_the_command_measures_shows_and_judges(bench: Command, tmp_path: Path) -
     assert again.returncode == 0 and "repeat 1 of 1" not in again.stderr and "costs for each item" in again.stdout
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("override", ["items=0", "ranks=many", "items=[1,2.5]"])
 def test_a_size_that_is_none_ends_in_words(bench: Command, override: str) -> None:
     done = bench("growth", override)

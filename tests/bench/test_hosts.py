@@ -16,7 +16,7 @@ from ckpt_bench.hosts.host_rows import COPIES, reads
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_copies_and_loads_of_hosts_are_measured_and_shown_again(
     bench: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from ckpt_bench.publishing.changing_weights import CHANGED, ChangingWeights
 from ckpt_bench.publishing.publish_page import publishing_shown
 from ckpt_bench.publishing.row_calls import PULLS, TRAINING, VERSIONS
 
-pytestmark = [pytest.mark.slow, pytest.mark.turns(6)]
+pytestmark = [pytest.mark.slow, pytest.mark.turns(3)]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert restarts_shown([Restarts(1, {"disk": []})]).write_page({}, tmp_path / "none") == []
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("row", "ranks"),
     [

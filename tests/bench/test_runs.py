@@ -112,7 +112,7 @@ def test_a_row_that_breaks_is_an_error_with_its_last_words(target: Path) -> None
     assert "first words" in (target.parent / "logs" / "tiny-disk-torch_save-0.log").read_text()
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_row_that_hangs_is_killed_with_all_that_it_started(target: Path) -> None:
     rows = measured(target, ["sync"], [], repeats=1, timeout=3)
@@ -150,7 +150,7 @@ def test_every_row_is_in_the_table_by_name_also_where_its_turn_comes_too_late(ta
         assert [line for line in table if line.startswith(f"{row}: not measured: ")], row
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_row_that_hangs_takes_a_few_shares_of_the_time(target: Path) -> None:
     rows = measured(target, ["sync", "async_pinned"], [], repeats=1, budget=TimeBudget(12))

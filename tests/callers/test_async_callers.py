@@ -104,7 +104,7 @@ def write_when_open(gate: str, state: Any, path: str) -> None:
     calls.append(path, str(state))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_tensors_are_those_of_the_moment_of_schedule(make: Make, tmp_path: Path) -> None:
     import torch

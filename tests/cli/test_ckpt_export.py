@@ -342,7 +342,7 @@ def test_torch_is_not_imported(saved: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_shards_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = Path(__file__).parents[1] / "saving" / "scripts" / "sharded.py"

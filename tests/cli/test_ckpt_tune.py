@@ -80,7 +80,7 @@ def test_it_measures_says_why_and_writes_a_recipe_that_works(target: Path) -> No
     assert again.returncode == 2 and "exists; type another --name, or --replace" in again.stderr and not again.stdout
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_stopped_one_leaves_nothing(target: Path) -> None:
     with subprocess.Popen(

@@ -81,7 +81,7 @@ def test_an_upload_goes_on_after_any_request_that_is_cut(
     assert failed or stride > 1  # some requests may be cut without harm
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_a_bucket_gets_the_files_of_all_hosts(tmp_path: Path, bucket: Bucket) -> None:
     """One process is killed on its way, and one host says at first what is not so."""
     hosts = ("host-a", "host-b", "host-c")
@@ -107,7 +107,7 @@ def test_a_bucket_gets_the_files_of_all_hosts(tmp_path: Path, bucket: Bucket) ->
     assert not [key for key in bucket.keys() if ".ckpt-part" in key]  # noqa: SIM118
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("stride", [25, pytest.param(1, marks=ALL)])
 @pytest.mark.parametrize("fault", [CutBefore, CutAfter])
 def test_uploads_of_hosts_go_on_after_any_request_that_is_cut(

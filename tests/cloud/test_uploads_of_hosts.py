@@ -55,17 +55,17 @@ def gets_there_and_comes_back(folder: Path, target: str, lost: str, **plan: Any)
     assert uploaded(target)[-1] == 4
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_what_four_hosts_save_gets_to_a_folder_and_comes_back(tmp_path: Path) -> None:
     gets_there_and_comes_back(tmp_path, str(tmp_path / "run"), lost="b")
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_what_four_hosts_save_gets_to_a_bucket_and_comes_back(tmp_path: Path, bucket: Bucket) -> None:
     gets_there_and_comes_back(tmp_path, f"{bucket.url}/run", lost="a", dir=f"{bucket.url}/run")
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_what_is_left_of_a_run_that_was_killed_is_uploaded_by_the_next(tmp_path: Path) -> None:
     slow = "checkpoint.upload.max_bytes_per_second=1000"
     before = run(tmp_path, slow, "checkpoint.upload.finish_seconds=0.1", steps=3, durable=[3], end="kill")

@@ -132,7 +132,7 @@ def test_a_part_of_the_users_is_one_file(app: Path) -> None:
     )
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_sweep_goes_over_parts_and_values(app: Path) -> None:
     done = run(app, "-m", "checkpoint.writer.workers=1,2,4", "checkpoint/stager=pinned,shared_memory,mine")
@@ -207,7 +207,7 @@ def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
     assert all(name in text for name in names)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "texts"),
@@ -248,7 +248,7 @@ def test_what_hydra_accepts_is_refused_in_words_when_the_job_reads_its_config(
         assert expected in text
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "hint"),
@@ -295,7 +295,7 @@ def test_of_its_own_groups_and_values_hydra_speaks_alone(app: Path, word: str) -
     assert word.partition("=")[0] in text and "There is no" not in text
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",

@@ -146,7 +146,7 @@ def test_questions_are_removed_once_all_have_read_the_answer(store: TCPStore) ->
     assert store.num_keys() < 40
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_200_ranks_vote_commit_and_abort_and_the_cost_grows_with_the_ranks(
     store: TCPStore, record_property: Callable[[str, object], None]

@@ -146,7 +146,7 @@ def _of_other_commits(number: int) -> list[pytest.MarkDecorator]:
     return [] if number % 2 == STRIDE_OFFSET % 2 else [pytest.mark.soak]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "page",
     [
@@ -194,7 +194,7 @@ def test_a_killed_tutorial_ends_like_one_that_was_not(tmp_path: Path) -> None:
     assert whole.splitlines()[0] == run("python tutorial.py", tmp_path).splitlines()[0], "nothing is left to train"
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_the_contract_of_the_page_tests_the_stager_of_the_page(tmp_path: Path) -> None:
     script, contract = (
@@ -233,7 +233,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("block", commands())
@@ -268,7 +268,7 @@ def test_a_page_that_shows_something_else_is_noticed() -> None:
         assert not shows(normalized(page, Path("/tmp/x")), printed)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_commands_of_the_readme_run_beside_its_script(tmp_path: Path) -> None:

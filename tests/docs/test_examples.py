@@ -123,7 +123,7 @@ def start_hosts(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_lost_host_is_replaced_and_nothing_is_left(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_whole_training_state_resumes_in_the_middle_of_an_epoch(tmp_path: Path
     assert "\nstep 100: loss" in whole and again.splitlines()[-1] == whole.splitlines()[-1]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_old_checkpoints_are_imported_as_the_page_says(tmp_path: Path) -> None:
     blocks = python_of("migration.md")

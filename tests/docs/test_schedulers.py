@@ -49,7 +49,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", [pytest.param("srun", marks=pytest.mark.soak), "torchrun"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 85), (signal.SIGTERM, 143), (None, 0)])
 def test_a_job_that_was_warned_is_queued_again(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 ALL = [pytest.mark.soak, pytest.mark.timeout(400)]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("preset", "stride"),
     [("async_persistent", 23), *(pytest.param(each, 1, marks=ALL) for each in ("sync", "async_persistent"))],
@@ -49,7 +49,7 @@ def test_every_operation_fails(
     assert found["survived"] > 8 / stride - 1  # of pointer and retirement
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
     [("sync", 0, "trainer", 17), ("async_persistent", 1, "writer", 5)],

@@ -129,7 +129,7 @@ def test_kill_at_every_operation(
     assert 30 / stride < kills < MANY // stride - 1
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
     [

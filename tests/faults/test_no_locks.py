@@ -79,7 +79,7 @@ def test_no_lock_operation_of_a_save_needs_locks(
     assert found["wrong"] == [] and found["aborted"] == 0 and found["survived"] > 0
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("preset", "victim", "overrides", "stride"),
     [

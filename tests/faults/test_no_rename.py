@@ -447,7 +447,7 @@ def test_direct_io_is_refused() -> None:
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("preset", "victim", "stride"),
     [("async_persistent", "self", 31), ("async_persistent", "other", 23)],

@@ -127,7 +127,7 @@ def enumerate_cuts(
     return number, wrong
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("preset", "flag", "stride"),
     [
@@ -201,7 +201,7 @@ NO_SYNC = f"{NO_FOLDER_SYNC};sync:action=skip"
 
 # Without the manager, because its pointer file, which is synced after the commit, happens to take the renamed folder to
 # the disk too.
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("left_out", "flag", "bare", "first", "stride"),
     [("", NO_LOG_FLUSH, True, 1, 4), (NO_FOLDER_SYNC, NO_LOG_FLUSH, True, 25, 1), (NO_SYNC, LOG_FLUSH, False, 31, 2)],

@@ -194,7 +194,7 @@ def of_session(session: int) -> Iterator[int]:
                 yield int(name)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_random_kills_lose_nothing_that_is_in_memory(forker: Forker, tmp_path: Path, record_property: Record) -> None:

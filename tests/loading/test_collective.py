@@ -219,7 +219,7 @@ def test_a_rank_that_loads_without_the_others_is_told_how_to_and_they_can_load_t
     assert on_ranks(load, [FileStorage(), FileStorage()], "checkpoint.timeouts.stage=0.5") == [7, 7]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_objects_with_collectives_load_on_ranks_that_list_them_in_other_orders(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "other_orders", 2, tmp_path)

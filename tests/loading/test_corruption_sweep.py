@@ -86,7 +86,7 @@ def seed() -> int:
     return int(os.environ.get("CKPT_TEST_SEED", "20261121"))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", _WRITERS)
 def test_no_damage_loads_silently_wrong(writer: str, tmp_path: Path, record_property: Record) -> None:

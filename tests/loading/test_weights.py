@@ -231,7 +231,7 @@ def test_damage_is_found_and_no_older_checkpoint_is_taken(run: Path) -> None:
     assert (run / "iter_0000300").exists()
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["sharded", "they_agree_on_the_newest", "one_rank_alone", "one_rank_fails"])
 def test_on_two_ranks(function: str, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_script_runs_as_it_would_alone(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("megatron_folder.py")
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(

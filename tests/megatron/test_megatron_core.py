@@ -30,7 +30,7 @@ def why_not(place: str) -> str | None:
     raise AssertionError(tried.stderr)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("place", PLACES, ids=name_of)

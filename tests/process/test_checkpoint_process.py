@@ -162,7 +162,7 @@ def shared_memory_of(pid: int) -> list[str]:
     return [path for path in found if f"/torch_{os.getpid()}_" in path]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_tensor_in_shared_memory_reaches_the_writer_as_that_memory(
     make: Make, strategy: str, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,7 @@ def kill(pid: int) -> None:
 @pytest.mark.parametrize(
     ("versions", "seconds"),
     [
-        pytest.param(10, 60, marks=[pytest.mark.slow, pytest.mark.turns(6)]),
+        pytest.param(10, 60, marks=[pytest.mark.slow, pytest.mark.turns(3)]),
         pytest.param(100, 1200, marks=pytest.mark.soak),
     ],
 )

@@ -266,7 +266,7 @@ def run_script(tmp_path: Path, caller: str, how: str) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("caller", in_turn(["temporal", "persistent"], 2))
 def test_a_script_that_forgets_close_still_ends_with_its_last_save(caller: str, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_the_end_of_uploads_reaches_them_past_a_child_that_has_their_pipe(tmp_pa
     assert (tmp_path / "far" / "iter_0000001").is_dir()
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [pytest.param("sync", marks=pytest.mark.soak), "async_persistent"])
 def test_children_that_end_as_programs_do_leave_the_run_alone(preset: str, tmp_path: Path) -> None:

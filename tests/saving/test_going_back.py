@@ -516,7 +516,7 @@ def test_taking_over_is_as_loud_as_the_last_owner_may_be_alive(
 # --- several ranks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_two_ranks_decide_together(tmp_path: Path) -> None:
     run_ranks(Path(__file__).parent / "scripts" / "going_back.py", "together", 2, tmp_path)

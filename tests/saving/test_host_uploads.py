@@ -282,7 +282,7 @@ def test_a_process_that_is_killed_is_started_again_by_the_rank_that_has_it(
     assert job.committed() == [1] and "iter_0000001: host-b sent its files in" in caplog.text
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", HOSTS[:2])
 @pytest.mark.parametrize("by_rename", [True, False])

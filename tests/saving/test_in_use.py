@@ -191,7 +191,7 @@ def test_the_tools_and_a_rewind_go_by_the_same_rule(
         assert manager.restore({"weight": torch.zeros(3)}) == 3 and manager.steps() == [3]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_run_in_another_process_is_refused_until_it_closes_its_manager(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(LIVING), str(tmp_path)]
@@ -223,7 +223,7 @@ def test_all_ranks_are_refused(tmp_path: Path) -> None:
     run_ranks(Path(__file__).parent / "scripts" / "in_use.py", "refused", 2, tmp_path)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_containers_with_the_name_of_the_host_are_told_apart(tmp_path: Path) -> None:
     """Runs in PID namespaces: one that lives is not taken as dead, and one that is dead not as alive."""

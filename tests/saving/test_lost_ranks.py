@@ -83,7 +83,7 @@ def checkpoints_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if not path.name.startswith(ALIVE_PREFIX))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("before", "locks"), [(0, True), (1, True), (1, False)])
 def test_writers_of_dead_trainers_commit_together(before: int, locks: bool, tmp_path: Path) -> None:
     root = tmp_path / "run"
@@ -100,7 +100,7 @@ def test_writers_of_dead_trainers_commit_together(before: int, locks: bool, tmp_
     assert manifest["committed_by"] == "writer" and manifest["world_size"] == 2
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_writer_that_is_gone_too_leaves_nothing(locks: bool, tmp_path: Path) -> None:
     with trainers_killed_in_mid_write(tmp_path, 1, locks) as writers:
@@ -109,7 +109,7 @@ def test_a_writer_that_is_gone_too_leaves_nothing(locks: bool, tmp_path: Path) -
     assert checkpoints_in(tmp_path / "run") == ["one"]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("function", ["stopped_rank", "stopped_worker"])
 def test_whoever_stops_past_the_deadline_commits_nothing(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 2, tmp_path)

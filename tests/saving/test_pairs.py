@@ -77,7 +77,7 @@ def load_by_stock(path: Path, writer: str, expected: dict[str, torch.Tensor]) ->
     return loaded
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("pair", in_turn(((pair,) for pair in WORKING), 3), ids="-".join)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("function", in_turn(["retried", "warned", "stalled", "late"], 2))
 def test_on_two_ranks(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 2, tmp_path)

@@ -88,7 +88,7 @@ def test_a_hung_writer_stalls_the_next_save_by_max_stall_s_and_the_error_names_t
     assert manager.steps() == [1, 3]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_with_warn_a_save_that_would_stall_is_skipped_and_counts_as_a_failure_in_a_row(
     tmp_path: Path, stopped: list[int], caplog: pytest.LogCaptureFixture

@@ -387,7 +387,7 @@ def test_a_coordinator_that_was_made_for_the_signals_is_closed_with_them(own: bo
     assert ranks.closed == own
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["one_gets_a_signal", "without_checkpoints", "one_does_not_ask"])
 def test_on_two_ranks(function: str, tmp_path: Path) -> None:

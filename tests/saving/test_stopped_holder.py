@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "scripts" / "stopped_holder.py"
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("function", "world_size"), [("in_a_save", 3), ("in_a_wait", 2)])
 def test_the_others_give_up_and_later_saves_are_committed(function: str, world_size: int, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, world_size, tmp_path)
@@ -32,7 +32,7 @@ def test_build_is_bounded(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "at_build", 2, tmp_path)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_a_program_ends_although_a_call_is_not_answered(tmp_path: Path) -> None:
     ranks = start_ranks(SCRIPT, "at_the_end", 2, tmp_path, whole=True)
     try:

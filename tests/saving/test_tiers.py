@@ -206,7 +206,7 @@ def test_which_checkpoint_is_uploaded_next() -> None:
     assert UploadPolicy.of(json.loads(json.dumps(asdict(best)))) == best
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("by_rename", [True, False])
 def test_an_upload_that_is_killed_at_any_operation_is_completed_by_the_next(tmp_path: Path, by_rename: bool) -> None:

@@ -78,7 +78,7 @@ def jobs() -> Iterator[list[Job]]:
             job.end()
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_a_warning_to_one_rank_stops_both_with_the_exit_code(jobs: list[Job], tmp_path: Path) -> None:
     jobs.append(job := Job(tmp_path))
     os.kill(job.ranks()[1], signal.SIGUSR1)
@@ -88,7 +88,7 @@ def test_a_warning_to_one_rank_stops_both_with_the_exit_code(jobs: list[Job], tm
     assert job.process.returncode == 1 and re.search(r"exitcode\s*: 85\b", output), output
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("number", "options"),
     in_turn(

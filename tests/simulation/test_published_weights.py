@@ -50,7 +50,7 @@ def is_right(publishing: Publishing, *servings: Serving, lost: tuple[int, ...] =
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_a_host_that_comes_late_gets_the_newest_version(trained: Trained, kind: str) -> None:
     publishing, serving = begun(trained, kind, 0)
     for checkpoint in (1, 2, 3, 4, LARGER, 0, 1):
@@ -62,7 +62,7 @@ def test_a_host_that_comes_late_gets_the_newest_version(trained: Trained, kind: 
     assert not serving.wrong
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_versions_are_deleted_while_they_are_read(trained: Trained, kind: str, record_property: Record) -> None:
     """At each look of a slow receiver, so many versions come that the ones it reads are deleted."""
     publishing, serving = begun(trained, kind, 0)
@@ -90,7 +90,7 @@ def test_versions_are_deleted_while_they_are_read(trained: Trained, kind: str, r
     record_property("receivers disturbed", count // 3)
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 @pytest.mark.parametrize("lost", [1, 2, 3, 4])
 def test_somebody_deletes_a_version(trained: Trained, kind: str, lost: int) -> None:
     publishing, serving = begun(trained, kind, 0, 1)
@@ -116,7 +116,7 @@ def test_somebody_deletes_a_version(trained: Trained, kind: str, lost: int) -> N
     ]
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_the_disk_of_a_publisher_is_full(trained: Trained, kind: str, record_property: Record) -> None:
     publishing, serving = begun(trained, kind, 0, 1)
     disks = [disk for disk in ("disk", "target") if isinstance(getattr(publishing, disk), Disk)]
@@ -134,7 +134,7 @@ def test_the_disk_of_a_publisher_is_full(trained: Trained, kind: str, record_pro
         assert not [*run.violations(), *run.goes_on(2, 3), *host.catches_up()], (name, room)
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_the_disk_of_a_host_is_full(trained: Trained, kind: str) -> None:
     publishing, serving = begun(trained, kind, 0)
     publishing.publish(1)
@@ -149,7 +149,7 @@ def test_the_disk_of_a_host_is_full(trained: Trained, kind: str) -> None:
         assert not [*host.catches_up()], room
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_one_receiver_owns_a_folder(trained: Trained, kind: str) -> None:
     publishing, serving = begun(trained, kind, 0)
     publishing.publish(1)
@@ -164,7 +164,7 @@ def test_one_receiver_owns_a_folder(trained: Trained, kind: str) -> None:
     assert not [*serving.catches_up()]
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_a_publisher_that_was_suspended_and_replaced_publishes_nothing(
     trained: Trained, kind: str, record_property: Record
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_publisher_that_was_suspended_and_replaced_publishes_nothing(
             run.publish(5)
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_another_run_continues_the_numbers(trained: Trained, kind: str) -> None:
     publishing, serving = begun(trained, kind, 0, 1, 2)
     other = replace(publishing, run="two", disk=trained.host())
@@ -213,7 +213,7 @@ def test_another_run_continues_the_numbers(trained: Trained, kind: str) -> None:
     is_right(other, serving)
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_what_is_published_changes(trained: Trained, kind: str) -> None:
     """Other options make a whole version, whose files a receiver takes as they are."""
     publishing, serving = begun(trained, kind, 0, 1)
@@ -234,7 +234,7 @@ def flips(data: bytes) -> list[int]:
     return sorted({0, 5, 9, len(data) // 3, len(data) // 2, 2 * len(data) // 3, len(data) - 1} & {*range(len(data))})
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_a_version_is_damaged(trained: Trained, kind: str, record_property: Record) -> None:
     """A receiver has the right weights, or says that a version is damaged; and all is well after a whole version."""
     publishing, serving = begun(trained, kind, 0)
@@ -257,7 +257,7 @@ def test_a_version_is_damaged(trained: Trained, kind: str, record_property: Reco
     record_property("damages", tried)
 
 
-@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(6)]))
+@pytest.mark.parametrize("kind", in_turn(KINDS, len(KINDS), [pytest.mark.slow, pytest.mark.turns(3)]))
 def test_the_mirror_is_damaged(trained: Trained, kind: str, record_property: Record) -> None:
     publishing, serving = begun(trained, kind, 0, 1)
     tried = 0

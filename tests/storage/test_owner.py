@@ -252,7 +252,7 @@ STOPPED = """
 """
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_a_run_that_was_stopped_before_its_commit_finds_a_new_owner(preset: str, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_sweep_without_a_job_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert "no report: " in capsys.readouterr().err
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_sweep_of_another_app_has_figures_and_failures(app: Path) -> None:
     done = run(app, "-m", "fail=false,true", "lr=1,2")

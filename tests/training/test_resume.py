@@ -51,7 +51,7 @@ def assert_same_state(first: Job, second: Job) -> None:
         assert_same(mine, yours, key_of(path))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_temporal", "async_zero_overhead"])
 @pytest.mark.parametrize("writer", ["dcp", pytest.param("torch_save", marks=pytest.mark.soak)])

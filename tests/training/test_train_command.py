@@ -60,7 +60,7 @@ def test_run_and_run_again(train: Trained, run_dir: Path) -> None:
     assert committed(run_dir / "checkpoints") == [10, 20, 30]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained, run_dir: Path) -> None:
     code, output = train("train.steps=3", "checkpoint/stager=shared_memory,none", "checkpoint.writer.workers=1,2", "-m")
@@ -78,7 +78,7 @@ def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained,
     assert len(list((run_dir / "multirun").rglob("sweep.csv"))) == 1
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_sweep_is_reported_when_a_job_fails_and_when_it_is_killed(
     start: Started, run_dir: Path, capsys: pytest.CaptureFixture[str]
@@ -170,7 +170,7 @@ def test_a_mistake_ends_with_code_1_and_without_a_traceback(train: Trained, over
     assert told in output and "Traceback" not in output
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_without_numpy_the_first_line_is_ours(tmp_path: Path, tiny: tuple[str, ...], text_file: Path) -> None:
     code = "import sys; sys.modules['numpy'] = None; from ckpt_train.app import main; main()"
@@ -199,7 +199,7 @@ def test_a_run_that_fails_says_nothing_of_what_was_typed(train: Trained) -> None
     assert code == 1 and "use resume=auto to start from scratch." in output and "There is no" not in output
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Trained, run_dir: Path) -> None:
     with start("train.steps=1000000", "checkpoint.save.every_steps=3") as process:
@@ -218,7 +218,7 @@ def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Traine
     assert committed(run_dir / "checkpoints")[-1] == last + 1
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),

@@ -53,7 +53,7 @@ def exported_model(root: Path, model: torch.nn.Module) -> dict[str, torch.Tensor
     return model.state_dict()
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_every_kind_has_the_losses_of_one_process(folder: Path, compose_job: Composed) -> None:
     run_ranks(SCRIPT, "losses", 2, folder)
     found = json.loads((folder / "losses.json").read_text())
@@ -66,7 +66,7 @@ def test_every_kind_has_the_losses_of_one_process(folder: Path, compose_job: Com
             assert found[f"{kind} {size}"] == pytest.approx(alone, rel=1e-5), (kind, size)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_a_resumed_run_is_the_uninterrupted_one_and_goes_on_on_any_number_of_ranks(
     folder: Path, compose_job: Composed
 ) -> None:
@@ -107,7 +107,7 @@ def committed(folder: Path) -> list[int]:
     )
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_one_folder_one_result_and_one_voice(train: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     code, output = train("parallel=fsdp", "train.steps=4", "checkpoint.save.every_steps=2", ranks=2)
     assert code == 0, output
@@ -214,7 +214,7 @@ def test_sigterm_to_all_processes_saves_once_and_leaves_in_time(
         assert code == 0 and f"restored step {last} from" in output, output
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_torchrun_starts_again_from_the_last_commit_after_a_rank_was_killed_in_mid_save(
     start: Started, tmp_path: Path
 ) -> None:

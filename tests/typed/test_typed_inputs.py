@@ -309,7 +309,7 @@ CKPT = [
 ]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
@@ -363,7 +363,7 @@ def test_other_apps_keep_hydras_words_before_and_after_ours_were_asked_for(conf:
     assert asked_without_hints() == before
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "line", "words"),
