@@ -54,7 +54,6 @@ def test_pool_gives_every_rank_the_decision_made_from_all(store: TCPStore) -> No
     assert on_all(ranks, ask) == [[10, 20, 30, 40]] * 5
 
 
-@pytest.mark.slow
 def test_deal_gives_every_rank_its_own_part_and_no_other(store: TCPStore) -> None:
     ranks = coordinators(store, 4)
 
@@ -106,7 +105,6 @@ def test_what_the_leading_rank_raises_comes_as_the_same_error_everywhere(store: 
     assert all(isinstance(error, CheckpointSaveError) and error.errno == 28 for error in found[1:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("failing", [{0}, {2}, {0, 1, 3}])
 def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TCPStore, failing: set[int]) -> None:
     def part(rank: int) -> str:

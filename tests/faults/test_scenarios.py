@@ -12,7 +12,6 @@ from strides import in_turn
 PRESETS = ["sync", "async_temporal", "async_persistent", "async_zero_overhead"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_a_step_that_is_there_is_refused_and_not_touched(preset: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run("faults.scenarios:save_again", root=str(tmp_path / "root"), preset=preset)

@@ -164,7 +164,6 @@ def test_the_worst_failure_is_raised_on_all_ranks_and_no_object_is_touched(
     assert notes == []
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_on_one_rank_is_said_on_all_before_any_object_takes_its_state(
     saved: Path, on_ranks: OnRanks
 ) -> None:

@@ -167,7 +167,6 @@ def flips_in(folder: Path) -> Iterator[tuple[str, Path, int]]:
                 yield key, folder / piece.file, place
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "stager"), [*((writer, "none") for writer in _WRITERS), ("dcp", "shared_memory")], ids=str
 )

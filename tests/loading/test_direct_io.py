@@ -180,7 +180,6 @@ def direct_reader(folder: Path, fd: int) -> Iterator[DirectReader]:
 LEAST, MOST = 64 << 10, direct_io.MAX_BYTES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("offset", [0, 1, 511, 4095, 4096, 70_001])
 @pytest.mark.parametrize("length", [LEAST, LEAST + 1, MOST - 1, MOST, MOST + 4097, 2 * MOST])
 def test_any_range(disk: Path, offset: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:

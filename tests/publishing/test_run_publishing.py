@@ -105,7 +105,6 @@ def test_snapshots_in_memory_are_published_and_one_that_is_saved_too_counts_once
     assert not capfd.readouterr().err  # its processes end without a word
 
 
-@pytest.mark.slow
 def test_numbers_and_changes_go_on_in_the_next_run(tmp_path: Path) -> None:
     trained(tmp_path, steps=[1, 2], awaited=[1])
     trained(tmp_path, steps=[3, 4], awaited=[3])
@@ -166,7 +165,6 @@ def test_after_a_failure_the_next_checkpoint_is_published_whatever_its_number(
     assert outcomes == [(3, "failed"), (4, "published"), (5, "published")]
 
 
-@pytest.mark.slow
 def test_a_run_that_fails_gives_up_its_version_and_leaves_nothing_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +179,6 @@ def test_a_run_that_fails_gives_up_its_version_and_leaves_nothing_half(
     assert [name for name in os.listdir(tmp_path / "weights") if name.startswith((".ckpt-tmp", ".ckpt-trash"))] == []
 
 
-@pytest.mark.slow
 def test_a_run_whose_folder_was_taken_over_publishes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     publish = [*QUICK, f"checkpoint.publish.to={tmp_path / 'weights'}"]
     state = {"model": torch.nn.Linear(2, 2)}

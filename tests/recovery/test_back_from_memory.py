@@ -12,7 +12,6 @@ from waiting import eventually
 pytestmark = pytest.mark.usefixtures("left_on_purpose")
 
 
-@pytest.mark.slow
 def test_the_next_run_goes_on_where_the_killed_one_was(tmp_path: Path) -> None:
     (whole,) = live(tmp_path / "whole", recovery=False, steps=6)
     (killed,) = live(tmp_path, steps=4, end="kill")

@@ -44,7 +44,6 @@ def test_a_later_run_without_recovery_makes_the_snapshot_stale(tmp_path: Path) -
     assert third.restored == (2, "storage") and third.told["began"] == second.told["digests"]["2"]
 
 
-@pytest.mark.slow
 def test_a_run_whose_folder_was_deleted_starts_from_scratch(tmp_path: Path) -> None:
     live(tmp_path, steps=3, durable=[1], end="kill")
     shutil.rmtree(tmp_path / "run")

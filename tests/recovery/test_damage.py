@@ -21,7 +21,6 @@ def errors(output: str) -> list[str]:
     return [line for line in output.splitlines() if re.match("ERROR ", line)]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("left_on_purpose")
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_ranks_fall_back_together_from_a_damaged_image(tmp_path: Path, world_size: int) -> None:

@@ -95,7 +95,6 @@ def its_keeper() -> RemoteKeeper:
     return keeper
 
 
-@pytest.mark.slow
 def test_a_keeper_stays_while_a_run_needs_it_and_then_for_its_lease() -> None:
     with orphan(0.3, f"{ROOT}/iter_1/file") as process:
         keeper, other = its_keeper(), its_keeper()
@@ -344,7 +343,6 @@ def restored(kept: Kept, *overrides: str) -> tuple[int | None, str | None]:
     return step, None if source.heard is None else source.heard.source
 
 
-@pytest.mark.slow
 def test_the_newest_step_wins_and_of_equal_ones_the_one_in_memory(kept: Kept) -> None:
     kept.take(2)
     assert restored(kept) == (3, "storage")

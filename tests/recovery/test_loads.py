@@ -128,7 +128,6 @@ def reading_memory(phase: str) -> Iterator[tuple[threading.Event, threading.Even
             go_on.set()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["verifying", "copying"])
 @pytest.mark.parametrize("keeper", ["lives", "dies"])
 def test_a_reader_has_the_bytes_that_it_began_with_while_training_goes_on(

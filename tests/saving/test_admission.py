@@ -111,7 +111,6 @@ def test_where_one_rank_is_busy_no_rank_saves(busy: int) -> None:
     assert all(isinstance(each, CheckpointBusyError) and PATH in str(each) for each in found), found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("changed", [0, 1])
 def test_where_one_rank_must_plan_again_all_do(changed: int) -> None:
     found = admitted(*(Call(is_changed=rank == changed) for rank in (0, 1)))
@@ -127,7 +126,6 @@ def test_ranks_that_name_different_paths_are_told_two_of_them(world_size: int) -
     assert all("rank 0 named /nowhere/0, rank 1 /nowhere/1" in str(each) for each in found), found
 
 
-@pytest.mark.slow
 def test_a_rank_that_cannot_take_part_is_the_error_of_all_and_has_its_own_as_the_cause() -> None:
     found = admitted(Call(), Call(metrics={"loss": "low"}))
     assert all(isinstance(each, RanksError) and each.causes == {1: "CheckpointTypeError"} for each in found), found
@@ -243,7 +241,6 @@ def test_a_prewarm_plans_on_all_ranks_where_one_has_a_new_state(shared: bool) ->
     assert [(each.changed, each.share is not None) for each in found] == [(True, shared)] * 2
 
 
-@pytest.mark.slow
 def test_a_rank_that_could_not_agree_on_a_plan_makes_all_plan_again() -> None:
     def plan(ranks: Coordinator) -> list[bool]:
         planner = planner_on(ranks, Memory(True, False), shared=True)

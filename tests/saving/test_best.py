@@ -150,7 +150,6 @@ def restored(root: Path, *overrides: str, **options: Any) -> int | None:
     return step
 
 
-@pytest.mark.slow
 def test_a_run_begins_with_the_best_and_what_follows_it_is_refused_or_retired(tmp_path: Path) -> None:
     trained(tmp_path, {1: 0.5, 2: 0.2, 3: 0.4, 4: 0.3}, keep=3)
     assert restored(tmp_path, BEST, *RESTORES_ONLY) == 2

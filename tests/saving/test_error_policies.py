@@ -447,7 +447,6 @@ def test_raise_is_what_happens_without_a_word(tmp_path: Path) -> None:
         assert runs.reached == 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
 def test_overlapping_saves_keep_their_order_and_their_bytes(overlap: str, tmp_path: Path) -> None:
     overrides = (f"checkpoint.overlap={overlap}", "checkpoint.keep.last=null", "checkpoint.stager.arenas=2")

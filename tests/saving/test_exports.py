@@ -142,7 +142,6 @@ def test_a_wrong_setting_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_kept_until_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the process is so slow that `keep` would have deleted it before it was opened."""
     monkeypatch.setenv("CKPT_FAILPOINT", "make_folder:process=export:nth=1:action=sleep:0.7")

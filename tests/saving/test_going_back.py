@@ -177,7 +177,6 @@ def test_from_scratch_beside_checkpoints_is_refused_or_retires_them_all(tmp_path
     assert manager.steps() == [1] and retired(tmp_path) == ["iter_0000900", "iter_0001000"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_a_script_that_never_restores_is_refused_at_its_first_save(preset: str, tmp_path: Path) -> None:
     """`keep` would delete each of its checkpoints at once, as the oldest."""
@@ -226,7 +225,6 @@ def test_a_path_is_loaded_and_its_step_is_that_of_its_name(
     assert ("has no step in its name" in caplog.text) == (name == "best")
 
 
-@pytest.mark.slow
 def test_paths_of_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path / "old", 6)
     (tmp_path / "iter_0000006").symlink_to(tmp_path / "old" / "iter_0000006")

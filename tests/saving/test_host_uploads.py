@@ -223,7 +223,6 @@ def test_files_of_a_host_that_is_not_of_the_run_are_not_waited_for(uploads: Call
     assert job.committed() == [] and job.told("failed") == job.told("began") == []
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_is_whole_in_the_leading_hosts_folder_is_uploaded_by_it_alone(tmp_path: Path) -> None:
     with build_manager("sync", ["checkpoint.durability=process_crash"], dir=tmp_path / "host-a") as manager:
         manager.save(7, {"value": 1})

@@ -108,7 +108,6 @@ def test_the_pointer_is_a_hint_and_names_can_be_the_plain_ones(tmp_path: Path) -
         assert manager.restore(fresh()) == 2
 
 
-@pytest.mark.slow
 def test_resume_must_never_and_a_step(tmp_path: Path) -> None:
     with (
         manager_in(tmp_path, "checkpoint.resume=must") as manager,

@@ -115,7 +115,6 @@ def full_digests(tensors: Sequence[torch.Tensor], hash_of: Hash) -> list[int]:
     return FullDigests(flat, range(len(tensors)), hash_of).of(flat).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HASHES)
 @pytest.mark.parametrize("damage", PATTERNS)
 def test_a_digest_has_every_byte(name: str, damage: Callable[[Any], None]) -> None:

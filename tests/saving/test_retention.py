@@ -322,7 +322,6 @@ def test_nothing_is_deleted_while_another_run_may_be_alive(tmp_path: Path) -> No
     assert _stepped(tmp_path) == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_nothing_is_deleted_after_a_restore_from_elsewhere(tmp_path: Path) -> None:
     elsewhere = _left_by_dead_runs(tmp_path / "elsewhere", 7) / "iter_0000007"
     own = _left_by_dead_runs(tmp_path / "own", 1, 2, 3, 4)

@@ -300,7 +300,6 @@ def test_keep_deletes_checkpoints_and_not_what_others_share(tmp_path: Path) -> N
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.distcp")) < BASE_BYTES + 500_000
 
 
-@pytest.mark.slow
 def test_the_next_run_shares_the_files_of_the_run_before(training: Training) -> None:
     for last, expected in ((3, [True, True, False]), (6, [True, False, False])):
         with training.manager() as manager:
@@ -314,7 +313,6 @@ def test_the_next_run_shares_the_files_of_the_run_before(training: Training) -> 
 DECLARED = "checkpoint.reuse.frozen=[base.*]"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["run", "checkpoint"])
 def test_a_run_over_a_base_stores_what_differs(tmp_path: Path, whole: bool) -> None:
     first = Training(tmp_path / "first", "sync", DECLARED)
@@ -336,7 +334,6 @@ def over(base: dict[str, torch.Tensor], folder: Path, *overrides: str) -> Traini
     return training
 
 
-@pytest.mark.slow
 def test_large_files_of_a_base_are_shared_and_closed(tmp_path: Path) -> None:
     """Larger than what is read at once to learn whether they are the same."""
     storage, large = Counted(), {"layer0": torch.randn((9 << 20) // 4)}
@@ -353,7 +350,6 @@ def test_large_files_of_a_base_are_shared_and_closed(tmp_path: Path) -> None:
     assert not any(storage.held.values())
 
 
-@pytest.mark.slow
 def test_other_folders_are_looked_in_where_one_has_nothing_is_damaged_or_is_deleted_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +396,6 @@ def test_a_damaged_base_is_not_shared(tmp_path: Path) -> None:
     assert second.holds()
 
 
-@pytest.mark.slow
 def test_a_base_of_other_types_with_the_same_bytes_is_not_shared(tmp_path: Path) -> None:
     first = Training(tmp_path / "first", "sync", DECLARED)
     with first.manager() as manager:

@@ -94,7 +94,6 @@ def test_an_error_of_the_process_itself_is_logged(
     assert "ended with code 1" in caplog.text
 
 
-@pytest.mark.slow
 def test_a_run_that_has_ended_leaves_the_folder_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt), manager_of(tmp_path, ENDLESS) as manager:
         manager.save(1, STATE)

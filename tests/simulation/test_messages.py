@@ -122,7 +122,6 @@ def voting(ranks: StoreCoordinator) -> tuple[CheckpointError | None, float]:
     return error, ranks.clock.now() - began
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, *in_turn([3, 4], 2)])
 def test_a_question_that_a_rank_withdrew_late_is_removed(world_size: int) -> None:
     """The store answers that rank only when rank 0 has decided, or given up, and has asked further questions."""

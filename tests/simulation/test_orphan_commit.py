@@ -183,7 +183,7 @@ def test_the_dead_are_not_waited_for_and_the_living_until_the_deadline(
 
     own.process.start(finish)
     assert simulation.run(200.0)
-    assert is_whole(disk) == (outcome == "committed")
+    assert is_whole(disk, 2) == (outcome == "committed")
     said = capfd.readouterr().err
     assert (f"committed {TARGET}" if outcome == "committed" else "was given up") in said
     assert min(ends, DEADLINE) <= over[0] <= at_the_latest

@@ -98,7 +98,6 @@ def test_a_bit_that_flips_on_its_way_to_a_rank_reaches_no_tensor(hosts: Hosts, p
     assert flips and not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
 def test_a_run_that_loses_its_store_in_its_first_save_leaves_it_to_be_found(hosts: Hosts) -> None:
     """A snapshot that is whole, as one rank knows, is found on all hosts."""
     wrong, layout = [], LAYOUTS[0]

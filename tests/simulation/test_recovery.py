@@ -130,7 +130,6 @@ def test_a_run_comes_back_whatever_happens_twice(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", in_turn(WORLDS, 2))
 def test_a_run_that_dies_in_its_first_save_hides_no_earlier_snapshot(hosts: Hosts, ranks: int) -> None:
     """It owns the folder by then, and has nothing in memory yet."""

@@ -306,7 +306,6 @@ def test_a_process_killed_at_work_is_an_error_and_no_hang(
     assert torch.equal(load(tmp_path / "ck", {"a": torch.zeros(10)})["a"], torch.ones(10))
 
 
-@pytest.mark.slow
 def test_results_of_an_aborted_save_feed_no_other(queue_of: Callable[..., AsyncCallsQueue], tmp_path: Path) -> None:
     calls, gate = queue_of(True), tmp_path / "gate"
     first = FileSystemWriterAsync(tmp_path / "a", fs_ops=GatedFs(str(gate)))
