@@ -69,8 +69,10 @@ class Told(CheckpointListener):
         self.calls.append(("close", None))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    ["async_persistent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sync", "async_zero_overhead"))],
+)
 def test_a_run_records_its_saves_steps_and_loads(preset: str, tmp_path: Path) -> None:
     begun = time.time()
     for first in (1, 6):

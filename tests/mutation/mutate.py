@@ -7,10 +7,15 @@ In the folder tests:
     python -m mutation.mutate --changed main                     the files that differ from a branch
     python -m mutation.mutate --among FILE --more 10 saving      those that a file lists, with more tests
     python -m mutation.mutate --tests tests/saving/test_keep.py managing/policies.py
+    python -m mutation.mutate --recorded 60                      some of `killers.txt`, as CI does
 
 A mutant that no test notices must be in `survivors.txt`, with the reason why that is right; another survivor, or a line
 of that file that no longer applies, is the exit code 1. For a mutant that only few of many tests notice, `killers.txt`
-names one to begin with; `--more` adds those that it finds.
+names one to begin with; `--more` adds those that it finds, and `--record` one for each statement that has none.
+
+`--recorded N` makes N mutants of `killers.txt`, others for each commit, and runs their tests alone, which takes seconds
+and not hours. A test that no longer notices its mutant is the exit code 1; so is a line whose mutant has gone from the
+code, and `--forget` drops these lines.
 
 It works on copies. A first run of the tests notes which statements each of them reaches, in all its processes. Then a
 fork for each mutant puts the changed functions in place of those imported, and runs tests that reach the changed
@@ -49,12 +54,23 @@ from .reach import TELLING_SECONDS, Reach
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS, KILLERS = (Path(__file__).with_name(f"{name}.txt") for name in ("survivors", "killers"))
-ROOMS = ("core/commit", "core/coordination", "core/storage/memory", "managing", "saving")
-_OF_ROOMS = ("simulation", "faults", "saving", "coordination", "storage", "loading")
-_AROUND = ("process", "stagers", "callers", "events", "config", "cli", "megatron", "recovery")
+_RESUME = ("optimizer_match", "optimizer_values", "saved_optimizers", "proof")
+_READING = ("coalesced", "messages", "relay", "arrivals", "read_plan")
+_LOADING = tuple(f"loading/{name}.py" for name in (*_RESUME, *_READING))
+_KEEPING = ("keeper", "keep_job", "orphan_commit", "copy_memory", "copy_sender", "copy_taker")
+_WRITING = tuple(f"core/writing/{name}.py" for name in _KEEPING)
+_HOSTS = tuple(f"core/storage/{name}.py" for name in ("host_files", "host_folders"))
+ROOMS = (
+    *("core/commit", "core/coordination", "core/storage/memory", *_HOSTS, *_WRITING),
+    *("core/state/parameter_names.py", *_LOADING, "publishing", "managing", "saving"),
+)
+_OF_ROOMS = ("simulation", "faults", "saving", "coordination", "storage", "loading", "resume", "publishing", "recovery")
+_AROUND = ("process", "stagers", "callers", "events", "config", "cli", "megatron")
 TESTS = tuple(f"tests/{name}" for name in (*_OF_ROOMS, *_AROUND))
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
 PATIENCE, GRACE_SECONDS = 8.0, 5.0
+#: What a test that is recorded takes at most.
+_RECORDED_SECONDS = 5.0
 #: Defines the builtin that the calls before statements call, in every process: it notes each number once.
 _NOTES = """
 import builtins, os
@@ -87,34 +103,50 @@ class Worker:
     ) -> None:
         self._root, self._package, self._files = root, root / "ckpt_component", files
         self._share, self._write = share, write
-        self._among = options.among and options.among.read_text().splitlines()
+        self._recorded, self._records = options.recorded, options.record
+        self._among = options.recorded or (options.among and options.among.read_text().splitlines())
         self._more, self._killers = options.more, _named(KILLERS)
         self.marks = ["-m", "not soak", "--run-slow"] if options.run_slow else ["-m", "not slow and not soak"]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self._look(session)
-        reach = self._reach(session)
+        names = [item.nodeid.partition("[")[0] for item in session.items]
+        if self._recorded:
+            reach = Reach(dict.fromkeys(range(len(names)), _RECORDED_SECONDS), {}, names)
+        else:
+            self._look(session)
+            reach = self._reach(session)
+        turn, noticed = 0, set[tuple[str, int]]()
         for file in self._files:
             place = self._package / file
             original = place.read_text()
-            for number, mutant in enumerate(mutants.mutants_of(original)):
-                is_other = self._among is not None and f"{file}: {mutant.name}" not in self._among
-                if is_other or number % self._share[1] != self._share[0]:
+            for mutant in mutants.mutants_of(original):
+                name = f"{file}: {mutant.name}"
+                if self._among is not None and name not in self._among:
+                    continue
+                if self._records and (mutant.line is None or (file, mutant.line) in noticed):
+                    continue
+                turn += 1
+                if turn % self._share[1] != self._share[0]:
                     continue
                 place.write_text(ast.unparse(mutant.tree))
-                name = f"{file}: {mutant.name}"
-                usual, tests = (
-                    reach.chosen(file, mutant.line, more, self._killers.get(name)) for more in (1, self._more)
-                )
+                if self._recorded:
+                    usual = tests = [number for number, test in enumerate(names) if test == self._killers[name]]
+                else:
+                    usual, tests = (
+                        reach.chosen(file, mutant.line, more, self._killers.get(name)) for more in (1, self._more)
+                    )
                 with _temporary(self._root):
                     outcome, last = (
                         ("unfit", None) if mutant.line is None else self._settled(session, place, mutant, reach, tests)
                     )
                     if outcome == "unfit":
                         outcome = _outcome_anew(self._root, [session.items[test].nodeid for test in tests])
-                found = None if last is None or last in usual else reach.names[last]
-                os.write(self._write, json.dumps([outcome, name, found]).encode() + b"\n")
+                if outcome == "failed" and mutant.line is not None:
+                    noticed.add((file, mutant.line))
+                found = None if last is None else reach.names[last]
+                is_known = last is None or last in usual
+                os.write(self._write, json.dumps([outcome, name, found, is_known, mutant.line]).encode() + b"\n")
             place.write_text(original)
         return True
 
@@ -292,6 +324,8 @@ def _replace(path: Path, tree: ast.Module) -> bool:
 
 def _outcome_anew(copy: Path, tests: Sequence[str]) -> str:
     """The same in a new process."""
+    if not tests:
+        return "passed"  # without names, pytest would run all
     names = copy / "names"
     names.write_text("\n".join(tests))
     usual = ["-q", "-x", "-p", "no:cacheprovider", "-n0", "-o", "addopts=--import-mode=importlib", f"@{names}"]
@@ -334,6 +368,11 @@ def main() -> int:
         "--among", type=Path, metavar="FILE", help="only mutants that it has as lines, such as survivors"
     )
     parser.add_argument("--run-slow", action="store_true", help="with the slow tests")
+    parser.add_argument("--recorded", type=int, default=0, metavar="N", help="N mutants of killers.txt and their tests")
+    parser.add_argument("--forget", action="store_true", help="with that, drop the lines whose mutants have gone")
+    parser.add_argument(
+        "--record", action="store_true", help="note a test that notices one for each statement, and make no more"
+    )
     parser.add_argument("--more", type=int, default=1, metavar="N", help="spend N times as long on each mutant")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     options, package = parser.parse_args(), REPOSITORY / "ckpt_component"
@@ -347,7 +386,12 @@ def main() -> int:
         command = ["git", "-C", str(package), "diff", "--name-only", "--relative", options.changed, "--", "."]
         changed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         files = [file for file in files if file in changed]
-    accepted = _named(SURVIVORS)
+    accepted, stale = _named(SURVIVORS), False
+    if options.recorded:
+        stale = _has_stale(package, forget=options.forget)
+        options.recorded = _in_turn(_named(KILLERS), options.recorded)
+        files = sorted({name.partition(":")[0] for name in options.recorded})
+        options.tests, accepted = sorted({*options.recorded.values()}), {}
     import torch
 
     torch.set_num_threads(1)
@@ -361,25 +405,52 @@ def main() -> int:
                 )
             )
         os.close(write)
-        alive, counts, killers = list[str](), Counter[str](), _named(KILLERS)
+        alive, counts, killers, recorded = list[str](), Counter[str](), _named(KILLERS), set[tuple[str, int]]()
         with open(read) as lines:
-            for outcome, name, found in map(json.loads, lines):
+            for outcome, name, found, is_known, line in map(json.loads, lines):
                 counts[outcome] += 1
-                if found is not None and options.more > 1:
+                statement = name.partition(":")[0], line
+                is_first = options.record and outcome == "failed" and line is not None and statement not in recorded
+                if found is not None and (is_first or (options.more > 1 and not is_known)):
+                    recorded.add(statement)
                     killers[name] = found
                     _note(killers)
                 if outcome == "passed":
                     alive.append(name)
-                    print("accepted" if name in accepted else "SURVIVED", name, flush=True)
+                    by = f" (by {options.recorded[name]})" if options.recorded else ""
+                    print("accepted" if name in accepted else "SURVIVED", name + by, flush=True)
                 elif outcome == "hung":  # counts as noticed, but a test that fails says more
                     print("hung    ", name, flush=True)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(options.workers)]
     new = [name for name in alive if name not in accepted]
-    all_run = not (options.among or options.tests)
+    all_run = not (options.among or options.tests or options.recorded)
     gone = [name for name in accepted if all_run and name.partition(":")[0] in files and name not in alive]
     print(*(f"gone from the code, or killed: {name}" for name in gone), sep="\n")
     print(f"{counts.total()} mutants of {len(files)} files: {dict(counts)}; {len(new)} survivors are not accepted")
-    return max(codes) or bool(new or gone)
+    return max(codes) or bool(new or gone or stale)
+
+
+def _in_turn(killers: Mapping[str, str], count: int) -> dict[str, str]:
+    """So many of the mutants, others for each commit."""
+    sys.path.append(str(REPOSITORY / "tests/support"))
+    from strides import STRIDE_OFFSET
+
+    stride = -(-len(killers) // count)
+    return dict([*killers.items()][STRIDE_OFFSET % stride :: stride])
+
+
+def _has_stale(package: Path, *, forget: bool) -> bool:
+    """Whether mutants of `killers.txt` have gone from the code, and are not forgotten."""
+    killers, names = _named(KILLERS), set[str]()
+    for file in {name.partition(":")[0] for name in killers}:
+        if (package / file).exists():
+            names |= {f"{file}: {mutant.name}" for mutant in mutants.mutants_of((package / file).read_text())}
+    gone = killers.keys() - names
+    if gone and forget:
+        _note({name: test for name, test in killers.items() if name not in gone})
+    for name in sorted(gone):
+        print("forgotten:" if forget else "gone from the code (--forget drops its line):", name)
+    return bool(gone) and not forget
 
 
 def _named(file: Path) -> dict[str, str]:

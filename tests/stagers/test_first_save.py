@@ -93,8 +93,13 @@ def allocations(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in caplog.messages if text.startswith("planned")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["async_persistent", "async_temporal", "async_zero_overhead"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "async_zero_overhead",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("async_persistent", "async_temporal")),
+    ],
+)
 def test_the_first_save_finds_its_plan_and_its_memory(
     preset: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
