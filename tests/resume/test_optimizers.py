@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_component import Checkpointer, CheckpointLoadError, build_checkpointer
+from ckpt_component import CheckpointCorruptError, Checkpointer, CheckpointLoadError, build_checkpointer
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -351,6 +351,198 @@ def test_nested_state_comes_back_in_its_own_dtype(stepped: int, ours: Checkpoint
     train(model, optimizer, 3)
     train(other, restored, 3)
     assert all(map(torch.equal, model.of("ab"), other.of("ab")))
+
+
+def test_a_parameter_without_a_name_keeps_its_place_and_no_other(ours: Checkpointer, tmp_path: Path) -> None:
+    """Of several without a name, only their places say which is which."""
+
+    def run(names: str, value: float) -> tuple[Layers, list[nn.Parameter], torch.optim.Optimizer]:
+        model = Layers("abc")
+        loose = [nn.Parameter(torch.full((4, 4), value)), nn.Parameter(torch.full((4, 4), -value))]
+        first, second, third = model.of(names)
+        optimizer = torch.optim.AdamW([first, loose[0], second, loose[1], third])
+        for number, parameter in enumerate(loose):
+            parameter.grad = torch.full((4, 4), value + number)
+        return model, loose, optimizer
+
+    model, loose, optimizer = run("abc", 1.0)
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    other, its, restored = run("cab", 2.0)
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored})
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+    for one, two in zip(loose, its, strict=True):
+        assert_same_state({"loose": optimizer.state[one]}, {"loose": restored.state[two]})
+
+
+def test_a_named_parameter_takes_no_state_of_one_without_a_name(ours: Checkpointer, tmp_path: Path) -> None:
+    model, other, loose = Layers("a"), Layers("ab"), nn.Parameter(torch.zeros(4, 4))
+    optimizer, restored = torch.optim.AdamW([*model.of("a"), loose]), torch.optim.AdamW(other.of("ab"))
+    loose.grad = torch.ones(4, 4)
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=False)
+    assert_same_state(state_of(model, optimizer), {"a.weight": state_of(other, restored)["a.weight"]})
+    assert not state_of(other, restored)["b.weight"]
+
+
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_a_checkpoint_from_before_the_first_step_leaves_no_state_and_says_nothing(
+    stepped: int, ours: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = Layers("ab"), Layers("ab")
+    optimizer, restored = torch.optim.AdamW(model.of("ab"), lr=0.5), torch.optim.AdamW(other.of("ba"), lr=0.5)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    train(other, restored, stepped)
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True)
+    assert not restored.state and "has no state" not in caplog.text
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_parameter_that_was_frozen_begins_without_state(order: str, ours: Checkpointer, tmp_path: Path) -> None:
+    model, other = Layers("ab"), Layers("ab")
+    model.of("b")[0].requires_grad_(False)
+    optimizer, restored = torch.optim.AdamW(model.of("ab")), torch.optim.AdamW(other.of(order))
+    train(model, optimizer)
+    train(other, restored)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True)
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+
+
+def test_an_optimizer_of_another_key_and_state_that_moves_to_another_optimizer(
+    ours: Checkpointer, tmp_path: Path
+) -> None:
+    model, other = Layers("abcd"), Layers("abcd")
+    first, second = torch.optim.AdamW(model.of("abc"), lr=0.1), torch.optim.AdamW(model.of("d"), lr=0.2)
+    train(model, first)
+    train(model, second)
+    ours.save({"model": model, "first": first, "second": second}, tmp_path / "one")
+    saved = {**first.state, **second.state}
+    expected = {name: saved[parameter] for name, parameter in model.named_parameters()}
+    for keys, groups in (
+        (("first", "second"), (["abc"], ["d"])),  # as it was
+        (("first", "second"), (["ab"], ["d", "c"])),  # one has what the other one had
+        (("first", "second"), (["d"], ["abc"])),
+        (("second", "third"), (["bca"], ["d"])),
+        (("all",), (["d", "cab"],)),
+    ):
+        optimizers = [torch.optim.AdamW([{"params": other.of(each)} for each in members]) for members in groups]
+        state = {"model": other, **dict(zip(keys, optimizers, strict=True))}
+        ours.load(tmp_path / "one", state, strict=True)
+        got = {parameter: value for optimizer in optimizers for parameter, value in optimizer.state.items()}
+        assert_same_state({name: got[parameter] for name, parameter in other.named_parameters()}, expected)
+        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+        assert rates == [0.2 if members == "d" else 0.1 for each in groups for members in each]
+
+
+def test_other_values_of_an_optimizer_stay_where_they_are(ours: Checkpointer, tmp_path: Path) -> None:
+    class Counting(torch.optim.AdamW):
+        """Has more in its state dict than torch's, some of it as deep as the state of parameters."""
+
+        seen: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "seen": self.seen}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.seen = state_dict["seen"]
+            super().load_state_dict({key: value for key, value in state_dict.items() if key != "seen"})
+
+    model, other = Layers("ab"), Layers("ab")
+    optimizer, restored = Counting(model.of("ab")), Counting(other.of("ba"))
+    optimizer.seen = {"tokens": {"deep": {"number": 3, "tensor": torch.arange(3)}}, "files": 4}
+    restored.seen = {"tokens": {"deep": {"number": 0, "tensor": torch.zeros(3, dtype=torch.int64)}}, "files": 0}
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored}, strict=True)
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+    assert restored.seen["files"] == 4 and restored.seen["tokens"]["deep"]["number"] == 3
+    assert torch.equal(restored.seen["tokens"]["deep"]["tensor"], torch.arange(3))
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["saved with names", "saved without"])
+@pytest.mark.parametrize("here", [True, False], ids=["loaded with names", "loaded without"])
+def test_names_that_an_optimizer_was_given_are_no_values_of_its_groups(
+    there: bool, here: bool, ours: Checkpointer, tmp_path: Path
+) -> None:
+    def run(names: str, named: bool) -> tuple[Layers, torch.optim.Optimizer]:
+        model = Layers(names)
+        params: Any = list(model.named_parameters()) if named else list(model.parameters())
+        return model, torch.optim.AdamW(params)
+
+    (model, optimizer), (other, restored) = run("ab", there), run("ba", here)
+    if there and "param_names" not in optimizer.param_groups[0]:
+        pytest.skip("torch has named parameters from 2.6 on")
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    for target in ({"model": other, "optimizer": restored}, {"model": model, "optimizer": optimizer}):
+        ours.load(tmp_path / "one", target, strict=True, allow_unexpected=False)
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+    assert restored.param_groups[0].get("param_names") == (["b.weight", "a.weight"] if here else None)
+    if there and here:  # a target without the model knows only what its optimizer was given
+        alone, its = run("ba", here)
+        ours.load(tmp_path / "one", {"optimizer": its}, allow_unexpected=True)
+        assert_same_state(state_of(model, optimizer), state_of(alone, its))
+
+
+def test_names_in_another_form_are_a_damaged_checkpoint(ours: Checkpointer, tmp_path: Path) -> None:
+    model = Layers("ab")
+    optimizer = torch.optim.AdamW(model.of("ab"))
+    train(model, optimizer)
+    for number, names in enumerate((["model.a.weight", "model.b.weight"], "model.a.weight", [["model.a.weight", 3]])):
+        state = {**optimizer.state_dict(), "param_names": names}
+        ours.save({"model": model.state_dict(), "optimizer": state}, tmp_path / str(number))
+        restored = torch.optim.AdamW(model.of("ba"))
+        with pytest.raises(
+            CheckpointCorruptError, match=r"'optimizer\.param_names' is .* a list of names for each group"
+        ):
+            ours.load(tmp_path / str(number), {"model": model, "optimizer": restored})
+
+
+def test_each_scheduler_follows_the_groups_of_its_own_optimizer(ours: Checkpointer, tmp_path: Path) -> None:
+    def run(first: Sequence[tuple[str, float]], second: Sequence[tuple[str, float]]) -> tuple[Layers, dict[str, Any]]:
+        model = Layers("abcd")
+        state: dict[str, Any] = {}
+        for key, groups in (("first", first), ("second", second)):
+            optimizer = torch.optim.SGD(groups_of(model, groups), momentum=0.9)
+            state[key] = optimizer
+            state[f"{key} scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return model, state
+
+    def step(model: Layers, state: dict[str, Any]) -> None:
+        for key in ("first", "second"):
+            train(model, state[key], 1)
+            state[f"{key} scheduler"].step()
+
+    model, state = run([("a", 0.1), ("b", 0.4)], [("c", 1.6), ("d", 6.4)])
+    step(model, state)
+    ours.save({"model": model, **state}, tmp_path / "one")
+    # A group of parameters that the checkpoint does not have comes first, and keeps what the script gave it.
+    other, its = run([("b", 7), ("a", 8)], [("c", 9), ("d", 9)])
+    ours.load(tmp_path / "one", {"model": other, **its}, strict=True)
+    assert its["first scheduler"].base_lrs == [0.4, 0.1] and its["first scheduler"].get_last_lr() == [0.2, 0.05]
+    assert its["second scheduler"].base_lrs == [1.6, 6.4] and its["second scheduler"].get_last_lr() == [0.8, 3.2]
+    step(model, state)
+    step(other, its)
+    assert its["first scheduler"].get_last_lr() == [0.1, 0.025]
+    assert all(map(torch.equal, model.of("abcd"), other.of("abcd")))
+
+
+def test_a_new_group_keeps_its_rate_beside_those_of_the_checkpoint(ours: Checkpointer, tmp_path: Path) -> None:
+    def run(names: str, groups: Sequence[tuple[str, float]]) -> tuple[Layers, Any, Any]:
+        model = Layers(names)
+        optimizer = torch.optim.SGD(groups_of(model, groups), momentum=0.9)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    model, optimizer, scheduler = run("ab", [("a", 0.1), ("b", 0.4)])
+    train(model, optimizer)
+    scheduler.step()
+    ours.save({"model": model, "optimizer": optimizer, "scheduler": scheduler}, tmp_path / "one")
+    other, restored, its = run("abn", [("n", 3.0), ("b", 7), ("a", 8)])
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored, "scheduler": its}, strict=False)
+    assert its.base_lrs == [3.0, 0.4, 0.1] and its.get_last_lr() == [3.0, 0.2, 0.05]
+    assert [group["lr"] for group in restored.param_groups] == [3.0, 0.2, 0.05]
 
 
 def test_what_the_checkpoint_replaces_is_said(
