@@ -326,6 +326,7 @@ class NestedState(torch.optim.Optimizer):
             if not state:
                 zeros = torch.zeros_like(parameter, dtype=torch.float32)
                 state.update(moments={"first": {"average": zeros.clone(), "steps": 0}, "second": zeros.clone()})
+                state.update(mode="warm", kinds=["first", "second"])  # torch makes the text of a generator of a text
             first, second = state["moments"]["first"], state["moments"]["second"]
             first["average"].lerp_(parameter.grad.float(), 0.3)
             first["steps"] += 1
@@ -346,6 +347,8 @@ def test_nested_state_comes_back_in_its_own_dtype(stepped: int, ours: Checkpoint
             each.state[layers.of(name)[0]]["moments"] for each, layers in ((optimizer, model), (restored, other))
         )
         assert two["first"]["steps"] == one["first"]["steps"]
+        assert restored.state[other.of(name)[0]]["mode"] == "warm"
+        assert restored.state[other.of(name)[0]]["kinds"] == ["first", "second"]
         for got, wanted in ((two["first"]["average"], one["first"]["average"]), (two["second"], one["second"])):
             assert got.dtype == torch.float32 and torch.equal(got, wanted)
     train(model, optimizer, 3)
@@ -434,6 +437,43 @@ def test_an_optimizer_of_another_key_and_state_that_moves_to_another_optimizer(
         assert_same_state({name: got[parameter] for name, parameter in other.named_parameters()}, expected)
         rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
         assert rates == [0.2 if members == "d" else 0.1 for each in groups for members in each]
+
+
+def test_a_count_of_steps_that_was_a_number_becomes_what_the_optimizer_makes_of_it(
+    ours: Checkpointer, tmp_path: Path
+) -> None:
+    """Older optimizers counted in numbers, and those of today need a tensor."""
+    model, other = Layers("ab"), Layers("ba")
+    optimizer, restored = torch.optim.AdamW(model.of("ab")), torch.optim.AdamW(other.of("ba"))
+    train(model, optimizer)
+    state = optimizer.state_dict()
+    state["state"] = {number: {**values, "step": int(values["step"])} for number, values in state["state"].items()}
+    names = [["model.a.weight", "model.b.weight"]]
+    ours.save({"model": model.state_dict(), "optimizer": {**state, "param_names": names}}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored})
+    assert_same_state(state_of(model, optimizer), state_of(other, restored))
+    train(model, optimizer)
+    train(other, restored)
+    assert all(map(torch.equal, model.of("ab"), other.of("ab")))
+
+
+def test_what_an_optimizer_drops_when_it_loads_stays_away(ours: Checkpointer, tmp_path: Path) -> None:
+    class Caching(NestedState):
+        """Has something that is of no use after a load."""
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            for state in self.state.values():
+                del state["kinds"]
+
+    model, other = Layers("ab"), Layers("ab")
+    optimizer, restored = Caching(model.of("ab")), Caching(other.of("ab"))
+    train(model, optimizer)
+    ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+    ours.load(tmp_path / "one", {"model": other, "optimizer": restored})
+    assert all(state.keys() == {"moments", "mode"} for state in restored.state.values())
+    assert ours.last_load is not None
+    assert {*ours.last_load.differing} == {f"optimizer.state.{number}.kinds" for number in range(2)}
 
 
 def test_other_values_of_an_optimizer_stay_where_they_are(ours: Checkpointer, tmp_path: Path) -> None:
