@@ -124,7 +124,7 @@ class Worker:
                 name = f"{file}: {mutant.name}"
                 if self._among is not None and name not in self._among:
                     continue
-                if self._records and (mutant.line is None or (file, mutant.line) in noticed):
+                if self._records and not self._among and (mutant.line is None or (file, mutant.line) in noticed):
                     continue
                 turn += 1
                 if turn % self._share[1] != self._share[0]:
@@ -405,7 +405,7 @@ def main() -> int:
                 )
             )
         os.close(write)
-        alive, counts, killers, recorded = list[str](), Counter[str](), _named(KILLERS), set[tuple[str, int]]()
+        alive, counts, recorded = list[str](), Counter[str](), set[tuple[str, int]]()
         with open(read) as lines:
             for outcome, name, found, is_known, line in map(json.loads, lines):
                 counts[outcome] += 1
@@ -413,8 +413,7 @@ def main() -> int:
                 is_first = options.record and outcome == "failed" and line is not None and statement not in recorded
                 if found is not None and (is_first or (options.more > 1 and not is_known)):
                     recorded.add(statement)
-                    killers[name] = found
-                    _note(killers)
+                    _note({**_named(KILLERS), name: found})
                 if outcome == "passed":
                     alive.append(name)
                     by = f" (by {options.recorded[name]})" if options.recorded else ""
