@@ -23,46 +23,57 @@ WANTED = (("a", "b"), ("b", "c"))
 
 
 class Files(OpenFiles):
-    """Files of which a read into a message is counted, and the first ones fail."""
+    """Files of which the bytes that are read are counted, and the first reads to pass on fail."""
 
     def __init__(self, folder: str, storage: Reads) -> None:
         super().__init__(folder)
         self._storage = storage
 
     def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
+        self._storage.nbytes += buffer.nbytes
         self._storage.passed_on += 1
         if self._storage.passed_on <= self._storage.failing:
             raise CheckpointUnreadableError(f"{name} is not here today.")
         return super().fill(name, buffer, offset)
 
+    def fill_block(self, name: str, offset: int, length: int) -> int | None:
+        self._storage.nbytes += length
+        return super().fill_block(name, offset, length)
+
 
 class Reads(FileStorage):
     def __init__(self, failing: int = 0) -> None:
         super().__init__()
-        self.failing, self.passed_on = failing, 0
+        self.failing, self.passed_on, self.nbytes = failing, 0, 0
 
     def open_files(self, folder: str, *, shared: bool = True) -> Any:
         return Files(folder, self)
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
-    return {name: torch.arange(1000.0) * value + number for number, name in enumerate("abc")}
+    """Each tensor is more than one batch."""
+    return {name: torch.arange(100_000.0) * value + number for number, name in enumerate("abc")}
 
 
-def load_together(folder: Path, storages: Sequence[Reads], verify: str, *, flips: bool = False) -> None:
-    """Save, load on both ranks what each of them wants, and compare; an error of a rank is raised."""
+def load_together(
+    folder: Path, storages: Sequence[Reads], *overrides: str, flips: bool = False, silent: int = -1
+) -> float:
+    """Save, load on both ranks what each of them wants, and compare; an error of a rank is raised.
+
+    Returns:
+        How often each byte was read, on average.
+    """
     with build_checkpointer("sync") as checkpointer:
         checkpointer.save(state_of(2), folder / "one")
     building, loaded = threading.Lock(), dict[int, dict[str, torch.Tensor]]()
     with reading_together(2) as gloo, rank_threads(2) as on_all:
-        gloo.flips = flips
+        gloo.flips, gloo.silent = flips, silent
 
         def load(ranks: StoreCoordinator) -> None:
             gloo.of(ranks.rank)
             with building:
-                overrides = [f"checkpoint.verify={verify}"]
                 ours = build_checkpointer("sync", overrides, ranks=ranks, storage_of=lambda _: storages[ranks.rank])
-            state = {name: torch.zeros(1000) for name in WANTED[ranks.rank]}
+            state = {name: torch.zeros(100_000) for name in WANTED[ranks.rank]}
             ours.load(folder / "one", state)
             loaded[ranks.rank] = state
 
@@ -70,18 +81,37 @@ def load_together(folder: Path, storages: Sequence[Reads], verify: str, *, flips
     expected = state_of(2)
     for rank, names in enumerate(WANTED):
         assert all(torch.equal(loaded[rank][name], expected[name]) for name in names), rank
+    return sum(each.nbytes for each in storages) / sum(value.nbytes for value in expected.values())
 
 
 @pytest.mark.parametrize("verify", ["on_read", "off"])
-@pytest.mark.parametrize("failing", [None, 0, 1], ids=["all read", "rank 0 cannot", "rank 1 cannot"])
-def test_what_a_rank_could_not_read_reaches_no_tensor_of_another(
-    failing: int | None, verify: str, tmp_path: Path
-) -> None:
-    storages = [Reads(failing=rank == failing) for rank in range(2)]
-    load_together(tmp_path, storages, verify)
-    assert sum(each.passed_on for each in storages) > 0, "they read together"
+def test_each_byte_is_read_once_and_both_ranks_read(verify: str, tmp_path: Path) -> None:
+    storages = [Reads(), Reads()]
+    assert 0.98 < load_together(tmp_path, storages, f"checkpoint.verify={verify}") < 1.02
+    assert all(0.4 < each.nbytes / 1_200_000 < 0.6 for each in storages)
+
+
+@pytest.mark.parametrize("verify", ["on_read", "off"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_rank_could_not_read_reaches_no_tensor_of_another(failing: int, verify: str, tmp_path: Path) -> None:
+    storages = [Reads(rank == failing) for rank in range(2)]
+    assert 1.02 < load_together(tmp_path, storages, f"checkpoint.verify={verify}") < 1.5
+
+
+def test_a_rank_that_can_read_nothing_fails_and_costs_the_other_one_what_it_wants(tmp_path: Path) -> None:
+    storages = [Reads(1000), Reads()]
+    with pytest.raises(AssertionError, match="CheckpointUnreadableError"):
+        load_together(tmp_path, storages)
+    assert storages[1].nbytes < 1.02 * 800_000 and storages[0].passed_on < 10
 
 
 @pytest.mark.parametrize("verify", ["on_read", "off"])
 def test_what_was_damaged_between_ranks_reaches_no_tensor(verify: str, tmp_path: Path) -> None:
-    load_together(tmp_path, [Reads(), Reads()], verify, flips=True)
+    assert load_together(tmp_path, [Reads(), Reads()], f"checkpoint.verify={verify}", flips=True) > 1.02
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_what_does_not_arrive_is_read_by_who_wants_it(silent: int, tmp_path: Path) -> None:
+    storages = [Reads(), Reads()]
+    times = load_together(tmp_path, storages, "checkpoint.timeouts.stall=0.5", silent=silent)
+    assert 1.02 < times < 1.5 and storages[silent].nbytes < storages[1 - silent].nbytes

@@ -49,7 +49,6 @@ def told(world: World, number: int, found: list[str]) -> list[str]:
     return [f"at operation {number} ({name} {path}): {text}" for text in found]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("workload", "protocol"), cases(WORKLOADS, "retention"), ids=str)
 def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str, record_property: Record) -> None:
     world, wrong = World(workload, protocol), []
@@ -59,7 +58,6 @@ def test_the_power_goes_off_at_every_operation(workload: Workload, protocol: str
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "protocol"),
     cases([each for each in WORKLOADS if each.name != "collect"], "first_save"),  # collect cuts the power itself
