@@ -10,7 +10,6 @@ import random
 import socket
 import threading
 import time
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
+from ckpt_component.core.storage.checksum import find_checksum
 from ckpt_component.core.storage.memory.entrances import PeerEntrance
 from ckpt_component.core.storage.memory.file_sums import FileSums
 from ckpt_component.core.storage.memory.host_memory import HostMemory
@@ -139,17 +139,18 @@ def contents_of(files: KeptFiles) -> dict[str, bytes]:
     return {file.path: files.get(file.path, file.size) for file in files.listed("")}
 
 
-def image_of(seed: int) -> tuple[bytes, FileSums]:
+def image_of(seed: int, items: int = ITEMS, algorithm: str = "crc32") -> tuple[bytes, FileSums]:
     """Bytes with items in them, and their checksums."""
-    data = random.Random(seed).randbytes(ITEMS * (ITEM + GAP) + 64)
-    places = [(GAP + number * (ITEM + GAP), ITEM) for number in range(ITEMS)]
-    sums = [zlib.crc32(data[offset : offset + length]) for offset, length in places]
-    return data, FileSums("crc32", array("Q", [value for place in places for value in place]), array("Q", sums))
+    data = random.Random(seed).randbytes(items * (ITEM + GAP) + 64)
+    places = [(GAP + number * (ITEM + GAP), ITEM) for number in range(items)]
+    checksum = find_checksum(algorithm)
+    sums = [checksum.of(memoryview(data)[offset : offset + length]) for offset, length in places]
+    return data, FileSums(algorithm, array("Q", [value for place in places for value in place]), array("Q", sums))
 
 
-def keep(files: KeptFiles, step: str = STEP, seed: int = 1) -> None:
+def keep(files: KeptFiles, step: str = STEP, seed: int = 1, items: int = ITEMS, algorithm: str = "crc32") -> None:
     """Keep a snapshot as a rank does: an image with a tail, an empty one, and small files."""
-    data, sums = image_of(seed)
+    data, sums = image_of(seed, items, algorithm)
     fd = os.memfd_create("arena")
     os.write(fd, b"xxx" + data)
     files.put_image(f"{step}/t{seed}/data", seed, fd, 3, len(data), b"tail", sums)
@@ -452,6 +453,30 @@ def test_a_copy_that_is_on_its_way_keeps_its_memory_when_the_next_of_its_rank_co
             goes_on.set()
         first.result(20)
         assert peer.contents() == contents_of(home)
+
+
+def test_copies_that_grow_and_shrink_come_into_one_block_that_fits(home: KeptFiles) -> None:
+    with Peer() as peer:
+        memory = memfds(os.getpid())
+        for number, items in enumerate((ITEMS, 3 * ITEMS, 5, ITEMS, ITEMS // 2 + 1, 4 * ITEMS)):
+            for files in (home, peer.files):
+                files.delete([file.path for file in files.listed("")])
+            keep(home, STEP, number, items)
+            sent(home, peer.address)
+            assert peer.contents() == contents_of(home)
+            assert len(memfds(os.getpid()) - memory) <= 2, "that of home is one"
+
+
+@pytest.mark.parametrize("algorithm", ["crc32", "crc32c", "xxh3_64"])
+def test_a_copy_is_compared_by_the_checksum_of_its_run(algorithm: str) -> None:
+    home = KeptFiles()
+    keep(home, algorithm=algorithm)
+    with Peer() as peer:
+        sent(home, peer.address)
+        assert peer.contents() == contents_of(home)
+        with Way(peer.address, flipped_at(150_000)) as damaged, pytest.raises(OSError, match="the item at byte"):
+            sent(home, damaged.address, STEP, rank=1)
+    home.delete([file.path for file in home.listed("")])
 
 
 def test_two_ranks_send_to_one_keeper_at_once() -> None:
