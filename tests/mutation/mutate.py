@@ -116,6 +116,8 @@ class Worker:
         else:
             self._look(session)
             reach = self._reach(session)
+        usual: Sequence[int]
+        tests: Sequence[int]
         turn, noticed = 0, set[tuple[str, int]]()
         for file in self._files:
             place = self._package / file

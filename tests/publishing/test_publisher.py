@@ -88,12 +88,14 @@ def test_a_whole_version_and_deltas(delta: str, tmp_path: Path) -> None:
     assert sorted(os.listdir(world.to)) == [".ckpt-owner.json", *(f"weight_v{n:06d}" for n in (1, 2, 3))]
 
 
-def test_whole_versions_need_no_mirror_and_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_versions_need_no_mirror_and_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World(tmp_path, delta="off")
     for package in ("xxhash", "zstandard"):
         monkeypatch.setitem(sys.modules, package, None)
     assert world.version(1).is_whole and world.version(2).is_whole
-    assert not world.mirror.exists()
+    assert not world.mirror.exists() and not caplog.text
     with pytest.raises(CheckpointConfigError, match=r"delta=auto needs the package xxhash: pip install"):
         world.version(3, delta="auto")
     monkeypatch.undo()

@@ -137,7 +137,7 @@ class DoublingSGD(torch.optim.SGD):
 
 class DoublingInSetState(torch.optim.SGD):
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         double(each for state in self.state.values() for each in state.values())
 
 

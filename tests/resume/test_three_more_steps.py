@@ -115,15 +115,15 @@ def plans(draw: st.DrawFn, names: Sequence[str], before: Plan | None = None) -> 
         groups = [order[low:high] for low, high in itertools.pairwise(bounds)]
     else:
         partition = [group for optimizer in before.groups for group in optimizer]
-        groups = [draw(st.permutations(group)) for group in draw(st.permutations(partition))]
+        groups = [[*draw(st.permutations(group))] for group in draw(st.permutations(partition))]
     of_first = max(len(groups) - draw(MORE), 1)
     frozen = frozenset(draw(st.sets(st.sampled_from(names), max_size=len(names) - 1)))
     called = dict(zip(names, names, strict=True))
     if before is not None and draw(MORE):
         others = draw(st.sampled_from([names, [name.upper() for name in names]]))
         called = dict(zip(names, draw(st.permutations(others)), strict=True))
-    keys = draw(st.permutations(["optimizer", "other"]))
-    optimizers = [groups[:of_first], groups[of_first:]]
+    keys: Sequence[str] = draw(st.permutations(["optimizer", "other"]))
+    optimizers: Sequence[Sequence[Sequence[str]]] = [groups[:of_first], groups[of_first:]]
     if before is not None and {*called.values()} == {*names} and draw(MORE):
         # By their names all is as it was saved, and each name means another layer.
         meant = {name: layer for layer, name in called.items()}
@@ -209,7 +209,7 @@ class Run:
         }
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(story=stories())
 def test_the_next_three_steps(story: dict[str, Any]) -> None:
     run = Run(story, story["before"])

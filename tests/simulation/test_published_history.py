@@ -9,8 +9,8 @@ from simulation.publishing import KINDS
 from simulation.trained import Trained
 from strides import STRIDE_OFFSET
 
-#: In the soak, of all turns together.
-VERSIONS, TURNS = 1_000, 10
+#: In the soak, of all parts together. A part has its turn as other slow tests do.
+VERSIONS, PARTS = 1_000, 10
 
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -23,11 +23,10 @@ def test_a_few_versions_and_all_that_may_happen(trained: Trained, record_propert
 
 
 @pytest.mark.slow
-@pytest.mark.turns(TURNS)
-@pytest.mark.parametrize("number", range(TURNS))
+@pytest.mark.parametrize("number", range(PARTS))
 def test_versions_are_right_whatever_happens(number: int, trained: Trained, record_property: Record) -> None:
     """Disturbances have the numbers of operations one after the other, so in the end each one is disturbed."""
-    versions = VERSIONS // TURNS
+    versions = VERSIONS // PARTS
     history = PublishedHistory(trained, KINDS[number % len(KINDS)], STRIDE_OFFSET + number)
     wrong = history.run(versions)
     record_property("published versions", versions)
