@@ -176,8 +176,7 @@ class HostKeeper:
         return connection
 
     def _serve(self, wire: Wire) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the trainer has died before this lane was ready
-            self.snapshots.work_for(cast(Channel, wire.end_of(self.process)))
+        self.snapshots.work_for(cast(Channel, wire.end_of(self.process)))
 
     def _live(self) -> None:
         """The main thread: wait for the end of the trainer, and outlive it."""
@@ -269,7 +268,7 @@ class Wire:
 
 
 class WireEnd:
-    """One end, with the methods of a `Channel`."""
+    """One end, with the methods of a `Channel`; the keeper's with those of a `ParentChannel`."""
 
     def __init__(self, process: SimulatedProcess, peer: SimulatedProcess, wire: Wire) -> None:
         self._process, self._peer, self._wire = process, peer, wire
@@ -283,7 +282,9 @@ class WireEnd:
     ) -> None:
         self._process.turn()
         other = self._wire.ends[self._peer]
-        if self._peer.is_dead or other._is_closed:
+        if self.hung_up:
+            if self._process is self.keeper.process:
+                return  # as of a `ParentChannel`
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         copies = [os.dup(fd) for fd in fds]
         self._wire.copies.extend((fd, os.fstat(fd).st_ino) for fd in copies)
@@ -291,11 +292,15 @@ class WireEnd:
         if other._waiting is not None:
             other._waiting.set()
 
+    @property
+    def hung_up(self) -> bool:
+        return self._peer.is_dead or self._wire.ends[self._peer]._is_closed
+
     def receive(self, deadline: float = 1e9) -> Any:
-        clock, other = self._process.clock, self._wire.ends[self._peer]
+        clock = self._process.clock
         self._process.turn()
         while not self._frames:
-            if self._peer.is_dead or other._is_closed or self._is_closed:
+            if self.hung_up or self._is_closed:
                 return None
             if clock.now() > deadline:
                 raise TimeoutError
