@@ -93,7 +93,7 @@ class MultirunJob:
             CheckpointConfigError: another job of the multirun saves there, or the checkpoints there are of a job that
                 trained something else
         """
-        files = file_storage() if is_url(root) else fs
+        storage = file_storage() if is_url(root) else fs
         path = os.path.join(self.sweep_dir, _CLAIMS)
         mine: dict[str, Any] = {"dir": absolute(root), "job": self.output_dir, "overrides": list(self.overrides)}
         try:
@@ -101,13 +101,13 @@ class MultirunJob:
                 fs.make_folders(absolute(root))  # a folder that is there is the same one in all spellings
             name = hashlib.sha256(os.fsencode(folder_id(root))).hexdigest()[:16]
             path = os.path.join(self.sweep_dir, _CLAIMS, f"{name}.json")
-            owner = _put_or_read(files, path, mine)
+            owner = _put_or_read(storage, path, mine)
             if not same_folder(str(owner["dir"]), root):  # of a folder that was deleted, whose inode this one has
-                files.unlink(path)
-                owner = _put_or_read(files, path, mine)
+                storage.unlink(path)
+                owner = _put_or_read(storage, path, mine)
             is_same = owner["job"] == self.output_dir
             if is_same and not train_alike(owner["overrides"], self.overrides) and not fs.names(absolute(root)):
-                files.write_over(path, json.dumps(mine, indent=2).encode())  # that job ended before it saved anything
+                storage.write_over(path, json.dumps(mine, indent=2).encode())  # that job ended before it saved anything
                 owner = mine
         except (OSError, ValueError) as error:
             logger.warning("%s cannot be used, so jobs that save in one folder go unnoticed: %s", path, error)
