@@ -56,7 +56,7 @@ class Lives:
         self.kills = Counter[str]()
         self.sources = Counter[str]()
         self.worlds = Counter[int]()
-        self.ranks, self.before = 0, ""
+        self.ranks, self.before = WORLDS[0], ""
         self.waited = 0.0
         self.wrong = list[str]()
         #: The newest step that was acknowledged: in memory whose keepers live, and on disk; and the one reached.
@@ -65,6 +65,7 @@ class Lives:
     def run(self, kills: int) -> str:
         """Live until there were so many kills, once more to the end, and once until the lease; returns the account."""
         began = time.monotonic()
+        self.life("early")  # of three ranks or four
         while self.kills.total() < kills and not self.wrong:
             self.life(self.choose.choice(VICTIMS))
         if not self.wrong:
@@ -88,7 +89,7 @@ class Lives:
         self.worlds[ranks] += 1
         log = str(self.folder / f"life{number}")
         env = {"CKPT_RUNTIME_DIR": str(self.runtime)}
-        one, options = self.choose.randrange(ranks), dict[str, Any]()
+        one, options = self.choose.randrange(victim == "early", ranks), dict[str, Any]()
         if not victim:
             options["steps"] = 10
         if victim == "early":
@@ -148,12 +149,14 @@ class Lives:
             return
         (step,) = began
         self.wrong += [f"{who}: {text}" for lines in said for line in lines for text in line.get("wrong", [])]
-        # What the search took on rank 0, when all ranks had come: the waits that a restart has are in there.
-        asked, loads = ([line[what] for lines in said for line in lines if what in line] for what in ("asked", "loads"))
-        waited = min(loads, default=0.0) - max(asked)
+        # From when all ranks have come until the first one loads, or has nothing to load: all waits are in there.
+        asked, loads, back = (
+            [line[what] for lines in said for line in lines if what in line] for what in ("asked", "loads", "back")
+        )
+        waited = min(loads or back) - max(asked)
         self.waited = max(self.waited, waited)
         if waited > MOST_WAITED:
-            self.wrong.append(f"{who}: it waited {waited:.1f} s before it loaded step {step}")
+            self.wrong.append(f"{who}: it waited {waited:.1f} s before it began at step {step}")
         self.sources.update(line["source"] for line in said[0] if "source" in line)
         least = max(self.kept, self.saved)
         if step < least:
