@@ -7,8 +7,9 @@ import logging
 
 import torch
 from simulation.keepers import HostPatches
+from simulation.rank_states import RankStagers
 from simulation.ranks import Schedule, each_request
-from simulation.recovery import Life, RankStagers, violations
+from simulation.recovery import Life, violations
 from simulation.troubles import Trouble
 from simulation.workloads import WORKLOADS
 from simulation.world import World, configs_are_kept

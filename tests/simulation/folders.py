@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from simulation.peers import AtOnce, Claim, ClusterPatches, PeerJob, PeerLife, PhasedOnce, Resumed, violations
-from simulation.recovery import ROOT, TIMEOUTS, DurableCaller, Loader, RankStagers, blank
+from simulation.rank_states import RankStagers, blank
+from simulation.recovery import ROOT, TIMEOUTS, DurableCaller, Loader
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from ckpt_component.callers.write_callers import WriteCaller

@@ -20,6 +20,7 @@ import simulation.recovery as one_host
 from simulation.gloo import SimulatedGloo
 from simulation.keepers import LEASE, Host, HostKeeper, HostPatches, KeeperProcess, ReachedKeeper
 from simulation.network import Network
+from simulation.rank_states import RankStagers, blank
 from simulation.recovery import (
     ROOT,
     TIMEOUTS,
@@ -27,9 +28,7 @@ from simulation.recovery import (
     LabelledStore,
     Life,
     Loader,
-    RankStagers,
     TrainerMemory,
-    blank,
     newest,
     wrong_in,
 )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from simulation.keepers import Host, HostPatches, ReachedKeeper
-from simulation.waits import waits_for_the_dead
+from simulation.rank_states import RankStagers, blank, state_of
+from simulation.waits import Wait, waits_for_the_dead
 
 from ckpt_component import CheckpointCorruptError, Checkpointer, CheckpointError, CheckpointSaveError
 from ckpt_component.callers.memory_caller import MemoryCaller
@@ -45,12 +46,10 @@ from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import NoRun, SaveContext
 from ckpt_component.saving.records import Admitted, SaveRequest, Staged
 from ckpt_component.stagers.base import Snapshot
-from ckpt_component.stagers.shared_memory import SharedMemoryStager
 from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.process_files import ProcessFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
-from ckpt_component.writers.dcp import DcpWriter
 
 if TYPE_CHECKING:
     from simulation.troubles import Trouble
@@ -62,47 +61,6 @@ TIMEOUTS = ResolvedTimeouts(stage=20.0, write=60.0, close=20.0, heartbeat=10.0, 
 PHASES = ("stage", "give", "keep", "vote", "commit", "find", "agree", "verify", "copy")
 #: A whole life must have ended by then, in simulated seconds.
 LIMIT = 3000.0
-_WEIGHTS = 300
-
-
-def state_of(job: int, step: int, ranks: int) -> dict[str, Any]:
-    """What all ranks know of a step of a job; 0: the target of a restore."""
-    generator = torch.Generator().manual_seed(1000 * job + step)
-    return {
-        f"rank{rank}": {"weight": torch.randn(_WEIGHTS, generator=generator), "step": [job, step, rank]}
-        for rank in range(ranks)
-    }
-
-
-def blank(ranks: int) -> dict[str, Any]:
-    return {f"rank{rank}": {"weight": torch.zeros(_WEIGHTS), "step": [0, 0, 0]} for rank in range(ranks)}
-
-
-class RankStagers:
-    """Takes the snapshots of the ranks; the plans stay for all lives."""
-
-    def __init__(self, ranks: int) -> None:
-        self.writer = DcpWriter(workers=1)
-        self.ranks = ranks
-        #: Descriptors of all memory that they have staged into.
-        self.descriptors = set[int]()
-        self._stagers = [SharedMemoryStager(arenas=16) for _ in range(ranks)]
-        for rank, stager in enumerate(self._stagers):
-            stager.connect(
-                self.writer, ranks=cast(Any, SimpleNamespace(rank=rank, world_size=ranks)), shared=True, timeout=10.0
-            )
-
-    def take(self, rank: int, job: int, step: int) -> Snapshot:
-        stager = self._stagers[rank]
-        state = state_of(job, step, self.ranks)
-        snapshot = stager.take(replace(stager.inspect({f"rank{rank}": state[f"rank{rank}"]}), wait_until=1e9))
-        if snapshot.arena is not None:
-            self.descriptors.add(snapshot.arena.shared_descriptor())
-        return snapshot
-
-    def close(self) -> None:
-        for stager in self._stagers:
-            stager.close()
 
 
 class DurableCaller(WriteCaller):
@@ -211,16 +169,6 @@ class GivingCaller(MemoryCaller):
         self._life.phase_of[self._trainer] = usual
         self._trainer.turn()
         return super().run(request, deadline)
-
-
-@dataclass
-class Wait:
-    """A restore of a rank: from when until when, also if it failed."""
-
-    job: int
-    rank: int
-    since: float
-    until: float
 
 
 @dataclass

@@ -16,7 +16,7 @@ from evidence import Record
 from simulation.folder_troubles import TROUBLES, FolderTrouble
 from simulation.folders import PHASES, FolderLife, FolderPatches, wrong_in_folders
 from simulation.peers import LAYOUTS, WORLDS
-from simulation.recovery import RankStagers
+from simulation.rank_states import RankStagers
 from strides import STRIDE_OFFSET, in_turn
 
 from ckpt_component.core.commit.manifest import MAX_BYTES

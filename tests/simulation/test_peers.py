@@ -14,7 +14,7 @@ import torch
 from evidence import Record
 from simulation.peer_troubles import TROUBLES, PeerTrouble
 from simulation.peers import LAYOUTS, PHASES, WORLDS, ClusterPatches, PeerLife, violations
-from simulation.recovery import RankStagers
+from simulation.rank_states import RankStagers
 from strides import STRIDE_OFFSET, in_turn
 
 PAIRS = [*itertools.product(TROUBLES, repeat=2)]

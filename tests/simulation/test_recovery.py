@@ -17,7 +17,8 @@ import pytest
 import torch
 from evidence import Record
 from simulation.keepers import HostPatches
-from simulation.recovery import PHASES, Life, RankStagers, violations
+from simulation.rank_states import RankStagers
+from simulation.recovery import PHASES, Life, violations
 from simulation.troubles import TROUBLES, Trouble
 from strides import STRIDE_OFFSET, in_turn
 

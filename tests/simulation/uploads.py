@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from simulation.keepers import SimulatedTime
+from simulation.clocks import SimulatedTime
 
 from ckpt_component.background import part_uploader, uploader, uploading
 from ckpt_component.background.part_uploader import PartUploader

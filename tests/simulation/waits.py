@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from simulation.keepers import HostKeeper
     from simulation.recovery import Job, Life
+
+
+@dataclass
+class Wait:
+    """A restore of a rank: from when until when, also if it failed."""
+
+    job: int
+    rank: int
+    since: float
+    until: float
 
 
 def waits_for_the_dead(life: Life) -> Iterator[str]:
