@@ -102,10 +102,12 @@ class Checkpointer(ABC):
         Args:
             path: its folder (or file), or a folder of checkpoints with a pointer file, for the newest of them
             state_dict: the target, a dict or a module. Its tensors are copied into, its plain values replaced, and its
-                objects with `load_state_dict()` given their state; other keys are not loaded. None: load everything.
+                objects with `load_state_dict()` given their state; other keys are not loaded. Modules on the meta
+                device get memory, see `checkpoint.load.device`. None: load everything.
             default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target. None:
                 the CPU, whatever torch's default device is.
-            strict: raise if the target has keys that the checkpoint lacks; False: warn once, with the keys
+            strict: raise if the target has keys that the checkpoint lacks; False: warn once, with the keys, unless
+                they are on the meta device
             rename: names in the checkpoint -> in the target, such as `{"transformer.h": "blocks"}`. A name stands for
                 its value and all below it, and `*` for any text: `{"h.*.attn": "blocks.*.attention"}`. An empty name
                 of the target takes the name away. Each key is renamed once, by the longest name that fits.

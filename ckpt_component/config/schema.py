@@ -215,7 +215,7 @@ class Load:
     may_differ: list[str] = field(default_factory=list)
     """Keys whose values may differ then, such as [sampler.position]; `*` stands for any text."""
     device: str | None = None
-    """Where a model on the meta device gets memory, as cuda; null: the default device, or that of a DTensor's mesh."""
+    """Where a model on the meta device gets memory, as cuda; null: the default device, or that of DTensors' mesh."""
 
 
 @dataclass

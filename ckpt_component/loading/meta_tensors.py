@@ -43,7 +43,7 @@ class MetaTensors:
 
     Args:
         modules: the modules by path
-        device: where they get memory; None: on the default device, and DTensors on that of their mesh
+        device: where they get memory; None: on the default device, or that of the mesh of a module with DTensors
     """
 
     def __init__(self, modules: Iterable[tuple[Path, torch.nn.Module]], device: torch.device | None) -> None:
@@ -60,9 +60,11 @@ class MetaTensors:
             names = CanonicalNames(module, tensors).of
             for name, tensor in tensors.items():
                 self._held.setdefault(id(tensor), _Held(tensor, key_of((*path, names[name])), dense_parts(tensor)))
-        self._forms: set[Any] = set()
-        for held in self._held.values():
-            self._forms.update(_form_of(part) for part in self._placed(held.tensor, held.tensor))
+            if tensors:
+                place = self._default_for(tensors.values())
+                for tensor in tensors.values():
+                    self._place(tensor, place)
+        self._forms = {_form_of(part) for held in self._held.values() for part in _plain_parts(held.tensor)}
 
     def has(self, part: torch.Tensor) -> bool:
         """Whether a dense tensor of the target is a parameter or buffer, or what one is made of."""
@@ -72,25 +74,19 @@ class MetaTensors:
         """Whether a tensor is a parameter or buffer itself, and not another tensor of the same form."""
         return id(tensor) in self._held
 
-    def refuse_referenced(self) -> None:
-        """Refuse tensors that would not be the same objects with memory.
+    def place_state(self, state: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Have a tensor of an optimizer's state get memory where its parameter does."""
+        known = (self._places.get(part.untyped_storage()._cdata) for part in _plain_parts(parameter))
+        place = next(filter(None, known), None)
+        self._place(state, self._default_for([parameter]) if place is None else place[1])
 
-        Raises:
-            CheckpointLoadError: something refers to one weakly, which torch does not allow when it swaps tensors
-        """
-        own = {id(each) for module in self._recurrent() for each in module._flat_weight_refs}
-        keys = [held.key for held in self._held.values() if {*map(id, weakref.getweakrefs(held.tensor))} - own]
-        if keys:
-            raise CheckpointLoadError(
-                f"{first_keys(keys)} cannot get memory in place of the meta device: something holds weak references to "
-                "them; load before it does, or give the module memory with to_empty(device=...)."
-            )
-
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def filled(self, flat: FlatState) -> FlatState:
         """A target in which the tensors on the meta device are others, with memory, which are to be filled.
 
         Raises:
-            CheckpointLoadError: there is no memory on the device
+            CheckpointLoadError: there is no memory on the device, or a parameter could not be given any
         """
         made = dict[int, torch.Tensor]()
 
@@ -100,6 +96,7 @@ class MetaTensors:
             return made.get(id(tensor), tensor)
 
         self._filled.update(_form_of(tensor) for tensor in flat.tensors if tensor.is_meta)
+        self._refuse_referenced()
         try:
             return replace(
                 flat,
@@ -116,13 +113,16 @@ class MetaTensors:
                 f"The model on the meta device got no memory: {str(error).rstrip('. ')}; see checkpoint.load.device."
             ) from error
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor with memory, of a parameter's shape and placements, where the parameter gets its own."""
-        with torch.inference_mode(False):
-            shape = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-        self._placed(shape, tensor)
+        shape = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        self.place_state(shape, tensor)
         return self._with_memory(shape)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def give(self) -> None:
         """Give the parameters and buffers the memory that was filled.
 
@@ -132,33 +132,31 @@ class MetaTensors:
         given: list[tuple[torch.Tensor, torch.Tensor]] = []
         for module in self._recurrent():
             module._flat_weight_refs = []  # as in its own `_apply`
-        for held in self._held.values():
-            if not self._is_filled(held):
-                continue
-            new = self._with_memory(held.tensor)
-            if isinstance(held.tensor, torch.nn.Parameter):
-                new = torch.nn.Parameter(new, requires_grad=held.tensor.requires_grad)
-            try:
-                _swap(held.tensor, new)
-            except RuntimeError as error:
-                for before, meta in reversed(given):
-                    _swap(before, meta)
-                raise CheckpointLoadError(
-                    f"'{held.key}' cannot get memory in place of the meta device: {str(error).rstrip('. ')}; give the "
-                    "module memory with to_empty(device=...) before the load."
-                ) from error
-            given.append((held.tensor, new))
-        for module in self._recurrent():
-            module._init_flat_weights()
+        try:
+            for held in filter(self._is_filled, self._held.values()):
+                new = self._with_memory(held.tensor)
+                if isinstance(held.tensor, torch.nn.Parameter):
+                    new = torch.nn.Parameter(new, requires_grad=held.tensor.requires_grad)
+                try:
+                    _swap(held.tensor, new)
+                except RuntimeError as error:
+                    for before, meta in reversed(given):
+                        _swap(before, meta)
+                    raise CheckpointLoadError(
+                        f"'{held.key}' cannot get memory in place of the meta device: {str(error).rstrip('. ')}; give "
+                        "the module memory with to_empty(device=...) before the load."
+                    ) from error
+                given.append((held.tensor, new))
+        finally:
+            for module in self._recurrent():
+                module._init_flat_weights()
 
     def left(self, flat: FlatState) -> Iterator[str]:
         """What is still on the meta device after a load, a sentence each, to log."""
-        buffers = [held.key for held in self._held.values() if held.tensor.is_meta]
-        if buffers:
-            yield (
-                f"still on the meta device, because no checkpoint has buffers that are not persistent: "
-                f"{first_keys(buffers)}; set them before the next step"
-            )
+        keys = [held.key for held in self._held.values() if held.tensor.is_meta]
+        if keys:  # buffers that are not persistent
+            text = "still on the meta device: %s; checkpoints do not have them, so set them before the next step"
+            yield text % first_keys(keys)
         for path, optimizer in optimizers_of(flat):
             count = sum(each.is_meta for group in optimizer.param_groups for each in group["params"])
             if count:
@@ -172,21 +170,37 @@ class MetaTensors:
         for _, module in self._modules:
             yield from (each for each in module.modules() if isinstance(each, torch.nn.RNNBase))
 
-    def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The plain tensors in a tensor on the meta device, of which is noted that their memory is a parameter's."""
-        device, mesh = self._device, mesh_of(parameter)
-        if device is None:
-            # `torch.get_default_device()` does not see `with torch.device(...)` in every version of torch.
-            device = torch.empty(0).device if mesh is None else torch.device(mesh.device_type)
+    def _refuse_referenced(self) -> None:
+        """Refuse parameters and buffers that could not stay the same objects."""
+        own = {id(each) for module in self._recurrent() for each in module._flat_weight_refs}
+        held = filter(self._is_filled, self._held.values())
+        keys = [
+            key
+            for tensor, key, _ in held
+            if {*map(id, weakref.getweakrefs(tensor))} - own or tensor._use_count() > 1  # type: ignore[attr-defined]
+        ]
+        if keys:
+            raise CheckpointLoadError(
+                f"{first_keys(keys)} cannot get memory in place of the meta device, because something refers to what "
+                "is there, such as a weak reference, a graph or DistributedDataParallel; load before that is made, or "
+                "give the module memory with to_empty(device=...)."
+            )
+
+    def _default_for(self, tensors: Iterable[torch.Tensor]) -> torch.device:
+        """Where tensors that are used together get memory."""
+        mesh = next((mesh for mesh in map(mesh_of, tensors) if mesh is not None), None)
+        # `torch.get_default_device()` does not see `with torch.device(...)` in every version of torch.
+        device = self._device or (torch.empty(0).device if mesh is None else torch.device(mesh.device_type))
         if device.type == "meta":
             raise CheckpointLoadError(
                 "The model is on the meta device, and so is torch's default device: name one in checkpoint.load.device."
             )
-        parts = _plain_parts(tensor)
-        for part in parts:
+        return device
+
+    def _place(self, tensor: torch.Tensor, device: torch.device) -> None:
+        for part in _plain_parts(tensor):
             storage = part.untyped_storage()
             self._places.setdefault(storage._cdata, (storage, device))
-        return parts
 
     def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same form with memory; those that share theirs on the meta device share it."""
@@ -194,15 +208,14 @@ class MetaTensors:
             kind: Any = type(tensor)
             inner, context = _inside(tensor)
             inner |= {name: self._with_memory(each) for name, each in inner.items() if isinstance(each, torch.Tensor)}
-            with torch.inference_mode(False):
-                made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+            made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
             return made
         number = tensor.untyped_storage()._cdata
         if number not in self._memory:
             storage, device = self._places[number]
             self._memory[number] = torch.UntypedStorage(storage.nbytes(), device=device)
         memory = self._memory[number]
-        return tensor_on(memory, tensor.dtype, tensor.size(), tensor.storage_offset(), tensor.stride())
+        return tensor_on(memory, tensor.dtype, tensor.size(), int(tensor.storage_offset()), tensor.stride())
 
     def _is_filled(self, held: _Held) -> bool:
         return all(_form_of(part) in self._filled for part in held.parts)

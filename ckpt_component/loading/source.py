@@ -86,17 +86,16 @@ def tensor_on(
     stride: Sequence[int] = (),
 ) -> torch.Tensor:
     """A tensor with the memory of a storage, to be filled; without `stride`, a contiguous one."""
-    with torch.inference_mode(False):  # what is loaded in that mode may be trained outside of it
-        tensor = torch.empty(0, dtype=dtype, device=storage.device)
-        return tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload,no-any-return]
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, shape, stride)
 
 
 def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor on the CPU, to be filled."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if nbytes >= _LARGE:
-        return tensor_on(torch.UntypedStorage(nbytes, device="cpu"), dtype, shape)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # what is loaded in that mode may be trained outside of it
+        if nbytes >= _LARGE:
+            return tensor_on(torch.UntypedStorage(nbytes, device="cpu"), dtype, shape)
         return torch.empty(shape, dtype=dtype, device="cpu")
 
 

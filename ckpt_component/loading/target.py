@@ -205,7 +205,7 @@ class Target:
         self, key: str, path: Path, tensor: torch.Tensor, shard: Shard | None, entry: Entry | None
     ) -> None:
         reason = why_unfillable(tensor)
-        if reason is ON_META and self._meta_tensors().has(tensor):
+        if reason is ON_META and self._gets_memory(path, tensor):
             self.on_meta.add(key)
         elif reason is not None:
             fact, _, advice = reason.partition("; ")
@@ -310,16 +310,9 @@ class Target:
     def _match_as_part(self, path: Path, stateful: Stateful, key: str) -> bool:
         """Load an optimizer's state of a sharded parameter with the parameter's sharding."""
         entry = self._source.contents.tensors.get(key)
-        if entry is None or not isinstance(stateful, torch.optim.Optimizer):
+        parameter = None if entry is None else _parameter_of(stateful, entry.path[len(path) :])
+        if entry is None or parameter is None or parameter.shape != entry.shape:
             return False
-        relative = entry.path[len(path) :]  # such as state.3.exp_avg
-        if len(relative) != 3 or relative[0] != "state" or not str(relative[1]).isdigit():
-            return False
-        parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
-        number = int(relative[1])
-        if number >= len(parameters) or parameters[number].shape != entry.shape:
-            return False
-        parameter = parameters[number]
         local, shard = local_part(parameter, key)
         if local is parameter:
             return False
@@ -392,7 +385,6 @@ class Target:
             CheckpointLoadError: there is none on the device, or a tensor cannot be given any; nothing has got memory
         """
         meta, before = self._meta_tensors(), self._flat
-        meta.refuse_referenced()
         self._flat = flat = meta.filled(before)
         new = dict(zip(map(id, before.tensors), flat.tensors, strict=True))
         for requests in (self.requests, self._converted):
@@ -410,6 +402,16 @@ class Target:
     def left_on_meta(self) -> Iterator[str]:
         """What is on the meta device after the load, a sentence each, to log."""
         return self._meta_tensors().left(self._flat)
+
+    def _gets_memory(self, path: Path, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on the meta device gets memory: one of a module, or of the state of a parameter."""
+        if self._meta_tensors().has(tensor):
+            return True
+        around = self._kinds.object_around(path)
+        parameter = None if around is None else _parameter_of(self._kinds.objects[around], path[len(around) :])
+        if parameter is not None:
+            self._meta_tensors().place_state(tensor, parameter)
+        return parameter is not None
 
     def _meta_tensors(self) -> MetaTensors:
         """What the modules have on the meta device; looked for only where there is something."""
@@ -478,6 +480,15 @@ class Target:
         contents = self._source.contents
         stored = contents.path_of(keys[0])[: len(path)] if keys else path  # stored dict keys may be strings
         return nested_value(stored, {contents.path_of(key): loaded[key] for key in keys}, contents.containers)
+
+
+def _parameter_of(stateful: Stateful, path: Path) -> torch.Tensor | None:
+    """The parameter whose state has a value, by the path below an optimizer, such as state.3.exp_avg; or None."""
+    if not isinstance(stateful, torch.optim.Optimizer) or len(path) != 3 or path[0] != "state":
+        return None
+    parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+    number = int(path[1]) if str(path[1]).isdigit() else len(parameters)
+    return parameters[number] if number < len(parameters) else None
 
 
 def _set(root: Any, path: Path, value: Any) -> None:

@@ -162,7 +162,8 @@ class CheckpointManager(StoppableLoop):
         if the policy makes any, and begins to allocate their memory in the background.
 
         Args:
-            state: as for `save`; its objects are given their state
+            state: as for `save`; its objects are given their state. Modules on the meta device get memory; without a
+                checkpoint, they stay there.
             strict: raise if the state has keys that the checkpoint lacks; False: warn once, with the keys
             allow_dtype_cast: let the state's tensors take values of another dtype
             rename: other keys for a checkpoint that `resume` names by step or path, as for `Checkpointer.load`. This

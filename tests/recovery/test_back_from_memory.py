@@ -31,6 +31,16 @@ def test_two_ranks_go_on_where_they_were_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_on_the_meta_device_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    whole = live(tmp_path / "whole", world_size=2, recovery=False, steps=6)
+    killed = live(tmp_path, world_size=2, steps=3, durable=[1], end="kill")
+    after = live(tmp_path, world_size=2, steps=6, state={"on_meta": True})
+    assert [life.restored for life in after] == [(3, "memory")] * 2
+    assert [life.told["began"] for life in after] == [life.told["digests"]["3"] for life in killed]
+    assert [life.told["digests"]["6"] for life in after] == [life.told["digests"]["6"] for life in whole]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on_where_a_run_was_killed(tmp_path: Path, before: int, now: int) -> None:
     killed = live(tmp_path, world_size=before, steps=3, durable=[1], end="kill")

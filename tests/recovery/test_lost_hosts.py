@@ -40,6 +40,14 @@ def test_the_next_run_has_what_was_on_a_lost_host_from_its_peer(tmp_path: Path) 
     assert "restored step 3 from peers" in after[0].output
 
 
+def test_a_model_on_the_meta_device_gets_its_memory_from_a_peer(tmp_path: Path) -> None:
+    before = killed(tmp_path, ["a", "b"], overrides=PEERS)
+    lose("b")
+    after = live(tmp_path, hosts=["a", "c"], overrides=PEERS, state={"on_meta": True})
+    goes_on_at_3(after, before)
+    assert after[1].restored[1] == "peer"
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("lost", "from_memory"), [("bc", True), ("a", True), ("bd", False), ("ac", False)], ids=lambda value: str(value)

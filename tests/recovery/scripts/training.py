@@ -52,6 +52,7 @@ class Training:
         frozen: number of values of a weight that never changes
         averages: whether ranks see other data, and average their gradients; False: a step needs no other rank
         resized: what becomes of the generator's state when there are more ranks, or fewer
+        on_meta: whether the model gets its memory from the checkpoint
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class Training:
         frozen: int = 0,
         averages: bool = True,
         resized: WhenResized = "first",
+        on_meta: bool = False,
     ) -> None:
         torch.manual_seed(7)
         self._averages = averages and dist.get_world_size() > 1
-        self.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        with torch.device("meta" if on_meta else "cpu"):
+            self.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.epochs, self.rng = Epochs(), Rng()
         self.resized = resized
@@ -105,7 +108,9 @@ class Training:
         total = hashlib.sha256()
 
         def add(value: Any) -> None:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                total.update(b"meta")
+            elif isinstance(value, torch.Tensor):
                 total.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             elif isinstance(value, Mapping):
                 for key in sorted(value, key=str):
