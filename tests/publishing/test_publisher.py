@@ -126,6 +126,17 @@ def test_only_what_has_changed_is_in_a_delta(world: World) -> None:
     assert metadata["delta_encoding"] == "xor" and sorted(changes) == ["embed", "layers.0.weight", "scale"]
 
 
+@pytest.mark.parametrize("delta", ["overwrite", "auto"])
+def test_a_tensor_whose_positions_the_encoding_has_no_room_for_makes_each_version_whole(
+    delta: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if positions had fewer bits: a tensor of 4 GB is too much for a test."""
+    monkeypatch.setattr("ckpt_component.publishing.delta._MOST_POSITIONS", 300 * 40 * 2 - 1)
+    world = World(tmp_path, delta=delta)
+    assert [world.version(step).is_whole for step in (1, 2, 3)] == [True, *[delta == "overwrite"] * 2]
+    world.check()
+
+
 def test_a_delta_without_a_change(world: World) -> None:
     world.version(1)
     assert not world.version(2, weights_at(1)).is_whole
