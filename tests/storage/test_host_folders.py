@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -231,6 +232,80 @@ def test_a_lost_folder_leaves_a_part_that_a_new_save_replaces(cluster: Cluster) 
     assert discard(leader, f"{cluster.root}/iter_0000003")
     cluster.save(3, "0a0a0a0a-0a0b0c0d-o")
     assert committed(cluster.storages[3], cluster.root) == [3]
+
+
+def test_the_folder_is_the_union_of_all(cluster: Cluster) -> None:
+    """What one host alone has is listed, measured, read and deleted from each."""
+    mine, theirs = cluster.folders["b"], cluster.folders["a"]
+    seen, root = cluster.storages[2], cluster.root
+    for folder, name in ((mine, "mine"), (theirs, "theirs")):
+        (folder / "both").mkdir()
+        (folder / "both" / "shared").write_bytes(b"12345")
+        (folder / "both" / name).write_bytes(b"123")
+        (folder / name).mkdir()
+        (folder / name / "file").write_bytes(name.encode())
+    os.utime(mine / "both" / "shared", (2e9, 1e9))
+    os.utime(theirs / "both" / "shared", (2e9, 1.5e9))
+    os.utime(theirs / "both" / "theirs", (2e9, 1.25e9))
+    assert seen.names(root) == ["both", "mine", "theirs"] and seen.names(f"{root}/both") == ["mine", "shared", "theirs"]
+    names = ["mine", "shared", "theirs", "none"]
+    assert seen.sizes(f"{root}/both", names) == {"mine": 3, "shared": 5, "theirs": 3, "none": None}
+    assert [seen.size(f"{root}/both/{name}") for name in names] == [3, 5, 3, None]
+    assert seen.read(f"{root}/both/theirs", 9) == b"123", "who has it is known by now"
+    below = sorted((file.path, file.size) for file in seen.files_below(f"{root}/both"))
+    assert below == [(f"{root}/both/{name}", size) for name, size in (("mine", 3), ("shared", 5), ("theirs", 3))]
+    assert seen.modified(f"{root}/both/shared") == 1e9, "this host's own file"
+    assert seen.modified(f"{root}/both/theirs") == 1.25e9
+    with pytest.raises(FileNotFoundError):
+        seen.modified(f"{root}/both/none")
+    for name in ("both", "mine", "theirs"):
+        assert seen.is_folder(f"{root}/{name}") and seen.is_real_folder(f"{root}/{name}")
+    assert not seen.is_folder(f"{root}/none") and not seen.is_folder(f"{root}/both/theirs")
+    held = seen.hold(f"{root}/both/mine")
+    assert held is not None and seen.hold(f"{root}/both/theirs") is None, "another host's cannot be shared"
+    seen.release(held)
+    with pytest.raises(FileNotFoundError):
+        seen.hold(f"{root}/both/none")
+    seen.sync_folder(f"{root}/theirs")
+    with pytest.raises(FileNotFoundError):
+        seen.sync_folder(f"{root}/none")
+    with seen.open_files(f"{root}/both") as files:
+        for name, data in (("mine", b"123"), ("theirs", b"123"), ("shared", b"12345")):
+            buffer, read = memoryview(bytearray(len(data))), list[str]()
+            assert files.fill(name, buffer, 0) and bytes(buffer) == data
+            files.read_all([RangeRead(name, 0, len(data), partial(read.append, name))])
+            start = files.fill_block(name, 0, len(data))
+            assert start is not None and bytes(files.block.view[start : start + len(data)]) == data and read == [name]
+
+
+def test_what_is_written_over_and_deleted_is_so_on_all_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    mine, theirs = cluster.folders["b"], cluster.folders["a"]
+    seen, root = cluster.storages[2], cluster.root
+    (theirs / "only").mkdir()
+    (theirs / "only" / "file").write_bytes(b"old")
+    seen.write_over(f"{root}/only/file", b"new")
+    assert (mine / "only" / "file").read_bytes() == (theirs / "only" / "file").read_bytes() == b"new"
+    with pytest.raises(FileNotFoundError):  # no host has this folder
+        seen.write_over(f"{root}/none/file", b"new")
+    with pytest.raises(FileNotFoundError):  # and that is none of the hosts'
+        seen.write_over(f"{tmp_path}/elsewhere/file", b"new")
+    assert not (mine / "none").exists() and not (tmp_path / "elsewhere").exists()
+    (theirs / "only" / "theirs").write_bytes(b"x")  # its folder goes with its last file
+    seen.unlink(f"{root}/only/theirs")
+    seen.unlink(f"{root}/only/file")
+    assert not [*mine.glob("only/*")] and not [*theirs.glob("only/*")]
+    with pytest.raises(FileNotFoundError):
+        seen.unlink(f"{root}/only/file")
+    (theirs / "tree").mkdir()
+    (theirs / "tree" / "file").write_bytes(b"x")
+    seen.remove_tree(f"{root}/tree")
+    assert not [*theirs.rglob("file")]
+    (mine / "own").mkdir()
+    (mine / "own" / "file").write_bytes(b"x")
+    seen.remove_tree(f"{root}/own")
+    assert not [*mine.rglob("file")]
+    with pytest.raises(FileNotFoundError):
+        seen.remove_tree(f"{root}/own")
 
 
 def test_a_manifest_alone_is_a_part_and_can_be_deleted(cluster: Cluster) -> None:
