@@ -139,11 +139,11 @@ class HostKeeper:
 class OutlivingWorker(keeper_module.KeeperWorker):
     """Its process notes for how long a save is undecided after the trainer has died."""
 
-    def _outlive(self, undecided: UndecidedSave) -> None:
+    def outlive_trainer(self, undecided: UndecidedSave) -> None:
         process = cast(WireEnd, self._trainer).keeper
         began, simulation = len(process.undecided), process.host.simulation
         process.undecided.append((simulation.now, math.inf))
-        super()._outlive(undecided)
+        super().outlive_trainer(undecided)
         process.undecided[began] = process.undecided[began][0], simulation.now
 
 

@@ -313,10 +313,10 @@ class KeeperWorker(ByteWorker):
             return self._keeper.keep(request, arena, checksum_home)
         return super()._run(request, arena, checksum_home)
 
-    def _outlive(self, undecided: UndecidedSave) -> None:
+    def outlive_trainer(self, undecided: UndecidedSave) -> None:
         keeper, request = self._keeper, undecided.request
         if request.fs is not keeper.storage:
-            super()._outlive(undecided)
+            super().outlive_trainer(undecided)
             return
         if request.rank == 0:
             undecided.finish(keeper.still_writing)

@@ -82,7 +82,7 @@ class ByteWorker:
                 frame = self._next_frame()
                 if frame is None:
                     if self._undecided is not None:
-                        self._outlive(self._undecided)
+                        self.outlive_trainer(self._undecided)
                     return False
                 header, blob, fds = frame
                 if header["kind"] == "close":
@@ -109,7 +109,7 @@ class ByteWorker:
             return False
         return True
 
-    def _outlive(self, undecided: UndecidedSave) -> None:
+    def outlive_trainer(self, undecided: UndecidedSave) -> None:
         """The trainer has died, and left a save that this rank has written."""
         if undecided.request.rank == 0:
             undecided.finish()
