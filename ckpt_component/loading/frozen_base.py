@@ -69,6 +69,8 @@ class FrozenBase:
         self._open: Digests = {}
         #: Keys of tensors that differ.
         self._others: list[str] = []
+        #: Keys of tensors that have no values, on the meta device.
+        self._on_meta: list[str] = []
 
     def without_records(self, source: Source) -> Source:
         """The checkpoint without what is stored for the tensors."""
@@ -84,7 +86,10 @@ class FrozenBase:
             flat: the target
             weights: of a run that resumes, what leaves them out of its saves, and learns what the script has made
         """
-        parts = parts_at(flat, [*dict.fromkeys(path for path in flat.tensor_paths if key_of(path) in self.keys)])
+        tensors = zip(flat.tensor_paths, flat.tensors, strict=True)
+        paths = {path: tensor.is_meta for path, tensor in tensors if key_of(path) in self.keys}
+        self._on_meta = [key_of(path) for path, is_meta in paths.items() if is_meta]
+        parts = parts_at(flat, [path for path, is_meta in paths.items() if not is_meta])
         if weights is not None:
             weights.built(flat, parts)
         modules = [
@@ -118,6 +123,13 @@ class FrozenBase:
 
     def misfit(self) -> Misfit | None:
         """What is to be said if the target has another base; None: it has the same one, as far as this rank knows."""
+        if self._on_meta:
+            first = min(self._on_meta)
+            fact = (
+                f"{len(self._on_meta)} of {len(self.keys)} frozen tensors are on the meta device, first '{first}', and "
+                "checkpoint.save.frozen=skip has stored none of them"
+            )
+            return Misfit(first, fact, "load the base model before")
         unknown = [key for key, own in self._open.items() if not own.keys() <= self._digests[key].keys()]
         for key in self._open.keys() - unknown:
             if any(self._digests[key][place] != digest for place, digest in self._open[key].items()):

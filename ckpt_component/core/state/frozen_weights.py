@@ -179,7 +179,10 @@ class FrozenWeights:
 
 
 def frozen_in(flat: FlatState) -> dict[Path, _FrozenParameter]:
-    """The parameters of modules in a state that need no gradient, and that no optimizer in it has stepped, by path."""
+    """The parameters of modules in a state that need no gradient, and that no optimizer in it has stepped, by path.
+
+    On the meta device they have no values that a script would make again.
+    """
     optimizers = [each for _, each in flat.stateful if isinstance(each, torch.optim.Optimizer)]
     trained = {id(parameter) for optimizer in optimizers for parameter in optimizer.state}
     present, found = {*flat.tensor_paths, *flat.elsewhere}, dict[Path, _FrozenParameter]()
@@ -187,7 +190,11 @@ def frozen_in(flat: FlatState) -> dict[Path, _FrozenParameter]:
         if not isinstance(module, torch.nn.Module):
             continue
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        frozen = {name: each for name, each in parameters.items() if not each.requires_grad and id(each) not in trained}
+        frozen = {
+            name: each
+            for name, each in parameters.items()
+            if not each.requires_grad and id(each) not in trained and not each.is_meta
+        }
         text, names = "\n".join(frozen), {name: name for name in frozen}
         if any(map(text.__contains__, WRAPPER_MARKS)):
             names = CanonicalNames(module, parameters).of

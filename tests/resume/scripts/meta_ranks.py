@@ -27,6 +27,9 @@ OVERRIDES = ["checkpoint.durability=process_crash", "checkpoint.save.at_end=fals
 class Model(nn.Module):
     """Tied weights whose rows do not divide by the ranks, and buffers of both kinds."""
 
+    shift: torch.Tensor
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
