@@ -157,12 +157,8 @@ def load_all(source: Source, to_device: ToDevice, progress: Progress) -> StateDi
     contents = source.contents
     if any(FROZEN in entry.path for entry in contents.objects.values()):
         frozen = FrozenBase(source, None)
-        logger.warning(
-            "%s does not have %d frozen tensors, such as '%s': checkpoint.save.frozen=skip left them out",
-            source.where,
-            len(frozen.keys),
-            min(frozen.keys),
-        )
+        text = "%s does not have %d frozen tensors, which checkpoint.save.frozen=skip left out: %s"
+        logger.warning(text, source.where, len(frozen.keys), first_keys(sorted(frozen.keys)))
         source = frozen.without_records(source)
         contents = source.contents
     tensors = _moved(source.new_tensors(contents.tensors, progress), to_device)

@@ -127,12 +127,12 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ),
         (
             {"save": {"x": 3}},
-            "There is no key checkpoint.save.x. The keys of checkpoint.save: every_steps, every_seconds, at_end.",
+            "There is no key checkpoint.save.x. The keys of checkpoint.save: every_steps, every_seconds, at_end, frozen.",
         ),
         ({"keep": 3}, "checkpoint.keep cannot itself be 3. Did you mean checkpoint.keep.last=3?"),
         (
             {"save": 3},
-            "checkpoint.save cannot itself be 3. The keys of checkpoint.save: every_steps, every_seconds, at_end.",
+            "checkpoint.save cannot itself be 3. The keys of checkpoint.save: every_steps, every_seconds, at_end, frozen.",
         ),
         (
             {"writer": {**PARTS["writer"], "wrokers": 3}},

@@ -14,6 +14,7 @@ import pytest
 from ranks import run_ranks
 
 from ckpt_component.core.formats.opening import open_index
+from ckpt_component.core.state.paths import FROZEN
 from ckpt_component.core.storage.locate import storage_at
 
 SCRIPT = Path(__file__).parent / "scripts" / "qlora_job.py"
@@ -45,7 +46,7 @@ def test_qlora_resumes_with_equal_losses(tmp_path: Path) -> None:
         keep, skip = (tmp_path / kind / frozen / "iter_0000003" for frozen in ("keep", "skip"))
         kept, left = (open_index(storage_at(str(path)), str(path)).entries for path in (keep, skip))
         names = {key for key in left if key.startswith("model.")}
-        assert all("lora_" in key for key in names - {"model.__frozen__"}) and len(names) == 13
+        assert all("lora_" in key for key in names - {f"model.{FROZEN}"}) and len(names) == 13
         assert {key for key in kept if key.startswith("optimizer.")} == {key for key in left if "optimizer" in key}
         base = sum(entry.nbytes for key, entry in kept.items() if key.startswith("model.") and "lora_" not in key)
         sizes = [sum(path.stat().st_size for path in folder.iterdir()) for folder in (keep, skip)]

@@ -71,11 +71,14 @@ class FrozenWeights:
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._known: dict[Path, _AsBuilt] | None = None
+        self._known: dict[Path, _AsBuilt] = {}
+        #: Paths of all tensors that were in a state. What was one of them and is frozen later, was trained.
+        self._seen: set[Path] = set()
         self._stored: set[Path] = set()
         #: The parts that were left out last, and what was stored for them, by path.
         self._left_out: list[list[FrozenPart]] = []
         self._records: dict[Path, str] = {}
+        self._is_first = True
 
     def built(self, flat: FlatState, parts: Mapping[Path, list[FrozenPart]]) -> None:
         """Note which frozen parameters a script has made, before a load fills some of them.
@@ -84,14 +87,16 @@ class FrozenWeights:
             flat: the target
             parts: what is known of the tensors at some paths
         """
-        self._known = self._look(flat, parts)
+        new = {path: weight for path, weight in frozen_in(flat).items() if path not in self._seen}
+        self._known.update(_look(flat, new, parts))
+        self._seen.update(flat.tensor_paths, flat.elsewhere)
 
     def filled(self, keys: Iterable[str]) -> None:
         """Tensors were filled by a load, which their marks need not show."""
-        known, filled = self._known or {}, {*keys}
-        for path, each in known.items():
-            if any(part.key in filled for part in each.parts):
-                known[path] = each._replace(mark=None)
+        filled = {*keys}
+        for path, known in self._known.items():
+            if any(part.key in filled for part in known.parts):
+                self._known[path] = known._replace(mark=None)
 
     def kept(self, flat: FlatState, modules: Sequence[Path]) -> None:
         """Modules were given the values that they had, which changes the marks of the parameters alone.
@@ -100,21 +105,21 @@ class FrozenWeights:
             flat: the target
             modules: paths of the modules, whose state torch's code takes
         """
-        known, numbers = self._known or {}, _numbers_by_path(flat)
-        for path, each in known.items():
-            if each.mark is not None and path[:-1] in modules:
-                known[path] = each._replace(mark=_mark(flat, numbers[path]))
+        numbers = _numbers_by_path(flat)
+        for path, known in self._known.items():
+            if known.mark is not None and path[:-1] in modules:
+                self._known[path] = known._replace(mark=_mark(flat, numbers[path]))
 
     def leave_out(self, flat: FlatState) -> FlatState:
         """A state without the frozen parameters that have the values that the script made, and with their digests."""
+        self.built(flat, {})
         weights = frozen_in(flat)
-        if self._known is None:
-            self._known = self._look(flat, {})
-            if not weights:
-                logger.warning(
-                    "checkpoint.save.frozen=skip leaves nothing out: no module in the state has a parameter that needs "
-                    "no gradient; pass the module itself, not its state_dict(), and freeze it before the first save"
-                )
+        if self._is_first and not weights:
+            logger.warning(
+                "checkpoint.save.frozen=skip leaves nothing out: no module in the state has a parameter that needs no "
+                "gradient; pass the module itself, not its state_dict(), and freeze it before the first save"
+            )
+        self._is_first = False
         numbers = _numbers_by_path(flat)
         changed = [
             path
@@ -125,7 +130,8 @@ class FrozenWeights:
         ]
         # What a load has filled of a sharded parameter may differ on some ranks only, which must all decide alike.
         stored = [path for path in changed if self._known[path].mark is None and is_spread(weights[path].parameter)]
-        for path, now in self._look(flat, {}, [path for path in changed if path not in stored]).items():
+        unsure = {path: weights[path] for path in changed if path not in stored}
+        for path, now in _look(flat, unsure, {}).items():
             if now.parts == self._known[path].parts:
                 self._known[path] = now
             else:
@@ -144,37 +150,18 @@ class FrozenWeights:
         flat = flat.only(lambda path: path not in gone) if gone else flat
         parts = [self._known[path].parts for path in left_out]
         if parts != self._left_out:
-            self._left_out, self._records = parts, self._encoded(flat, left_out)
+            self._left_out, self._records = parts, self._encoded(left_out)
         flat.object_paths += self._records
         flat.objects += self._records.values()
         return flat
 
-    def _look(
-        self, flat: FlatState, parts: Mapping[Path, list[FrozenPart]], wanted: Sequence[Path] | None = None
-    ) -> dict[Path, _AsBuilt]:
-        """Look at frozen parameters: at all of a state, or at those at some paths."""
-        if wanted is not None and not wanted:
-            return {}
-        weights, numbers = frozen_in(flat), _numbers_by_path(flat)
-        weights = weights if wanted is None else {path: weights[path] for path in wanted}
-        paths = [each for weight in weights.values() for each in weight.paths if each not in parts]
-        found = {**parts, **parts_at(flat, paths)}
-        return {
-            path: _AsBuilt(
-                weakref.ref(weight.parameter),
-                _mark(flat, numbers[path]),
-                [part for each in weight.paths for part in found[each]],
-            )
-            for path, weight in weights.items()
-        }
-
-    def _encoded(self, flat: FlatState, left_out: Mapping[Path, _FrozenParameter]) -> dict[Path, str]:
+    def _encoded(self, left_out: Mapping[Path, _FrozenParameter]) -> dict[Path, str]:
         """What is stored for the parameters that are left out, by path; of sharded ones, what each rank has."""
-        known, records = self._known or {}, defaultdict[Path, list[FrozenPart]](list)
+        records = defaultdict[Path, list[FrozenPart]](list)
         spread = {path[:-1] for path, weight in left_out.items() if is_spread(weight.parameter)}
         for path in left_out:
             place = (*path[:-1], FROZEN)
-            records[(*place, rank_name(self._rank)) if path[:-1] in spread else place] += known[path].parts
+            records[(*place, rank_name(self._rank)) if path[:-1] in spread else place] += self._known[path].parts
         return {path: json.dumps({"tensors": parts}) for path, parts in records.items()}
 
 
@@ -211,8 +198,29 @@ def frozen_in(flat: FlatState) -> dict[Path, _FrozenParameter]:
     return found
 
 
+def _look(
+    flat: FlatState, weights: Mapping[Path, _FrozenParameter], parts: Mapping[Path, list[FrozenPart]]
+) -> dict[Path, _AsBuilt]:
+    """Look at frozen parameters of a state; `parts` are known already."""
+    numbers = _numbers_by_path(flat)
+    found = {
+        **parts,
+        **parts_at(flat, [each for weight in weights.values() for each in weight.paths if each not in parts]),
+    }
+    return {
+        path: _AsBuilt(
+            weakref.ref(weight.parameter),
+            _mark(flat, numbers[path]),
+            [part for each in weight.paths for part in found[each]],
+        )
+        for path, weight in weights.items()
+    }
+
+
 def parts_at(flat: FlatState, paths: Sequence[Path]) -> dict[Path, list[FrozenPart]]:
     """What this rank has of the tensors at some paths of a state. Reads all their bytes."""
+    if not paths:
+        return {}
     numbers = _numbers_by_path(flat)
     wanted = [(path, number) for path in paths for number in numbers[path]]
 
@@ -239,7 +247,17 @@ def read_record(value: Any) -> list[FrozenPart]:
         ValueError: it is something else
     """
     try:
-        return [FrozenPart(*row) for row in json.loads(value)["tensors"]]
+        parts = [FrozenPart(*row) for row in json.loads(value)["tensors"]]
+        return [
+            FrozenPart(
+                str(part.key),
+                str(part.dtype),
+                [*part.shape],
+                None if part.region is None else [*map(list, part.region)],
+                f"{int(part.digest, 16):016x}",
+            )
+            for part in parts
+        ]
     except (TypeError, KeyError) as error:
         raise ValueError(f"{value!r:.60} is no record of frozen tensors") from error
 

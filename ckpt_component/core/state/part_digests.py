@@ -85,7 +85,7 @@ def _digest_of_run(values: torch.Tensor, start: int) -> int:
 def _factors(device: torch.device) -> torch.Tensor:
     """The factors of the columns."""
     with torch.inference_mode(False):
-        return torch.tensor([_mixed(~number) for number in range(_COLUMNS)], dtype=torch.int64).to(device)
+        return torch.tensor([_mixed(~number) for number in range(_COLUMNS)], dtype=torch.int64, device=device)
 
 
 def _mixed(number: int) -> int:

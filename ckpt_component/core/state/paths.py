@@ -11,7 +11,7 @@ Path = tuple[Any, ...]
 #: The key that marks a dict as an encoded numpy value, which is one object. A user's dict with this key is refused.
 TAG = "__ckpt_component_numpy__"
 #: The key, beside the values of a module, of what stands for the frozen parameters that are left out.
-FROZEN = "__frozen__"
+FROZEN = "__ckpt_component_frozen__"
 
 
 def key_of(path: Path) -> str:
