@@ -233,8 +233,8 @@ BUGS = [
     Bug(
         "what_a_dead_run_left_stays",
         "core/commit/fencing.py",
-        "        if self._fenced:\n            self._clean_up()\n",
-        "",
+        "                self._clean_up()\n",
+        "                pass\n",
         "ranks",
     ),
     Bug(
