@@ -11,7 +11,8 @@ In the folder tests:
 
 A mutant that no test notices must be in `survivors.txt`, with the reason why that is right; another survivor, or a line
 of that file that no longer applies, is the exit code 1. For a mutant that only few of many tests notice, `killers.txt`
-names one to begin with; `--more` adds those that it finds, and `--record` one for each statement that has none.
+names one to begin with; `--more` adds those that it finds, and `--record` one for each statement. The tests there must
+be quick ones, with the same cases for each commit.
 
 `--recorded N` makes N mutants of `killers.txt`, others for each commit, and runs their tests alone, which takes seconds
 and not hours. A test that no longer notices its mutant is the exit code 1; so is a line whose mutant has gone from the
@@ -70,7 +71,7 @@ TESTS = tuple(f"tests/{name}" for name in (*_OF_ROOMS, *_AROUND))
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
 PATIENCE, GRACE_SECONDS = 8.0, 5.0
 #: What a test that is recorded takes at most.
-_RECORDED_SECONDS = 5.0
+_RECORDED_SECONDS = 2.0
 #: Defines the builtin that the calls before statements call, in every process: it notes each number once.
 _NOTES = """
 import builtins, os
@@ -441,16 +442,21 @@ def _in_turn(killers: Mapping[str, str], count: int) -> dict[str, str]:
 
 
 def _has_stale(package: Path, *, forget: bool) -> bool:
-    """Whether mutants of `killers.txt` have gone from the code, and are not forgotten."""
+    """Whether mutants of `killers.txt`, or their tests, have gone, and are not forgotten."""
     killers, names = _named(KILLERS), set[str]()
     for file in {name.partition(":")[0] for name in killers}:
         if (package / file).exists():
             names |= {f"{file}: {mutant.name}" for mutant in mutants.mutants_of((package / file).read_text())}
-    gone = killers.keys() - names
+    gone = {name: "the code" for name in killers.keys() - names}
+    for name, test in killers.items():
+        file, _, function = test.partition("::")
+        place = REPOSITORY / file
+        if not place.exists() or f"def {function.rpartition('::')[2]}(" not in place.read_text():
+            gone[name] = f"the tests, with {test}"
     if gone and forget:
         _note({name: test for name, test in killers.items() if name not in gone})
-    for name in sorted(gone):
-        print("forgotten:" if forget else "gone from the code (--forget drops its line):", name)
+    for name, where in sorted(gone.items()):
+        print("forgotten:" if forget else f"gone from {where} (--forget drops its line):", name)
     return bool(gone) and not forget
 
 
@@ -484,7 +490,17 @@ def _work(root: Path, worker: Worker, tests: Sequence[str]) -> int:
         PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=f"{root}{os.pathsep}{root}/tests{os.pathsep}{root}/tests/support"
     )
     sys.path[:0] = [str(root), f"{root}/tests", f"{root}/tests/support"]
-    usual = ["-q", "-s", "-p", "no:cacheprovider", "-n0", "-o", "addopts=--import-mode=importlib"]
+    usual = [
+        "-q",
+        "-s",
+        "-p",
+        "no:faulthandler",
+        "-p",
+        "no:cacheprovider",
+        "-n0",
+        "-o",
+        "addopts=--import-mode=importlib",
+    ]
     return int(pytest.main([*usual, *worker.marks, *tests], plugins=[worker]))
 
 

@@ -31,6 +31,7 @@ from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.exporting.blocks import BLOCK_BYTES
 from ckpt_component.publishing.delta_files import DeltaFiles
 from ckpt_component.publishing.publisher import Published
 from ckpt_component.publishing.versions import NAMES, Versions, chain_to
@@ -134,6 +135,27 @@ def test_a_tensor_whose_positions_the_encoding_has_no_room_for_makes_each_versio
     monkeypatch.setattr("ckpt_component.publishing.delta._MOST_POSITIONS", 300 * 40 * 2 - 1)
     world = World(tmp_path, delta=delta)
     assert [world.version(step).is_whole for step in (1, 2, 3)] == [True, *[delta == "overwrite"] * 2]
+    world.check()
+
+
+@pytest.mark.parametrize("delta", ["auto", "overwrite"])
+def test_tensors_of_many_blocks(delta: str, tmp_path: Path) -> None:
+    """They are read, compared, copied and encoded block by block."""
+    world = World(tmp_path, delta=delta, whole_every=2)
+    size = BLOCK_BYTES // 2 + 5
+    model = {
+        "small": torch.ones(3),
+        "large": torch.randn(size, generator=torch.Generator().manual_seed(1)),
+        "other": torch.randn(size // 2, generator=torch.Generator().manual_seed(2)),
+    }
+    kinds = []
+    for step in range(1, 5):
+        kinds.append(world.version(step, model).is_whole)
+        model = {name: tensor.clone() for name, tensor in model.items()}
+        for place in (0, size // 2, size - 1):
+            model["large"][place] += 1
+        model["other"][-1] *= 2
+    assert kinds == [True, False, False, True]
     world.check()
 
 
