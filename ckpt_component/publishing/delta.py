@@ -19,7 +19,7 @@ _LEVEL, _WINDOW_LOG, _HASH_LOG = 1, 17, 12
 #: Bytes that are applied at a time, so that they stay in the cache from the decompression to the checksum.
 _BLOCK_BYTES = 2 << 20
 #: Positions have four bytes.
-_MOST_POSITIONS = 1 << 32
+MOST_POSITIONS = 1 << 32
 
 
 class EncodedTensor(NamedTuple):
@@ -55,7 +55,7 @@ def require_codec(why: str) -> None:
 
 def can_encode(encoding: str, nbytes: int) -> bool:
     """Whether an encoding has room for the positions of a tensor of so many bytes."""
-    return encoding == "xor" or nbytes <= _MOST_POSITIONS
+    return encoding == "xor" or nbytes <= MOST_POSITIONS
 
 
 class TensorDelta:

@@ -132,7 +132,7 @@ def test_a_tensor_whose_positions_the_encoding_has_no_room_for_makes_each_versio
     delta: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if positions had fewer bits: a tensor of 4 GB is too much for a test."""
-    monkeypatch.setattr("ckpt_component.publishing.delta._MOST_POSITIONS", 300 * 40 * 2 - 1)
+    monkeypatch.setattr("ckpt_component.publishing.delta.MOST_POSITIONS", 300 * 40 * 2 - 1)
     world = World(tmp_path, delta=delta)
     assert [world.version(step).is_whole for step in (1, 2, 3)] == [True, *[delta == "overwrite"] * 2]
     world.check()
