@@ -314,6 +314,7 @@ class KeeperWorker(ByteWorker):
         return super()._run(request, arena, checksum_home)
 
     def outlive_trainer(self, undecided: UndecidedSave) -> None:
+        """See the base class; the keepers of the other ranks follow what rank 0's decides on a snapshot."""
         keeper, request = self._keeper, undecided.request
         if request.fs is not keeper.storage:
             super().outlive_trainer(undecided)
