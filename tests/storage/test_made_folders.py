@@ -1,4 +1,4 @@
-"""Folders that a killed process has made are made durable by the next one."""
+"""Folders that a killed process has made are made durable by the next one, and what is set aside stays so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.cleanup import quarantine
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
@@ -62,6 +63,20 @@ def test_a_checkpoint_in_a_folder_that_a_killed_process_has_made_stays(renames: 
         after = copy.deepcopy(disk)
         after.cut_power(seed)
         assert after.find("/runs/one/manifest.json") is not None
+
+
+def test_a_checkpoint_that_was_set_aside_has_its_name_no_more_after_a_power_cut() -> None:
+    disk = Disk()
+    files = SimulatedFiles(disk)
+    files.make_folder("/runs")
+    attempt = commit.new_attempt(files, "/runs/one", new_token())
+    commit.begin(attempt)
+    commit.publish(attempt, [], {}, {})
+    kept = quarantine(files, "/runs/one")
+    for seed in range(4):
+        after = copy.deepcopy(disk)
+        after.cut_power(seed)
+        assert after.find("/runs/one") is None and after.find(f"{kept}/manifest.json") is not None
 
 
 def test_folders_below_one_that_may_not_be_listed_are_made_and_found(
