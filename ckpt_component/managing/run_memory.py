@@ -14,7 +14,7 @@ from typing import Any
 from ..core.commit.fencing import is_copy, read_owner
 from ..core.commit.liveness import living_marks, marking_process
 from ..core.commit.scan import Scan
-from ..core.storage.memory.keeper_sockets import tokens_at
+from ..core.storage.memory.keeper_sockets import memory_root, tokens_at
 from ..core.storage.memory.keepers import Keeper
 from ..core.storage.memory.kept_runs import KeptRun, kept_run
 from ..core.storage.memory.remote_keeper import RemoteKeeper, each_of, keepers_of
@@ -188,7 +188,8 @@ class RunMemory:
     def end_others(self) -> None:
         """End the keepers of the runs before in the folder, as this one has a snapshot of its own. Failures are logged.
 
-        A second call does nothing: a run that was suspended may be stale itself when it goes on.
+        Sockets that dead keepers of any run have left there go, too. A second call does nothing: a run that was
+        suspended may be stale itself when it goes on.
         """
         if self._is_first:
             return
@@ -202,6 +203,13 @@ class RunMemory:
                         keeper.end()
             except OSError as error:
                 logger.warning("a keeper of run %s, which is over, ends with its lease: %s", token, error)
+        try:
+            for token in tokens_at(self._run.root):
+                if token not in (self._run.events.run, *self._lineage):
+                    for _ in each_of(keepers_of(memory_root(self._run.root, token))):
+                        pass  # it is connected to, which removes the sockets of the dead
+        except OSError as error:
+            logger.info("sockets of dead keepers may stay: %s", error)
 
 
 def _process_text(mark: str) -> str:

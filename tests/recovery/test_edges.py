@@ -31,7 +31,7 @@ from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here
+from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here, split_root
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
@@ -419,6 +419,20 @@ def test_going_back_drops_later_snapshots_alone(kept: Kept) -> None:
     kept.take_away(3)
     assert restored(kept, "checkpoint.resume=2", "checkpoint.rewind=true")[0] == 2
     assert kept.steps() == {"1", "2"}
+
+
+def test_sockets_of_dead_keepers_that_owned_nothing_go_with_the_first_snapshot(kept: Kept) -> None:
+    """Of a run that was killed with its keeper before it took the folder, and so is named nowhere."""
+    place = split_root(memory_root(str(kept.folder), new_token()))
+    assert place is not None
+    dead = SocketPlace(*place)
+    dead.listen(0)[0].close()
+    with next_run(kept, "checkpoint.recovery.every_steps=1") as (manager, _):
+        assert manager.restore(state_of(0)) == 3
+        assert dead.ranks()
+        manager.save(4, state_of(4))
+        manager.wait()
+        eventually(lambda: not dead.ranks())
 
 
 def test_what_a_run_keeps_is_of_no_use_when_a_later_one_has_saved(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
