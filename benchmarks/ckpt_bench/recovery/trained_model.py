@@ -43,8 +43,9 @@ class TrainedModel:
         if any(weight.is_meta for weight in self.module.parameters()):
             torch.__future__.set_swap_module_params_on_conversion(True)  # they stay those of the optimizer
             self.module.to_empty(device="cpu")
+        same = torch.Generator(device="cpu").manual_seed(0)  # on all ranks
         for weight in self.module.parameters():
-            torch.nn.init.constant_(weight, 0.5)
+            torch.nn.init.normal_(weight, std=0.02, generator=same)
             self.optimizer.state[weight] = {
                 "step": torch.zeros((), dtype=torch.float32, device="cpu"),
                 "exp_avg": torch.zeros_like(weight),
