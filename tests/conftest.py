@@ -63,7 +63,7 @@ _NOT_PRIVATE = pytest.StashKey[str | None]()
 #: What to pass for tests with a marker, which are skipped without it.
 _OPTIONS = {"slow": "--run-slow", "soak": "--run-soak"}
 
-#: A slow test without the marker `turns` runs for every n-th commit on average.
+#: A slow test without the marker `turns` runs for every n-th commit.
 _TURNS = 3
 
 
@@ -107,7 +107,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _turns(item: pytest.Item, *, named: bool) -> int:
-    """A slow test runs for every n-th commit on average: n. `named`: whether the command line names its file."""
+    """A slow test runs for every n-th commit: n. `named`: whether the command line names its file."""
     turns = item.get_closest_marker("turns")
     if turns is not None:
         return int(turns.args[0])

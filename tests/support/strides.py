@@ -13,13 +13,23 @@ import pytest
 
 
 def _number_of_commit() -> int:
-    """A number of the commit that is tested; 0 outside of a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    """How many commits lead to the one that is tested, so that each case has its turn in as many commits as there are.
+
+    In a clone that has not all of them it is a number of the commit itself, and outside of a repository 0.
+    """
+    if _git("rev-parse", "--is-shallow-repository") == "false":
+        return int(_git("rev-list", "--count", "HEAD") or 0)
+    return int(_git("rev-parse", "--short=8", "HEAD") or "0", 16)
+
+
+def _git(*words: str) -> str:
+    """What git answers; empty: there is no git, or no repository."""
+    command = ["git", "-C", str(Path(__file__).parent), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except OSError:
-        return 0  # there is no git
-    return int(done.stdout, 16) if done.returncode == 0 else 0
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 # In the environment, so that all workers of pytest-xdist start at the same case.
