@@ -12,7 +12,7 @@ from ..errors import CheckpointConfigError
 
 
 class Word(Enum):
-    """An enum whose members are words in configs: OmegaConf turns a member into a string where a config has strings."""
+    """An enum whose members are words in configs."""
 
     def __str__(self) -> str:
         return self.name

@@ -30,8 +30,8 @@ from ckpt_component.config import (
     TorchSaveWriter,
     config_dir,
 )
-from ckpt_component.config.schema import Part
-from ckpt_component.core.options import ChecksumName, Naming
+from ckpt_component.config.schema import Load, Part
+from ckpt_component.core.options import ChecksumName, Naming, Prove
 from ckpt_component.managing.manager import CheckpointManager
 
 #: Hydra 1.4 warns of every target that the caller has not allowed.
@@ -81,7 +81,8 @@ def test_keywords_of_the_call_win(config: DictConfig, tmp_path: Path) -> None:
     with instantiate(config, dir=tmp_path / "here", save={"every_steps": 2}, naming="step") as manager:
         assert [step for step in range(1, 5) if manager.maybe_save(step, {"weight": torch.ones(2)})] == [2, 4]
         assert manager.path_of(4) == str(tmp_path / "here" / "step_00000004")
-    with instantiate(config, dir="there", save=Save(every_steps=3), enabled=False) as manager:
+    kept = {"save": Save(every_steps=3), "load": Load(prove=Prove.off)}
+    with instantiate(config, dir="there", enabled=False, **kept) as manager:
         assert not manager.enabled
 
 

@@ -1,8 +1,8 @@
 """Schemas in the form in which Hydra composes them.
 
 Hydra checks types while composing: it would refuse `8MB` for a number of bytes, and it shows and completes an enum as
-`OnError.raise`, which cannot be typed. So composed configs have strings there, and `read` converts them to the types of
-the schema.
+`OnError.raise`, which cannot be typed. So composed configs have words there, of which Hydra checks nothing (1.4 takes
+no member of an enum for a string), and `read` converts them to the types of the schema.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _loosened(item: Field[Any], hint: Any) -> tuple[str, Any, Any]:
     if is_dataclass(hint):
         kind = factory = cast(Any, composable(cast(type, hint)))
     elif is_enum(hint):
-        kind, default = str, default.name
+        kind, default = Any, default.name
     elif item.metadata.get("path"):
         kind = Any  # a string or a Path
     elif item.metadata.get("unit"):
