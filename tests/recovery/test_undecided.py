@@ -26,6 +26,7 @@ from ckpt_component.core.writing.keeper import SnapshotKeeper
 from ckpt_component.core.writing.orphan_commit import UndecidedSave
 from ckpt_component.core.writing.request import WriteOptions, WriteRequest
 from ckpt_component.core.writing.write_table import WriteTable
+from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError
 
 ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
 TIMEOUTS = ResolvedTimeouts(stage=20.0, write=60.0, close=20.0, heartbeat=5.0, stall=60.0, visible=0.0)
@@ -182,3 +183,24 @@ def test_the_keeper_that_decides_waits_for_a_rank_that_still_writes() -> None:
 def test_a_rank_that_writes_nothing_is_given_up_after_the_heartbeat_timeout() -> None:
     decision = Decision(OtherKeeper(1, writes=True))
     assert TIMEOUTS.heartbeat <= decision.clock.waits <= TIMEOUTS.heartbeat + 2 and not decision.is_committed
+
+
+def test_a_commit_does_not_wait_for_files_of_a_keeper_that_has_ended() -> None:
+    """It had voted: what is not in memory now never comes, as it may on a file system that shows names late."""
+    keeper = SnapshotKeeper("/runs/one", ROOT, 0, 2, 10.0)
+    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_0000002", new_token())
+    begin(attempt)
+    keeper.storage.clock = clock = QuickClock(lambda: None)
+    votes = [{"rank": 0, "files": []}, {"rank": 1, "files": [{"name": "__1_0.distcp", "size": 5}]}]
+    with pytest.raises(CheckpointSaveError, match=r"__1_0.distcp has None bytes on disk"):
+        publish(attempt, votes, {}, {}, 60.0)
+    assert clock.waits == 0
+
+
+def test_a_rank_does_not_wait_for_the_attempt_of_a_leading_keeper_that_has_ended() -> None:
+    keeper = SnapshotKeeper("/runs/one", ROOT, 1, 2, 10.0)
+    attempt = new_attempt(keeper.storage, f"{ROOT}/iter_0000002", new_token())
+    keeper.storage.clock = clock = QuickClock(lambda: None)
+    with pytest.raises(CheckpointTimeoutError, match="iter_0000002"):
+        attempt.protocol.join(attempt, 60.0)
+    assert clock.waits == 0

@@ -94,6 +94,7 @@ class CommitProtocol(ABC):
             CheckpointTimeoutError: it did not become visible
         """
         storage = self.storage
+        seconds = seconds if storage.shows_late else 0.0
         wait_visible(lambda: storage.is_folder(attempt.staging), attempt.staging, seconds, storage)
 
     def manifest_fields(

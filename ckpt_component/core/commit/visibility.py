@@ -29,8 +29,9 @@ def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float, stor
     while not is_visible():
         remaining = deadline - clock.now()
         if remaining <= 0:
+            late = f" after {seconds:g} s (timeouts.visible)" if seconds else ""
             raise CheckpointTimeoutError(
-                f"{what}, which another rank made, cannot be seen from here after {seconds:g} s (timeouts.visible); "
+                f"{what}, which another rank made, cannot be seen from here{late}; "
                 f"all ranks need one {(storage or Storage).common}."
             )
         clock.sleep(min(pause, remaining))

@@ -52,6 +52,7 @@ class HostMemory(KeeperUnion, ObjectFolders):
     """
 
     verifies_first = True
+    shows_late = False
     common = f"folder {VARIABLE} on each host, in all its containers"
 
     def __init__(self, find: Callable[[str], Sequence[Keeper]] | None = None, own: Keeper | None = None) -> None:
