@@ -15,7 +15,7 @@ from ..core.state.frozen_weights import FrozenWeights
 from ..core.state.paths import FROZEN, Path, key_of, keys_of
 from ..core.state.per_rank import PerRank, rank_of
 from ..core.state.quantized_parameters import QUANTIZED_MARKS, QuantDescription
-from ..core.state.shards import Shard, local_part
+from ..core.state.shards import Shard, local_part, mesh_of
 from ..core.state.tensor_parts import CONTEXT
 from ..errors import CheckpointLoadError
 from .foreign.archives import RefusedObject
@@ -139,7 +139,8 @@ class Target:
         self._match_tensors()
         #: Keys of tensors whose every element is loaded by other ranks.
         elsewhere = set(keys_of([*flat.elsewhere]))
-        self.on_meta.update(key_of(path) for path, tensor in flat.elsewhere.items() if tensor.is_meta)
+        # Not of a ShardedTensor, which warns of each use.
+        self.on_meta.update(key_of(path) for path, each in flat.elsewhere.items() if mesh_of(each) and each.is_meta)
         self._missing += elsewhere - contents.tensors.keys() - self._as_built
         places = [*flat.object_paths, *(path for path, kind in flat.containers if kind == "empty" and path)]
         around = list(map(self._kinds.object_around, places))

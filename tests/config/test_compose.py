@@ -141,7 +141,7 @@ def test_a_value_may_be_quoted() -> None:
             (
                 "sync",
                 "checkpoint.save=100",
-                "checkpoint.save cannot itself be 100. The keys of checkpoint.save: every_steps, every_seconds, at_end.",
+                "checkpoint.save cannot itself be 100. The keys of checkpoint.save: every_steps, every_seconds, at_end, frozen.",
             ),
             (
                 "sync",

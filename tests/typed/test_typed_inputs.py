@@ -182,7 +182,7 @@ ANY_APP: list[tuple[str, str | None]] = [
     ("checkpoint.nmaing=step", "Did you mean checkpoint.naming=step?"),
     ("checkpoint.savee.every_steps=3", "Did you mean checkpoint.save.every_steps=3?"),
     ("checkpoint.save.every=3", "Did you mean checkpoint.save.every_steps=3?"),
-    ("checkpoint.save=4", "The keys of checkpoint.save: every_steps, every_seconds, at_end."),
+    ("checkpoint.save=4", "The keys of checkpoint.save: every_steps, every_seconds, at_end, frozen."),
     ("checkpoint.keep=null", "The keys of checkpoint.keep: last, every_steps, best."),
     ("checkpoint.timeouts=30", "The keys of checkpoint.timeouts: worker_start,"),
     ("checkpoint.xyz=3", "There is no key checkpoint.xyz. The keys of checkpoint:"),

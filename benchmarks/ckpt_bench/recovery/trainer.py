@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: one JSON text with `state` (its name), `step_seconds`, `resume`, `is_whole`, `overrides` and
             `on_meta` (see `RestartRow`), `folder` (of the run), `marks` (a folder), `every_steps`, and `steps`, after
-            which it ends; None: it goes on until it is killed
+            which it ends; None: it continues until it is killed
     """
     task: dict[str, Any] = json.loads(arguments[0])
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -42,7 +42,7 @@ def serve(
             if a process that it forked lives on. What it returns is sent as the answer when all that it held is let go,
             as the parent then hangs up.
         on_orphan: what happens then. `exit`: SystemExit is raised in `work`, which does not receive. `finish`: `work`
-            goes on, and learns of it when it receives. In both cases what it sends is dropped.
+            continues, and learns of it when it receives. In both cases what it sends is dropped.
     """
     for number in SIGNALS_OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)

@@ -214,7 +214,7 @@ class SnapshotKeeper:
     def follow(self, undecided: UndecidedSave) -> None:
         """The trainer has died: drop what the save replaces, or the save itself, once rank 0 has decided which stays.
 
-        Both stay if rank 0's keeper is gone or did not decide: whoever restores finds out which of them all ranks have.
+        Both stay if rank 0's keeper is gone or did not decide: a restore finds out which of them all ranks have.
         """
         attempt = undecided.request.attempt
         try:
