@@ -12,10 +12,10 @@ PAGE = REPOSITORY / "docs" / "design.md"
 #: checks it.
 STOREYS = {
     "ground": (
-        *("errors", "_version", "core.memory", "core._lazy", "core.options", "core.spelling", "core.progress"),
-        *("core.clock", "core.deprecation"),
+        *("errors", "_version", "core.outside", "core.memory", "core._lazy", "core.options", "core.spelling"),
+        *("core.progress", "core.deprecation"),
     ),
-    "outside": ("core.processes", "core.storage", "core.state", "core.coordination"),
+    "outside": ("core.processes", "core.lane", "core.storage", "core.state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),
     "files": ("events", "core.writing", "core.formats"),
     "reading and writing formats, configs": ("config", "writers", "loading"),

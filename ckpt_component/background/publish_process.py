@@ -73,7 +73,7 @@ def _version_of(publisher: Publisher, storage: Storage, source: str, policy: Pub
     manifest = read_manifest(storage, source)
     if manifest is None:
         raise CheckpointNotFoundError(f"There is no committed checkpoint {source} any more.")
-    committed, step = created_of(manifest) or storage.clock.date(), policy.names.step_of(os.path.basename(source))
+    committed, step = created_of(manifest) or storage.outside.date(), policy.names.step_of(os.path.basename(source))
     published = publisher.publish(storage, source, step or 0, committed)
     return {**vars(published), "source": source, "committed": committed}
 

@@ -150,7 +150,7 @@ class SnapshotParts:
         """Agree on who has copies for whom."""
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
-        deadline = ranks.clock.now() + run.timeouts.stage
+        deadline = ranks.outside.now() + run.timeouts.stage
         begun = ranks.scatter("peers/begin", offered_address(), _begin, deadline)
         return PeerMap(
             of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],

@@ -110,12 +110,12 @@ class CollectiveLoad:
             CheckpointTimeoutError, RanksError: a rank did not answer in time, or is dead
         """
         timeouts = self._timeouts
-        deadline = self._ranks.clock.now() + timeouts.stage + timeouts.write
+        deadline = self._ranks.outside.now() + timeouts.stage + timeouts.write
         return self._ranks.decide(f"{self._tag}/{name}", value, decide, deadline)
 
     def _agree(self, phase: str, outcome: tuple[int, str] | None) -> Any:
         """The worst outcome of all ranks, with its rank."""
-        now, timeouts = self._ranks.clock.now(), self._timeouts
+        now, timeouts = self._ranks.outside.now(), self._timeouts
         if self._tag is not None:
             deadline = now + timeouts.stage + timeouts.write
             return self._ranks.decide(f"{self._tag}/{phase}", outcome, _worst_of, deadline)

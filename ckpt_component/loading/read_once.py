@@ -76,7 +76,7 @@ class ReadOnce(CollectiveLoads):
         Raises:
             RanksError, CheckpointTimeoutError: a rank is dead, or does not come
         """
-        now, timeouts = self._ranks.clock.now(), self._timeouts
+        now, timeouts = self._ranks.outside.now(), self._timeouts
         has_world = distributed() is not None and dist.get_world_size() == self._ranks.world_size
         state = _ALONE if self._has_failed or not has_world else _NEW if self._group is None or is_broken else _READY
         try:

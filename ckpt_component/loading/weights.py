@@ -116,7 +116,7 @@ def load_weights(
             checkpoint = find_checkpoint(text, storage_options)
         found, step = checkpoint.path, _step_of(checkpoint)
         if checkpoint.root is not None:  # of a folder of checkpoints rank 0 chooses: a run may commit another one
-            deadline = ranks.clock.now() + timeouts.stage
+            deadline = ranks.outside.now() + timeouts.stage
             found, step = ranks.run_on_leader("load_weights/choice", lambda: [found, step], deadline)
         # Ranks that load alone share a terminal too.
         progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress

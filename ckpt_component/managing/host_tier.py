@@ -100,7 +100,7 @@ class HostTier:
             CheckpointTimeoutError: a rank did not take part
         """
         ranks = self._ranks
-        deadline = ranks.clock.now() + self._timeouts.stage + self._timeouts.visible
+        deadline = ranks.outside.now() + self._timeouts.stage + self._timeouts.visible
         address = offered_address() if self._leads_host else None
         begun = ranks.decide("tier/begin", address, lambda offers: self._begin(offers, saves=saves), deadline)
         own, trial = None, begun["trial"] if ranks.is_leader else None
@@ -143,9 +143,9 @@ class HostTier:
             keeper.close()
         if server is None:
             return
-        until = self._ranks.clock.now() + (self._timeouts.close if waits else 0.0)
-        while server.holders and not server.ended.is_set() and self._ranks.clock.now() < until:
-            self._ranks.clock.sleep(_PAUSE_SECONDS)
+        until = self._ranks.outside.now() + (self._timeouts.close if waits else 0.0)
+        while server.holders and not server.ended.is_set() and self._ranks.outside.now() < until:
+            self._ranks.outside.sleep(_PAUSE_SECONDS)
         server.close()
 
     def _begin(self, offers: Sequence[Any], *, saves: bool) -> dict[str, Any]:
@@ -180,13 +180,13 @@ class HostTier:
 
     def _sees(self, trial: str | None) -> bool:
         """Whether a file appears in the folder soon."""
-        until = self._ranks.clock.now() + _LOOK_SECONDS
+        until = self._ranks.outside.now() + _LOOK_SECONDS
         while trial is not None:
             if self._fs.exists(os.path.join(self._folder, trial)):
                 return True
-            if self._ranks.clock.now() > until:
+            if self._ranks.outside.now() > until:
                 break
-            self._ranks.clock.sleep(_PAUSE_SECONDS)
+            self._ranks.outside.sleep(_PAUSE_SECONDS)
         return False
 
     def _join(self, begun: Mapping[str, Any], served: Mapping[str, _Served]) -> None:

@@ -145,10 +145,10 @@ class RunMemory:
 
         An attempt without a mark has nobody who would complete it: its keeper has died, or follows a decision.
         """
-        clock, limit = kept.ranks.clock, kept.timeouts.close
-        began, is_shown = clock.now(), False
+        outside, limit = kept.ranks.outside, kept.timeouts.close
+        began, is_shown = outside.now(), False
         while marks := living_marks(kept.fs, kept.root):
-            waited, names = clock.now() - began, ", ".join(sorted({_process_text(mark) for mark in marks}))
+            waited, names = outside.now() - began, ", ".join(sorted({_process_text(mark) for mark in marks}))
             if waited > limit:
                 text = "%s did not complete a snapshot in memory in %g s (timeouts.close); continuing without it"
                 logger.warning(text, names, limit)
@@ -156,7 +156,7 @@ class RunMemory:
             if waited > _SHOWN_SECONDS and not is_shown:
                 is_shown = True
                 logger.info("waiting up to %g s for a snapshot in memory that %s completes", limit, names)
-            clock.sleep(_POLL_SECONDS)
+            outside.sleep(_POLL_SECONDS)
 
     def let_go(self) -> None:
         """Let the keepers end when their lease is over."""

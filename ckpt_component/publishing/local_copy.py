@@ -112,8 +112,8 @@ class LocalCopy:
             CheckpointStorageFullError: there is not enough space beside the folder
             CheckpointSaveError: the folder cannot be written
         """
-        clock, newest = self._fs.clock, chain[-1]
-        started = clock.now()
+        outside, newest = self._fs.outside, chain[-1]
+        started = outside.now()
         token, options = str(newest.manifest["attempt"]), str(newest.manifest["weights"].get("options", ""))
         try:
             changed = self._make(storage, chain, progress)
@@ -132,8 +132,8 @@ class LocalCopy:
             self.path,
             None if changed is None else frozenset(changed),
             sum(version.nbytes for version in chain),
-            clock.now() - started,
-            clock.date() - newest.committed,
+            outside.now() - started,
+            outside.date() - newest.committed,
         )
 
     def _make(self, storage: Storage, chain: Sequence[Version], progress: Progress) -> set[str] | None:

@@ -109,8 +109,8 @@ class Publisher:
             CheckpointInUseError: another process uses the mirror
             CheckpointSaveError: the version cannot be written
         """
-        clock = self._storage.clock
-        started = clock.now()
+        outside = self._storage.outside
+        started = outside.now()
         try:
             with (
                 weight_files(storage, path, self._options.export, self._fs) as weights,
@@ -136,7 +136,7 @@ class Publisher:
             raise self._failure(error) from error
         versions[number] = version
         deleted = self._delete_old(versions)
-        seconds = clock.now() - started
+        seconds = outside.now() - started
         return Published(number, step, version.path, version.nbytes, weights.nbytes, version.is_whole, seconds, deleted)
 
     def _delete_old(self, versions: Mapping[int, Version]) -> list[int]:
@@ -243,7 +243,7 @@ class Publisher:
         finally:
             lock.close()
         # Its manifest as `publish` has written it.
-        content = {"attempt": attempt.token, "files": entries, "created": storage.clock.date(), **fields}
+        content = {"attempt": attempt.token, "files": entries, "created": storage.outside.date(), **fields}
         return version_of(number, target, content)
 
     def _explain(self) -> None:

@@ -113,17 +113,17 @@ class Receiver:
             CheckpointSaveError: the folder cannot be written; CheckpointStorageFullError: it is full
             OSError: the source cannot be listed
         """
-        clock = self._fs.clock
-        deadline = clock.now() + wait
+        outside = self._fs.outside
+        deadline = outside.now() + wait
         while True:
             try:
                 versions = self._versions.look()
                 return self._bring_to(self._chosen(versions, number), versions)
             except CheckpointNotFoundError:
-                left = deadline - clock.now()
+                left = deadline - outside.now()
                 if left <= 0:
                     raise
-            clock.sleep(min(_PAUSE, left))
+            outside.sleep(min(_PAUSE, left))
 
     def follow(self, poll_seconds: float = _PAUSE, timeout: float | None = None) -> Generator[Pulled, None, None]:
         """Bring the folder to the newest version again and again, until the iterator is closed.
@@ -140,8 +140,8 @@ class Receiver:
             CheckpointTimeoutError: no version came in time
             CheckpointSaveError: the folder cannot be written
         """
-        clock, pause, said, damaged = self._fs.clock, poll_seconds, "", ""
-        waits_since, is_first = clock.now(), True
+        outside, pause, said, damaged = self._fs.outside, poll_seconds, "", ""
+        waits_since, is_first = outside.now(), True
         while True:
             pulled, token = None, ""
             try:
@@ -162,15 +162,15 @@ class Receiver:
                     logger.warning("%s %s stays at %s until that is over.", said, self.folder, self._at)
             if pulled is not None and (is_first or pulled.nbytes):
                 yield pulled
-                waits_since, is_first = clock.now(), False
+                waits_since, is_first = outside.now(), False
                 continue
-            left = math.inf if timeout is None else waits_since + timeout - clock.now()
+            left = math.inf if timeout is None else waits_since + timeout - outside.now()
             if left <= 0:
                 raise CheckpointTimeoutError(
                     f"No version came to {self.source} within {timeout:g} s (timeout); {self.folder} stays at "
                     f"{self._at}."
                 )
-            clock.sleep(min(pause, left))
+            outside.sleep(min(pause, left))
 
     @property
     def _at(self) -> str:

@@ -225,7 +225,7 @@ class SnapshotsAtPeers(NewestStays):
         """The number and the path of what all ranks send next, and where to; nowhere, if a keeper cannot be reached."""
         message = {"number": newest.number, "path": newest.report.path, "at": newest.place}
         try:
-            deadline = self._ranks.clock.now() + self._timeouts.stage
+            deadline = self._ranks.outside.now() + self._timeouts.stage
             number, path, to = self._ranks.scatter(tag, message, self._choose, deadline)
         except CheckpointError as error:
             logger.log(self._level, "%s is in memory, and is not sent to its peers: %s", newest.report.path, error)
@@ -245,7 +245,7 @@ class SnapshotsAtPeers(NewestStays):
     def _send(self, tag: str, path: str, to: Sequence[PeerAddress]) -> bool:
         """Send a snapshot; returns whether it has arrived, from all ranks."""
         own, limit = dict[str, Any](), self._peers.bytes_per_second
-        deadline = self._ranks.clock.now() + self._timeouts.whole_save
+        deadline = self._ranks.outside.now() + self._timeouts.whole_save
 
         def send() -> None:
             if self._closing:

@@ -63,7 +63,7 @@ class SaveAttempts:
         self._leads = context.ranks.is_leader
         self._awaits_folder = not self._leads and 0 not in context.unseen
         self._timeouts = context.timeouts
-        self._clock = context.ranks.clock
+        self._outside = context.ranks.outside
         self._run = context.run
         self._lane = context.lane
         self._indexes = RankIndexes(writer, context.run.files)
@@ -91,7 +91,7 @@ class SaveAttempts:
             CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks
         """
         request, ranks, tag, own = staged.admitted.request, self._ranks, self._lane + attempt.token, list[Written]()
-        deadline = self._clock.now() + self._timeouts.stage + self._timeouts.write
+        deadline = self._outside.now() + self._timeouts.stage + self._timeouts.write
         snapshot = staged.snapshot
 
         def write() -> Mapping[str, Any]:
@@ -223,7 +223,7 @@ class SaveAttempts:
         if self._shows_progress:
             self._writing = attempt.token, self._caller.progress()
         with self._typed_errors(request, encoded.file_bytes):
-            result = self._caller.run(job, self._clock.now() + self._timeouts.write)
+            result = self._caller.run(job, self._outside.now() + self._timeouts.write)
         snapshot.copied.result(self._timeouts.stage)  # raises if a tensor changed during the copy
         written = Written(result, number)
         if tells:

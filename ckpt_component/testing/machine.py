@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..core.clock import Clock, Thread
+from ..core.outside import Outside, Thread
 from .disk import Disk
 from .simulated_bucket import BucketRequests, SimulatedBucket, SimulatedObjects
 from .simulated_files import Fault, PowerCut, SimulatedFiles
@@ -23,7 +23,7 @@ class Machine:
     Attributes:
         operations: `(name, path)` of each operation, in their order
         is_off: whether the process has ended: it does nothing any more
-        clock: on which pauses take no time; `slept` is called instead, and other processes may act there
+        outside: on which pauses take no time; `slept` is called instead, and other processes may act there
         looked: called before each look at a storage of the machine: other processes may act there, too
         done: called after each operation
     """
@@ -32,7 +32,7 @@ class Machine:
         self.faults = {} if faults is None else faults
         self.operations: list[tuple[str, str]] = []
         self.is_off = False
-        self.clock = PatientClock()
+        self.outside = PatientOutside()
         self.looked = self.done = _nothing
 
     def files(self, disk: Disk, *, atomic_rename: bool = True, durable: bool = True) -> MachineFiles:
@@ -42,7 +42,7 @@ class Machine:
     def bucket(self, objects: SimulatedObjects) -> SimulatedBucket:
         """A client of a bucket."""
         bucket = SimulatedBucket(objects, requests=_MachineRequests(self, objects))
-        bucket.clock = self.clock
+        bucket.outside = self.outside
         return bucket
 
 
@@ -74,7 +74,7 @@ class MachineFiles(SimulatedFiles):
         self._machine = machine
         super().__init__(disk, machine.faults, atomic_rename=atomic_rename, durable=durable)
         self.operations = machine.operations
-        self.clock = machine.clock
+        self.outside = machine.outside
 
     @property
     def is_off(self) -> bool:
@@ -101,7 +101,7 @@ class MachineFiles(SimulatedFiles):
                 self._machine.done()
 
 
-class PatientClock(Clock):
+class PatientOutside(Outside):
     """A clock on which pauses take no time, and threads that touch marks of life do nothing.
 
     Attributes:

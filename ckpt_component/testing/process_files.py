@@ -20,7 +20,7 @@ class ProcessFiles(SimulatedFiles):
 
     def __init__(self, process: SimulatedProcess, files: SimulatedFiles) -> None:
         vars(self).update(vars(files))
-        self.clock = process.clock
+        self.outside = process.outside
         self.process = process
 
     @contextmanager

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core.clock import Clock
+from ..core.outside import Outside
 from ..core.storage.bucket import ObjectStorage
 from .disk import DiskFile
 from .simulated_files import Fault, PowerCut
@@ -125,7 +125,7 @@ class SimulatedBucket(ObjectStorage):
             requests = BucketRequests(bucket, {} if faults is None else faults, counts or (lambda path: True))
         self.requests, self.operations = requests, requests.operations
         super().__init__("", client=requests)
-        self.clock = _AheadClock()
+        self.outside = _AheadOutside()
 
 
 class ProcessBucket(SimulatedBucket):
@@ -138,15 +138,15 @@ class ProcessBucket(SimulatedBucket):
 
     def __init__(self, process: SimulatedProcess, bucket: SimulatedBucket) -> None:
         super().__init__(bucket.disk, requests=_ProcessRequests(process, bucket.requests))
-        self.clock = process.clock
+        self.outside = process.outside
 
 
-class _AheadClock(Clock):
+class _AheadOutside(Outside):
     """A clock on which pauses take no time."""
 
     def __init__(self) -> None:
         self._ahead = 0.0
-        self.now = lambda: Clock.now() + self._ahead
+        self.now = lambda: Outside.now() + self._ahead
         self.sleep = self._skip
 
     def _skip(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ..core.clock import Latch, Thread
+from ..core.outside import Latch, Thread
 from .simulation import SimulatedProcess
 
 
@@ -32,7 +32,7 @@ class SimulatedThreading:
 
     def Lock(self) -> AbstractContextManager[Any]:
         """A lock, as a context manager alone."""
-        return self._process().clock.lock()
+        return self._process().outside.lock()
 
     def Event(self) -> SimulatedEvent:
         """An event that stays set."""
@@ -58,7 +58,7 @@ class SimulatedStart:
 
     def start(self) -> None:
         """Run it."""
-        self._thread = self._process.clock.start(self._name, self._target)
+        self._thread = self._process.outside.start(self._name, self._target)
 
     def is_alive(self) -> bool:
         """Whether it was started and has not ended."""
@@ -78,7 +78,7 @@ class SimulatedEvent:
     """
 
     def __init__(self, process: SimulatedProcess) -> None:
-        self._latch = process.clock.latch()
+        self._latch = process.outside.latch()
 
     def set(self) -> None:
         """Set it."""
@@ -102,7 +102,7 @@ class SimulatedCondition:
     """
 
     def __init__(self, process: SimulatedProcess, lock: AbstractContextManager[Any] | None = None) -> None:
-        self._clock, self._lock = process.clock, process.clock.lock() if lock is None else lock
+        self._outside, self._lock = process.outside, process.outside.lock() if lock is None else lock
         self._waiting: list[Latch] = []
 
     def __enter__(self) -> None:
@@ -113,7 +113,7 @@ class SimulatedCondition:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Give the lock up until it is notified, at most so many seconds; returns whether it was."""
-        latch = self._clock.latch()
+        latch = self._outside.latch()
         self._waiting.append(latch)
         self._lock.__exit__(None, None, None)
         is_notified = latch.wait(1e9 if timeout is None else timeout)
@@ -124,9 +124,9 @@ class SimulatedCondition:
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
         """Wait until something holds, at most so many seconds; returns whether it does."""
-        until = self._clock.now() + timeout
-        while not predicate() and self._clock.now() < until:
-            self.wait(until - self._clock.now())
+        until = self._outside.now() + timeout
+        while not predicate() and self._outside.now() < until:
+            self.wait(until - self._outside.now())
         return predicate()
 
     def notify_all(self) -> None:

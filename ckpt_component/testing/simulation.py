@@ -2,7 +2,7 @@
 
     simulation = Simulation(seed=7)
     rank = simulation.process("rank 0")
-    rank.start(train, rank)            # any code that takes its time and threads from `rank.clock`
+    rank.start(train, rank)            # any code that takes its time and threads from `rank.outside`
     simulation.at(3.0, rank.kill)
     simulation.run(limit=600.0)        # simulated seconds
 
@@ -18,13 +18,14 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from greenlet import getcurrent, greenlet
 
-from ..core.clock import Clock, Latch
+from ..core.outside import Condition, Future, Latch, Outside, Pool
 
 
 class Killed(SystemExit):
@@ -149,7 +150,7 @@ class SimulatedProcess:
         name: for messages
 
     Attributes:
-        clock: its time and threads
+        outside: its time and threads
         is_dead: whether it has ended
         is_killed: whether `kill` has ended it, and not the end of the simulation
         ended_at: when it has ended, in simulated seconds; infinite: it has not
@@ -167,7 +168,7 @@ class SimulatedProcess:
         self.slowness = 1.0
         self.date_offset = 0.0
         self.threads: list[SimulatedThread] = []
-        self.clock = SimulatedClock(self)
+        self.outside = SimulatedOutside(self)
 
     def start(self, function: Callable[..., None], *arguments: Any, after: float = 0.0) -> None:
         """Run a function as a thread that the simulation waits for, from so many seconds on."""
@@ -312,8 +313,79 @@ class SimulatedLock:
             self._simulation.resume(self._waiting.popleft(), self._simulation.now)
 
 
-class SimulatedClock(Clock):
-    """The time and the threads of a simulated process. Its zero is its own, as on another host."""
+class SimulatedCondition:
+    """A condition of simulated threads.
+
+    Args:
+        outside: of the process
+        lock: which it shares with others
+    """
+
+    def __init__(self, outside: SimulatedOutside, lock: AbstractContextManager[Any]) -> None:
+        self._outside, self._lock = outside, lock
+        self._waiting: list[Latch] = []
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._lock.__exit__(*exception)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Release the lock until it is notified, at most so many seconds; returns whether it was."""
+        latch = self._outside.latch()
+        self._waiting.append(latch)
+        self._lock.__exit__(None, None, None)
+        is_notified = latch.wait(math.inf if timeout is None else timeout)
+        if latch in self._waiting:
+            self._waiting.remove(latch)
+        self._lock.__enter__()
+        return is_notified
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        """Wait until something holds, at most so many seconds; returns the last value of the predicate."""
+        until = math.inf if timeout is None else self._outside.now() + timeout
+        while not (found := predicate()) and self._outside.now() < until:
+            self.wait(until - self._outside.now())
+        return found
+
+    def notify_all(self) -> None:
+        """Wake all who wait."""
+        while self._waiting:
+            self._waiting.pop().set()
+
+
+class SimulatedPool:
+    """In the place of threads for independent tasks: who submits a task does it at once."""
+
+    def __enter__(self) -> SimulatedPool:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def submit(self, task: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        """Do a task; returns a future that has ended."""
+        future = Future[Any]()
+        try:
+            future.set_result(task(*arguments))
+        except Killed:
+            raise
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def map(self, task: Callable[..., Any], *arguments: Iterable[Any]) -> Iterator[Any]:
+        """Do a task with each of these; gives what each returned."""
+        futures = [self.submit(task, *each) for each in zip(*arguments, strict=False)]
+        return iter([future.result(0) for future in futures])
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """There are no threads."""
+
+
+class SimulatedOutside(Outside):
+    """What a simulated process runs in. The zero of its time is its own, as on another host."""
 
     def __init__(self, process: SimulatedProcess) -> None:
         simulation = process.simulation
@@ -322,6 +394,7 @@ class SimulatedClock(Clock):
         self.now = lambda: simulation.now + zero
         self.date = lambda: 1.7e9 + simulation.now + process.date_offset
         self.sleep = lambda seconds: simulation.park(simulation.now + max(seconds, 0))
+        self.random_bytes = simulation.random.randbytes
 
     def latch(self) -> Latch:
         """A latch of simulated threads."""
@@ -335,13 +408,31 @@ class SimulatedClock(Clock):
         """A lock of simulated threads."""
         return SimulatedLock(self._process.simulation)
 
+    def condition(self, lock: AbstractContextManager[Any] | None = None) -> Condition:
+        """A condition of simulated threads."""
+        return SimulatedCondition(self, self.lock() if lock is None else lock)
+
     def thread_values(self) -> Any:
         """Attributes that each simulated thread has for itself."""
         return _ThreadValues(self._process.simulation)
 
+    def wait_for(self, futures: Collection[Future[Any]], seconds: float | None) -> bool:
+        """Wait until these have ended, at most so many simulated seconds."""
+        until = math.inf if seconds is None else self.now() + seconds
+        for future in futures:
+            latch = self.latch()
+            future.add_done_callback(lambda _, latch=latch: latch.set())  # type: ignore[misc]
+            if not latch.wait(until - self.now()):
+                return False
+        return True
+
     def start(self, name: str, function: Callable[..., None], *arguments: Any) -> SimulatedThread:
         """Run a function on a new simulated thread of the process."""
         return SimulatedThread(self._process, function, arguments)
+
+    def pool(self, threads: int, name: str) -> Pool:
+        """No threads: each task is done when it is submitted."""
+        return SimulatedPool()
 
 
 class _ThreadValues:

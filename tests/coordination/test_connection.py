@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from ckpt_component.core.clock import Clock, Latch
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
+from ckpt_component.core.outside import Latch, Outside
 from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError, RanksError
 
 
@@ -125,12 +125,12 @@ def test_after_a_call_without_an_answer_others_do_not_wait_that_long(held: Held)
             waits.append(seconds)
             return super().wait(0)
 
-    class Hasty(Clock):
+    class Hasty(Outside):
         def latch(self) -> Latch:
             return Counted()
 
     held.answers.clear()
-    connection = StoreConnection(held, 60, opens=False, clock=Hasty())
+    connection = StoreConnection(held, 60, opens=False, outside=Hasty())
     for seconds in (60, 1, 1):
         waits.clear()
         with pytest.raises(CheckpointTimeoutError, match="not answered for 0 s"):  # no time passes here
@@ -139,7 +139,7 @@ def test_after_a_call_without_an_answer_others_do_not_wait_that_long(held: Held)
 
 
 def test_a_wait_lasts_until_its_deadline(held: Held) -> None:
-    class Quick(Clock):
+    class Quick(Outside):
         """Its time passes at once."""
 
         def __init__(self) -> None:
@@ -149,12 +149,12 @@ def test_a_wait_lasts_until_its_deadline(held: Held) -> None:
         def pass_by(self, seconds: float) -> None:
             self.moment += seconds
 
-    clock = Quick()
-    store = RankStore(StoreConnection(held, 60, opens=False, clock=clock), 1, 2, "test/")
-    store.wait_until(lambda: clock.moment > 9.5, 10.0, lambda: "rain")
+    outside = Quick()
+    store = RankStore(StoreConnection(held, 60, opens=False, outside=outside), 1, 2, "test/")
+    store.wait_until(lambda: outside.moment > 9.5, 10.0, lambda: "rain")
     with pytest.raises(CheckpointTimeoutError, match=r"Timed out waiting for rain\."):
         store.wait_until(lambda: False, 20.0, lambda: "rain")
-    assert clock.moment == pytest.approx(20.0)
+    assert outside.moment == pytest.approx(20.0)
 
 
 def test_a_call_that_was_not_begun_is_not_made_later(held: Held) -> None:

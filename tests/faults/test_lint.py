@@ -55,7 +55,7 @@ WITHOUT_DEADLINE = {
     "compat/checkpoint_process.py": "the parent kills the process at the deadline; and a future that is done",
     "compat/spawn.py": "torch's spawn waits for its processes",
     "compat/worker_client.py": "what the thread does has ended",
-    "core/clock.py": "a lock that was just made",
+    "core/outside.py": "a lock that was just made",
     "core/image/copy.py": "copies of memory, which do not block",
     "core/image/early_arenas.py": "a future that is done",
     "core/memory/huge_pages.py": "about a millisecond",

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt_component.core.clock import Clock
 from ckpt_component.core.commit.commit import abandon, begin, new_attempt, publish
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import integrity_name
 from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.new_names import new_token
@@ -32,7 +32,7 @@ ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
 TIMEOUTS = ResolvedTimeouts(stage=20.0, write=60.0, close=20.0, heartbeat=5.0, stall=60.0, visible=0.0)
 
 
-class QuickClock(Clock):
+class QuickClock(Outside):
     """Its waits take no time, and it calls what happens meanwhile."""
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
@@ -109,10 +109,10 @@ def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_who
         if not decides_later:
             ends[end]()
             leader.writes = False
-        keeper.storage.clock = clock = QuickClock(decide)
+        keeper.storage.outside = outside = QuickClock(decide)
         request = SimpleNamespace(attempt=attempt)
         keeper.follow(cast(Any, SimpleNamespace(request=request, lock=lock, until=5.0)))
-    assert clock.waits == waits
+    assert outside.waits == waits
     assert keeper.storage.exists(f"{ROOT}/iter_2/manifest.json") == (end == "committed")
     assert keeper.storage.exists(f"{ROOT}/iter_1/file") != (end == "committed")
     assert keeper.storage.exists(f"{ROOT}/iter_0/file"), "it stays for its peers"
@@ -137,7 +137,7 @@ class Decision:
     def __init__(self, middle: OtherKeeper | None, meanwhile: Callable[[Attempt], object] = lambda _: None) -> None:
         keeper, last = SnapshotKeeper("/runs/one", ROOT, 0, 3, 10.0), OtherKeeper(2, writes=False)
         attempt = new_attempt(keeper.storage, f"{ROOT}/iter_0000002", new_token())
-        keeper.storage.clock = self.clock = QuickClock(lambda: meanwhile(attempt))
+        keeper.storage.outside = self.outside = QuickClock(lambda: meanwhile(attempt))
         with last.here():
             begin(attempt)
             last.vote(attempt)
@@ -161,12 +161,12 @@ class Decision:
 def test_the_keeper_that_decides_does_not_wait_for_a_rank_that_has_no_job() -> None:
     """Its trainer died before it asked for anything; rank 2's keeper, which waits for the decision, does not count."""
     decision = Decision(OtherKeeper(1, writes=False))
-    assert decision.clock.waits == 0 and not decision.is_committed
+    assert decision.outside.waits == 0 and not decision.is_committed
 
 
 def test_the_keeper_that_decides_does_not_wait_for_a_keeper_that_is_gone() -> None:
     decision = Decision(None)
-    assert decision.clock.waits == 0 and not decision.is_committed
+    assert decision.outside.waits == 0 and not decision.is_committed
 
 
 def test_the_keeper_that_decides_waits_for_a_rank_that_still_writes() -> None:
@@ -177,12 +177,12 @@ def test_the_keeper_that_decides_waits_for_a_rank_that_still_writes() -> None:
         middle.writes = False
 
     decision = Decision(middle, ends)
-    assert decision.clock.waits == 3 and decision.is_committed
+    assert decision.outside.waits == 3 and decision.is_committed
 
 
 def test_a_rank_that_writes_nothing_is_given_up_after_the_heartbeat_timeout() -> None:
     decision = Decision(OtherKeeper(1, writes=True))
-    assert TIMEOUTS.heartbeat <= decision.clock.waits <= TIMEOUTS.heartbeat + 2 and not decision.is_committed
+    assert TIMEOUTS.heartbeat <= decision.outside.waits <= TIMEOUTS.heartbeat + 2 and not decision.is_committed
 
 
 def test_a_commit_does_not_wait_for_files_of_a_keeper_that_has_ended() -> None:
@@ -190,17 +190,17 @@ def test_a_commit_does_not_wait_for_files_of_a_keeper_that_has_ended() -> None:
     keeper = SnapshotKeeper("/runs/one", ROOT, 0, 2, 10.0)
     attempt = new_attempt(keeper.storage, f"{ROOT}/iter_0000002", new_token())
     begin(attempt)
-    keeper.storage.clock = clock = QuickClock(lambda: None)
+    keeper.storage.outside = outside = QuickClock(lambda: None)
     votes = [{"rank": 0, "files": []}, {"rank": 1, "files": [{"name": "__1_0.distcp", "size": 5}]}]
     with pytest.raises(CheckpointSaveError, match=r"__1_0.distcp has None bytes on disk"):
         publish(attempt, votes, {}, {}, 60.0)
-    assert clock.waits == 0
+    assert outside.waits == 0
 
 
 def test_a_rank_does_not_wait_for_the_attempt_of_a_leading_keeper_that_has_ended() -> None:
     keeper = SnapshotKeeper("/runs/one", ROOT, 1, 2, 10.0)
     attempt = new_attempt(keeper.storage, f"{ROOT}/iter_0000002", new_token())
-    keeper.storage.clock = clock = QuickClock(lambda: None)
+    keeper.storage.outside = outside = QuickClock(lambda: None)
     with pytest.raises(CheckpointTimeoutError, match="iter_0000002"):
         attempt.protocol.join(attempt, 60.0)
-    assert clock.waits == 0
+    assert outside.waits == 0

@@ -32,7 +32,6 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.core.clock import Clock
 from ckpt_component.core.commit.cleanup import discard, wait_for_writers
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.liveness import AttemptLock
@@ -40,6 +39,7 @@ from ckpt_component.core.commit.names import MEGATRON, QUARANTINE_PREFIX
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import StoreCoordinator
 from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
@@ -543,8 +543,8 @@ def test_a_writer_at_work_is_waited_for_until_it_ends_or_the_time_is_over(
         if now > ends:
             held.close()
 
-    files.clock = Clock()
-    files.clock.now, files.clock.sleep = look, sleep
+    files.outside = Outside()
+    files.outside.now, files.outside.sleep = look, sleep
     caplog.set_level(logging.INFO, "ckpt_component")
     assert wait_for_writers(files, str(tmp_path), MEGATRON, 5.0).living() and 105 < now < 106
     assert caplog.text.count("waiting up to 5 s for") == caplog.text.count("continuing without it") == 1

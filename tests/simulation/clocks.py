@@ -17,10 +17,10 @@ class SimulatedTime:
         self.simulation: Simulation | None = None
 
     def monotonic(self) -> float:
-        return _running(self.simulation).clock.now()
+        return _running(self.simulation).outside.now()
 
     def sleep(self, seconds: float) -> None:
-        _running(self.simulation).clock.sleep(seconds)
+        _running(self.simulation).outside.sleep(seconds)
 
 
 class SimulatedName:

@@ -145,9 +145,9 @@ class FolderJob(PeerJob):
     life: FolderLife
 
     def _run(self, rank: int, process: SimulatedProcess) -> None:
-        life, clock = self.life, process.clock
+        life, outside = self.life, process.outside
         life.phase_of[process] = "begin"
-        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, clock=clock)
+        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, outside=outside)
         store = RankStore(connection, rank, len(self.hosts), f"{self.number}/")
         ranks = StoreCoordinator(store, TIMEOUTS.heartbeat, TIMEOUTS.stall)
         state, step = blank(len(self.hosts)), None
@@ -213,7 +213,7 @@ class FolderJob(PeerJob):
     def _save(
         self, rank: int, process: SimulatedProcess, run: RunContext, folder: RunFolder, tier: HostTier, step: int
     ) -> None:
-        life, clock, ranks, writer = self.life, process.clock, run.ranks, self.life.stagers.writer
+        life, outside, ranks, writer = self.life, process.outside, run.ranks, self.life.stagers.writer
         assert run.remote is not None
         place, farther = run.fs, run.remote.fs
         context = SaveContext(ranks, lambda _: place, TIMEOUTS, folder, events=run.events, unseen=tier.unseen)
@@ -225,16 +225,16 @@ class FolderJob(PeerJob):
         durable = SaveAttempts(DurableCaller(process, life.files), writer, remote)
         for number in range(1, self.count + 1):
             at = step + number
-            clock.sleep(1.0)
+            outside.sleep(1.0)
             ranks.at_step(at)
             process.turn()
             snapshot = life.take(rank, self.number, at)
             process.turn()
-            path, until = run.path_of(at), clock.now() + 60.0
+            path, until = run.path_of(at), outside.now() + 60.0
             token = ranks.meet("save", path, lambda _: self._admitted(folder, path), until)  # noqa: B023
             handle = lane.submit(self._staged(place, path, at, snapshot, token, folder.ownership.token)[0])
             while not handle.done():
-                clock.sleep(0.1)
+                outside.sleep(0.1)
             failure = handle.exception()
             if failure is not None:
                 raise failure

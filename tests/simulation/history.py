@@ -20,13 +20,13 @@ from ckpt_component import (
     CheckpointManager,
     build_manager,
 )
-from ckpt_component.core.clock import Clock
 from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
 from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.commit.manifest import data_folder, read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.outside import Outside
 from ckpt_component.loading.reader import Reader
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
 
@@ -38,7 +38,7 @@ ELSEWHERE = "/runs/elsewhere"
 LONG = 600
 
 
-class SameDate(Clock):
+class SameDate(Outside):
     """A clock that shows one date, so that files of equal histories are equal."""
 
     date = staticmethod(lambda: 1e9)
@@ -126,7 +126,7 @@ class History:
 
     def _view(self, faults: dict[int, Fault] | None = None) -> SimulatedFiles:
         files = SimulatedFiles(self.disk, faults, atomic_rename=self._rename, locks=self._rename, counts=is_counted)
-        files.clock = SameDate()
+        files.outside = SameDate()
         return files
 
     def state(self, number: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class KeeperFiles(KeptFiles):
     """What a keeper keeps; what it does itself with its files are operations of its process."""
 
     def __init__(self, keeper: HostKeeper) -> None:
-        super().__init__(keeper.process.clock)
+        super().__init__(keeper.process.outside)
         self._keeper = keeper
 
     def listed(self, prefix: str) -> list[KeptFile]:
@@ -97,10 +97,10 @@ class HostKeeper:
         self.files = KeeperFiles(self)
         host.making = self
         self.snapshots = keeper_module.SnapshotKeeper("/runs/one", root, rank, world_size, LEASE)
-        self.snapshots.storage.clock = self.process.clock
+        self.snapshots.storage.outside = self.process.outside
         self.snapshots.start()
         host.making = None
-        self.process.clock.start("keeper", self._live)
+        self.process.outside.start("keeper", self._live)
 
     def serve(self, *arguments: Any) -> SimulatedServer:
         """In the place of `KeeperServer`."""
@@ -116,7 +116,7 @@ class HostKeeper:
     def open_lane(self, trainer: SimulatedProcess) -> WriterConnection:
         """A connection on which the trainer's work is done."""
         wire = Wire(trainer, self)
-        self._lanes.append(self.process.clock.start("lane", self._serve, wire))
+        self._lanes.append(self.process.outside.start("lane", self._serve, wire))
         child = SimulatedChild(self)
         connection = WriterConnection(cast(Any, child), cast(Channel, wire.end_of(trainer)))
         connection.expect_ready(10.0)
@@ -128,7 +128,7 @@ class HostKeeper:
     def _live(self) -> None:
         """The main thread: wait for the end of the trainer, and outlive it."""
         while not self.trainer.is_dead:
-            self.process.clock.sleep(_POLL)
+            self.process.outside.sleep(_POLL)
         for lane in self._lanes:
             lane.join(1e6)
         self.snapshots.outlive()
@@ -244,14 +244,14 @@ class WireEnd:
         return self._peer.is_dead or self._wire.ends[self._peer]._is_closed
 
     def receive(self, deadline: float = 1e9) -> Any:
-        clock = self._process.clock
+        outside = self._process.outside
         self._process.turn()
         while not self._frames:
             if self.hung_up or self._is_closed:
                 return None
-            if clock.now() > deadline:
+            if outside.now() > deadline:
                 raise TimeoutError
-            self._waiting = clock.latch()
+            self._waiting = outside.latch()
             self._waiting.wait(_POLL)
         text, blob, fds = self._frames.pop(0)
         return json.loads(text), memoryview(blob), fds

@@ -164,7 +164,7 @@ class _Woken:
 
     def sleep_until(self, until: float) -> None:
         """Until something happens here, or a time comes; or for a while, as the other process may have died."""
-        latch = self.process.clock.latch()
+        latch = self.process.outside.latch()
         self._latches.append(latch)
         latch.wait(min(max(until - self.network.simulation.now, 0), _POLL))
         if latch in self._latches:
@@ -187,7 +187,7 @@ class SimulatedListener(_Woken):
         while not self.waiting:
             if self.is_closed:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            latch = self.process.clock.latch()
+            latch = self.process.outside.latch()
             self._latches.append(latch)
             latch.wait(1e9)
         return self.waiting.popleft(), None

@@ -160,5 +160,5 @@ def keeper_of_other(life: PeerLife, beside: HostKeeper, root: str) -> HostKeeper
     def listen() -> None:
         keeper.snapshots.listen("another secret", address)
 
-    keeper.process.clock.start("listen", listen)
+    keeper.process.outside.start("listen", listen)
     return keeper

@@ -245,7 +245,7 @@ class PeerTrainerMemory(TrainerMemory):
     def __init__(self, patches: ClusterPatches, find: Any, own: Keeper | None) -> None:
         process, life = patches._running(), patches.cluster.life
         super(TrainerMemory, self).__init__(find, own)
-        self.clock = process.clock
+        self.outside = process.outside
         self._life, self._process = life, process
 
 
@@ -274,8 +274,8 @@ class Lane:
     """In the place of a `ThreadPoolExecutor` of one thread."""
 
     def __init__(self, process: SimulatedProcess) -> None:
-        self._queue: Any = process.clock.queue()
-        process.clock.start("lane", self._run)
+        self._queue: Any = process.outside.queue()
+        process.outside.start("lane", self._run)
 
     def _run(self) -> None:
         while True:
@@ -397,9 +397,9 @@ class PeerJob(one_host.Job):
         self.claims = life.claimed()
 
     def _run(self, rank: int, process: SimulatedProcess) -> None:
-        life, clock, plain = self.life, process.clock, ProcessFiles(process, self.life.files)
+        life, outside, plain = self.life, process.outside, ProcessFiles(process, self.life.files)
         life.phase_of[process] = "find"
-        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, clock=clock)
+        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, outside=outside)
         store = RankStore(connection, rank, len(self.hosts), f"{self.number}/")
         ranks = StoreCoordinator(store, TIMEOUTS.heartbeat, TIMEOUTS.stall)
         parts = SnapshotParts(_SETTINGS)
@@ -452,17 +452,19 @@ class PeerJob(one_host.Job):
         own_token = folder.ownership.token
         for number in range(1, self.count + 1):
             at = (step or 0) + number
-            clock.sleep(1.0)
+            outside.sleep(1.0)
             ranks.at_step(at)
             process.turn()
             snapshot = life.take(rank, self.number, at)
             process.turn()
             name = MEGATRON.folder(at)
-            token, owner = ranks.meet("save", name, lambda _: [owned_token(new_token()), own_token], clock.now() + 60.0)
+            token, owner = ranks.meet(
+                "save", name, lambda _: [owned_token(new_token()), own_token], outside.now() + 60.0
+            )
             place = run.memory if at % 2 else run
             handle = lane.submit(self._staged(place.fs, place.path_of(at), at, snapshot, token, owner)[0])
             while not handle.done():
-                clock.sleep(0.1)
+                outside.sleep(0.1)
             failure = handle.exception()
             if failure is not None:
                 life.errors.append(f"job {self.number} rank {rank}: {failure}")
@@ -472,7 +474,7 @@ class PeerJob(one_host.Job):
         for _ in range(20):
             if any((claim.job, claim.step) == (self.number, at) for claim in life.peer_claims):
                 break
-            clock.sleep(0.1)
+            outside.sleep(0.1)
 
     def _acknowledge(self, report: SaveReport) -> None:
         if report.outcome == "committed":

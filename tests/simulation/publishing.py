@@ -82,7 +82,7 @@ class Publishing:
         machine = machine or Machine()
         self.steps += 1
         step = COUNT * self.steps + checkpoint
-        done = self.publisher(machine).publish(self.trained.files, path_of(checkpoint), step, machine.clock.date())
+        done = self.publisher(machine).publish(self.trained.files, path_of(checkpoint), step, machine.outside.date())
         self.told[done.version] = step
         return done
 

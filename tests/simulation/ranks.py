@@ -93,8 +93,8 @@ class Job:
             process.start(self._train, rank, process, after=when)
 
     def _train(self, rank: int, process: SimulatedProcess) -> None:
-        clock = process.clock
-        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, clock=clock)
+        outside = process.outside
+        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, outside=outside)
         ranks = StoreCoordinator(
             RankStore(connection, rank, self.world_size, f"{self.name}/"), TIMEOUTS.heartbeat, TIMEOUTS.stall
         )
@@ -105,7 +105,7 @@ class Job:
             run.ownership, self.token = ownership, ownership.token  # type: ignore[assignment]
         attempts = SaveAttempts(writer, writer, SaveContext(ranks, lambda path: files, TIMEOUTS, run))
         for step in self.steps:
-            clock.sleep(CALM - self.simulation.now if step == LAST else self.pause)
+            outside.sleep(CALM - self.simulation.now if step == LAST else self.pause)
             ranks.at_step(step)
             began, error = self.simulation.now, None
             try:
@@ -126,7 +126,7 @@ class Job:
                 raise CheckpointSaveError(str(error), error.errno) from error
             return [owned_token(new_token()), owner]
 
-        token, owner = ranks.meet("save", path, admit, ranks.clock.now() + MEETING, path)
+        token, owner = ranks.meet("save", path, admit, ranks.outside.now() + MEETING, path)
         attempt = new_attempt(files, path, token, owner)
         admitted = Admitted(SaveRequest(path, files, step), cast(Any, None), step, token, {"run": self.name})
         attempts.run(Staged(admitted, attempt, snapshot(), None, None, 0, 0.0), attempt, 1)

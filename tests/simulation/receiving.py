@@ -138,7 +138,7 @@ class Serving:
                 raise Over
             event()
 
-        machine.clock.slept = slept
+        machine.outside.slept = slept
         pulled: list[Pulled] = []
         try:
             with self.receiver(machine) as receiver:

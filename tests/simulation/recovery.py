@@ -98,7 +98,7 @@ class TrainerMemory(HostMemory):
 
     def __init__(self, life: Life, process: SimulatedProcess, own: ReachedKeeper | None) -> None:
         super().__init__(find=life.host.find(process), own=own)
-        self.clock = process.clock
+        self.outside = process.outside
         self._life, self._process = life, process
 
     def open_files(self, folder: str, *, shared: bool = True) -> ReadFiles:
@@ -224,9 +224,9 @@ class Job:
         self.done.append(rank)
 
     def _run(self, rank: int, process: SimulatedProcess) -> None:
-        life, clock = self.life, process.clock
+        life, outside = self.life, process.outside
         life.phase_of[process] = "agree"
-        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, clock=clock)
+        connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, outside=outside)
         store = RankStore(connection, rank, life.ranks, f"{self.number}/")
         ranks = StoreCoordinator(store, TIMEOUTS.heartbeat, TIMEOUTS.stall)
         root = memory_root(ROOT, self.token)
@@ -272,7 +272,7 @@ class Job:
         own_token = folder.ownership.token
         for number in range(1, self.count + 1):
             at = (step or 0) + number
-            clock.sleep(1.0)
+            outside.sleep(1.0)
             ranks.at_step(at)
             life.phase_of[process] = "stage"
             life.operation(process, "")
@@ -282,7 +282,9 @@ class Job:
             process.turn()
             life.phase_of[process] = "commit"
             name = MEGATRON.folder(at)
-            token, owner = ranks.meet("save", name, lambda _: [owned_token(new_token()), own_token], clock.now() + 60.0)
+            token, owner = ranks.meet(
+                "save", name, lambda _: [owned_token(new_token()), own_token], outside.now() + 60.0
+            )
             path = os.path.join(root, name)
             try:
                 in_memory.run(*self._staged(memory, path, at, snapshot, token), 1)
@@ -374,20 +376,20 @@ class Life:
                     snapshot.release(reusable=not self.flipped)
 
     def _launch(self) -> None:
-        clock = self._launcher.clock
+        outside = self._launcher.outside
         for number in range(1, self.most_jobs + 1):
             job = self.new_job(number, 3 if number == 1 else 2)
             self.jobs.append(job)
             job.start()
             while not job.is_over:
-                clock.sleep(0.5)
+                outside.sleep(0.5)
             was_whole = len(job.done) == self.ranks and not any(process.is_dead for process in job.processes)
-            clock.sleep(2.0)
+            outside.sleep(2.0)
             job.kill()  # all at once; or the launcher has noticed that one has died
             if was_whole and (self.may_end_after(number) or number == self.most_jobs):
                 self.is_in_peace = True
                 return
-            clock.sleep(self.pause_after(number))
+            outside.sleep(self.pause_after(number))
 
     def may_end_after(self, number: int) -> bool:
         """Whether no other job need follow one that has come to its end."""

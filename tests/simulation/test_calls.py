@@ -83,15 +83,15 @@ def late(seconds: float, *, goes_on: bool = False, world_size: int = 2) -> Calla
     def ask(ranks: StoreCoordinator) -> Any:
         ranks.at_step(1 if ranks.rank else 2)
         if ranks.rank:
-            ranks.clock.sleep(seconds)
+            ranks.outside.sleep(seconds)
             ranks.at_step(3 if goes_on else 2)
             if goes_on:
-                return ranks.clock.sleep(20.0)
-        began = ranks.clock.now()
+                return ranks.outside.sleep(20.0)
+        began = ranks.outside.now()
         try:
             return ranks.meet("save", 1, sum, after(ranks, 60.0))
         except RanksError as error:
-            return error.failures, ranks.clock.now() - began, str(error)
+            return error.failures, ranks.outside.now() - began, str(error)
 
     return ask
 
@@ -131,14 +131,14 @@ def test_rank_0_that_went_on_without_the_call_is_not_waited_for(name: str, seed:
     def ask(ranks: StoreCoordinator) -> Any:
         ranks.at_step(3 if ranks.is_leader else 2)
         if ranks.is_leader:
-            return ranks.clock.sleep(20.0)
-        began = ranks.clock.now()
+            return ranks.outside.sleep(20.0)
+        began = ranks.outside.now()
         try:
             if name == "save":
                 return ranks.meet("save", 1, sum, after(ranks, 60.0))
             return StepQuestions(ranks, name).ask(2, lambda: 1, after(ranks, 60.0))
         except RanksError as error:
-            return error.failures, ranks.clock.now() - began, str(error)
+            return error.failures, ranks.outside.now() - began, str(error)
 
     found = outcomes(seed, world_size, ask)
     for rank in range(1, world_size):
@@ -176,14 +176,14 @@ def test_a_closed_rank_sends_no_heartbeats() -> None:
     store = SimulatedStore(process)
 
     def run() -> None:
-        connection = StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock)
+        connection = StoreConnection(store.connect(process), 60.0, opens=False, outside=process.outside)
         ranks = StoreCoordinator(RankStore(connection, 0, 1, "run/"), 10.0, 30.0)
         for seconds in (0.1, 20.0):
-            process.clock.sleep(seconds)
+            process.outside.sleep(seconds)
             requests.append(store.requests)
         ranks.close()
         for seconds in (0.1, 20.0):
-            process.clock.sleep(seconds)
+            process.outside.sleep(seconds)
             requests.append(store.requests)
 
     process.start(run)
@@ -205,7 +205,7 @@ def test_the_place_of_a_rank_tells_whether_it_will_still_make_a_call() -> None:
 def test_a_call_that_a_rank_gave_up_at_an_earlier_step_is_passed_over(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         if ranks.is_leader:
-            ranks.clock.sleep(10.0)
+            ranks.outside.sleep(10.0)
         else:
             ranks.at_step(1)
             with pytest.raises(CheckpointTimeoutError):
@@ -223,7 +223,7 @@ def test_at_the_deadline_the_error_says_where_the_missing_rank_is(seed: int, wor
     def ask(ranks: StoreCoordinator) -> Any:
         ranks.at_step(2)
         if ranks.rank == last:
-            return ranks.clock.sleep(40.0)
+            return ranks.outside.sleep(40.0)
         return ranks.meet("save", 1, sum, after(ranks, 20.0))
 
     found = outcomes(seed, world_size, ask)

@@ -44,13 +44,13 @@ def outcomes(
     store = SimulatedStore(simulation.process("agent"), faults)
 
     def run(rank: int, process: SimulatedProcess) -> None:
-        connection = StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock)
+        connection = StoreConnection(store.connect(process), 60.0, opens=False, outside=process.outside)
         ranks = StoreCoordinator(RankStore(connection, rank, world_size, "run/"), 10.0, 30.0)
         try:
             found[rank] = ask(ranks)
         except CheckpointError as error:
             found[rank] = error
-        process.clock.sleep(60.0)
+        process.outside.sleep(60.0)
         ranks.close()
 
     for rank in range(world_size):
@@ -65,13 +65,13 @@ def outcomes(
 
 
 def after(ranks: StoreCoordinator, seconds: float) -> float:
-    return ranks.clock.now() + seconds
+    return ranks.outside.now() + seconds
 
 
 def first(ranks: StoreCoordinator) -> None:
     """All take part in this one, and then time passes."""
     ranks.decide("before", 1, sum, after(ranks, 30.0))
-    ranks.clock.sleep(5.0)
+    ranks.outside.sleep(5.0)
 
 
 @worlds
@@ -80,7 +80,7 @@ def test_a_rank_that_gives_up_keeps_a_late_rank_0_from_deciding(seed: int, world
 
     def ask(ranks: StoreCoordinator) -> None:
         if ranks.is_leader:
-            ranks.clock.sleep(5.0)
+            ranks.outside.sleep(5.0)
         ranks.decide("late", 1, decided.extend, after(ranks, 30.0 if ranks.is_leader else 0.5))
 
     found = outcomes(seed, world_size, ask)
@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(seed: int, world_siz
     def ask(ranks: StoreCoordinator) -> Any:
         if ranks.rank < missing:
             ranks.decide("save/1", None, len, after(ranks, 5.0))
-        ranks.clock.sleep(30.0)
+        ranks.outside.sleep(30.0)
 
     found = outcomes(seed, world_size, ask)
     assert all(isinstance(found[rank], CheckpointTimeoutError) for rank in range(missing)), found
@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(seed: int, world_siz
 def test_a_rank_whose_time_is_up_waits_for_a_decision_that_rank_0_has_begun(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         def decide(said: list[int]) -> int:
-            ranks.clock.sleep(5.0)
+            ranks.outside.sleep(5.0)
             return sum(said)
 
         return ranks.decide("slow", 1 + ranks.rank, decide, after(ranks, 30.0 if ranks.is_leader else 0.5))
@@ -122,7 +122,7 @@ def test_a_rank_that_dies_while_it_gives_up_leaves_no_rank_waiting(world_size: i
 
     def ask(ranks: StoreCoordinator) -> Any:
         if ranks.is_leader:
-            ranks.clock.sleep(3.0)
+            ranks.outside.sleep(3.0)
         return ranks.decide("late", 1, sum, after(ranks, 0.5 if ranks.rank == last else 30.0))
 
     errors = Counter[str]()
@@ -141,7 +141,7 @@ def test_a_rank_that_dies_while_it_gives_up_leaves_no_rank_waiting(world_size: i
 def test_ranks_that_fail_shortly_after_the_first_are_named_too(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
         def work() -> int:
-            ranks.clock.sleep(0.05 * ranks.rank)
+            ranks.outside.sleep(0.05 * ranks.rank)
             if ranks.rank:
                 raise OSError(5, f"of rank {ranks.rank}")
             return 1
@@ -199,7 +199,7 @@ def voted(world_size: int) -> dict[int, list[None]]:
 @worlds
 def test_a_rank_that_lives_and_writes_nothing_hangs(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
-        work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
+        work = partial(ranks.outside.sleep, 90.0 if ranks.rank == 1 else 0.0)
         return ranks.all_succeed("vote", work, lambda: 7, after(ranks, 120.0))
 
     found = outcomes(seed, world_size, ask)
@@ -212,8 +212,8 @@ def test_a_rank_that_lives_and_writes_nothing_hangs(seed: int, world_size: int) 
 @worlds
 def test_a_rank_that_writes_slowly_does_not_hang(seed: int, world_size: int) -> None:
     def ask(ranks: StoreCoordinator) -> Any:
-        work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
-        return ranks.all_succeed("vote", work, lambda: int(ranks.clock.now()), after(ranks, 120.0))
+        work = partial(ranks.outside.sleep, 90.0 if ranks.rank == 1 else 0.0)
+        return ranks.all_succeed("vote", work, lambda: int(ranks.outside.now()), after(ranks, 120.0))
 
     assert outcomes(seed, world_size, ask) == voted(world_size)
 
@@ -224,12 +224,12 @@ def test_a_rank_that_writes_slowly_does_not_hang_because_another_write_has_ended
 
     def ask(ranks: StoreCoordinator) -> Any:
         def another() -> None:
-            ranks.clock.sleep(5.0)
+            ranks.outside.sleep(5.0)
             ranks.all_succeed("another vote", lambda: 1, lambda: 0, after(ranks, 120.0))
 
-        thread = ranks.clock.start("another", another)
-        work = partial(ranks.clock.sleep, 90.0 if ranks.rank == 1 else 0.0)
-        votes = ranks.all_succeed("vote", work, lambda: int(ranks.clock.now()), after(ranks, 120.0))
+        thread = ranks.outside.start("another", another)
+        work = partial(ranks.outside.sleep, 90.0 if ranks.rank == 1 else 0.0)
+        votes = ranks.all_succeed("vote", work, lambda: int(ranks.outside.now()), after(ranks, 120.0))
         thread.join(120.0)
         return votes
 

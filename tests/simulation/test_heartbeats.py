@@ -56,7 +56,7 @@ def run(begin: float, end: float, ask: Callable[[StoreCoordinator], None], lasts
     store = Deaf(process, refuses.getsockname()[1], begin, end)
 
     def train() -> None:
-        connection = StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock)
+        connection = StoreConnection(store.connect(process), 60.0, opens=False, outside=process.outside)
         ranks = StoreCoordinator(RankStore(connection, 0, 1, "run/"), TIMEOUT, 30.0)
         ask(ranks)
         ranks.close()
@@ -75,9 +75,9 @@ def test_a_rank_that_is_considered_dead_is_told_why_and_may_go_on_later(caplog: 
     caplog.set_level(logging.INFO, "ckpt_component.coordination")
 
     def ask(ranks: StoreCoordinator) -> None:
-        ranks.clock.sleep(10.5)
+        ranks.outside.sleep(10.5)
         assert meet(ranks) == 1  # no heartbeat since 2 s; 10 s are allowed
-        ranks.clock.sleep(10.0)
+        ranks.outside.sleep(10.0)
         with pytest.raises(RanksError) as caught:
             meet(ranks)
         text = str(caught.value)
@@ -87,7 +87,7 @@ def test_a_rank_that_is_considered_dead_is_told_why_and_may_go_on_later(caplog: 
         assert text.startswith("Rank 0 has sent no heartbeat for ") and because in text
         assert text.endswith("no heartbeats (simulated)")
         assert 16 <= int(text.split()[7]) <= 19, text
-        ranks.clock.sleep(40.0)
+        ranks.outside.sleep(40.0)
         assert meet(ranks) == 1
 
     run(3.0, 30.0, ask)
@@ -97,17 +97,17 @@ def test_a_rank_that_is_considered_dead_is_told_why_and_may_go_on_later(caplog: 
 
 
 def test_a_rank_that_is_considered_dead_tries_less_often() -> None:
-    store = run(3.0, 500.0, lambda ranks: ranks.clock.sleep(105.0))
+    store = run(3.0, 500.0, lambda ranks: ranks.outside.sleep(105.0))
     pauses = [later - earlier for earlier, later in zip(store.tries, store.tries[1:], strict=False)]
     # Every two seconds for as long as the others wait, then every half minute.
     assert [round(pause) for pause in pauses] == [2, 2, 2, 2, 30, 30, 30], store.tries
 
 
 def test_the_last_heartbeat_says_that_the_manager_is_closed() -> None:
-    store = run(500.0, 600.0, lambda ranks: ranks.clock.sleep(3.0))
+    store = run(500.0, 600.0, lambda ranks: ranks.outside.sleep(3.0))
     assert store.values["run/beat/0"].decode().endswith(" true]"), store.values["run/beat/0"]
 
 
 def test_a_rank_whose_heartbeats_fail_sends_no_last_one() -> None:
-    store = run(3.0, 500.0, lambda ranks: ranks.clock.sleep(5.0))
+    store = run(3.0, 500.0, lambda ranks: ranks.outside.sleep(5.0))
     assert store.tries == pytest.approx([4.0], abs=0.2)

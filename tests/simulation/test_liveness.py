@@ -9,12 +9,12 @@ import os
 import pytest
 from simulation.trials import ROOT, TARGET
 
-from ckpt_component.core.clock import Clock
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished
 from ckpt_component.core.commit.liveness import AttemptLock, is_locked
 from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON
 from ckpt_component.core.commit.protocol import Attempt
+from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.testing import Disk, SimulatedBucket, SimulatedFiles, SimulatedObjects
@@ -132,12 +132,12 @@ def test_a_mark_is_touched_until_the_end_and_a_failure_of_that_is_told_once(capl
         lock = AttemptLock(files, begun(files))
         (mark,) = marks(files)
         for _ in range(3):
-            process.clock.sleep(60.0)
+            process.outside.sleep(60.0)
             assert files.modified(mark) > 1e9 + simulation.now - 6
         files.fails = True
-        process.clock.sleep(60.0)
+        process.outside.sleep(60.0)
         files.fails = False
-        process.clock.sleep(6.0)
+        process.outside.sleep(6.0)
         assert files.modified(mark) > 1e9 + simulation.now - 6  # it goes on
         lock.close()
 
@@ -156,9 +156,9 @@ def test_a_touch_that_is_under_way_at_the_end_does_not_bring_the_mark_back() -> 
 
         def work(process: SimulatedProcess = process, storage: Storage = storage) -> None:
             lock = AttemptLock(storage, begun(storage))
-            process.clock.sleep(5.0 + process.simulation.random.uniform(0.0, 0.02))
+            process.outside.sleep(5.0 + process.simulation.random.uniform(0.0, 0.02))
             lock.close()
-            process.clock.sleep(1.0)
+            process.outside.sleep(1.0)
 
         process.start(work)
         assert simulation.run(100.0)
@@ -172,6 +172,6 @@ def test_where_the_clock_of_the_files_cannot_be_asked_that_of_the_host_counts() 
 
     files = OnlyRead(Disk(), locks=False)
     begun(files)
-    files.clock = Clock()
-    files.clock.date = iter([files.disk.now + passed for passed in (0, 59, 61)]).__next__
+    files.outside = Outside()
+    files.outside.date = iter([files.disk.now + passed for passed in (0, 59, 61)]).__next__
     assert [living(files) for _ in range(3)] == [1, 1, 0]

@@ -32,7 +32,9 @@ def on_a_rank(call: Callable[..., Any], *faults: MessageFault, ranks: int = 1) -
     store = SimulatedStore(simulation.process("agent"), {2 + number: fault for number, fault in enumerate(faults)})
 
     def run() -> None:
-        connections = [StoreConnection(store.connect(process), 60.0, opens=False, clock=process.clock) for _ in "01"]
+        connections = [
+            StoreConnection(store.connect(process), 60.0, opens=False, outside=process.outside) for _ in "01"
+        ]
         stores = [RankStore(connection, rank, 2, "run/") for rank, connection in enumerate(connections)]
         stores[0].set("key", b"value")
         found.append(call(*stores[:ranks]))
@@ -80,12 +82,12 @@ def test_a_decision_outlives_a_broken_connection_unless_a_count_is_uncertain(wor
     """That of a post that did not arrive, of any rank; or that of rank 0's post, or who closed the question."""
 
     def ask(ranks: StoreCoordinator) -> tuple[int, str, float]:
-        began, decision, text = ranks.clock.now(), 0, ""
+        began, decision, text = ranks.outside.now(), 0, ""
         try:
             decision = ranks.decide("next", 1, sum, after(ranks, 30.0))
         except CheckpointError as error:
             text = str(error)
-        return decision, text, ranks.clock.now() - began
+        return decision, text, ranks.outside.now() - began
 
     uncertain = 0
     for fault in range(1, REQUESTS * world_size // 2):
@@ -114,12 +116,12 @@ def test_a_vote_that_did_not_arrive_is_a_failure_at_once(world_size: int) -> Non
 
 
 def voting(ranks: StoreCoordinator) -> tuple[CheckpointError | None, float]:
-    began, error = ranks.clock.now(), None
+    began, error = ranks.outside.now(), None
     try:
         ranks.all_succeed("vote", lambda: 1, lambda: 0, after(ranks, 120.0))
     except CheckpointError as raised:
         error = raised
-    return error, ranks.clock.now() - began
+    return error, ranks.outside.now() - began
 
 
 @pytest.mark.parametrize("world_size", [2, *in_turn([3, 4], 2)])
@@ -132,7 +134,7 @@ def test_a_question_that_a_rank_withdrew_late_is_removed(world_size: int) -> Non
             ranks.decide("late", 1, sum, after(ranks, 5.0))
         except CheckpointError as raised:
             error = raised
-            ranks.clock.sleep(60.0)
+            ranks.outside.sleep(60.0)
         for number in range(3):
             assert ranks.decide(f"next/{number}", 1, sum, after(ranks, 120.0)) == world_size
         return "has not answered" in str(error)

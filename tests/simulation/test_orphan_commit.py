@@ -114,18 +114,18 @@ def test_a_writer_that_has_died_is_not_waited_for_and_one_that_writes_is(
 
     def finish() -> None:
         files = ProcessFiles(leader, plain)
-        own, began = Attempt(protocol_of(files), **attempt.to_plain()), leader.clock.now()
+        own, began = Attempt(protocol_of(files), **attempt.to_plain()), leader.outside.now()
         table, source = WriteTable(1, [], [], 0, b""), cast(Any, None)
         request = WriteRequest(files, own, 0, world_size, table, (), source, WriteOptions(), {}, TIMEOUTS)
         with contextlib.closing(AttemptLock(files, own)) as lock:
             sidecars = {".metadata": zlib.compress(b"m")}
             UndecidedSave(request, cast(Any, votes[0]), sidecars, lock, began + TIMEOUTS.write).finish()
-        took.append(leader.clock.now() - began)
+        took.append(leader.outside.now() - began)
 
     def write(seconds: float) -> None:
         files = ProcessFiles(last, plain)
         with contextlib.closing(AttemptLock(files, attempt)):
-            last.clock.sleep(seconds)
+            last.outside.sleep(seconds)
             written(files, world_size - 1, attempt)
 
     leader.start(finish, after=1.0)
@@ -166,17 +166,17 @@ def test_the_dead_are_not_waited_for_and_the_living_until_the_deadline(
 
         def work() -> None:
             its = AttemptLock(other, attempt)
-            other.clock.sleep(ends)
+            other.outside.sleep(ends)
             with contextlib.suppress(OSError):  # the attempt was given up
                 if votes:
                     written(other, 1, attempt)
             its.close()
 
         other.process.start(work)
-        own.clock.sleep(1.0)
+        own.outside.sleep(1.0)
         table = WriteTable(1, [], [], 0, b"")
         request = WriteRequest(own, attempt, 0, 2, table, (), cast(Any, None), WriteOptions(), {}, TIMEOUTS)
-        until = own.clock.now() - simulation.now + DEADLINE
+        until = own.outside.now() - simulation.now + DEADLINE
         UndecidedSave(request, cast(Any, vote), {".metadata": zlib.compress(b"m")}, lock, until).finish()
         over.append(simulation.now)
         lock.close()

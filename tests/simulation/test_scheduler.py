@@ -15,9 +15,9 @@ def test_time_passes_only_while_all_wait() -> None:
     process = simulation.process("one")
 
     def sleep(hours: float) -> None:
-        began = process.clock.now()
-        process.clock.sleep(hours * 3600)
-        slept.append(process.clock.now() - began)
+        began = process.outside.now()
+        process.outside.sleep(hours * 3600)
+        slept.append(process.outside.now() - began)
 
     process.start(sleep, 2.0)
     process.start(sleep, 1.0)
@@ -28,7 +28,7 @@ def test_time_passes_only_while_all_wait() -> None:
 def test_a_wait_ends_in_time_or_when_the_latch_is_set() -> None:
     simulation, seen = Simulation(1), list[tuple[bool, float]]()
     process = simulation.process("one")
-    latch = process.clock.latch()
+    latch = process.outside.latch()
 
     def wait(seconds: float) -> None:
         seen.append((latch.wait(seconds), simulation.now))
@@ -43,7 +43,7 @@ def test_a_wait_ends_in_time_or_when_the_latch_is_set() -> None:
 def test_a_lock_lets_one_thread_in_at_a_time() -> None:
     simulation, inside = Simulation(1), list[str]()
     process = simulation.process("one")
-    lock = process.clock.lock()
+    lock = process.outside.lock()
 
     def enter(name: str) -> None:
         with lock:
@@ -66,7 +66,7 @@ def test_a_killed_process_does_nothing_more_and_a_stopped_one_does_it_later() ->
         process = killed if name == "killed" else stopped
         try:
             for _ in range(3):
-                process.clock.sleep(1.0)
+                process.outside.sleep(1.0)
                 done.append((name, round(simulation.now)))
         finally:
             process.turn()  # what a killed process leaves undone
@@ -144,7 +144,7 @@ def test_processes_share_a_disk_and_its_locks() -> None:
         fd = one.open_folder("/a")
         one.flock(fd, LOCK_SH | LOCK_NB)
         try:
-            one.clock.sleep(10.0)
+            one.outside.sleep(10.0)
         finally:
             one.close_folder(fd)
 

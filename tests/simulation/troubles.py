@@ -110,7 +110,7 @@ def stale(life: Life, rank: int) -> None:
 
 def lease_over(life: Life, rank: int) -> None:
     for keeper in life.host.living():
-        keeper.process.clock.now = partial(_later, keeper.process.clock.now)
+        keeper.process.outside.now = partial(_later, keeper.process.outside.now)
 
 
 def _later(now: Callable[[], float]) -> float:

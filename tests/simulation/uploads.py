@@ -165,7 +165,7 @@ class Crew:
     def _watch(self, watch: SimulatedProcess) -> None:
         """Start what was killed again, until all is done or time is over."""
         while self.simulation.now < LIMIT and not {*self.hosts} <= self.done | self.lost:
-            watch.clock.sleep(_AGAIN_SECONDS)
+            watch.outside.sleep(_AGAIN_SECONDS)
             for host, process in [*self.processes.items()]:
                 if process.is_dead and host not in self.done | self.lost:
                     self._start(host)

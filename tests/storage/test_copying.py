@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from ckpt_component import build_manager
-from ckpt_component.core.clock import Clock, Latch
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.copying import Continued, copy_checkpoint
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
 from ckpt_component.core.commit.names import OWNER
+from ckpt_component.core.outside import Latch, Outside
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
@@ -247,14 +247,14 @@ def test_a_source_that_shrinks_while_it_is_copied_is_an_error() -> None:
 
 
 def test_when_a_file_cannot_be_copied_the_others_are_not_copied_to_their_end() -> None:
-    class Watched(Clock):
+    class Watched(Outside):
         def latch(self) -> Latch:
             self.made = super().latch()
             return self.made
 
-    files, clock, begun, paced = SimulatedFiles(Disk()), Watched(), threading.Event(), list[int]()
+    files, outside, begun, paced = SimulatedFiles(Disk()), Watched(), threading.Event(), list[int]()
     manifest = source_on(files)
-    files.clock = clock
+    files.outside = outside
 
     def pace(nbytes: int) -> None:
         if nbytes == len(FILES["small"]):
@@ -262,7 +262,7 @@ def test_when_a_file_cannot_be_copied_the_others_are_not_copied_to_their_end() -
             raise OSError(errno.EIO, "cut off")
         begun.set()
         if not paced:
-            clock.made.wait(5)
+            outside.made.wait(5)
         paced.append(nbytes)
 
     with pytest.raises(OSError, match="cut off"):

@@ -111,7 +111,7 @@ class _PeerJob:
             leader, *others = (each.connection.counts() for each in self.ranks)
             self.counts.append((leader, sum(others, Counts())))
         while self._ready < target:
-            rank.process.clock.sleep(_POLL)
+            rank.process.outside.sleep(_POLL)
 
 
 class _RankAlone:
@@ -125,7 +125,7 @@ class _RankAlone:
     def run(self) -> None:
         """Begin, keep snapshots, and look for them."""
         job, count = self._job, len(self._job.ranks)
-        line = StoreConnection(self.connection, _SECONDS, opens=False, clock=self.process.clock)
+        line = StoreConnection(self.connection, _SECONDS, opens=False, outside=self.process.outside)
         ranks = StoreCoordinator(RankStore(line, self.rank, count, "hosts/"), _SECONDS, _SECONDS)
         events = _CountedArrivals(run=_TOKEN)
         run = RunContext(job.files, _ROOT, MEGATRON, ranks, _TIMEOUTS, events=events, hosts=job.hosts)
@@ -141,11 +141,11 @@ class _RankAlone:
             prepare(_SECONDS)
             stays.whole(SaveReport(f"{memory_root(_ROOT, _TOKEN)}/{MEGATRON.folder(number)}", step=number))
             while events.arrived < number:
-                self.process.clock.sleep(_POLL)
+                self.process.outside.sleep(_POLL)
             job.count(self)
         memory = peer_memory.PeerMemory(run, [_TOKEN], JobKeepers())
         look = partial(self._look, memory)
-        found = Found(**ranks.meet("restore", memory.offer(), look, self.process.clock.now() + _SECONDS))
+        found = Found(**ranks.meet("restore", memory.offer(), look, self.process.outside.now() + _SECONDS))
         if len(found.keepers) <= count:
             raise RuntimeError(f"Of {count} keepers, {len(found.keepers) - 1} were found.")
         job.count(self)

@@ -42,7 +42,7 @@ def wait_for_parts(
         OSError: a host was silent, says that it cannot go on, or that it is done although a file is not there or
             damaged; such a note is deleted, so that the host looks after its files again. Or from the storage.
     """
-    storage, clock = attempt.protocol.storage, attempt.protocol.storage.clock
+    storage, outside = attempt.protocol.storage, attempt.protocol.storage.outside
     waiting = [_AwaitedPart(attempt, manifest, host) for host in sorted(hosts_of(manifest)) if host != own]
     if not waiting:
         return []
@@ -59,7 +59,7 @@ def wait_for_parts(
         for part in waiting:
             part.refuse_silence(sizes, silent_seconds)
         if waiting:
-            clock.sleep(pause)
+            outside.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
     # The call first: it is the last in the order of names.
     for entry in sorted(filter(is_note, storage.names(attempt.staging)), reverse=True):
@@ -82,7 +82,7 @@ class _AwaitedPart:
         self._part = part_of(manifest, host)
         self._host, self._what = host, f"its files of {os.path.basename(attempt.target)}"
         #: When that changed last.
-        self._since = self._storage.clock.now()
+        self._since = self._storage.outside.now()
         self.note = PartNote(beat=_NONE)
         self.sizes = {entry["name"]: entry["size"] for entry in self._part["files"]}
 
@@ -93,7 +93,7 @@ class _AwaitedPart:
             raise OSError(f"{self._host} cannot send {self._what}: {note.error}")
         if note == self.note:
             return False
-        self.note, self._since = note, self._storage.clock.now()
+        self.note, self._since = note, self._storage.outside.now()
         return True
 
     def is_there(self, sizes: Mapping[str, int | None], check: Callable[[Mapping[str, Any]], None]) -> bool:
@@ -110,7 +110,7 @@ class _AwaitedPart:
 
     def refuse_silence(self, sizes: Mapping[str, int | None], seconds: float) -> None:
         """Raise OSError if the note was the same for so long."""
-        if self._storage.clock.now() - self._since <= seconds:
+        if self._storage.outside.now() - self._since <= seconds:
             return
         if self.sizes.keys() <= sizes.keys():
             raise self._disbelieve(self._wrong(sizes))

@@ -247,17 +247,17 @@ def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> 
     Returns:
         What is unfinished there now.
     """
-    deadline = fs.clock.now() + limit
+    deadline = fs.outside.now() + limit
     logged = False
     while living := (unfinished := Unfinished(fs, root, names)).living():
         if not logged:
             text = "waiting up to %g s for a checkpoint that another process is finishing: %s"
             logger.info(text, limit, living)
             logged = True
-        if fs.clock.now() > deadline:
+        if fs.outside.now() > deadline:
             logger.warning("%s is still being written by another process; continuing without it", living)
             break
-        fs.clock.sleep(0.05)
+        fs.outside.sleep(0.05)
     return unfinished
 
 

@@ -120,7 +120,7 @@ def publish(
         "version": VERSION,
         "attempt": attempt.token,
         "world_size": len(ranks),
-        "created": storage.clock.date(),
+        "created": storage.outside.date(),
         "files": files,
         **manifest_fields,
         **protocol.manifest_fields(attempt, ranks, sidecars),

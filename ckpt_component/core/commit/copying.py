@@ -217,7 +217,7 @@ def _copy_files(
             advance(entry["size"])
         else:
             unshared.append(entry)
-    stopped = storage.clock.latch()
+    stopped = storage.outside.latch()
     local = local_files(storage)
 
     def copy(entry: Mapping[str, Any]) -> None:

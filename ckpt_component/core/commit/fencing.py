@@ -109,7 +109,7 @@ class FencingToken:
         self.token = token or os.urandom(8).hex()
         self.root_exists = False
         #: Two saves may begin at once, one of them in memory.
-        self._acquiring = storage.clock.lock()
+        self._acquiring = storage.outside.lock()
 
     def acquire(self) -> None:
         """Take over the root at the first call; later calls check that this run still owns it. Called on rank 0 only.
@@ -150,7 +150,7 @@ class FencingToken:
         self._fenced = self._unfinished().left_by_owners()
         generation = 1 if predecessor is None else predecessor.generation + 1
         this = ProcessName.current()
-        now = self._storage.clock.date()
+        now = self._storage.outside.date()
         earlier = () if predecessor is None else (predecessor.token, *predecessor.earlier)[:_MOST_EARLIER]
         claim = Owner(generation, self.token, this.host, this.pid, now, this.space, this.started, earlier=earlier)
         if not self.root_exists:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 
-from ..clock import Latch, Thread
+from ..outside import Latch, Thread
 from ..processes.running import ProcessName
 from ..storage.new_names import new_token
 from ..storage.storage import LocalFolders, Storage
@@ -61,8 +61,8 @@ class AttemptLock:
                 storage.close(storage.create(self._mark))
             except FileExistsError:  # this holder made it, and was told that it failed
                 storage.touch(self._mark)
-            over = storage.clock.latch()
-            self._touching = storage.clock.start("ckpt-alive", self._touch, self._mark, over), over
+            over = storage.outside.latch()
+            self._touching = storage.outside.start("ckpt-alive", self._touch, self._mark, over), over
 
     def held_by_others(self) -> bool:
         """Whether another live process holds a lock on the attempt, or on this host has marked it."""
@@ -163,17 +163,17 @@ class LifeSigns:
             return self._storage.try_folder(self.root, f"{TRIAL_PREFIX}{new_token()}")
         except OSError as error:
             logger.info("could not read the clock of %s, using this host's: %s", self.root, error)
-            return self._storage.clock.date()
+            return self._storage.outside.date()
 
 
 def _locked(files: LocalFolders, folder: str) -> tuple[LocalFolders, int] | None:
     """Lock a folder, as long as its descriptor is open; None: the file system has no locks."""
-    fd, locked, deadline = files.open_folder(folder), None, files.clock.now() + _LOOK_SECONDS
+    fd, locked, deadline = files.open_folder(folder), None, files.outside.now() + _LOOK_SECONDS
     try:
         while (locked := try_lock(files, fd, fcntl.LOCK_SH, folder)) is False:  # another process probes it
-            if files.clock.now() > deadline:
+            if files.outside.now() > deadline:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), folder)
-            files.clock.sleep(_LOOK_PAUSE)
+            files.outside.sleep(_LOOK_PAUSE)
     finally:
         if not locked:
             files.close_folder(fd)

@@ -101,12 +101,12 @@ class Beat:
 
     def __init__(self, attempt: Attempt, path: str) -> None:
         self._storage, self._attempt, self._path = attempt.protocol.storage, attempt, path
-        self._over = self._storage.clock.latch()
+        self._over = self._storage.outside.latch()
         #: Whether the attempt was given up.
         self._lost = False
-        self._moved = self._storage.clock.now()
+        self._moved = self._storage.outside.now()
         write_note(self._storage, path, PartNote())
-        self._thread = self._storage.clock.start("ckpt-part-beat", self._run)
+        self._thread = self._storage.outside.start("ckpt-part-beat", self._run)
 
     def __enter__(self) -> Beat:
         return self
@@ -117,16 +117,16 @@ class Beat:
 
     def moved(self) -> None:
         """Bytes are about to be copied. Raises FileNotFoundError if the attempt was given up."""
-        self._moved = self._storage.clock.now()
+        self._moved = self._storage.outside.now()
         if self._lost:
             raise FileNotFoundError(f"{self._attempt.staging} was given up by the host that began it")
 
     def _run(self) -> None:
-        clock = self._storage.clock
+        outside = self._storage.outside
         for beat in itertools.count(1):
             if self._over.wait(BEAT_SECONDS):
                 return
-            if clock.now() - self._moved > _STUCK_SECONDS:
+            if outside.now() - self._moved > _STUCK_SECONDS:
                 continue
             try:
                 if not is_called(self._attempt):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...errors import CheckpointTimeoutError
-from ..clock import CLOCK
+from ..outside import OUTSIDE
 from ..storage.storage import Storage
 
 #: Polling intervals.
@@ -24,15 +24,15 @@ def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float, stor
     Raises:
         CheckpointTimeoutError: it did not become visible in time
     """
-    clock = CLOCK if storage is None else storage.clock
-    deadline, pause = clock.now() + seconds, _FIRST_PAUSE
+    outside = OUTSIDE if storage is None else storage.outside
+    deadline, pause = outside.now() + seconds, _FIRST_PAUSE
     while not is_visible():
-        remaining = deadline - clock.now()
+        remaining = deadline - outside.now()
         if remaining <= 0:
             late = f" after {seconds:g} s (timeouts.visible)" if seconds else ""
             raise CheckpointTimeoutError(
                 f"{what}, which another rank made, cannot be seen from here{late}; "
                 f"all ranks need one {(storage or Storage).common}."
             )
-        clock.sleep(min(pause, remaining))
+        outside.sleep(min(pause, remaining))
         pause = min(2 * pause, _LONGEST_PAUSE)

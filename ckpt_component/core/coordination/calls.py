@@ -80,12 +80,12 @@ class Lookout:
         waits_for: Callable[[], list[int]],
     ) -> None:
         self._store = store
-        self._clock = store.clock
+        self._outside = store.outside
         self._name = name
         self._place = place
         self._missing = missing
         self._waits_for = waits_for
-        self._began = self._clock.now()
+        self._began = self._outside.now()
         self._next = self._began + _LOOK_SECONDS
         self._warned = False
 
@@ -95,11 +95,11 @@ class Lookout:
         Raises:
             RanksError: a rank has continued and will not make the call
         """
-        now = self._clock.now()
+        now = self._outside.now()
         if now < self._next:
             return
         places = self._places(self._waits_for())
-        self._next = self._clock.now() + _LOOK_SECONDS
+        self._next = self._outside.now() + _LOOK_SECONDS
         past = {rank: str(place) for rank, place in places.items() if place is not None and place.is_past(self._place)}
         if past:
             raise RanksError(f"{self._text()}.", None, past)

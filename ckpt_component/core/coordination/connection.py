@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import CheckpointTimeoutError, RanksError
-from ..clock import CLOCK, Clock, Latch, Queue
+from ..outside import OUTSIDE, Latch, Outside, Queue
 
 logger = logging.getLogger("ckpt_component.coordination")
 
@@ -64,27 +64,27 @@ class StoreConnection:
         store: a `torch.distributed` store
         timeout: seconds after which a call that was not answered fails
         opens: open another connection to the same store with the first call; else `store` is used itself
-        clock: the time and the threads of this rank
+        outside: the time and the threads of this rank
 
     Attributes:
-        clock: the same
+        outside: the same
     """
 
-    def __init__(self, store: Any, timeout: float, *, opens: bool, clock: Clock = CLOCK) -> None:
-        self.clock = clock
+    def __init__(self, store: Any, timeout: float, *, opens: bool, outside: Outside = OUTSIDE) -> None:
+        self.outside = outside
         #: The store; from the first call on the connection, so as not to keep a server of rank 0 alive.
         self._store = [store]
         self._timeout = timeout
-        self._calls = clock.queue()
+        self._calls = outside.queue()
         self._unanswered: _Call | None = None
         self._since = 0.0
-        clock.start("ckpt-store", _make_calls, self._calls, self._store, opens, clock)
+        outside.start("ckpt-store", _make_calls, self._calls, self._store, opens, outside)
         # The thread holds no reference to this object, and ends when it is collected.
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def another(self) -> StoreConnection:
         """Another connection to the same store. Does not wait: it is opened with its first call."""
-        return StoreConnection(self._store[0], self._timeout, opens=True, clock=self.clock)
+        return StoreConnection(self._store[0], self._timeout, opens=True, outside=self.outside)
 
     @property
     def is_blocked(self) -> bool:
@@ -104,10 +104,10 @@ class StoreConnection:
             RanksError: the store did not answer for `timeout`
             RuntimeError: of the store
         """
-        now = self.clock.now()
+        now = self.outside.now()
         timeout = min(self._timeout, _LEAST_SECONDS) if self.is_blocked else self._timeout
         seconds = min(timeout, max(deadline - now, _LEAST_SECONDS))
-        call = _Call(function, self.clock.latch(), repeatable=repeatable)
+        call = _Call(function, self.outside.latch(), repeatable=repeatable)
         self._calls.put(call)
         if not call.wait(seconds):
             call.given_up = True
@@ -127,7 +127,7 @@ class StoreConnection:
             except Exception as error:
                 logger.debug("a late call to the store failed: %s", error)
 
-        self._calls.put(_Call(attempt, self.clock.latch()))
+        self._calls.put(_Call(attempt, self.outside.latch()))
 
     def holder(self) -> str:
         """Describe the process that holds the store."""
@@ -137,7 +137,7 @@ class StoreConnection:
         return who if host is None else f"{who} at {host}:{port}"
 
     def _no_answer(self) -> CheckpointTimeoutError | RanksError:
-        seconds = self.clock.now() - self._since
+        seconds = self.outside.now() - self._since
         text = (
             f"The process that holds the store which all ranks share, {self.holder()}, has not answered for "
             f"{seconds:.0f} s: it is stopped or hangs, or its host cannot be reached"
@@ -154,8 +154,8 @@ class MadeHere:
 
     is_blocked = False
 
-    def __init__(self, store: Any, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, store: Any, outside: Outside) -> None:
+        self.outside = outside
         self._store = store
 
     def call(self, function: Callable[[Any], Any], deadline: float, *, repeatable: bool = False) -> Any:
@@ -168,7 +168,7 @@ def is_held_by_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _make_calls(calls: Queue, store: list[Any], opens: bool, clock: Clock) -> None:
+def _make_calls(calls: Queue, store: list[Any], opens: bool, outside: Outside) -> None:
     while isinstance(call := calls.get(), _Call):
         if call.given_up:
             continue
@@ -181,7 +181,7 @@ def _make_calls(calls: Queue, store: list[Any], opens: bool, clock: Clock) -> No
             except BaseException as error:
                 call.error = call.error or error
                 if not opens:
-                    clock.sleep(_DYING_SECONDS)
+                    outside.sleep(_DYING_SECONDS)
                     opens = _is_listening(store[0])
                     if opens and call.repeatable and not call.given_up:
                         continue

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import CheckpointWorldError
-from ..clock import CLOCK, Clock
+from ..outside import OUTSIDE, Outside
 
 
 class Coordinator(ABC):
@@ -33,15 +33,15 @@ class Coordinator(ABC):
     Args:
         rank: this rank
         world_size: number of ranks
-        clock: by which this rank waits for others
+        outside: by which this rank waits for others
 
     Attributes:
-        clock: the same; deadlines are times of it
+        outside: the same; deadlines are times of it
         meetings: number of questions that `meet` has asked, by name; equal on all ranks that have called
     """
 
-    def __init__(self, rank: int, world_size: int, clock: Clock = CLOCK) -> None:
-        self.clock = clock
+    def __init__(self, rank: int, world_size: int, outside: Outside = OUTSIDE) -> None:
+        self.outside = outside
         self.rank = rank
         self.world_size = world_size
         self.meetings: Counter[str] = Counter()

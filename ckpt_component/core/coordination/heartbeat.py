@@ -72,13 +72,13 @@ class Heartbeat:
         self.place = Place()
         self.progress: list[Callable[[], int]] = []
         self._store = store
-        self._clock = store.clock
+        self._outside = store.outside
         self._timeout = timeout
         self._pause = min(_BEAT_SECONDS, timeout / 4)
-        self._over = self._clock.latch()
-        self._sent_at = self._clock.now()
+        self._over = self._outside.latch()
+        self._sent_at = self._outside.now()
         self._failure: Exception | None = None
-        self._thread = self._clock.start("ckpt-heartbeat", self._beat)
+        self._thread = self._outside.start("ckpt-heartbeat", self._beat)
 
     def stop(self) -> None:
         """Stop the heartbeat; does not wait."""
@@ -91,7 +91,7 @@ class Heartbeat:
         if self._thread.is_alive() or self._failure is not None:
             return
         try:
-            self._send(self._store.until(self._clock.now()))
+            self._send(self._store.until(self._outside.now()))
         except CheckpointError as error:
             logger.debug("rank %d could not send its last heartbeat: %s", self._store.rank, error)
 
@@ -101,7 +101,7 @@ class Heartbeat:
         Raises:
             RanksError: with the cause
         """
-        failure, silent = self._failure, self._clock.now() - self._sent_at
+        failure, silent = self._failure, self._outside.now() - self._sent_at
         if failure is not None and silent >= self._timeout:
             raise RanksError(
                 f"Rank {self._store.rank} has sent no heartbeat for {silent:.0f} s, so the other ranks consider it "
@@ -111,7 +111,7 @@ class Heartbeat:
     def _send(self, store: RankStore) -> None:
         progress = tuple(self.progress)
         written = sum(count() for count in progress) if progress else -1
-        store.set(f"beat/{store.rank}", json.dumps([self._clock.date(), written, *self.place]).encode())
+        store.set(f"beat/{store.rank}", json.dumps([self._outside.date(), written, *self.place]).encode())
 
     def _beat(self) -> None:
         while True:
@@ -122,12 +122,12 @@ class Heartbeat:
                 if self._failure is None:
                     logger.warning("rank %d cannot send its heartbeat, retrying: %s", self._store.rank, error)
                 self._failure = error
-                if self._clock.now() - self._sent_at >= self._timeout and not self._store.is_blocked:
+                if self._outside.now() - self._sent_at >= self._timeout and not self._store.is_blocked:
                     pause = _LATE_PAUSE
             else:
                 if self._failure is not None:
                     logger.info("rank %d sends heartbeats again", self._store.rank)
-                self._failure, self._sent_at = None, self._clock.now()
+                self._failure, self._sent_at = None, self._outside.now()
             if self._over.wait(pause):
                 return
 
@@ -149,20 +149,20 @@ class FailureDetector:
 
     def __init__(self, store: RankStore, timeout: float, stall_timeout: float | None) -> None:
         self._store = store
-        self._clock = store.clock
+        self._outside = store.outside
         self._timeout = timeout
         self._stall_timeout = stall_timeout
         #: By rank: the last heartbeat, and the bytes written by then; and since when each has not changed.
         self._beats: dict[int, tuple[bytes | None, float]] = {}
         self._bytes: dict[int, tuple[int, float]] = {}
         # Most waits are over before the first look, which takes several requests per missing rank.
-        self._next = self._clock.now() + min(_LOOK_SECONDS, timeout / 4)
+        self._next = self._outside.now() + min(_LOOK_SECONDS, timeout / 4)
         #: The lost ranks that are dead; the others are hung.
         self._dead: set[int] = set()
 
     def dead_ranks(self, missing: Callable[[], Iterable[int]]) -> dict[int, str]:
         """Describe the missing ranks that are dead or hung; checks at most every quarter of the timeout."""
-        now = self._clock.now()
+        now = self._outside.now()
         if now < self._next:
             return {}
         self._next = now + self._timeout / 4

@@ -53,6 +53,6 @@ class PolledCoordinator(StoreCoordinator):
         """Like `close`, but the other ranks do not consider this one dead: it may start another coordinator."""
         self.close()
         try:
-            self._first.until(self.clock.now()).set(f"beat/{self.rank}", RESTING)
+            self._first.until(self.outside.now()).set(f"beat/{self.rank}", RESTING)
         except CheckpointError as error:
             logger.debug("%s", error)

@@ -130,7 +130,7 @@ class Question:
             if late:  # else the last vote came just now
                 raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
         if self.count("failed"):
-            self.store.clock.sleep(_COMPANY_SECONDS)
+            self.store.outside.sleep(_COMPANY_SECONDS)
         silent = set() if self.has_all() else set(self.missing())
         present = [rank for rank in range(self.store.world_size) if rank not in silent]
         votes = dict(zip(present, self.values(present), strict=True))

@@ -33,13 +33,13 @@ class RankStore:
         deadline: monotonic seconds for all calls; see `until`
 
     Attributes:
-        clock: that of the connection, by which all waits for other ranks go
+        outside: that of the connection, by which all waits for other ranks go
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, prefix: str, deadline: float = math.inf) -> None:
         is_connection = isinstance(store, (StoreConnection, MadeHere))
         self._connection = store if is_connection else StoreConnection(store, _ANSWER_SECONDS, opens=False)
-        self.clock = self._connection.clock
+        self.outside = self._connection.outside
         self.rank = rank
         self.world_size = world_size
         self._prefix = prefix
@@ -107,7 +107,7 @@ class RankStore:
 
     def once_answered(self, action: Callable[[RankStore], None]) -> None:
         """Let a blocked connection do something as soon as the store answers again. Does not wait."""
-        self._connection.call_later(lambda store: action(self._over(MadeHere(store, self.clock))))
+        self._connection.call_later(lambda store: action(self._over(MadeHere(store, self.outside))))
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value.
@@ -166,10 +166,10 @@ class RankStore:
         """
         pause = max(_FIRST_POLL, _FIRST_POLL_PER_RANK * self.world_size)
         while not ready():
-            remaining = deadline - self.clock.now()
+            remaining = deadline - self.outside.now()
             if remaining <= 0:
                 raise CheckpointTimeoutError(f"Timed out waiting for {what()}.")
-            self.clock.sleep(min(pause, remaining))
+            self.outside.sleep(min(pause, remaining))
             pause = min(pause * 1.5, max(_LONGEST_POLL, pause))
 
     def _over(self, connection: StoreConnection | MadeHere, deadline: float = math.inf) -> RankStore:

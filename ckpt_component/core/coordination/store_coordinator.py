@@ -40,13 +40,13 @@ class StoreCoordinator(Coordinator):
     """
 
     def __init__(self, store: RankStore, heartbeat_timeout: float = 30.0, stall_timeout: float = 300.0) -> None:
-        super().__init__(store.rank, store.world_size, store.clock)
+        super().__init__(store.rank, store.world_size, store.outside)
         self._first = store
-        self._connections = self.clock.thread_values()
+        self._connections = self.outside.thread_values()
         self._connections.store = store  # for the thread that constructs this, which also calls save()
         self._heartbeat_timeout = heartbeat_timeout
         self._stall_timeout = stall_timeout
-        self._answered = AnsweredQuestions(self.clock.lock())
+        self._answered = AnsweredQuestions(self.outside.lock())
         self._heartbeat = Heartbeat(store.clone(), heartbeat_timeout)
         # The heartbeat thread holds no reference to this object, and ends when it is collected.
         self._stop_heartbeat = weakref.finalize(self, self._heartbeat.stop)
@@ -108,7 +108,7 @@ class StoreCoordinator(Coordinator):
                 self._give_up(question, error_as_plain(failure), about)
                 raise failure
             try:
-                data = self._await_answer(question, self.clock.now() + _ANSWER_SECONDS)
+                data = self._await_answer(question, self.outside.now() + _ANSWER_SECONDS)
             except CheckpointTimeoutError as error:
                 if self.is_leader:  # it may have closed the question itself: others answer it with an error, or not
                     self._give_up(question, error_as_plain(failure or error), about)
@@ -222,7 +222,7 @@ class StoreCoordinator(Coordinator):
         if self._stop_heartbeat.detach() is not None:
             self._heartbeat.place = Place(closed=True)
             self._heartbeat.end()
-        self._connections = self.clock.thread_values()
+        self._connections = self.outside.thread_values()
 
     def _store(self) -> RankStore:
         """This thread's connection: a thread that waits must not block another one."""

@@ -126,7 +126,7 @@ class ObjectStorage(ObjectFolders):
                     raise
 
     def names(self, path: str) -> list[str]:
-        listed = patiently(partial(self._listed, path), path, _LIST_SECONDS, clock=self.clock)
+        listed = patiently(partial(self._listed, path), path, _LIST_SECONDS, outside=self.outside)
         keys = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
         return sorted({os.path.basename(key) for key in keys} - {FOLDER_MARK})
 
@@ -242,22 +242,22 @@ class ObjectStorage(ObjectFolders):
         self._put(path, data)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
-        deadline, pause = self.clock.now() + _CONFLICT_SECONDS, _CONFLICT_PAUSE
+        deadline, pause = self.outside.now() + _CONFLICT_SECONDS, _CONFLICT_PAUSE
         cuts_left = _CUT_TRIALS
         while True:
             try:
                 self._put(path, data, "create")
                 return
             except BlockingIOError:  # other puts of this path are in progress
-                if self.clock.now() > deadline:
+                if self.outside.now() > deadline:
                     raise
             except ConnectionResetError as error:
                 # If the store has done it, the next put finds the name taken, and the caller compares what is there.
                 cuts_left -= 1
-                if cuts_left < 0 or self.clock.now() > deadline:
+                if cuts_left < 0 or self.outside.now() > deadline:
                     raise
                 logger.info("putting %s again in %.1f s: %s", path, pause, error)
-            self.clock.sleep(pause)
+            self.outside.sleep(pause)
             pause = min(2 * pause, 1.0)
 
     def unlink(self, path: str) -> None:
@@ -274,12 +274,12 @@ class ObjectStorage(ObjectFolders):
             return None
 
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
-        listed = patiently(partial(self._listed, folder), folder, _LIST_SECONDS, clock=self.clock)
+        listed = patiently(partial(self._listed, folder), folder, _LIST_SECONDS, outside=self.outside)
         found = {os.path.basename(entry["path"]): int(entry["size"]) for entry in listed["objects"]}
         return {name: found.get(name) for name in names}
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
-        listed = patiently(lambda: [*self._below(path)], path, _LIST_SECONDS, clock=self.clock)
+        listed = patiently(lambda: [*self._below(path)], path, _LIST_SECONDS, outside=self.outside)
         if not listed:
             yield from super().files_below(path)
         sizes = {f"{self.root}/{entry['path']}": int(entry["size"]) for entry in listed}
@@ -335,7 +335,7 @@ class ObjectStorage(ObjectFolders):
 
     def _first_below(self, path: str) -> Mapping[str, Any] | None:
         # obstore repeats a listing that is refused, but not one whose answer is cut.
-        return patiently(lambda: next(self._below(path), None), path, _LIST_SECONDS, clock=self.clock)
+        return patiently(lambda: next(self._below(path), None), path, _LIST_SECONDS, outside=self.outside)
 
     def _below(self, path: str) -> Iterator[Mapping[str, Any]]:
         """The objects below a folder, listed as they are asked for."""

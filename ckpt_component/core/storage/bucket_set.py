@@ -18,7 +18,7 @@ from itertools import accumulate, chain
 from threading import get_ident
 from typing import IO, NamedTuple, Protocol
 
-from ..clock import Clock
+from ..outside import Outside
 from .bucket_store import patiently
 from .file_set import FileSet, RangeRead, extents_of
 from .file_stream import FileStream
@@ -39,9 +39,9 @@ _STREAM_BYTES = 256 << 10
 
 
 class Bucket(Protocol):
-    """What a set of objects is read with; pauses between its requests go by `clock`."""
+    """What a set of objects is read with; pauses between its requests go by `outside`."""
 
-    clock: Clock
+    outside: Outside
 
     def size(self, path: str) -> int | None:
         """The size of an object in bytes; None if there is none."""
@@ -76,7 +76,7 @@ class ObjectSet(FileSet):
         if name not in self._sizes:
             path = self._path(name)
             try:
-                size = patiently(lambda: self._storage.size(path), path, clock=self._storage.clock)
+                size = patiently(lambda: self._storage.size(path), path, outside=self._storage.outside)
                 if size is None:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             except OSError as error:
@@ -123,7 +123,7 @@ class ObjectSet(FileSet):
                 raise OSError(errno.EIO, f"{data.nbytes} bytes came of {end - start} at {start}", path)
             return data
 
-        return patiently(fetch, path, clock=self._storage.clock)
+        return patiently(fetch, path, outside=self._storage.outside)
 
     def _forget(self, name: str, offset: int, length: int) -> None:
         self._near = "", 0, memoryview(b"")

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from ...errors import CheckpointConfigError
-from ..clock import CLOCK, Clock
+from ..outside import OUTSIDE, Outside
 
 logger = logging.getLogger("ckpt_component.storage")
 _Result = TypeVar("_Result")
@@ -145,25 +145,27 @@ def _memory_store(name: str) -> Any:
     return import_module("obstore.store").MemoryStore()
 
 
-def patiently(call: Callable[[], _Result], path: str, seconds: float | None = None, *, clock: Clock = CLOCK) -> _Result:
+def patiently(
+    call: Callable[[], _Result], path: str, seconds: float | None = None, *, outside: Outside = OUTSIDE
+) -> _Result:
     """Call a function that makes a request, and again after a pause if it fails as requests may.
 
     Args:
         call: the function
         path: what it is about, for the log
         seconds: how long it is called again, counted from its first call; None: a minute
-        clock: what the pauses go by
+        outside: what the pauses go by
 
     Raises:
         OSError: it failed for too long, or in a way that no repetition changes
     """
-    deadline, pause = clock.now() + (_PATIENCE if seconds is None else seconds), _PAUSE
+    deadline, pause = outside.now() + (_PATIENCE if seconds is None else seconds), _PAUSE
     while True:
         try:
             return call()
         except OSError as error:
-            if error.errno in _FINAL or clock.now() + pause > deadline:
+            if error.errno in _FINAL or outside.now() + pause > deadline:
                 raise
             logger.info("reading %s again in %.1f s: %s", path, pause, error)
-        clock.sleep(pause)
+        outside.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -62,7 +62,7 @@ class HostFolders(KeeperUnion, LocalFolders):
         self.hosts = hosts
         self.leads = hosts[rank] == hosts[0]
         self.fs = files
-        self.clock = files.clock
+        self.outside = files.outside
         self._others = others
         #: Files that this process has made, which no other host has: the last ones, in their order.
         self._made: dict[str, None] = {}

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ..clock import CLOCK, Clock
+from ..outside import OUTSIDE, Outside
 from .safe_open import READ_TWICE
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ class Storage(ABC):
         warns: whether to warn, once, if there are no locks. A writer process leaves that to its trainer.
 
     Attributes:
-        clock: of the process that uses the storage: waits for what happens there go by it
+        outside: of the process that uses the storage: waits for what happens there go by it
         verifies_first: whether a load verifies all bytes before it fills a tensor, as reading them twice costs no disk
         shows_late: whether what another process has put may be seen a while later; else what is not there never comes
         common: what all ranks need to see each other's files, for errors
         hosts: the host of each rank, where each host has a folder of its own, see `HostFolders`; else empty
     """
 
-    clock: Clock = CLOCK
+    outside: Outside = OUTSIDE
     verifies_first: ClassVar[bool] = False
     shows_late: ClassVar[bool] = True
     common: ClassVar[str] = "checkpoint.dir on a file system that they share"

@@ -220,9 +220,9 @@ class SnapshotKeeper:
         try:
             undecided.lock.close()  # a lock is for those who write or decide
             while self.still_writing({0}) and not is_over(attempt):
-                if self.storage.clock.now() > undecided.until:
+                if self.storage.outside.now() > undecided.until:
                     return
-                self.storage.clock.sleep(_POLL_SECONDS)
+                self.storage.outside.sleep(_POLL_SECONDS)
             if is_over(attempt) and attempt.protocol.is_committed(attempt):
                 self.retire([*self._older, attempt.target])
         except (CheckpointError, OSError) as error:

@@ -80,7 +80,7 @@ class UndecidedSave:
         """
         request, fs, staging = self.request, self.request.fs, self.request.attempt.staging
         votes: dict[int, Mapping[str, Any]] = {request.rank: self.result}
-        alive_at, changed = fs.clock.now(), (0.0, 0.0)
+        alive_at, changed = fs.outside.now(), (0.0, 0.0)
         while True:
             missing = {*range(request.world_size)} - votes.keys()
             # Ask first: the vote of a rank that has just ended is there by then.
@@ -90,12 +90,12 @@ class UndecidedSave:
                 return [votes[rank] for rank in range(request.world_size)]
             if not missing - votes.keys() <= {*writing}:
                 return None
-            now, newest = fs.clock.now(), (fs.modified(staging), self.lock.touched_by_others())
+            now, newest = fs.outside.now(), (fs.modified(staging), self.lock.touched_by_others())
             if newest != changed or self.lock.held_by_others():
                 alive_at, changed = now, newest
             if now - alive_at > request.timeouts.heartbeat or now > self.until:
                 return None
-            fs.clock.sleep(_POLL_SECONDS)
+            fs.outside.sleep(_POLL_SECONDS)
 
 
 def _vote(fs: Storage, staging: str, rank: int) -> Mapping[str, Any] | None:

@@ -123,7 +123,7 @@ class HostMemory(KeeperUnion, ObjectFolders):
 
     def try_folder(self, path: str, name: str) -> float:
         if self._own is None:  # the keepers are on this host, and so is their clock
-            return self.clock.date()
+            return self.outside.date()
         trial = os.path.join(path, name)
         self.write_new(trial, b"")
         try:

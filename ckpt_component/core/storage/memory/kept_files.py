@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from ...clock import CLOCK, Clock
+from ...outside import OUTSIDE, Outside
 from .file_sums import FileSums
 from .held_images import HeldImages
 from .keepers import KeptFile, LocalPiece, ServedKeeper
@@ -65,11 +65,11 @@ class KeptFiles(ServedKeeper):
     """See the top of this file.
 
     Args:
-        clock: dates the files
+        outside: dates the files
     """
 
-    def __init__(self, clock: Clock = CLOCK) -> None:
-        self._clock = clock
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        self._outside = outside
         self._lock = threading.Lock()
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
@@ -101,7 +101,7 @@ class KeptFiles(ServedKeeper):
             if new:
                 self._refuse_taken(path)
             self._drop([path])
-            self._files[path] = _KeptEntry(data, self._clock.date())
+            self._files[path] = _KeptEntry(data, self._outside.date())
 
     def new_source(self) -> int:
         """A number for a source that is no arena."""
@@ -136,7 +136,7 @@ class KeptFiles(ServedKeeper):
             self._refuse_taken(path)
             if source not in self._sources:
                 self._sources.hold(source, descriptor)
-            self._add(path, _KeptEntry(ImageRange(source, base, size, tail, sums), self._clock.date()))
+            self._add(path, _KeptEntry(ImageRange(source, base, size, tail, sums), self._outside.date()))
 
     def put_replica(
         self,
