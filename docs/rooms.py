@@ -12,7 +12,7 @@ PAGE = REPOSITORY / "docs" / "design.md"
 #: checks it.
 STOREYS = {
     "ground": (
-        *("errors", "_version", "core.outside", "core.memory", "core._lazy", "core.options", "core.spelling"),
+        *("errors", "_version", "core.waits", "core.outside", "core.memory", "core._lazy", "core.options", "core.spelling"),
         *("core.progress", "core.deprecation"),
     ),
     "outside": ("core.processes", "core.lane", "core.storage", "core.state", "core.coordination"),

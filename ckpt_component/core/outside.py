@@ -24,8 +24,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
+
+from .waits import Waits
 
 __all__ = ["OUTSIDE", "CancelledError", "Condition", "Future", "Latch", "Outside", "Pool", "Queue", "Thread"]
 
@@ -125,7 +128,7 @@ class Latch:
 
 
 class Outside:
-    """The real ones; see the top of this file. Has no state."""
+    """The real ones; see the top of this file."""
 
     #: Monotonic seconds, for deadlines.
     now: Callable[[], float] = staticmethod(time.monotonic)
@@ -137,6 +140,11 @@ class Outside:
     pid: Callable[[], int] = staticmethod(os.getpid)
     #: So many bytes that nobody can guess.
     random_bytes: Callable[[int], bytes] = staticmethod(os.urandom)
+
+    @cached_property
+    def waits(self) -> Waits:
+        """For whom this process waits."""
+        return Waits(self.now, self.date)
 
     # Between threads
 
