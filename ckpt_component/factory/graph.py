@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .._version import __version__
 from ..background.exports import BackgroundExports
 from ..background.follower import Follower
 from ..callers.write_callers import WriteCaller
@@ -25,19 +20,19 @@ from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir, refuse_bad_tiers
 from ..config.hydra.compose import checked_overrides, compose_checkpoint
 from ..config.hydra.hydra_errors import HydraConfigError, brief_refusals
-from ..config.hydra.hydra_job import MultirunJob, chosen_preset, job_overrides, launch_folder, multirun_job
+from ..config.hydra.hydra_job import MultirunJob
 from ..config.hydra.parts import build_listeners, construct_part, part_class
 from ..config.hydra.resolve import resolve_config
 from ..config.rules import PartFacts, refuse_unfit
 from ..config.schema import PARTS, Checkpoint, part_option
 from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
-from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, Hosts, LocalCoordinator
 from ..core.image.file_reuse import FileReuse, Find
 from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
 from ..core.options import Commit, Durability, FrozenMode, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
+from ..core.outside import OUTSIDE, Outside
 from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.frozen_weights import FrozenWeights
@@ -63,8 +58,7 @@ from ..saving.replica_comparison import ReplicaPolicy
 from ..saving.save_lane import SaveLane
 from ..stagers.base import Stager
 from ..writers.base import PlansUnchanged, Writer, as_writer
-from .git_commit import commit_of
-from .recorded_config import recorded_config
+from .launch import Launch, versions
 from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
 from .run_uploads import uploads_of
 
@@ -85,6 +79,7 @@ def build_checkpointer(
     alone: bool = False,
     ranks: Coordinator | None = None,
     storage_of: Callable[[str], Storage] | None = None,
+    outside: Outside = OUTSIDE,
 ) -> Checkpointer:
     """Build the checkpointer of a config.
 
@@ -96,6 +91,7 @@ def build_checkpointer(
         ranks: the ranks that save together, which the checkpointer closes; None: those of `torch.distributed`
         storage_of: returns the storage of an absolute path or URL, the same for the same place; None: files, and
             buckets by their scheme, as `checkpoint.durability`, `commit` and `storage.options` say
+        outside: where time and threads come from; a test may simulate them, with `ranks` and storages of the same
 
     Returns:
         A `SyncCheckpointer` if the caller is `inline`, else an `AsyncCheckpointer`.
@@ -110,10 +106,11 @@ def build_checkpointer(
         )
     timeouts, parts = resolved_timeouts(settings), _build_parts(settings)
     if ranks is None:
-        ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
+        ranks = LocalCoordinator(outside) if alone else job_ranks("checkpointer", timeouts, outside)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    storage_of, policy, snapshots = storage_of or _storages(settings), error_policy(settings), _snapshot_parts(settings)
+    storage_of = storage_of or _storages(settings, outside)
+    policy, snapshots = error_policy(settings), _snapshot_parts(settings)
     if snapshots is not None:
         storage_of = snapshots.with_memory(storage_of)
         text = "%s: without a manager nothing stays in memory; loads take what others keep"
@@ -133,6 +130,8 @@ def build_manager(
     *,
     dir: str | os.PathLike[str] | None = None,
     storage_of: Callable[[str], Storage] | None = None,
+    outside: Outside = OUTSIDE,
+    ranks: Coordinator | None = None,
 ) -> CheckpointManager:
     """Build the manager for a training loop, with its checkpointer.
 
@@ -142,13 +141,15 @@ def build_manager(
         dir: the checkpoint folder, instead of `checkpoint.dir`. In a job of a Hydra multirun, a relative folder from
             either is relative to the job's output folder.
         storage_of: as for `build_checkpointer`
+        outside: as for `build_checkpointer`
+        ranks: as for `build_checkpointer`; the manager closes them
 
     Raises:
         CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
             saves in the folder; nothing was built. Or a rank cannot write to the folder; raised on all ranks.
         CheckpointInUseError: another run on this host still saves in the folder, and `takeover` is false; on all ranks
     """
-    preset = config if isinstance(config, str) else chosen_preset()
+    preset = config if isinstance(config, str) else None
     overrides = checked_overrides(overrides)
     if dir is not None:
         _refuse_two_folders(overrides, dir)
@@ -158,6 +159,30 @@ def build_manager(
     if dir is not None:
         settings.dir = _folder(dir)
         refuse_bad_tiers(settings)  # again, with this folder
+    launch = Launch.of_process(preset, config, overrides)
+    return manager_of(settings, launch, storage_of=storage_of, outside=outside, ranks=ranks)
+
+
+def manager_of(
+    settings: Checkpoint,
+    launch: Launch,
+    *,
+    storage_of: Callable[[str], Storage] | None = None,
+    outside: Outside = OUTSIDE,
+    ranks: Coordinator | None = None,
+) -> CheckpointManager:
+    """Build the manager of a checked config.
+
+    Args:
+        settings: what `resolve_config` has returned
+        launch: the script around the run
+        storage_of: as for `build_manager`
+        outside: as for `build_manager`
+        ranks: as for `build_manager`
+
+    Raises:
+        CheckpointError: as `build_manager`
+    """
     # The nearest first.
     roots = [*filter(None, [settings.local.dir]), settings.dir]
     resume = ResumePolicy(settings.resume, settings.rewind, load_options(settings))
@@ -165,33 +190,32 @@ def build_manager(
     kept = settings.recovery.every_steps
     save = SavePolicy(every.every_steps, every.every_seconds, every.at_end, settings.overlap.value, kept)
     export, publish = export_policy(settings), _publishing(settings)
-    job = multirun_job()
+    job = launch.job
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
-    own_storage, storage_of = storage_of is not None, storage_of or _storages(settings)
+    own_storage, storage_of = storage_of is not None, storage_of or _storages(settings, outside)
     snapshots = _snapshot_parts(settings)
     if snapshots is not None:
         storage_of = snapshots.with_memory(storage_of)
     storages = [storage_of(absolute(roots[-1]))]
     if settings.local.dir is not None:
-        storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings))
+        storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings, outside))
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
     checkpointer, restorer, followers = None, None, list[Follower]()
     tier: HostTier | None = None
-    ranks: Coordinator = LocalCoordinator()
-    run = RunContext(storages[0], absolute(roots[0]), names, ranks, timeouts, best)
+    run = RunContext(storages[0], absolute(roots[0]), names, ranks or LocalCoordinator(outside), timeouts, best)
     if settings.enabled:
         parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
-        ranks = job_ranks("checkpointer", timeouts)
+        ranks = ranks or job_ranks("checkpointer", timeouts, outside)
         try:
             if job is not None:
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
                 claims = partial(_claims, job, storages, roots) if save.enabled else lambda: roots
-                roots = ranks.run_on_leader("root/job", claims, time.monotonic() + timeouts.stage)
+                roots = ranks.run_on_leader("root/job", claims, ranks.outside.now() + timeouts.stage)
             roots = [absolute(root) for root in roots]
             lineage = None if snapshots is None else partial(snapshots.lineage, storages[0])
             begin = partial(_begin_run, roots[0], lineage)
-            begun = ranks.decide("run/begin", host_name(), begin, time.monotonic() + timeouts.stage)
+            begun = ranks.decide("run/begin", host_name(), begin, ranks.outside.now() + timeouts.stage)
             # Events in files are not made durable, whatever the checkpoints are.
             recorded_in = storages[0] if own_storage or is_url(roots[0]) else None
             events = EventRecorder(
@@ -200,7 +224,7 @@ def build_manager(
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 run=begun["token"],
-                about={"preset": preset, **_named_parts(settings), "versions": _versions()},
+                about={"preset": launch.preset, **_named_parts(settings), "versions": versions()},
                 waits=not save.enabled,
             )
             if export is not None and save.enabled and ranks.is_leader:
@@ -213,7 +237,7 @@ def build_manager(
                 timeouts,
                 best,
                 events,
-                preset=preset,
+                preset=launch.preset,
                 elsewhere=storage_of,
                 hosts=Hosts.of_runs(begun["hosts"]),
             )
@@ -232,7 +256,7 @@ def build_manager(
                 followers += publish.followers(run, job)
             if snapshots is not None:
                 run = snapshots.begin(run, followers, named=begun["root"], lineage=begun["lineage"])
-            files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
+            files = {RUN_RECORD: launch.record()} if ranks.is_leader else {}
             folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
             if save.enabled:
                 folder.check_writable()
@@ -281,17 +305,6 @@ def _begin_run(root: str, lineage: Callable[[str], Sequence[str]] | None, names:
     """
     begun = {"token": new_token(), "hosts": Hosts(tuple(names)).runs()}
     return begun if lineage is None else {**begun, "root": root, "lineage": lineage(root)}
-
-
-def _run_record(config: Any, overrides: Sequence[str]) -> bytes:
-    """What every checkpoint of a manager says about the run."""
-    written, resolved = recorded_config(config, overrides)
-    commit = commit_of(launch_folder())
-    return StoredConfig(written, resolved, _versions(), commit, running_script(), job_overrides()).encode()
-
-
-def _versions() -> dict[str, str]:
-    return {"ckpt_component": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def _named_parts(settings: Checkpoint) -> dict[str, str]:
@@ -449,16 +462,19 @@ def _progress(ranks: Coordinator) -> Progress:
     return progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
 
 
-def _storages(settings: Checkpoint) -> Callable[[str], Storage]:
+def _storages(settings: Checkpoint, outside: Outside) -> Callable[[str], Storage]:
     return Storages(
         durable=settings.durability is Durability.power_cut,
         atomic_rename=settings.commit is Commit.rename,
         options=settings.storage.options,
+        outside=outside,
     ).of
 
 
-def _local(settings: Checkpoint) -> Storage:
-    return storage_at(settings.local.dir or ".", durable=settings.durability is Durability.power_cut)
+def _local(settings: Checkpoint, outside: Outside) -> Storage:
+    storage = storage_at(settings.local.dir or ".", durable=settings.durability is Durability.power_cut)
+    storage.outside = outside
+    return storage
 
 
 def _claims(job: MultirunJob, storages: Sequence[Storage], roots: Sequence[str]) -> list[str]:

@@ -66,7 +66,8 @@ class CheckpointManager(StoppableLoop):
         tier: HostTier | None = None,
     ) -> None:
         # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
-        stopping = run.ranks if checkpointer is not None else partial(job_ranks, "stop_signals", run.timeouts)
+        alone = partial(job_ranks, "stop_signals", run.timeouts, run.ranks.outside)
+        stopping = run.ranks if checkpointer is not None else alone
         super().__init__(OwnerProcess("manager"), stopping, run.timeouts.stage)
         self._checkpointer = checkpointer
         self._run = run

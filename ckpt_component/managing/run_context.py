@@ -14,6 +14,7 @@ from ..core.commit.retention import BestPolicy
 from ..core.commit.scan import Scan, both, scan_steps, warn_of_skipped
 from ..core.coordination import Coordinator, Hosts, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..core.options import ResolvedTimeouts
+from ..core.outside import Outside
 from ..core.storage.folder_identity import below
 from ..core.storage.locate import Storages, is_url
 from ..core.storage.storage import Storage
@@ -134,8 +135,14 @@ class RunContext:
         return self.best.ranked({step: scan.metrics[step] for step in scan.committed})
 
 
-def job_ranks(purpose: str, timeouts: ResolvedTimeouts) -> Coordinator:
-    """Return the coordinator of the ranks of `torch.distributed` if the script has initialized it, else of one rank."""
+def job_ranks(purpose: str, timeouts: ResolvedTimeouts, outside: Outside) -> Coordinator:
+    """Return the coordinator of the ranks of `torch.distributed` if the script has initialized it, else of one rank.
+
+    Args:
+        purpose: begins the keys in the store
+        timeouts: deadlines
+        outside: what one rank runs in; several are processes, which run in the real one
+    """
     store = RankStore.of_job(purpose, timeouts.heartbeat)
     if store is not None:
         return StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
@@ -148,7 +155,7 @@ def job_ranks(purpose: str, timeouts: ResolvedTimeouts) -> Coordinator:
             launched,
             os.environ.get("RANK"),
         )
-    return LocalCoordinator()
+    return LocalCoordinator(outside)
 
 
 def steps_text(steps: list[int]) -> str:

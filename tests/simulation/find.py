@@ -12,7 +12,7 @@ from simulation.ranks import Schedule, each_request
 from simulation.recovery import Life, violations
 from simulation.troubles import Trouble
 from simulation.workloads import WORKLOADS
-from simulation.world import World, configs_are_kept
+from simulation.world import World, one_thread
 
 from ckpt_component.testing import Fault
 
@@ -27,7 +27,7 @@ def find(name: str, protocol: str) -> int:
     if name == "recovery":
         return find_in_lives()
     workload = next(workload for workload in WORKLOADS if workload.name == name)
-    with configs_are_kept():
+    with one_thread():
         try:
             world = World(workload, protocol)
         except AssertionError as error:

@@ -18,7 +18,6 @@ from ckpt_component import (
     CheckpointExistsError,
     CheckpointFencedError,
     CheckpointManager,
-    build_manager,
 )
 from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
@@ -31,7 +30,7 @@ from ckpt_component.loading.reader import Reader
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
 
 from .workloads import damage
-from .world import OURS, ROOT, is_counted, is_set_aside, settings_of
+from .world import OURS, ROOT, is_counted, is_set_aside, manager_on, settings_of
 
 ELSEWHERE = "/runs/elsewhere"
 #: After so long, what was not finished is deleted, and the owner of a mark without a touch is considered dead.
@@ -230,7 +229,7 @@ class History:
 
         def start() -> int | None:
             settings = settings_of(*self._overrides, *overrides)
-            manager = build_manager(settings, dir=ROOT, storage_of=lambda path: self.files)
+            manager = manager_on(self.files, settings)
             opened.append(OpenRun(manager))
             self.runs.append(opened[0])
             step = manager.restore(target)

@@ -8,7 +8,7 @@ import pytest
 from evidence import Record
 from simulation.test_every_operation import told
 from simulation.workloads import WORKLOADS
-from simulation.world import Workload, World, configs_are_kept
+from simulation.world import Workload, World, one_thread
 
 from ckpt_component import build_manager
 from ckpt_component.core.commit.names import MEGATRON
@@ -26,8 +26,8 @@ QUICK, SLOW = ("by_path",), ("collect", "delete")
 
 
 @pytest.fixture(autouse=True)
-def kept_configs() -> Iterator[None]:
-    with configs_are_kept():
+def one_thread_of_torch() -> Iterator[None]:
+    with one_thread():
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from evidence import Record
 from simulation.workloads import WORKLOADS
-from simulation.world import Workload, World, configs_are_kept
+from simulation.world import Workload, World, one_thread
 from strides import in_turn
 
 from ckpt_component.testing import Fault
@@ -29,8 +29,8 @@ ONLY_AT = {"is_full": ["write", "create", "make_folder", "append"]}
 
 
 @pytest.fixture(autouse=True)
-def kept_configs() -> Iterator[None]:
-    with configs_are_kept():
+def one_thread_of_torch() -> Iterator[None]:
+    with one_thread():
         yield
 
 

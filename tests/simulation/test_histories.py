@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 from simulation.frozen_history import CHANGES, FrozenHistory
 from simulation.history import LONG, Event, History
-from simulation.world import configs_are_kept
+from simulation.world import one_thread
 
 from ckpt_component.core.writing import write_job
 from ckpt_component.testing import Fault
@@ -161,7 +161,7 @@ class OneByOne:
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
     """A history is the same whenever it happens: the names of attempts, the order of operations, and the time."""
-    with configs_are_kept(), pytest.MonkeyPatch.context() as patch:
+    with one_thread(), pytest.MonkeyPatch.context() as patch:
         # pytest keeps what is logged, with it the errors, their frames, and so the files of all histories.
         logger = logging.getLogger("ckpt_component")
         patch.setattr(logger, "handlers", [logging.NullHandler()])

@@ -7,18 +7,15 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 from faults.invariants import FIXED, differences, state_of
-from hydra._internal.utils import _locate
 from inside import checkpointer_of, tidied
 from kept_configs import compose_once
 
-import ckpt_component.factory.graph as graph
-from ckpt_component import CheckpointError, CheckpointManager, build_manager
+from ckpt_component import CheckpointError, CheckpointManager
 from ckpt_component.config import Checkpoint
 from ckpt_component.config.hydra.resolve import resolve_config
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
@@ -33,6 +30,9 @@ from ckpt_component.core.commit.names import (
 )
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage.new_names import NEW_PREFIX
+from ckpt_component.core.storage.storage import Storage
+from ckpt_component.factory.graph import manager_of
+from ckpt_component.factory.launch import Launch
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedBucket, SimulatedFiles, SimulatedObjects
 
 ROOT = "/runs/one"
@@ -52,29 +52,19 @@ def settings_of(*overrides: str) -> Checkpoint:
 
 
 @contextlib.contextmanager
-def configs_are_kept() -> Iterator[None]:
-    """Check each config once, which takes ten times as long as what is tried here, and look each class up once.
-
-    And use one thread of torch.
-    """
+def one_thread() -> Iterator[None]:
+    """Use one thread of torch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        resolve = resolve_config
-        patch.setattr(
-            graph,
-            "resolve_config",
-            lambda config, overrides=(): (
-                copy.copy(config) if isinstance(config, Checkpoint) else resolve(config, overrides)
-            ),
-        )
-        patch.setattr(graph, "recorded_config", lambda config, overrides: ({}, {}))
-        patch.setattr(graph, "commit_of", lambda folder: None)
-        patch.setattr("ckpt_component.config.hydra.parts.locate", functools.cache(_locate))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def manager_on(files: Storage, settings: Checkpoint, root: str = ROOT) -> CheckpointManager:
+    """The manager of a config that is checked once: that takes ten times as long as what is tried here."""
+    return manager_of(replace(settings, dir=root), Launch(), storage_of=lambda path: files)
 
 
 @dataclass
@@ -100,7 +90,7 @@ class Run:
     @contextlib.contextmanager
     def manager(self, *overrides: str, root: str = ROOT) -> Iterator[CheckpointManager]:
         settings = settings_of(f"checkpoint.keep.last={self.keep}", *self.overrides, *overrides)
-        with build_manager(settings, dir=root, storage_of=lambda path: self.files) as manager:
+        with manager_on(self.files, settings, root) as manager:
             yield manager
 
     def save(self, manager: CheckpointManager, *steps: int, loss: float | None = None) -> None:

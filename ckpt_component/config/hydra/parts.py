@@ -84,11 +84,17 @@ def construct_part(kind: str, cls: type, plain: Mapping[str, Any]) -> Any:
 def _located(where: str, target: str) -> Any:
     """Import a dotted name as Hydra does; the error text says which part of the name is wrong."""
     try:
-        return locate(target)
+        return _own(target) if target.startswith("ckpt_component.") else locate(target)
     except Exception as error:  # a module may raise anything while it is imported
         # Hydra's own error has no name, and the cause says more.
         cause = error if getattr(error, "name", None) else error.__cause__ or error
         raise HydraConfigError(_not_located(where, target, cause)) from cause
+
+
+@functools.cache
+def _own(target: str) -> Any:
+    """What a name of this package is; that of another one may change, as its module is imported again."""
+    return locate(target)
 
 
 def _not_located(where: str, target: str, cause: BaseException) -> str:

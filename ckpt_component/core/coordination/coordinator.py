@@ -168,10 +168,14 @@ class Coordinator(ABC):
 
 
 class LocalCoordinator(Coordinator):
-    """The coordinator of a single rank, which is its own leader."""
+    """The coordinator of a single rank, which is its own leader.
 
-    def __init__(self) -> None:
-        super().__init__(0, 1)
+    Args:
+        outside: what it runs in
+    """
+
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        super().__init__(0, 1, outside)
 
     def decide(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """Decide from the one value."""

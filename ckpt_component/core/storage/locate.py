@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 from ...errors import CheckpointConfigError, CheckpointTypeError
+from ..outside import OUTSIDE, Outside
 from .faults import LOG, SPEC
 from .files import FileStorage
 from .storage import Storage
@@ -121,14 +121,20 @@ def file_storage(*, durable: bool = True, atomic_rename: bool = True, process: s
 
 
 class Storages:
-    """The storages of paths, each made once; thread-safe. Arguments as for `storage_at`."""
+    """The storages of paths, each made once; thread-safe. Arguments as for `storage_at`, and what they run in."""
 
     def __init__(
-        self, *, durable: bool = True, atomic_rename: bool = True, options: Mapping[str, Any] | None = None
+        self,
+        *,
+        durable: bool = True,
+        atomic_rename: bool = True,
+        options: Mapping[str, Any] | None = None,
+        outside: Outside = OUTSIDE,
     ) -> None:
         self._settings: dict[str, Any] = {"durable": durable, "atomic_rename": atomic_rename, "options": options}
         self._made: dict[str, Storage] = {}
-        self._lock = threading.Lock()
+        self._outside = outside
+        self._lock = outside.lock()
 
     def of(self, path: str) -> Storage:
         """The storage of an absolute path. Raises the errors of `storage_at`."""
@@ -136,4 +142,5 @@ class Storages:
         with self._lock:
             if root not in self._made:
                 self._made[root] = storage_at(path, **self._settings)
+                self._made[root].outside = self._outside
             return self._made[root]
