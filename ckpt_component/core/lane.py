@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import weakref
 from collections.abc import Callable
@@ -54,12 +53,18 @@ class Lane:
         weakref.finalize(self, self._jobs.put, None).atexit = False
         self._at_exit = None if at_exit is None else partial(_drain_at_exit, weakref.ref(self), at_exit)
         if self._at_exit is not None:
-            atexit.register(self._at_exit)
+            outside.at_exit(self._at_exit)
 
     @property
     def waiting(self) -> int:
         """How many jobs have not ended."""
         return len(self._pending)
+
+    @property
+    def newest(self) -> Future[Any] | None:
+        """The future of the last job, if it has not ended."""
+        pending = [*self._pending]
+        return pending[-1] if pending else None
 
     @property
     def is_here(self) -> bool:
@@ -119,13 +124,16 @@ class Lane:
         return self._outside.wait_for([*self._pending], deadline - self._outside.now())
 
     def close(self, deadline: float) -> bool:
-        """Take no more jobs, wait for those so far as `drain` does, and end the thread after them. Safe to call twice.
+        """Take no more jobs, wait for those so far as `drain` does, and for the thread to end. Safe to call twice.
 
         Returns:
-            Whether they have ended by the deadline. If not, the thread goes on with them.
+            Whether they have ended by the deadline. If not, the thread goes on with them, and ends after them.
         """
         self.stop(cancel=False)
-        return self.drain(deadline)
+        has_ended = self.drain(deadline)
+        if has_ended and self._thread is not None and self._owner.is_here and not self.is_here:
+            self._thread.join(max(deadline - self._outside.now(), 0.0))
+        return has_ended
 
     def stop(self, *, cancel: bool = True) -> None:
         """Take no more jobs, and end the thread after the one that runs. Does not wait. Safe to call twice.
@@ -141,7 +149,7 @@ class Lane:
             future.cancel()
         self._jobs.put(None)
         if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
+            self._outside.not_at_exit(self._at_exit)
 
     def _start(self) -> None:
         if self._thread is None:

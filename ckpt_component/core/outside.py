@@ -18,6 +18,7 @@ run the one that it runs in. What a replacement must keep:
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -140,6 +141,15 @@ class Outside:
     pid: Callable[[], int] = staticmethod(os.getpid)
     #: So many bytes that nobody can guess.
     random_bytes: Callable[[int], bytes] = staticmethod(os.urandom)
+
+    #: Call a function when the interpreter ends: the last one first. Threads run until then.
+    at_exit: Callable[[Callable[[], object]], object] = staticmethod(atexit.register)
+    #: Do not call it any more.
+    not_at_exit: Callable[[Callable[[], object]], None] = staticmethod(atexit.unregister)
+
+    def is_ending(self) -> bool:
+        """Whether the script is over, and the interpreter waits for what was begun: then nothing more is."""
+        return not threading.main_thread().is_alive()
 
     @cached_property
     def waits(self) -> Waits:

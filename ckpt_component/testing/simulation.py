@@ -395,6 +395,11 @@ class SimulatedOutside(Outside):
         self.date = lambda: 1.7e9 + simulation.now + process.date_offset
         self.sleep = lambda seconds: simulation.park(simulation.now + max(seconds, 0))
         self.random_bytes = simulation.random.randbytes
+        self.at_exit = self.not_at_exit = lambda function: None  # what ends it is `kill`, or the end of its threads
+
+    def is_ending(self) -> bool:
+        """No interpreter ends here."""
+        return False
 
     def latch(self) -> Latch:
         """A latch of simulated threads."""

@@ -16,7 +16,7 @@ from waiting import eventually
 
 from ckpt_component import CheckpointError
 from ckpt_component.core.lane import Lane
-from ckpt_component.core.outside import OUTSIDE, CancelledError, Outside
+from ckpt_component.core.outside import OUTSIDE, CancelledError, Outside, Thread
 
 Run = Callable[[Callable[[Outside], None]], None]
 
@@ -82,6 +82,25 @@ def test_drain_and_close_have_a_deadline(run: Run) -> None:
         assert not lane.drain(outside.now() + 0.01) and not lane.close(outside.now() + 0.01)
         goes.set()
         assert lane.close(outside.now() + 60) and job.result(0)
+
+    run(script)
+
+
+def test_the_thread_has_ended_when_a_lane_is_closed(run: Run) -> None:
+    def script(outside: Outside) -> None:
+        started = list[Thread]()
+
+        class Watched(Lane):
+            def _start(self) -> None:
+                super()._start()
+                assert self._thread is not None
+                started.append(self._thread)
+
+        lane = Watched("lane", outside)
+        assert lane.newest is None
+        newest = lane.submit(outside.sleep, 0.01)
+        assert lane.newest is newest and lane.close(outside.now() + 60)
+        assert lane.newest is None and not started[0].is_alive() and lane.close(outside.now())
 
     run(script)
 
@@ -183,8 +202,11 @@ def test_a_fork_has_no_thread() -> None:
 
 
 SCRIPT = """
-import time
+import atexit, time
 from ckpt_component.core.lane import Lane
+from ckpt_component.core.outside import OUTSIDE
+assert not OUTSIDE.is_ending()
+atexit.register(lambda: print("ending", OUTSIDE.is_ending(), flush=True))
 waits, not_waited_for = Lane("one", at_exit=60.0), Lane("other")
 waits.submit(lambda: (time.sleep(0.3), print("done", flush=True)))
 not_waited_for.submit(time.sleep, 1000)
@@ -193,4 +215,4 @@ not_waited_for.submit(time.sleep, 1000)
 
 def test_the_end_of_the_interpreter_waits_for_what_is_owed() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0 and done.stdout == "done\n" and not done.stderr
+    assert done.returncode == 0 and done.stdout == "done\nending True\n" and not done.stderr
