@@ -225,7 +225,7 @@ def _write(
     fs.make_folders(parent)
     sweep_attempts(fs, target)
     refuse_without_room(fs, target, sum(file.size for file in files) + sum(map(len, small.values())), 0)
-    attempt = new_attempt(fs, target, new_token(), file="" if options.format == "hf" else name)
+    attempt = new_attempt(fs, target, new_token(fs.outside), file="" if options.format == "hf" else name)
     fs.make_folder(attempt.staging)
     lock = AttemptLock(fs, attempt)
     try:

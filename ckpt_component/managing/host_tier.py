@@ -174,7 +174,7 @@ class HostTier:
             trial = None if is_shared else leave_trial(self._fs, self._folder, self._named)
         entrance = PeerEntrance(begun["addresses"][self._hosts.names[rank]], begun["secret"])
         served = FolderKeeper(self._fs, self._folder, begun["root"])
-        self._server = KeeperServer(served, memory_root(begun["root"], new_token()), rank, dict)
+        self._server = KeeperServer(served, memory_root(begun["root"], new_token(self._fs.outside)), rank, dict)
         self._server.open(entrance)
         return _Served(rank, entrance.port, trial, is_shared)
 

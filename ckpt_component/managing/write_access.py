@@ -138,7 +138,7 @@ def try_to_write(fs: Storage, root: str, named: str) -> bool:
     """
     try:
         fs.make_folders(root)
-        fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
+        fs.try_folder(root, f"{TRIAL_PREFIX}{new_token(fs.outside)}")
         return True
     except OSError as error:
         if error.errno in FULL:
@@ -161,7 +161,7 @@ def leave_trial(fs: Storage, root: str, named: str) -> str | None:
         root: the folder
         named: the folder with its key, for a text
     """
-    name = f"{TRIAL_PREFIX}{new_token()}"
+    name = f"{TRIAL_PREFIX}{new_token(fs.outside)}"
     try:
         fs.close(fs.create(os.path.join(root, name)))
     except OSError as error:  # a full disk, of which `try_to_write` has warned, or one that saves fail on

@@ -226,7 +226,7 @@ class Publisher:
         storage, target = self._storage, os.path.join(self._to, NAMES.folder(number))
         if self._versions.has_debris:
             Unfinished(storage, self._to, NAMES).sweep()
-        attempt = new_attempt(storage, target, owned_token(new_token()), self._run)
+        attempt = new_attempt(storage, target, owned_token(new_token(storage.outside)), self._run)
         begin(attempt)
         lock = AttemptLock(storage, attempt)
         try:

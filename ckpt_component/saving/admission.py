@@ -76,6 +76,7 @@ class SaveAdmission:
         self._saves = saves
         self._ranks = context.ranks
         self._run = context.run
+        self._storage_of = context.storage_of
         self._max_stall = context.timeouts.max_stall
         self._waiting = context.timeouts.waiting
 
@@ -198,8 +199,8 @@ class SaveAdmission:
         except OSError as error:  # `on_error` applies to it: a bucket that is away must not end the training
             text = f"{path} was not saved: could not find out whether the path is free: {error}"
             raise CheckpointSaveError(text, error.errno) from error
-        token = owned_token(new_token()) if self._run.ownership.token else new_token()
-        return {"token": token, "replan": replan}
+        token = new_token(self._storage_of(path).outside)
+        return {"token": owned_token(token) if self._run.ownership.token else token, "replan": replan}
 
     def _check_path_until(self, path: str, deadline: float) -> None:
         """Run `check_path` of the run on a thread that is abandoned if the storage does not answer."""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..core.outside import Outside, Thread
+from ..core.outside import Outside, Pool, Thread
 from .disk import Disk
 from .simulated_bucket import BucketRequests, SimulatedBucket, SimulatedObjects
 from .simulated_files import Fault, PowerCut, SimulatedFiles
+from .simulated_pool import SimulatedPool
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class MachineFiles(SimulatedFiles):
 
 
 class PatientOutside(Outside):
-    """A clock on which pauses take no time, and threads that touch marks of life do nothing.
+    """A clock on which pauses take no time. Threads that touch marks of life do nothing, and pools do tasks in turn.
 
     Attributes:
         slept: called at each pause, with its seconds
@@ -122,6 +123,10 @@ class PatientOutside(Outside):
     def start(self, name: str, function: Callable[..., None], *arguments: Any) -> Thread:
         """Start nothing: what threads of storages do, they do after seconds."""
         return _Ended()
+
+    def pool(self, threads: int, name: str) -> Pool:
+        """No threads: each task is done when it is submitted."""
+        return SimulatedPool()
 
 
 class _Ended:

@@ -18,7 +18,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 from greenlet import getcurrent, greenlet
 
 from ..core.outside import Condition, Future, Latch, Outside, Pool
+from .simulated_pool import SimulatedPool
 
 
 class Killed(SystemExit):
@@ -353,35 +354,6 @@ class SimulatedCondition:
         """Wake all who wait."""
         while self._waiting:
             self._waiting.pop().set()
-
-
-class SimulatedPool:
-    """In the place of threads for independent tasks: who submits a task does it at once."""
-
-    def __enter__(self) -> SimulatedPool:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-    def submit(self, task: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-        """Do a task; returns a future that has ended."""
-        future = Future[Any]()
-        try:
-            future.set_result(task(*arguments))
-        except Killed:
-            raise
-        except BaseException as error:
-            future.set_exception(error)
-        return future
-
-    def map(self, task: Callable[..., Any], *arguments: Iterable[Any]) -> Iterator[Any]:
-        """Do a task with each of these; gives what each returned."""
-        futures = [self.submit(task, *each) for each in zip(*arguments, strict=False)]
-        return iter([future.result(0) for future in futures])
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """There are no threads."""
 
 
 class SimulatedOutside(Outside):

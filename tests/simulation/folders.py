@@ -254,7 +254,7 @@ class FolderJob(PeerJob):
         except OSError as error:
             text = f"{path} was not saved: could not find out whether the path is free: {error}"
             raise CheckpointSaveError(text, error.errno) from error
-        return owned_token(new_token())
+        return owned_token(new_token(folder.run.fs.outside))
 
     def _acknowledge(self, report: SaveReport) -> None:
         if report.outcome == "committed":

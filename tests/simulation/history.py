@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,10 @@ from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.commit.manifest import data_folder, read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.core.outside import Outside
+from ckpt_component.core.outside import Outside, Pool
 from ckpt_component.loading.reader import Reader
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
+from ckpt_component.testing.simulated_pool import SimulatedPool
 
 from .workloads import damage
 from .world import OURS, ROOT, is_counted, is_set_aside, manager_on, settings_of
@@ -37,10 +39,16 @@ ELSEWHERE = "/runs/elsewhere"
 LONG = 600
 
 
-class SameDate(Outside):
-    """A clock that shows one date, so that files of equal histories are equal."""
+class Repeatable(Outside):
+    """What a history runs in, so that equal ones have equal files: one date, the same names, and one order."""
 
     date = staticmethod(lambda: 1e9)
+
+    def __init__(self) -> None:
+        self.random_bytes = random.Random(1).randbytes
+
+    def pool(self, threads: int, name: str) -> Pool:
+        return SimulatedPool()
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ class History:
         self.flipped: set[int] = set()
         self.runs: list[OpenRun] = []
         self.disk = Disk()
+        self._outside = Repeatable()
         self._rename = protocol == "rename"
         self._last, self._every, self._best = last, every, best
         self._losses: dict[int, float] = {}
@@ -125,7 +134,7 @@ class History:
 
     def _view(self, faults: dict[int, Fault] | None = None) -> SimulatedFiles:
         files = SimulatedFiles(self.disk, faults, atomic_rename=self._rename, locks=self._rename, counts=is_counted)
-        files.outside = SameDate()
+        files.outside = self._outside
         return files
 
     def state(self, number: int) -> dict[str, Any]:

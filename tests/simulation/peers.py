@@ -459,7 +459,7 @@ class PeerJob(one_host.Job):
             process.turn()
             name = MEGATRON.folder(at)
             token, owner = ranks.meet(
-                "save", name, lambda _: [owned_token(new_token()), own_token], outside.now() + 60.0
+                "save", name, lambda _: [owned_token(new_token(outside)), own_token], outside.now() + 60.0
             )
             place = run.memory if at % 2 else run
             handle = lane.submit(self._staged(place.fs, place.path_of(at), at, snapshot, token, owner)[0])

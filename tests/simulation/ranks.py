@@ -124,7 +124,7 @@ class Job:
                 refuse_existing(files, path)
             except OSError as error:  # as the admission of a save does
                 raise CheckpointSaveError(str(error), error.errno) from error
-            return [owned_token(new_token()), owner]
+            return [owned_token(new_token(files.outside)), owner]
 
         token, owner = ranks.meet("save", path, admit, ranks.outside.now() + MEETING, path)
         attempt = new_attempt(files, path, token, owner)

@@ -194,8 +194,8 @@ class Job:
 
     def __init__(self, life: Life, number: int, count: int) -> None:
         self.life, self.number, self.count = life, number, count
-        self.token = new_token()
         self.processes = [life.simulation.process(f"trainer {rank} of job {number}") for rank in range(life.ranks)]
+        self.token = new_token(self.processes[0].outside)
         self.store = LabelledStore(self.processes[0])
         self.store.life = life
         self.done = list[int]()
@@ -283,7 +283,7 @@ class Job:
             life.phase_of[process] = "commit"
             name = MEGATRON.folder(at)
             token, owner = ranks.meet(
-                "save", name, lambda _: [owned_token(new_token()), own_token], outside.now() + 60.0
+                "save", name, lambda _: [owned_token(new_token(outside)), own_token], outside.now() + 60.0
             )
             path = os.path.join(root, name)
             try:

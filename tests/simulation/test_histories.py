@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
-import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,8 +39,6 @@ CUTS = st.builds(
     pause=st.sampled_from([0.0, 10.0, float(LONG)]),
 )
 EVENTS = st.one_of(st.none(), CUTS, st.builds(Event, fault=st.sampled_from(FAULTS), after=AFTER))
-#: Of attempts: the same in every run.
-NAMES = random.Random()
 LOSSES = st.lists(st.sampled_from([0.1, 0.5, 0.9]), min_size=1, max_size=4)
 
 
@@ -58,7 +54,6 @@ class Histories(RuleBasedStateMachine):
         best=st.booleans(),
     )
     def make_folder(self, protocol: str, last: int, every: int | None, best: bool) -> None:
-        NAMES.seed(1)
         self.history = History(protocol, last, every, best)
 
     @rule(which=st.integers(0, 1), losses=LOSSES, event=EVENTS)
@@ -134,7 +129,6 @@ class FrozenHistories(Histories):
         stager=st.sampled_from(["none", "shared_memory", "zero_overhead"]),
     )
     def make_folder(self, protocol: str, last: int, best: bool, declared: bool, stager: str) -> None:
-        NAMES.seed(1)
         self.history = FrozenHistory(protocol, last, None, best, declared=declared, stager=stager)
 
     @rule(which=st.integers(0, len(CHANGES) - 1), name=st.integers(0, 4))
@@ -166,7 +160,6 @@ def alike() -> Iterator[None]:
         logger = logging.getLogger("ckpt_component")
         patch.setattr(logger, "handlers", [logging.NullHandler()])
         patch.setattr(logger, "propagate", False)
-        patch.setattr(os, "urandom", NAMES.randbytes)
         patch.setattr(write_job, "ThreadPoolExecutor", OneByOne)
         yield
 

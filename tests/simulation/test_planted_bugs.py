@@ -120,7 +120,7 @@ BUGS = [
     Bug(
         "a_checkpoint_is_deleted_under_its_name",
         "core/commit/rename_commit.py",
-        "        self.storage.remove_tree(self._moved(path, trash_path(path)))\n",
+        "        self.storage.remove_tree(self._moved(path, trash_path(path, self.storage.outside)))\n",
         "        self.storage.remove_tree(path)\n",
         "delete",
     ),
@@ -163,7 +163,7 @@ BUGS = [
     Bug(
         "what_is_damaged_stays_under_its_name",
         "core/commit/rename_commit.py",
-        "        return self._moved(path, quarantine_path(path))\n",
+        "        return self._moved(path, quarantine_path(path, self.storage.outside))\n",
         "        return path\n",
         "damaged",
     ),

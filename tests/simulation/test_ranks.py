@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -49,10 +48,9 @@ def test_each_request_of_a_save_meets_a_fault_once(protocol: str, kind: str, wor
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_seed_is_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_is_a_schedule() -> None:
     def run(seed: int) -> tuple[int, int, list[float]]:
         simulation = Simulation(seed)
-        monkeypatch.setattr(os, "urandom", simulation.random.randbytes)  # for the names of attempts
         job = Job(simulation, files_of("rename"), 3)
         job.start()
         assert simulation.run(1000.0)

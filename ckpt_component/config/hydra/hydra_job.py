@@ -231,7 +231,7 @@ def _put_or_read(fs: Storage, path: str, mine: dict[str, Any]) -> dict[str, Any]
     """Create the file in one step, or read the one that another job created."""
     data = json.dumps(mine, indent=2).encode()
     fs.make_folders(os.path.dirname(path))
-    draft = f"{path}.{new_token()}"
+    draft = f"{path}.{new_token(fs.outside)}"
     fs.write_new(draft, data)
     try:
         fs.put_new(path, data, draft)

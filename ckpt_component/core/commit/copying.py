@@ -96,7 +96,9 @@ def copy_checkpoint(
         CheckpointStorageFullError: there is not enough space
         OSError: from the storage
     """
-    token, owner = (new_token(), "") if continued is None else (continued.token, continued.ownership.token)
+    token, owner = new_token(storage.outside), ""
+    if continued is not None:
+        token, owner = continued.token, continued.ownership.token
     part = manifest if continued is None else part_of(manifest, continued.host)
     folder, files = data_folder(source, path, manifest), part["files"]
     check_files(source, folder, part)

@@ -106,7 +106,7 @@ class FencingToken:
         self._device = 0
         #: Leftovers of earlier owners, which can no longer be committed; to be deleted.
         self._fenced: set[str] = set()
-        self.token = token or os.urandom(8).hex()
+        self.token = token or storage.outside.random_bytes(8).hex()
         self.root_exists = False
         #: Two saves may begin at once, one of them in memory.
         self._acquiring = storage.outside.lock()

@@ -55,7 +55,8 @@ class AttemptLock:
         self._touching: tuple[Thread, Latch] | None = None
         self._lock = _locked(storage, attempt.staging) if isinstance(storage, LocalFolders) else None
         if self._lock is None:
-            name = f"{ALIVE_PREFIX}{attempt.token}.{ProcessName.current().key}.{holder or new_token()}"
+            holder = holder or new_token(storage.outside)
+            name = f"{ALIVE_PREFIX}{attempt.token}.{ProcessName.current().key}.{holder}"
             self._mark = os.path.join(self._root, name)
             try:
                 storage.close(storage.create(self._mark))
@@ -160,7 +161,7 @@ class LifeSigns:
     def _now(self) -> float:
         """The current time of the file system, which on a server may differ from this host's."""
         try:
-            return self._storage.try_folder(self.root, f"{TRIAL_PREFIX}{new_token()}")
+            return self._storage.try_folder(self.root, f"{TRIAL_PREFIX}{new_token(self._storage.outside)}")
         except OSError as error:
             logger.info("could not read the clock of %s, using this host's: %s", self.root, error)
             return self._storage.outside.date()

@@ -59,7 +59,8 @@ class ManifestCommit(CommitProtocol):
         return MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
 
     def begin(self, attempt: Attempt) -> None:
-        self.storage.check_puts(os.path.dirname(attempt.target), f"{TRIAL_PREFIX}{new_token()}")
+        trial = f"{TRIAL_PREFIX}{new_token(self.storage.outside)}"
+        self.storage.check_puts(os.path.dirname(attempt.target), trial)
         super().begin(attempt)
 
     def files_of(self, attempt: Attempt) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..outside import OUTSIDE, Outside
 from ..storage.new_names import host_token, new_token
 
 MANIFEST = "manifest.json"
@@ -130,15 +131,16 @@ def staging_path(path: str, token: str) -> str:
     return os.path.join(folder, f"{STAGING_PREFIX}{name}.{token}")
 
 
-def trash_path(path: str) -> str:
+def trash_path(path: str, outside: Outside = OUTSIDE) -> str:
     """A new path next to `path`, for a folder that is about to be deleted."""
     name = os.path.basename(path).removeprefix(STAGING_PREFIX)
-    return os.path.join(os.path.dirname(path), f"{TRASH_PREFIX}{name}.{new_token()}")
+    return os.path.join(os.path.dirname(path), f"{TRASH_PREFIX}{name}.{new_token(outside)}")
 
 
-def quarantine_path(path: str) -> str:
+def quarantine_path(path: str, outside: Outside = OUTSIDE) -> str:
     """A new path next to `path`, where a damaged checkpoint is kept for inspection."""
-    return os.path.join(os.path.dirname(path), f"{QUARANTINE_PREFIX}{os.path.basename(path)}.{new_token()}")
+    name = f"{QUARANTINE_PREFIX}{os.path.basename(path)}.{new_token(outside)}"
+    return os.path.join(os.path.dirname(path), name)
 
 
 def saved_as(name: str) -> str:

@@ -97,10 +97,10 @@ class RenameCommit(CommitProtocol):
 
     def _delete(self, path: str) -> None:
         # Rename it first, so that a reader never sees a partly deleted checkpoint.
-        self.storage.remove_tree(self._moved(path, trash_path(path)))
+        self.storage.remove_tree(self._moved(path, trash_path(path, self.storage.outside)))
 
     def quarantine(self, path: str) -> str:
-        return self._moved(path, quarantine_path(path))
+        return self._moved(path, quarantine_path(path, self.storage.outside))
 
     def _moved(self, path: str, target: str) -> str:
         self.storage.rename_new(path, target)
@@ -110,6 +110,6 @@ class RenameCommit(CommitProtocol):
     def remove_unfinished(self, path: str) -> None:
         if os.path.basename(path).startswith(STAGING_PREFIX):
             # Rename first, so that a process that wakes up late finds either all of it or nothing.
-            path, staging = trash_path(path), path
+            path, staging = trash_path(path, self.storage.outside), path
             self.storage.rename_new(staging, path)
         super().remove_unfinished(path)

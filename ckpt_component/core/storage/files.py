@@ -213,7 +213,7 @@ class FileStorage(LocalFolders):
                 self.unlink(path)  # replace a link or a FIFO instead of writing through it
             self._write_whole(self.open_over(path), data)  # an object store makes it visible at the close
         else:
-            fresh = new_path(path)  # another process may be replacing it at the same time
+            fresh = new_path(path, self.outside)  # another process may be replacing it at the same time
             try:
                 self.write_new(fresh, data)
                 self.replace(fresh, path)

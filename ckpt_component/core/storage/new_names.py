@@ -5,19 +5,24 @@ from __future__ import annotations
 import hashlib
 import os
 
+from ..outside import OUTSIDE, Outside
 from ..processes.running import ProcessName, host_name
 
 NEW_PREFIX = ".ckpt-new."
 
 
-def new_token() -> str:
-    """Create the identity of a save attempt: a hash of the host name and a random part."""
-    return f"{host_token()}-{os.urandom(4).hex()}"
+def new_token(outside: Outside = OUTSIDE) -> str:
+    """Create the identity of a save attempt: a hash of the host name and a random part.
+
+    Args:
+        outside: where the random part comes from
+    """
+    return f"{host_token()}-{outside.random_bytes(4).hex()}"
 
 
-def new_path(path: str) -> str:
+def new_path(path: str, outside: Outside = OUTSIDE) -> str:
     """A new path next to the file `path`, for the bytes that are about to replace it; names this process."""
-    name = f"{NEW_PREFIX}{os.path.basename(path)}.{ProcessName.current().key}.{new_token()}"
+    name = f"{NEW_PREFIX}{os.path.basename(path)}.{ProcessName.current().key}.{new_token(outside)}"
     return os.path.join(os.path.dirname(path), name)
 
 

@@ -63,7 +63,7 @@ def try_modes(fs: Storage, folder: str, block: memoryview) -> tuple[float, float
     Raises:
         OSError: a buffered write failed, so the save would fail too
     """
-    path = os.path.join(folder, f".io-trial.{new_token()}")  # ranks try at the same time
+    path = os.path.join(folder, f".io-trial.{new_token(fs.outside)}")  # ranks try at the same time
     buffered, direct = [], []
     for _ in range(_TRIALS):
         buffered.append(_seconds(fs, path, block, direct=False))
