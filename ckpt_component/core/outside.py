@@ -14,26 +14,48 @@ run the one that it runs in. What a replacement must keep:
 - `Queue.put` and `Latch.set` do not wait, and may be called in a finalizer.
 - Whoever waits for a `Future` calls `wait_for`, and then asks for its result, which does not wait.
 - The tasks of a pool do not wait for each other: a pool may do each when it is submitted.
+- A process is of a host, which has a name; its ID is not used by another one while it runs.
+- A connection is a stream of bytes with two ends, each a `Socket`. An end is closed when nobody has it any more: who
+  had it, or was sent its descriptor, has closed it or ended. What was sent before arrives nevertheless, and then its
+  end. Between hosts a connection may be silent for any time, and may end at any time, for both sides.
+- A call on a socket waits at most as long as its timeout. Who has an open socket closes it, also after an error.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import hashlib
 import os
+import signal
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import cached_property
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from .sockets import Address, Socket, Sockets
 from .waits import Waits
 
-__all__ = ["OUTSIDE", "CancelledError", "Condition", "Future", "Latch", "Outside", "Pool", "Queue", "Thread"]
+if TYPE_CHECKING:
+    import subprocess
+
+__all__ = ["OUTSIDE", "Address", "CancelledError", "Condition", "Future", "Latch", "Outside", "Pool", "Process"]
+__all__ += ["Queue", "Socket", "Thread"]
 
 _Result = TypeVar("_Result")
+
+#: The environment variable that overrides the name of the host, so that one machine can be several.
+HOST_VARIABLE = "CKPT_HOST"
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+#: The arguments are the folder of this package and the descriptor of the connection.
+_CODE = "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; from {} import main; main()"
 
 
 class Thread(Protocol):
@@ -100,6 +122,36 @@ class Pool(Protocol):
         ...
 
 
+class Process(Protocol):
+    """A process that `Outside.launch` has started.
+
+    Attributes:
+        pid: its ID
+    """
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """How it has ended: its exit code, or the negative number of a signal; None: it is running."""
+        ...
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for its end, at most so many seconds; returns as `poll`."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once, by SIGKILL. Does nothing if it has ended."""
+        ...
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that it prints, until its end; only if it was launched so that they are read."""
+        ...
+
+    def leave(self) -> None:
+        """Let it live on by itself: nobody here waits for its end any more."""
+        ...
+
+
 class Latch:
     """Is set once, and stays so; cheaper than `threading.Event`, because each call to the store makes one."""
 
@@ -128,7 +180,30 @@ class Latch:
         return self._is_set
 
 
-class Outside:
+class _RealProcess:
+    """See `Process`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process, self.pid = process, process.pid
+        self.poll, self.kill = process.poll, process.kill
+
+    def wait(self, seconds: float) -> int | None:
+        import subprocess  # it is loaded
+
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode
+
+    def lines(self) -> Iterator[bytes]:
+        assert self._process.stdout is not None  # as it is captured
+        with self._process.stdout as lines:
+            yield from lines
+
+    def leave(self) -> None:
+        self._process.returncode = 0  # else `subprocess` would warn when this object is freed
+
+
+class Outside(Sockets):
     """The real ones; see the top of this file."""
 
     #: Monotonic seconds, for deadlines.
@@ -141,6 +216,8 @@ class Outside:
     pid: Callable[[], int] = staticmethod(os.getpid)
     #: So many bytes that nobody can guess.
     random_bytes: Callable[[int], bytes] = staticmethod(os.urandom)
+    #: The environment variables of this process.
+    environment: MutableMapping[str, str] = os.environ
 
     #: Call a function when the interpreter ends: the last one first. Threads run until then.
     at_exit: Callable[[Callable[[], object]], object] = staticmethod(atexit.register)
@@ -208,6 +285,103 @@ class Outside:
             name: what their names begin with
         """
         return ThreadPoolExecutor(max(threads, 1), thread_name_prefix=name)
+
+    # Processes
+
+    def host_name(self) -> str:
+        """The name of the host of this process; the environment variable CKPT_HOST overrides it."""
+        return self.environment.get(HOST_VARIABLE) or socket.gethostname()
+
+    def parent(self) -> int:
+        """The ID of the process that has started this one; it changes when that one has ended."""
+        return os.getppid()
+
+    def space(self) -> str:
+        """Identifies the processes that this one sees: of one boot of one host, in one container; empty: unknown."""
+        try:
+            if os.readlink("/proc/self") != str(self.pid()):
+                return ""  # /proc shows the processes of another container
+            with open("/proc/sys/kernel/random/boot_id") as stream:
+                boot = stream.read()
+            return hashlib.sha256(f"{boot}{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:8]
+        except OSError:
+            return ""
+
+    def is_running(self, pid: int) -> bool:
+        """Whether there is a process with an ID in this `space`, of any user; also one that was not waited for."""
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except OSError:
+            pass  # it is another user's
+        return True
+
+    def started(self, pid: int) -> int | None:
+        """When a process of this `space` has started, in ticks since the host has; None: it has ended.
+
+        Raises:
+            OSError: there is no such process, or it is hidden from this user
+        """
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            values = stream.read().rpartition(b")")[2].split()
+        return None if values[0] in (b"Z", b"X") else int(values[19])
+
+    def launch(
+        self,
+        module: str,
+        connection: Socket,
+        *,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        own_session: bool = False,
+        reads_output: bool = False,
+    ) -> Process:
+        """Start a process on this host that calls the function `main` of a module, without arguments.
+
+        A simulated one passes the `Outside` of the new process to `main`.
+
+        Args:
+            module: its full name
+            connection: one end of a `pair`, which `inherited` gives to the process; the caller closes its own
+            flags: of the interpreter
+            environment: variables to set there
+            own_session: signals to the process group of this process do not reach it
+            reads_output: what it prints is read by `Process.lines`; else only its stderr goes where this process's goes
+
+        Raises:
+            OSError: the system could not start it
+        """
+        import subprocess  # processes that start no others do not load it
+
+        descriptor = connection.fileno()
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-c", _CODE.format(module), _PACKAGE_ROOT, str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if reads_output else subprocess.DEVNULL,
+            stderr=subprocess.STDOUT if reads_output else None,
+            env={**self.environment, **(environment or {})},
+            start_new_session=own_session,
+        )
+        return _RealProcess(process)
+
+    def inherited(self) -> Socket:
+        """In a process that `launch` has started: the connection to who has started it. Called once."""
+        return self.adopt(int(sys.argv[2]))
+
+    def on_signal(self, number: int, action: Callable[[], None] | None) -> None:
+        """Call this when a signal comes, on the main thread, which asks for it; None: nothing happens then."""
+        signal.signal(number, signal.SIG_IGN if action is None else lambda *_: action())
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[Callable[[], None]]:
+        """While entered, by the main thread, others may end it: who calls what is given raises SystemExit(1) there."""
+        signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
+        try:
+            yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        finally:
+            signal.signal(signal.SIGALRM, lambda *_: None)
 
 
 #: That of this process.

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...processes.running import HOST_VARIABLE
+from ...outside import HOST_VARIABLE
 
 logger = logging.getLogger("ckpt_component.storage")
 
