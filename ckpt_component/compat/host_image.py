@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..core.memory.huge_pages import map_shared
+from ..core.outside import Empty
 from ..errors import CheckpointSaveError
 
 #: The first byte of a mailbox that has a result.
@@ -122,9 +122,9 @@ class ResultMailbox:
         """Return the result.
 
         Raises:
-            queue.Empty: there is no result yet
+            Empty: there is no result yet
         """
         fd = self._file.fd
         if os.pread(fd, 1, 0) != _COMPLETE:
-            raise queue.Empty
+            raise Empty
         return pickle.loads(os.pread(fd, os.fstat(fd).st_size, 1))  # only this process and its children write

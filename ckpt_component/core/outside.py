@@ -37,7 +37,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .sockets import Address, Socket, Sockets
@@ -46,7 +46,7 @@ from .waits import Waits
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["OUTSIDE", "Address", "CancelledError", "Condition", "Future", "Latch", "Outside", "Pool", "Process"]
+__all__ = ["OUTSIDE", "Address", "CancelledError", "Condition", "Empty", "Future", "Latch", "Outside", "Pool", "Process"]
 __all__ += ["Queue", "Socket", "Thread"]
 
 _Result = TypeVar("_Result")
