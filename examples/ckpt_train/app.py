@@ -62,10 +62,10 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float | list[float] | N
         _skip(refusal, swept, ranks)
         return None
     # Imported late, because importing torch takes seconds.
-    from .job import Job
+    from .job import TrainingJob
     from .loop import run
 
-    job = Job(config, launch_dir, ranks)
+    job = TrainingJob(config, launch_dir, ranks)
     try:
         with for_hydra():
             summary = run(job, config.checkpoint, None if swept else folder)

@@ -38,7 +38,7 @@ class StepResult:
     lr: float
 
 
-class Job:
+class TrainingJob:
     """A training run without its checkpoints.
 
     Args:

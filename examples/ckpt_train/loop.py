@@ -12,13 +12,13 @@ from ckpt_component.cli.reports.sweep_figures import earlier_saves
 from ckpt_component.factory.graph import build_manager
 
 from .changes import warn_of_changes
-from .job import Job, StepResult
+from .job import StepResult, TrainingJob
 from .report import Stopwatch, Summary, time_fence
 
 logger = logging.getLogger(__name__)
 
 
-def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
+def run(job: TrainingJob, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
     """Resume from a checkpoint if there is one, and train to `train.steps` or until a signal.
 
     Args:
@@ -73,7 +73,7 @@ class _Losses:
     It is the mean since the last entry or save, so that a run which resumes logs what it would have logged otherwise.
     """
 
-    def __init__(self, job: Job, summary: Summary) -> None:
+    def __init__(self, job: TrainingJob, summary: Summary) -> None:
         self._job = job
         self._summary = summary
         self.begin()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckpt_train.job import Job
+from ckpt_train.job import TrainingJob
 from ckpt_train.loop import run
 from ckpt_train.report import Summary
 from omegaconf import DictConfig
@@ -18,22 +18,22 @@ Composed = Callable[..., DictConfig]
 
 
 @pytest.fixture
-def job(compose_job: Composed) -> Callable[..., Job]:
-    return lambda *overrides: Job(compose_job(*overrides), "/")
+def job(compose_job: Composed) -> Callable[..., TrainingJob]:
+    return lambda *overrides: TrainingJob(compose_job(*overrides), "/")
 
 
-def weights(job: Job) -> torch.Tensor:
+def weights(job: TrainingJob) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in job.model.parameters()])
 
 
 @pytest.mark.slow
-def test_it_learns(job: Callable[..., Job]) -> None:
+def test_it_learns(job: Callable[..., TrainingJob]) -> None:
     taught = job("train.lr=0.01", "model.dropout=0", "train.batch_size=8")
     losses = [taught.train_step().loss.item() for _ in range(40)]
     assert losses[0] == pytest.approx(5.5, abs=0.2) and losses[-1] < 4.6
 
 
-def test_a_prediction_depends_on_the_past_alone(job: Callable[..., Job]) -> None:
+def test_a_prediction_depends_on_the_past_alone(job: Callable[..., TrainingJob]) -> None:
     model = job("model.dropout=0").model
     tokens = torch.randint(0, 256, (1, 16))
     changed = tokens.clone()
@@ -42,7 +42,7 @@ def test_a_prediction_depends_on_the_past_alone(job: Callable[..., Job]) -> None
     assert torch.equal(before[0, :10], after[0, :10]) and not torch.equal(before[0, 10], after[0, 10])
 
 
-def test_accumulated_batches_are_one_large_batch(job: Callable[..., Job]) -> None:
+def test_accumulated_batches_are_one_large_batch(job: Callable[..., TrainingJob]) -> None:
     split = job("train.batch_size=2", "train.accumulate=4", "model.dropout=0")
     whole = job("train.batch_size=8", "train.accumulate=1", "model.dropout=0")
     first, second = split.train_step(), whole.train_step()
@@ -51,13 +51,13 @@ def test_accumulated_batches_are_one_large_batch(job: Callable[..., Job]) -> Non
     assert split.state["progress"] == whole.state["progress"] == {"step": 1, "tokens": 8 * 16}
 
 
-def test_the_seed_decides_weights_and_order(job: Callable[..., Job]) -> None:
+def test_the_seed_decides_weights_and_order(job: Callable[..., TrainingJob]) -> None:
     first, second, other = job("train.seed=1"), job("train.seed=1"), job("train.seed=2")
     assert torch.equal(weights(first), weights(second)) and not torch.equal(weights(first), weights(other))
     assert not torch.equal(first.state["data"].state_dict()["order"], other.state["data"].state_dict()["order"])
 
 
-def test_gradients_are_clipped_to_the_norm(job: Callable[..., Job]) -> None:
+def test_gradients_are_clipped_to_the_norm(job: Callable[..., TrainingJob]) -> None:
     def gradient_norm(*overrides: str) -> tuple[float, float]:
         clipped = job(*overrides)
         measured = clipped.train_step().norm.item()
@@ -72,20 +72,20 @@ def test_gradients_are_clipped_to_the_norm(job: Callable[..., Job]) -> None:
     assert left == pytest.approx(measured, rel=1e-4)
 
 
-def test_the_learning_rate_follows_the_keys(job: Callable[..., Job]) -> None:
+def test_the_learning_rate_follows_the_keys(job: Callable[..., TrainingJob]) -> None:
     taught = job("train.lr=0.01", "train.warmup_steps=2", "train.decay_steps=4", "train.min_lr_ratio=0.5")
     rates = [taught.train_step().lr for _ in range(5)]
     assert rates == pytest.approx([0.005, 0.01, 0.0075, 0.005, 0.005])
 
 
-def test_weight_decay_reaches_the_optimizer(job: Callable[..., Job]) -> None:
+def test_weight_decay_reaches_the_optimizer(job: Callable[..., TrainingJob]) -> None:
     assert [group["weight_decay"] for group in job("train.weight_decay=0.3").optimizer.param_groups] == [
         0.3,
         0.0,
     ]
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32(job: Callable[..., Job]) -> None:
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32(job: Callable[..., TrainingJob]) -> None:
     half, full = job("train.dtype=bfloat16", "model.dropout=0"), job("model.dropout=0")
     seen = []
     half.model.get_submodule("blocks.0.up").register_forward_hook(
@@ -97,7 +97,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(job: Callable[..., Job]
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
 
 
-def test_the_validation_loss_is_of_unseen_text_and_changes_nothing(job: Callable[..., Job]) -> None:
+def test_the_validation_loss_is_of_unseen_text_and_changes_nothing(job: Callable[..., TrainingJob]) -> None:
     taught = job()
     before = torch.get_rng_state()
     first = taught.validation_loss()
@@ -109,7 +109,7 @@ def test_the_validation_loss_is_of_unseen_text_and_changes_nothing(job: Callable
     assert job("data.validation=0").validation_loss() is None
 
 
-def test_eval_batches_bounds_the_work(job: Callable[..., Job], text_file: Path) -> None:
+def test_eval_batches_bounds_the_work(job: Callable[..., TrainingJob], text_file: Path) -> None:
     text_file.write_bytes(text_file.read_bytes() * 8)
     seen: list[int] = []
 
@@ -124,17 +124,17 @@ def test_eval_batches_bounds_the_work(job: Callable[..., Job], text_file: Path) 
     assert windows("train.eval_batches=10000") == (340 * 8 // 2 - 1) // 16
 
 
-def test_max_bytes_bounds_the_text(job: Callable[..., Job]) -> None:
+def test_max_bytes_bounds_the_text(job: Callable[..., TrainingJob]) -> None:
     text = job("data.max_bytes=100").text
     assert len(text.train) + len(text.validation) == 100
 
 
 def test_a_relative_path_starts_from_the_folder_of_the_launch(compose_job: Composed, text_file: Path) -> None:
-    taught = Job(compose_job(f"data.path={text_file.name}"), str(text_file.parent))
+    taught = TrainingJob(compose_job(f"data.path={text_file.name}"), str(text_file.parent))
     assert taught.text.source == f"data.path={text_file}"
 
 
-def test_threads(job: Callable[..., Job]) -> None:
+def test_threads(job: Callable[..., TrainingJob]) -> None:
     before = torch.get_num_threads()
     try:
         assert "on 1 CPU threads" in job("train.threads=1").description
@@ -144,13 +144,13 @@ def test_threads(job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_without_a_device_is_refused(job: Callable[..., Job]) -> None:
+def test_cuda_without_a_device_is_refused(job: Callable[..., TrainingJob]) -> None:
     with pytest.raises(CheckpointConfigError, match=r"train\.device=cuda, but torch finds 0 CUDA device"):
         job("train.device=cuda")
 
 
 @pytest.mark.slow
-def test_parallel_is_one_of_three_and_nothing_to_one_process(job: Callable[..., Job]) -> None:
+def test_parallel_is_one_of_three_and_nothing_to_one_process(job: Callable[..., TrainingJob]) -> None:
     losses = {kind: job(f"parallel={kind}").train_step().loss.item() for kind in ("ddp", "fsdp", "tp")}
     assert len(set(losses.values())) == 1
     with pytest.raises(CheckpointConfigError, match=r"got fspd. Did you mean parallel=fsdp\?"):
@@ -161,7 +161,7 @@ def test_parallel_is_one_of_three_and_nothing_to_one_process(job: Callable[..., 
 
 def reported(compose_job: Composed, *overrides: str) -> Summary:
     config = compose_job("checkpoint=off", *overrides)
-    return run(Job(config, "/"), config.checkpoint, "/nowhere")
+    return run(TrainingJob(config, "/"), config.checkpoint, "/nowhere")
 
 
 def test_reports_come_at_their_steps_and_at_the_last(compose_job: Composed) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckpt_train.job import Job
+from ckpt_train.job import TrainingJob
 from ckpt_train.loop import run
 from ckpt_train.report import Summary
 from omegaconf import DictConfig
@@ -24,8 +24,8 @@ Composed = Callable[..., DictConfig]
 N = 6  # an epoch of the text ends in step 5, so the second half begins inside a shuffled epoch
 
 
-def trained(config: DictConfig, folder: Path) -> tuple[Job, Summary]:
-    job = Job(config, "/")
+def trained(config: DictConfig, folder: Path) -> tuple[TrainingJob, Summary]:
+    job = TrainingJob(config, "/")
     return job, run(job, config.checkpoint, str(folder))
 
 
@@ -42,7 +42,7 @@ def assert_same(first: Any, second: Any, key: str) -> None:
         assert first == second, key
 
 
-def assert_same_state(first: Job, second: Job) -> None:
+def assert_same_state(first: TrainingJob, second: TrainingJob) -> None:
     one, other = flatten(first.state), flatten(second.state)
     assert one.tensor_paths == other.tensor_paths and one.object_paths == other.object_paths
     for path, mine, yours in zip(one.tensor_paths, one.tensors, other.tensors, strict=True):
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_program_is_not_compared(
     from ckpt_component import build_checkpointer, build_manager
 
     caplog.set_level("INFO")
-    job = Job(compose_job(), "/")
+    job = TrainingJob(compose_job(), "/")
     with build_checkpointer("sync") as checkpointer:
         checkpointer.save(job.state, tmp_path / "iter_0000001")
     with build_manager("sync", dir=tmp_path / "other") as manager:

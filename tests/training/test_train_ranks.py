@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ckpt_train.job import Job
+from ckpt_train.job import TrainingJob
 from ckpt_train.loop import run
 from omegaconf import DictConfig
 from ranks import run_ranks
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, text_file: Path, tiny: tuple[str, ...]) -> Path:
 
 
 def in_one_process(config: DictConfig, folder: Path) -> list[float]:
-    summary = run(Job(config, "/"), config.checkpoint, str(folder))
+    summary = run(TrainingJob(config, "/"), config.checkpoint, str(folder))
     return [loss for _, loss in [*summary.losses, *summary.validation]]
 
 
@@ -77,19 +77,19 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_goes_on_on_any_number_of_ran
     assert len(lines) == 6
     alone = {}
     for saved in ("one", "ddp", "fsdp", "tp"):
-        exported = exported_model(folder / saved, Job(compose_job(), "/").model)
+        exported = exported_model(folder / saved, TrainingJob(compose_job(), "/").model)
         config = compose_job(
             "checkpoint.save.at_end=false",
             "checkpoint.save.every_steps=null",
             f"train.steps={2 * N + 2}",
             "model.dropout=0",
         )
-        job = Job(config, "/")
+        job = TrainingJob(config, "/")
         with build_manager(config.checkpoint, dir=folder / saved) as manager:
             assert manager.restore(job.state) == 2 * N
         assert exported.keys() == job.model.state_dict().keys()
         assert all(torch.equal(value, exported[key]) for key, value in job.model.state_dict().items()), saved
-        job = Job(config, "/")
+        job = TrainingJob(config, "/")
         summary = run(job, config.checkpoint, str(folder / saved))
         assert (summary.start, summary.step, len(summary.losses)) == (2 * N, 2 * N + 2, 2)
         alone[saved] = [loss for _, loss in [*summary.losses, *summary.validation]]

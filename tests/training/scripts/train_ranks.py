@@ -8,7 +8,7 @@ from typing import Any
 
 import hydra
 import torch
-from ckpt_train.job import Job
+from ckpt_train.job import TrainingJob
 from ckpt_train.loop import run
 from ckpt_train.ranks import Ranks
 from ckpt_train.schema import register
@@ -34,13 +34,13 @@ def config_of(folder: Path, *overrides: str) -> DictConfig:
         return compose("train", [*tiny, f"data.path={folder / 'text.txt'}", *overrides])
 
 
-def trained(config: DictConfig, ranks: Ranks, folder: Path) -> tuple[Job, list[float]]:
-    job = Job(config, "/", ranks)
+def trained(config: DictConfig, ranks: Ranks, folder: Path) -> tuple[TrainingJob, list[float]]:
+    job = TrainingJob(config, "/", ranks)
     summary = run(job, config.checkpoint, str(folder))
     return job, [loss for _, loss in [*summary.losses, *summary.validation]]
 
 
-def values_of(job: Job, rank: int) -> dict[str, Any]:
+def values_of(job: TrainingJob, rank: int) -> dict[str, Any]:
     flat = flatten(job.state, rank)
     objects = zip(flat.object_paths, flat.objects, strict=True)
     tensors = zip(flat.tensor_paths, flat.tensors, strict=True)
@@ -111,7 +111,7 @@ def resumes_of_others(rank: int, world_size: int, folder: Path) -> None:
 def tp_refuses(rank: int, world_size: int, folder: Path) -> None:
     """Heads that the ranks do not divide; on all ranks, in words."""
     try:
-        Job(config_of(folder, "parallel=tp", "model.heads=1"), "/", Ranks(rank, world_size, rank))
+        TrainingJob(config_of(folder, "parallel=tp", "model.heads=1"), "/", Ranks(rank, world_size, rank))
     except CheckpointConfigError as error:
         assert "parallel=tp shares out model.heads=1, which 2 ranks do not divide" in str(error)
     else:
