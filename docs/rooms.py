@@ -15,7 +15,7 @@ STOREYS = {
         *("errors", "_version", "core.waits", "core.sockets", "core.outside", "core.memory", "core._lazy"),
         *("core.options", "core.spelling", "core.progress", "core.deprecation"),
     ),
-    "outside": ("core.processes", "core.lane", "core.storage", "core.state", "core.coordination"),
+    "outside": ("core.processes", "core.lane", "core.job", "core.storage", "core.state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),
     "files": ("events", "core.writing", "core.formats"),
     "reading and writing formats, configs": ("config", "writers", "loading"),

@@ -46,8 +46,8 @@ from .waits import Waits
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["OUTSIDE", "Address", "CancelledError", "Condition", "Empty", "Future", "Latch", "Outside", "Pool", "Process"]
-__all__ += ["Queue", "Socket", "Thread"]
+__all__ = ["OUTSIDE", "Address", "CancelledError", "Condition", "Empty", "Future", "Latch", "Outside", "Pool"]
+__all__ += ["Process", "Queue", "Socket", "Thread"]
 
 _Result = TypeVar("_Result")
 

@@ -1,0 +1,48 @@
+"""What the processes of test_job.py run: they answer requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from ckpt_component.core.processes.framing import Channel
+from ckpt_component.core.processes.remote_error import describe_failure
+from ckpt_component.core.processes.serve import serve
+
+
+def main() -> None:
+    serve(answer_all, on_orphan="finish")
+
+
+def answer_all(job: dict[str, Any], parent: Channel) -> None:
+    if job["how"] == "never":
+        time.sleep(60)
+    elif job["how"] == "leave":
+        sys.exit(3)
+    elif job["how"] == "fail":
+        parent.send(describe_failure(ValueError("not today")))
+    elif job["how"] != "silent":
+        parent.send({})
+    while (frame := parent.receive()) is not None:
+        try:
+            answer = work(frame[0])
+        except Exception as error:
+            parent.send(describe_failure(error))
+        else:
+            parent.send(answer, blobs=[frame[1]])
+
+
+def work(request: dict[str, Any]) -> dict[str, Any]:
+    kind = request["request"]
+    if kind == "fail":
+        raise OSError(28, "No space left on device")
+    if kind == "leave":
+        sys.exit(request["code"])
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "sleep":
+        time.sleep(60)
+    return {"pid": os.getpid()} if kind == "pid" else {"got": request}
