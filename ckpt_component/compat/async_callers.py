@@ -8,11 +8,11 @@ import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any
 
 from ..core.options import NICE, IoPriority
+from ..core.outside import Future
 from ..core.processes.priority import lower_priority
 from ..errors import CheckpointError, CheckpointSaveError
 from .async_request import AsyncRequest
@@ -270,8 +270,7 @@ class PersistentAsyncCaller(ProcessCaller):
     @property
     def pid(self) -> int | None:
         """The process ID, or None if no process runs."""
-        process = self._worker.process if self._worker is not None else None
-        return process.pid if process is not None else None
+        return None if self._worker is None else self._worker.pid
 
     def __del__(self) -> None:
         """Let go of the process; see `AsyncCaller`. A later request starts another one."""

@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections import deque
-from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from ..core.options import IoPriority
@@ -15,6 +14,7 @@ from ..errors import CheckpointError, CheckpointSaveError
 from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from .async_request import AsyncRequest
 from .peers import PeerSession
+from .spawn import at_the_end_of
 from .torch_errors import as_checkpoint_exception
 
 logger = logging.getLogger(__name__)
@@ -102,8 +102,7 @@ class AsyncCallsQueue:
         self._unreported: list[int] = []
         self._owner = OwnerProcess("queue")
         _queues.add(self)
-        # Also runs at the exit of multiprocessing's children, which do not run atexit handlers.
-        Finalize(self, _at_the_end, (weakref.ref(self), self.async_calls), exitpriority=_EXIT_PRIORITY)
+        at_the_end_of(self, _EXIT_PRIORITY, _at_the_end, weakref.ref(self), self.async_calls)
 
     @staticmethod
     def get_instances() -> list[AsyncCallsQueue]:

@@ -7,12 +7,12 @@ which then calls it for every save. The process runs the loop of `worker_main`; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
+from ..core.outside import Future
 from ..errors import CheckpointError
 from .pickling import pickle_by_value
 from .spawn import ProcessContext

@@ -1,7 +1,8 @@
-"""Start processes, supervise and join them, and report how each one failed.
+"""Start processes by `multiprocessing`, supervise and join them, and report how each one failed.
 
 The contract is that of `torch.multiprocessing.spawn`, without torch. Unlike there, a child does not depend on the
-thread that started it, no error file is left behind, and no process survives the failure of another.
+thread that started it, no error file is left behind, and no process survives the failure of another. A child imports
+this module, and the standard library. All others of this package start processes by `Child`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
-import time
+import threading
+import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from ..core.outside import OUTSIDE
+from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
 from ..errors import CheckpointError, printable
-from .worker_main import run_supervised
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +45,8 @@ _POLL_SECONDS = 0.5
 _TERMINATE_SECONDS = 30.0
 #: After SIGKILL. A process in uninterruptible I/O may survive longer and is left to the kernel.
 _KILL_SECONDS = 5.0
+#: Between the interrupt and the hard exit of a process whose parent has ended.
+_PARENT_GRACE_SECONDS = 1.0
 
 
 class StartMethodError(CheckpointError, ValueError):
@@ -155,15 +163,15 @@ class ProcessContext:
             return None
 
     def _wait_for_any(self, timeout: float | None) -> list[int]:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else OUTSIDE.now() + timeout
         while self.sentinels:
-            left = _POLL_SECONDS if deadline is None else min(deadline - time.monotonic(), _POLL_SECONDS)
+            left = _POLL_SECONDS if deadline is None else min(deadline - OUTSIDE.now(), _POLL_SECONDS)
             ready = multiprocessing.connection.wait(list(self.sentinels), max(left, 0))
             for sentinel in ready:
                 if isinstance(sentinel, int):
                     self.processes[self.sentinels[sentinel]].join(0.05)
             ended = [index for index in self.sentinels.values() if self.processes[index].exitcode is not None]
-            if ended or (deadline is not None and time.monotonic() >= deadline):
+            if ended or (deadline is not None and OUTSIDE.now() >= deadline):
                 return ended
         return []
 
@@ -207,9 +215,9 @@ def end_processes(processes: Sequence[BaseProcess], grace_seconds: float) -> Non
 
 
 def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = OUTSIDE.now() + seconds
     for process in processes:
-        process.join(max(deadline - time.monotonic(), 0))
+        process.join(max(deadline - OUTSIDE.now(), 0))
 
 
 def check_start_method_exists(start_method: str) -> None:
@@ -261,7 +269,7 @@ def start_processes(
     try:
         if start_method == "forkserver" and os.environ.get(ENV_VAR_PARALLEL_START, "0") == "1":
             logger.info("starting %d processes in parallel", nprocs)
-            with ThreadPoolExecutor(max(nprocs, 1), thread_name_prefix="ckpt-start") as pool:
+            with OUTSIDE.pool(nprocs, "ckpt-start") as pool:
                 starts = [pool.submit(process.start) for process in processes]
             for start in starts:  # all are started before the first error is raised
                 start.result(0)
@@ -307,3 +315,89 @@ def _remove_folders(folders: set[str], owner: int) -> None:
         for folder in folders:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(folder)
+
+
+def run_supervised(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: str) -> None:
+    """In the process: call `fn(index, *args)`, and exit with 1 if it raises.
+
+    When the parent process ends, the main thread is interrupted as by Ctrl-C; if the process still runs a second later,
+    it exits at once.
+
+    Args:
+        fn: the function
+        index: number of the process
+        args: further arguments
+        error_file: where the traceback goes; its private folder is created for it
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # as `multiprocessing` has started this process
+    OUTSIDE.start("ckpt-parent-watch", _leave_with, parent.sentinel, parent.pid)
+    try:
+        fn(index, *args)
+    except KeyboardInterrupt:
+        pass  # the parent has died, or the user pressed Ctrl-C, which the parent reports
+    except Exception:
+        text = traceback.format_exc()
+        try:
+            os.makedirs(os.path.dirname(error_file), mode=0o700, exist_ok=True)
+            Path(error_file).write_text(text)
+        except OSError as error:
+            print(f"{text}\n(could not leave this for the parent process: {error})", file=sys.stderr)
+        sys.exit(1)
+
+
+def _leave_with(sentinel: int, parent_pid: int) -> None:
+    watched = [sentinel]
+    try:
+        # A sibling may have inherited the sentinel's pipe and hold it open; a pidfd is not affected by that.
+        watched.append(os.pidfd_open(parent_pid))
+    except ProcessLookupError:
+        watched = []  # it has exited
+    except (OSError, AttributeError) as error:
+        logger.info("watching the parent process by its pipe alone, because pidfd_open failed: %s", error)
+    if watched:
+        multiprocessing.connection.wait(watched)  # no deadline: this daemon thread has nothing else to do
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    OUTSIDE.sleep(_PARENT_GRACE_SECONDS)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def group_signals_held(start_method: str) -> Iterator[None]:
+    """Block signals that are meant for the trainer in a process started here until its handlers are installed."""
+    # A fork server and a resource tracker inherit the blocked signals; start them before.
+    if start_method != "fork":
+        resource_tracker.ensure_running()
+    if start_method == "forkserver":
+        forkserver.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_TRAINER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def main_kept_out() -> Iterator[None]:
+    """Processes started in this block do not import the main script, as after `python -m package`."""
+    main = sys.modules["__main__"]
+    # multiprocessing skips this name
+    spec, main.__spec__ = main.__spec__, ModuleSpec("ckpt_component.__main__", None)
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+
+
+def at_the_end_of(owner: object, priority: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function when an object is collected or the interpreter exits, also that of a child of `multiprocessing`.
+
+    Such a child runs no handlers of `atexit`.
+
+    Args:
+        owner: the object
+        priority: higher ones come first at the exit
+        function: must not refer to the object
+        *arguments: of the function; neither may these
+    """
+    Finalize(owner, function, arguments, exitpriority=priority)

@@ -1,24 +1,22 @@
-"""A supervised process with a queue of requests, handled in order. A process that died is replaced.
+"""A process with a queue of requests, handled in order: a `Job`, and the `Lane` that asks it.
 
-A thread communicates with the process, so that a large request does not block the thread that submits it.
+The lane communicates with the process, so that a large request does not block the thread that submits it.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
+import math
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
-from multiprocessing.util import Finalize
 from typing import Any
 
+from ..core.lane import Lane
+from ..core.outside import OUTSIDE, Future, Outside
 from ..core.processes.owner_process import OwnerProcess
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
-from .spawn import ProcessContext
-from .worker_process import CallProcess
+from ..errors import CheckpointError, CheckpointSaveError
+from .spawn import ProcessContext, at_the_end_of
+from .worker_process import call, worker_job
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +40,8 @@ class WorkerClient:
         args: its further arguments
         close_timeout: seconds for the process to exit when it is asked to
         farewell: a pickled request that is sent last
-        on_start: called with the pid of each process that is started
-        options: of each `CallProcess`
-
-    Attributes:
-        process: the running process, or None
-        context: context of the last process that was started, or None
+        outside: what it runs in
+        **options: of `worker_job`
     """
 
     def __init__(
@@ -57,30 +51,32 @@ class WorkerClient:
         *,
         close_timeout: float = 60.0,
         farewell: bytes = b"",
-        on_start: Callable[[int], None] | None = None,
+        outside: Outside = OUTSIDE,
         **options: Any,
     ) -> None:
-        self._new_process = partial(CallProcess, loop, args, **options)
-        self._on_start = on_start
-        self._close_timeout = close_timeout
-        self._farewell = farewell
+        self._outside, self._close_timeout, self._farewell = outside, close_timeout, farewell
         self._owner = OwnerProcess("worker")
-        self._lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckpt-worker-client")
-        self._thread: int | None = None
-        self._requests: set[Future[Any]] = set()
-        self._closed = self._ends_after_requests = False
+        self._job = worker_job(loop, args, outside=outside, **options)
+        # Before other handlers of the exit, which close what requests need.
+        self._lane = Lane("ckpt-worker-client", outside, at_exit=math.inf)
         self._stopped = ""  # why everything was stopped
-        self.process: CallProcess | None = None
-        self.context: ProcessContext | None = None
-        # Also runs at the exit of multiprocessing's children, which do not run atexit handlers.
-        Finalize(self, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
+        at_the_end_of(self, _EXIT_PRIORITY, _close_at_exit, weakref.ref(self))
+
+    @property
+    def pid(self) -> int | None:
+        """The ID of the process; None: there is none."""
+        return self._job.pid
+
+    @property
+    def context(self) -> ProcessContext | None:
+        """The context of the last process that was started, or None."""
+        process = self._job.process
+        return None if process is None else process.context
 
     def start(self) -> None:
         """Start the process now, from this thread, instead of at the first request. Raises as `CallProcess`."""
-        with self._lock:
-            self._check_open()
-            self._ensure_process()
+        self._check_open()
+        self._job.start()
 
     def submit(
         self,
@@ -105,18 +101,14 @@ class WorkerClient:
         Raises:
             CheckpointSaveError: the client is closed, or belongs to another process
         """
-        with self._lock:
-            self._check_open()
-            result = self._executor.submit(self._run, payload, timeout, what, result_of)
-            self._requests.add(result)
-        result.add_done_callback(self._after)
-        return result
+        self._check_open()
+        return self._lane.submit(self._run, payload, timeout, what, result_of)
 
     def finish(self) -> None:
         """Accept no more requests; the process ends after the accepted ones. Does not wait."""
-        with self._lock:
-            self._closed = self._ends_after_requests = True
-        self._after(None)
+        if not self._owner.closed:
+            self._owner.closed = True
+            self._lane.post(self._end_process, self._close_timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Accept no more requests, finish the accepted ones, and end the process. Safe to call twice.
@@ -134,94 +126,49 @@ class WorkerClient:
     def _close(self, timeout: float | None, reason: str) -> None:
         if not self._owner.is_here:
             return  # a forked copy does not own the process
-        if threading.get_ident() == self._thread:
+        if self._lane.is_here:
             return self.finish()  # called by a request, which must not wait for later ones
-        begin = time.monotonic()
-        with self._lock:
-            self._closed = True
-            requests = list(self._requests)
-        if wait(requests, timeout).not_done:
-            with self._lock:
-                self._stopped = reason
-                process = self.process
-            if process is not None:
-                process.hang_up(listens=False)
-            if wait(requests, STOP_SECONDS).not_done:
+        deadline = math.inf if timeout is None else self._outside.now() + timeout
+        self._owner.closed = True
+        if not self._lane.drain(deadline):
+            self._stopped = reason
+            self._job.give_up(reason)
+            if not self._lane.drain(self._outside.now() + STOP_SECONDS):
                 logger.error("the thread of the worker process did not end")
-                return
-        self._executor.shutdown()
-        self._end_process(self._close_timeout if timeout is None else timeout - (time.monotonic() - begin))
+                return self._lane.stop()
+        self._end_process(self._close_timeout if timeout is None else deadline - self._outside.now())
 
     def _check_open(self) -> None:
         if not self._owner.is_here:
             raise CheckpointSaveError("This worker belongs to the process that made it, not to a forked copy of it.")
-        if self._closed:
+        if self._owner.closed:
             raise CheckpointSaveError("This worker is closed; make a new one.")
 
-    def _check_not_stopped(self, what: str) -> None:
-        if self._stopped:
-            raise CheckpointSaveError(f"{what} {self._stopped}.")
+    def _end_process(self, timeout: float) -> None:
+        """When all requests are done: end the process, if any, within `timeout` seconds, or at once."""
+        self._lane.stop()
+        deadline = self._outside.now() + max(timeout, 0.1)
+        if self._farewell and self._job.is_ready and not self._stopped:
+            try:
+                call(self._job, self._farewell, deadline - self._outside.now(), "its last request")
+            except CheckpointError as error:
+                logger.warning("%s", error)
+        self._job.end(0.0 if self._stopped else deadline - self._outside.now())
 
-    def _ensure_process(self) -> CallProcess:
-        if self.process is None:
-            self.process = self._new_process()
-            self.context = self.process.context
-            if self._on_start is not None:
-                self._on_start(self.process.pid)
-        return self.process
-
-    def _end_process(self, timeout: float | None) -> None:
-        """End the process, if any, within `timeout` seconds, or at once."""
-        with self._lock:
-            process, self.process = self.process, None
-        if process is None:
-            return
-        if timeout is None or self._stopped:
-            process.stop()
-        else:
-            process.end(max(timeout, 0.1), self._farewell)
-
-    # Methods of the thread.
+    # On the lane.
 
     def _run(self, payload: bytes | Future[bytes], timeout: float, what: str, result_of: Callable[[Any], Any]) -> Any:
-        self._thread = threading.get_ident()
         try:
             while isinstance(payload, Future):
-                self._check_not_stopped(what)
-                if wait([payload], _POLL_SECONDS).done:
+                if self._stopped:
+                    raise CheckpointSaveError(f"{what} {self._stopped}.")
+                if self._outside.wait_for([payload], _POLL_SECONDS):
                     payload = payload.result(0)
-            return result_of(self._call(payload, timeout, what))
+            return result_of(call(self._job, payload, timeout, what))
         except BaseException as error:
             # Also raised, if anybody asks for the result. A traceback would keep this client alive.
             logger.warning("%s", str(error))
             raise
-
-    def _call(self, payload: bytes, timeout: float, what: str) -> Any:
-        with self._lock:
-            self._check_not_stopped(what)
-            if self.process is not None and not self.process.alive:
-                logger.warning("%s Another one is started.", self.process.death())
-                self.process.stop()
-                self.process = None
-            process = self._ensure_process()
-        try:
-            process.await_ready()
-            return process.call(payload, timeout, what)
-        except CheckpointError as error:
-            # A process that answers with an error keeps running.
-            if not process.ready or isinstance(error, (WorkerDiedError, CheckpointTimeoutError)):
-                self._end_process(None)
-            self._check_not_stopped(what)
-            raise
-
-    def _after(self, request: Future[Any] | None) -> None:
-        """Finish a request, or note that there will be no more. After the last one, the process ends."""
-        with self._lock:
-            if request is not None:
-                self._requests.discard(request)
-            ends = self._ends_after_requests and not self._requests
-        if ends:
-            self._end_process(self._close_timeout)
 
 
 def _close_at_exit(client: weakref.ref[WorkerClient]) -> None:

@@ -42,8 +42,7 @@ EXCEPTIONS = {
     "publishing/follow.py": "a private temporary folder, deleted at the end",
     "managing/stop_signals.py": "a line on stderr from a signal handler",
     "integrations/file_capture.py": "small files of a framework in a private temporary folder, read back at once",
-    "compat/spawn.py": "deletes the folder of tracebacks",
-    "compat/worker_main.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
+    "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
 #: Methods that wait as long as it takes, unless they are given a time.
 WAITS = {"wait", "result", "exception", "join", "acquire", "shutdown"}
@@ -54,7 +53,6 @@ WITHOUT_DEADLINE = {
     "background/uploader.py": "the process waits for its next job; the end of the trainer is one",
     "compat/checkpoint_process.py": "the parent kills the process at the deadline; and a future that is done",
     "compat/spawn.py": "torch's spawn waits for its processes",
-    "compat/worker_client.py": "what the thread does has ended",
     "core/outside.py": "a lock that was just made",
     "core/image/copy.py": "copies of memory, which do not block",
     "core/image/early_arenas.py": "a future that is done",

@@ -25,6 +25,7 @@ from ckpt_component.compat.checkpoint_process import (
     RequestType,
     WorkerResponse,
 )
+from ckpt_component.compat.worker_process import CallProcess
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
 Make = Callable[..., CheckpointProcess]
@@ -169,16 +170,14 @@ def test_a_tensor_in_shared_memory_reaches_the_writer_as_that_memory(
 ) -> None:
     import torch
 
-    from ckpt_component.compat.worker_process import CallProcess
-
     sent: list[int] = []
-    call = CallProcess.call
+    send = CallProcess.send
 
-    def counted(self: CallProcess, payload: bytes, *args: Any) -> Any:
-        sent.append(len(payload))
-        return call(self, payload, *args)
+    def counted(self: CallProcess, header: Any, deadline: float, blobs: Any, *rest: Any) -> None:
+        sent.extend(map(len, blobs))
+        send(self, header, deadline, blobs, *rest)
 
-    monkeypatch.setattr(CallProcess, "call", counted)
+    monkeypatch.setattr(CallProcess, "send", counted)
     weights = torch.nn.Parameter(torch.ones(1 << 20)).share_memory_()
     state: dict[str, Any] = {"weights": weights, "view": weights.detach()[10:20]}
     started, go = tmp_path / "at", tmp_path / "go"

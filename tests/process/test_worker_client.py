@@ -24,11 +24,14 @@ from ckpt_component.compat import worker_process
 from ckpt_component.compat.pickling import pickle_by_value
 from ckpt_component.compat.worker_client import WorkerClient
 from ckpt_component.compat.worker_main import serve_calls
-from ckpt_component.compat.worker_process import CallProcess
+from ckpt_component.compat.worker_process import CallProcess, call, worker_job
+from ckpt_component.core.job import Job
 from ckpt_component.core.processes.serve import SIGNALS_OF_THE_TRAINER
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+WorkerJob = Job[CallProcess]
 
 METHODS = ("spawn", "forkserver", "fork")
 
@@ -38,17 +41,27 @@ def message(*request: Any) -> bytes:
 
 
 @pytest.fixture
-def make_process() -> Iterator[Callable[..., CallProcess]]:
-    """A process that calls what it is sent, and returns what that returns."""
-    made: list[CallProcess] = []
+def make_job() -> Iterator[Callable[..., WorkerJob]]:
+    """A job whose process, which is started, calls what it is sent, and returns what that returns."""
+    made: list[WorkerJob] = []
 
-    def make(loop: Any = calls.serve_with, args: tuple[Any, ...] = (calls.run,), **options: Any) -> CallProcess:
-        made.append(CallProcess(loop, args, **{"start_method": "fork", **options}))
+    def make(loop: Any = calls.serve_with, args: tuple[Any, ...] = (calls.run,), **options: Any) -> WorkerJob:
+        made.append(worker_job(loop, args, **{"start_method": "fork", **options}))
+        made[-1].start()
         return made[-1]
 
     yield make
-    for process in made:
-        process.stop()
+    for job in made:
+        job.kill()
+
+
+def exit_code(job: WorkerJob) -> int | None:
+    assert job.process is not None and not job.process.alive
+    return job.process.context.processes[0].exitcode
+
+
+def is_alive(job: WorkerJob) -> bool:
+    return job.process is not None and job.process.alive
 
 
 @pytest.fixture
@@ -72,17 +85,14 @@ def submit(worker: WorkerClient, *request: Any, timeout: float = 60) -> Future[A
 
 
 @pytest.mark.parametrize("start_method", METHODS)
-def test_a_call_is_answered_from_a_process_without_torch(
-    start_method: str, make_process: Callable[..., CallProcess]
-) -> None:
-    process = make_process(start_method=start_method)
-    process.await_ready()
-    answer = process.call(message(calls.facts), 20, "facts")
-    assert answer["pid"] == process.pid != os.getpid() and process.alive
+def test_a_call_is_answered_from_a_process_without_torch(start_method: str, make_job: Callable[..., WorkerJob]) -> None:
+    job = make_job(start_method=start_method)
+    answer = call(job, message(calls.facts), 20, "facts")
+    assert answer["pid"] == job.pid != os.getpid() and is_alive(job)
     if start_method != "fork":
         assert not answer["torch"]
-    process.end(20)
-    assert not process.alive and process.context.processes[0].exitcode == 0
+    job.end(20)
+    assert exit_code(job) == 0
 
 
 @pytest.mark.parametrize(
@@ -94,32 +104,27 @@ def test_a_call_is_answered_from_a_process_without_torch(
     ],
 )
 def test_what_cannot_cross_as_it_is_crosses_as_text(
-    request_: tuple[Any, ...], text: str, make_process: Callable[..., CallProcess]
+    request_: tuple[Any, ...], text: str, make_job: Callable[..., WorkerJob]
 ) -> None:
-    process = make_process()
-    process.await_ready()
+    job = make_job()
     with pytest.raises(CheckpointSaveError, match=text):
-        process.call(message(*request_), 20, "it")
-    assert process.call(message(calls.facts), 20, "facts")
+        call(job, message(*request_), 20, "it")
+    assert call(job, message(calls.facts), 20, "facts")
 
 
-def test_a_request_that_cannot_be_unpickled_there_is_an_error(make_process: Callable[..., CallProcess]) -> None:
-    process = make_process()
-    process.await_ready()
+def test_a_request_that_cannot_be_unpickled_there_is_an_error(make_job: Callable[..., WorkerJob]) -> None:
+    job = make_job()
     with pytest.raises(CheckpointSaveError, match="UnpicklingError"):
-        process.call(b"no pickle", 20, "it")
+        call(job, b"no pickle", 20, "it")
 
 
-def test_a_process_that_leaves_is_reported_with_its_code(make_process: Callable[..., CallProcess]) -> None:
-    process = make_process()
-    process.await_ready()
+def test_a_process_that_leaves_is_reported_with_its_code(make_job: Callable[..., WorkerJob]) -> None:
+    job = make_job()
     with pytest.raises(WorkerDiedError, match="exited with code 7 while it ran it"):
-        process.call(message(calls.leave, 7), 60, "it")
+        call(job, message(calls.leave, 7), 60, "it")
 
 
-def test_a_death_is_seen_although_others_hold_the_pipe_open(
-    make_process: Callable[..., CallProcess], tmp_path: Path
-) -> None:
+def test_a_death_is_seen_although_others_hold_the_pipe_open(make_job: Callable[..., WorkerJob], tmp_path: Path) -> None:
     """A process that is forked while this one starts inherits the far end, so the pipe never ends."""
     gate, started = tmp_path / "gate", tmp_path / "started"
     inner = CallProcess.__init__.__globals__["start_processes"]
@@ -135,68 +140,64 @@ def test_a_death_is_seen_although_others_hold_the_pipe_open(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_process, "start_processes", fork_a_holder_first)
-        process = make_process()
+        job = make_job()
     try:
-        process.await_ready()
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
-            process.call(message(calls.kill_me, signal.SIGKILL), 60, "it")
-        with pytest.raises(WorkerDiedError, match="SIGKILL"):
-            process.call(message(calls.facts), 60, "it")
+            call(job, message(calls.kill_me, signal.SIGKILL), 60, "it")
+        assert call(job, message(calls.facts), 60, "it")  # by another one
     finally:
         gate.touch()
         os.waitpid(holders[0], 0)
 
 
-def test_a_process_that_does_not_read_is_given_up_at_the_deadline(make_process: Callable[..., CallProcess]) -> None:
-    process = make_process()
-    process.await_ready()
-    os.kill(process.pid, signal.SIGSTOP)
+def test_a_process_that_does_not_read_is_given_up_at_the_deadline(make_job: Callable[..., WorkerJob]) -> None:
+    job = make_job()
+    os.kill(call(job, message(calls.facts), 60, "facts")["pid"], signal.SIGSTOP)
     with pytest.raises(CheckpointTimeoutError, match=r"did not finish it within 0\.2 s"):
-        process.call(message(len, bytes(1 << 22)), 0.2, "it")
-    process.stop()
-    assert not process.alive
+        call(job, message(len, bytes(1 << 22)), 0.2, "it")
+    job.kill()
+    assert not is_alive(job)
 
 
 def test_a_call_that_hangs_is_given_up_at_the_deadline_and_may_clean_up(
-    make_process: Callable[..., CallProcess], tmp_path: Path
+    make_job: Callable[..., WorkerJob], tmp_path: Path
 ) -> None:
-    process = make_process()
-    process.await_ready()
+    job = make_job()
     cleaned = tmp_path / "cleaned"
     with pytest.raises(CheckpointTimeoutError):
-        process.call(message(calls.start_and_hang, str(tmp_path / "at"), str(cleaned)), 0.2, "it")
-    process.stop()  # SIGTERM first
-    assert not process.alive
+        call(job, message(calls.start_and_hang, str(tmp_path / "at"), str(cleaned)), 0.2, "it")
+    job.kill()  # SIGTERM first
+    assert not is_alive(job)
     assert cleaned.read_text() == "cleaned"
 
 
 @pytest.mark.slow
-def test_a_call_that_ignores_sigterm_is_killed(make_process: Callable[..., CallProcess], tmp_path: Path) -> None:
-    process = make_process()
-    process.await_ready()
+def test_a_call_that_ignores_sigterm_is_killed(make_job: Callable[..., WorkerJob], tmp_path: Path) -> None:
+    job = make_job()
     with pytest.raises(CheckpointTimeoutError):
-        process.call(message(calls.hang_against_signals, str(tmp_path / "at")), 0.5, "it")
-    process.stop()
-    assert process.context.processes[0].exitcode == -signal.SIGKILL
+        call(job, message(calls.hang_against_signals, str(tmp_path / "at")), 0.5, "it")
+    job.kill()
+    assert exit_code(job) == -signal.SIGKILL
 
 
-def test_a_large_request_and_a_large_answer(make_process: Callable[..., CallProcess]) -> None:
-    process = make_process()
-    process.await_ready()
+def test_a_large_request_and_a_large_answer(make_job: Callable[..., WorkerJob]) -> None:
+    job = make_job()
     data = os.urandom(1 << 10) * (3 << 10) + b"end"
-    assert process.call(message(bytes, data), 20, "it") == data
+    assert call(job, message(bytes, data), 20, "it") == data
 
 
 def test_the_process_group_can_be_signalled_without_hurting_it(
-    make_process: Callable[..., CallProcess], tmp_path: Path
+    make_job: Callable[..., WorkerJob], tmp_path: Path
 ) -> None:
-    process = make_process()
+    job = make_job()
+    pid = job.pid
+    assert pid is not None
     for number in SIGNALS_OF_THE_TRAINER:  # while it starts
-        os.kill(process.pid, number)
-    process.await_ready()
+        os.kill(pid, number)
+    assert call(job, message(calls.facts), 20, "facts")["pid"] == pid
     for number in SIGNALS_OF_THE_TRAINER:  # while it is idle
-        os.kill(process.pid, number)
-    assert process.call(message(calls.facts), 20, "facts")["pid"] == process.pid
+        os.kill(pid, number)
+    assert call(job, message(calls.facts), 20, "facts")["pid"] == pid
 
     started, gate = tmp_path / "at", tmp_path / "gate"
 
@@ -208,14 +209,13 @@ def test_the_process_group_can_be_signalled_without_hurting_it(
 
     thread = threading.Thread(target=signal_it_at_work)
     thread.start()
-    process.call(message(calls.start_and_wait, str(started), str(gate)), 20, "it")
+    call(job, message(calls.start_and_wait, str(started), str(gate)), 20, "it")
     thread.join()
 
 
-def test_a_call_may_start_processes_of_its_own(make_process: Callable[..., CallProcess], tmp_path: Path) -> None:
-    process = make_process()
-    process.await_ready()
-    process.call(message(calls.start_a_subprocess, str(tmp_path / "out")), 20, "it")
+def test_a_call_may_start_processes_of_its_own(make_job: Callable[..., WorkerJob], tmp_path: Path) -> None:
+    job = make_job()
+    call(job, message(calls.start_a_subprocess, str(tmp_path / "out")), 20, "it")
     assert (tmp_path / "out").read_text() == "sub"
 
 
@@ -230,14 +230,14 @@ def test_a_call_may_start_processes_of_its_own(make_process: Callable[..., CallP
         (calls.fail, "exited with code 1 before it was ready"),
     ],
 )
-def test_a_start_that_ends_the_process(loop: Any, text: str, make_process: Callable[..., CallProcess]) -> None:
+def test_a_start_that_ends_the_process(loop: Any, text: str, make_job: Callable[..., WorkerJob]) -> None:
     with pytest.raises(WorkerDiedError, match=text):
-        make_process(loop, ()).await_ready()
+        call(make_job(loop, ()), message(calls.facts), 60, "it")
 
 
-def test_a_loop_that_crashes_leaves_its_traceback(make_process: Callable[..., CallProcess]) -> None:
+def test_a_loop_that_crashes_leaves_its_traceback(make_job: Callable[..., WorkerJob]) -> None:
     with pytest.raises(WorkerDiedError) as caught:
-        make_process(calls.fail, ()).await_ready()
+        call(make_job(calls.fail, ()), message(calls.facts), 60, "it")
     assert "object of type" in str(caught.value.__cause__) or "ValueError" in str(caught.value.__cause__)
 
 
@@ -247,7 +247,7 @@ sys.path[:0] = {path!r}
 import logging
 import worker_calls as calls
 from ckpt_component.compat.worker_main import serve_calls
-from ckpt_component.compat.worker_process import CallProcess
+from ckpt_component.compat.worker_process import CallProcess, call, worker_job
 from ckpt_component.compat.worker_client import WorkerClient
 from ckpt_component.compat.pickling import pickle_by_value
 from functools import partial
@@ -269,7 +269,7 @@ def script(body: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_a_main_script_without_a_guard_is_named_in_the_error(start_method: str, tmp_path: Path) -> None:
-    body = f"process = CallProcess(serve_calls, (20,), start_method={start_method!r})\nprocess.await_ready()\n"
+    body = f"call(worker_job(serve_calls, (20,), start_method={start_method!r}), b'', 30, 'it')\n"
     done = subprocess.run(script(body, tmp_path), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -277,7 +277,7 @@ def test_a_main_script_without_a_guard_is_named_in_the_error(start_method: str, 
 
 
 def test_a_script_with_a_guard_is_not(tmp_path: Path) -> None:
-    body = "if __name__ == '__main__':\n    CallProcess(serve_calls, (20,)).await_ready()\nelse:\n    raise SystemExit(5)\n"
+    body = "if __name__ == '__main__':\n    call(worker_job(serve_calls, (20,)), b'', 30, 'it')\nelse:\n    raise SystemExit(5)\n"
     done = subprocess.run(script(body, tmp_path), capture_output=True, text=True, timeout=60, check=False)
     assert "exited with code 5 before it was ready" in done.stderr
     assert "put that under" not in done.stderr
@@ -361,7 +361,7 @@ def test_close_may_be_called_when_a_request_is_done(make_worker: Callable[..., W
     gate.touch()
     assert second.result(20)
     worker.close()
-    assert worker.process is None
+    assert worker.pid is None
 
 
 def test_a_process_that_still_starts_does_not_hold_up_close(tmp_path: Path) -> None:
@@ -476,11 +476,10 @@ if __name__ == "__main__":
     eventually(lambda: is_gone(pid), 10)
 
 
-def test_log_level_reaches_the_process(make_process: Callable[..., CallProcess]) -> None:
-    process = make_process(serve_calls, (logging.ERROR,))
-    process.await_ready()
+def test_log_level_reaches_the_process(make_job: Callable[..., WorkerJob]) -> None:
+    job = make_job(serve_calls, (logging.ERROR,))
     payload = pickle_by_value((assert_level, (logging.ERROR,), {}), "it", parts={}, fix="")
-    assert process.call(payload, 20, "it") is None
+    assert call(job, payload, 20, "it") is None
 
 
 def assert_level(level: int) -> None:
