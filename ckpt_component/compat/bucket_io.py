@@ -11,7 +11,6 @@ import contextlib
 import os
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..core.storage.files import FileStorage
@@ -96,10 +95,10 @@ def _try_to_write(
 
 
 def _write_all(ops: FileStorage, buckets: Sequence[ImageBucket]) -> None:
-    suffix = f".{os.urandom(4).hex()}.tmp"
+    suffix = f".{ops.outside.random_bytes(4).hex()}.tmp"
     folders = {os.path.dirname(bucket.path) for bucket in buckets}
     try:
-        with ThreadPoolExecutor(max(len(buckets), 1), thread_name_prefix="ckpt-bucket") as pool:
+        with ops.outside.pool(len(buckets), "ckpt-bucket") as pool:
             list(pool.map(lambda bucket: _write_draft(ops, bucket, bucket.path + suffix), buckets))
         for folder in folders:
             with contextlib.suppress(FileNotFoundError):

@@ -8,16 +8,14 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import threading
-import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.coordination import PolledCoordinator, RankStore, distributed
 from ..core.coordination.heartbeat import FailureDetector
+from ..core.outside import OUTSIDE, Future
 from ..core.processes.remote_error import describe_failure
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError, ranks_failed
 from .worker_client import WorkerClient
@@ -45,7 +43,7 @@ class ScheduledCall:
         number: number of the call, the same on all ranks
         looks: how often all ranks were asked about it without waiting
         is_asked_about: whether all ranks were asked about it at all
-        vote: lock of the thread that posts this rank's outcome, which is posted once
+        is_posted: whether this rank's outcome is posted, or need not be any more
     """
 
     what: str
@@ -56,11 +54,12 @@ class ScheduledCall:
     number: int = 0
     looks: int = 0
     is_asked_about: bool = False
-    vote: threading.Lock = field(default_factory=threading.Lock)
+    is_posted: bool = False
 
     def is_done(self, blocking: bool) -> bool:
         """Whether it is done on this rank; raises its `error`. Blocking: waits until it is, or its time is over."""
-        if not wait([self.result], self.timeout if blocking else 0).done and not blocking:
+        outside = OUTSIDE if self.session is None else self.session.outside
+        if not outside.wait_for([self.result], self.timeout if blocking else 0) and not blocking:
             return False
         if (error := self.error()) is not None:
             raise error
@@ -85,11 +84,14 @@ class PeerSession:
 
     Args:
         store: its own connection, with the key prefix that all queues of the job share
+
+    Attributes:
+        outside: that of the store
     """
 
     def __init__(self, store: RankStore) -> None:
-        self.world_size = store.world_size
-        self._store = store
+        self.world_size, self.outside = store.world_size, store.outside
+        self._store, self._lock = store, store.outside.lock()
         self._coordinator: PolledCoordinator | None = None  # while requests are in flight
         self._detector: FailureDetector
         self._prefix: str | None = None  # prefix of all tags, set by the first call that involves all ranks
@@ -139,7 +141,7 @@ class PeerSession:
             raise self._failure(call.what, error) from (call.error() if call.result.done() else None)
         finally:
             if over:
-                call.vote.acquire(blocking=False)
+                self._may_post(call)
         return over
 
     def give_up(self, call: ScheduledCall, failure: CheckpointError) -> None:
@@ -226,16 +228,22 @@ class PeerSession:
     def _cast(self, call: ScheduledCall, failure: CheckpointError | None) -> None:
         """Send the outcome of a call on this rank, from any thread. Never raises."""
         try:
-            if call.vote.acquire(blocking=False):
+            if self._may_post(call):
                 self._coordinate().cast(self._tag(call), None, failure)
         except CheckpointError as error:
             logger.warning("could not tell the other ranks how %s went on this one: %s", call.what, error)
+
+    def _may_post(self, call: ScheduledCall) -> bool:
+        """Whether the outcome of a call may be posted, which nobody may do after that."""
+        with self._lock:
+            was_posted, call.is_posted = call.is_posted, True
+        return not was_posted
 
     def _tag(self, call: ScheduledCall) -> str:
         return f"{self._prefix}/call/{call.number}"
 
     def _deadline(self, timeout: float) -> float:
-        return time.monotonic() + timeout + (0 if self.is_leader else GRACE_SECONDS)
+        return self.outside.now() + timeout + (0 if self.is_leader else GRACE_SECONDS)
 
     def _failure(self, what: str, error: RanksError) -> RanksError:
         code = "" if error.errno is None else f" ({errno.errorcode.get(error.errno, f'errno {error.errno}')})"

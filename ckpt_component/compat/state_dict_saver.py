@@ -7,7 +7,6 @@ when they have changed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -95,7 +94,7 @@ class SaveRanks(_DistWrapper):
         return f"save-{self._save}/{step}"
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._timeout
+        return self._coordinator.outside.now() + self._timeout
 
 
 @as_checkpoint_exception()
