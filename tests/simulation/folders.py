@@ -28,8 +28,7 @@ from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import Prove, Verify
-from ckpt_component.core.storage import folder_keeper, host_files, host_folders, new_names
-from ckpt_component.core.storage.memory import memory_files
+from ckpt_component.core.storage import folder_keeper, new_names
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.writing import range_writer, write_job
@@ -48,7 +47,6 @@ from ckpt_component.saving.context import NoRun, SaveContext
 from ckpt_component.saving.save_lane import SaveLane
 from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.process_files import ProcessFiles
-from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess
 
 PHASES = ("begin", "commit", "find", "agree", "verify", "copy")
@@ -71,10 +69,8 @@ class FolderPatches(ClusterPatches):
 
     def __enter__(self) -> FolderPatches:
         super().__enter__()
-        patch, threads = self._patch, SimulatedThreading(self._running)
-        for module in (folder_keeper, host_files, memory_files):
-            patch.setattr(module, "threading", threads)
-        for module in (host_folders, purge, range_writer, write_job):
+        patch = self._patch
+        for module in (purge, range_writer, write_job):
             patch.setattr(module, "ThreadPoolExecutor", InTurn)
         patch.setattr(write_access, "time", self.time)
         patch.setattr(folder_keeper, "open_regular", self._open)

@@ -20,7 +20,6 @@ from ckpt_component.background import part_uploader, uploader, uploading
 from ckpt_component.background.part_uploader import PartUploader
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.background.uploader import Uploader
-from ckpt_component.core.commit import copying
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import data_folder, read_manifest
@@ -107,7 +106,6 @@ class CrewPatches:
         patch = self._patch
         for module in (uploading, uploader, part_uploader):
             patch.setattr(module, "time", self._time)
-        patch.setattr(copying, "ThreadPoolExecutor", InTurn)
         patch.setattr(uploading, "file_storage", lambda **_: self.crew.local())
         patch.setattr(uploading, "storage_at", lambda *_, **__: self.crew.shared())
         return self

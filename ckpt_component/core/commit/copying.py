@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,7 +248,7 @@ def _copy_files(
 
     with (
         source.open_files(folder) as opened,
-        ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="ckpt-copy") as pool,
+        storage.outside.pool(min(_MAX_THREADS, os.cpu_count() or 1), "ckpt-copy") as pool,
     ):
         by_kernel = local is not None and isinstance(opened, OpenFiles)
         step = _STEP_BYTES if by_kernel and pace is None else _SMALL_STEP_BYTES

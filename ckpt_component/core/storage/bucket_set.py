@@ -10,15 +10,12 @@ from __future__ import annotations
 import errno
 import io
 import os
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
-from threading import get_ident
 from typing import IO, NamedTuple, Protocol
 
-from ..outside import Outside
+from ..outside import Future, Outside, Pool
 from .bucket_store import patiently
 from .file_set import FileSet, RangeRead, extents_of
 from .file_stream import FileStream
@@ -64,11 +61,11 @@ class ObjectSet(FileSet):
     _least_batch_bytes = 1 << 20
 
     def __init__(self, storage: Bucket, folder: str) -> None:
-        super().__init__(folder)
+        super().__init__(folder, storage.outside)
         self._storage = storage
         self._sizes: dict[str, int] = {}
         self._ahead: _ReadAhead | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Pool | None = None
         #: Name, start and bytes of what was fetched last for a read that nothing was known of before.
         self._near: tuple[str, int, memoryview] = ("", 0, memoryview(b""))
 
@@ -145,8 +142,8 @@ class ObjectSet(FileSet):
                 for first in range(start, stop, _PIECE_BYTES):
                     pieces[-1].append(_FetchedRange(name, first, min(first + _PIECE_BYTES, stop)))
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="ckpt-fetch")
-        self._ahead = _ReadAhead(pieces, self._fetch, self._pool)
+            self._pool = self.outside.pool(_REQUESTS, "ckpt-fetch")
+        self._ahead = _ReadAhead(pieces, self._fetch, self._pool, self.outside)
 
     def _after(self, number: int) -> None:
         if self._ahead is not None:
@@ -176,22 +173,26 @@ class _ReadAhead:
         pieces: those of each batch, in the order of the reads, without overlaps
         fetch: fetches a range of an object
         pool: runs `fetch`
+        outside: of the threads that read
     """
 
     def __init__(
         self,
         pieces: Sequence[Sequence[_FetchedRange]],
         fetch: Callable[[str, int, int], memoryview],
-        pool: ThreadPoolExecutor,
+        pool: Pool,
+        outside: Outside,
     ) -> None:
         self._pieces = list(chain.from_iterable(pieces))
         self._ends = list(accumulate(map(len, pieces), initial=0))
         self._fetch = fetch
         self._pool = pool
-        self._lock = threading.Lock()
+        self._outside = outside
+        self._lock = outside.lock()
         self._places = [(piece.name, piece.start) for piece in self._pieces]
-        #: The piece that each thread is at.
-        self._current: dict[int, int] = {}
+        self._of_thread = outside.thread_values()
+        #: The piece that each thread is at, by what stands for the thread.
+        self._current: dict[object, int] = {}
         self._passed = bytearray(len(self._pieces))
         self._fetched: dict[int, Future[memoryview]] = {}
 
@@ -207,12 +208,13 @@ class _ReadAhead:
             return None
         with self._lock:
             self._leave(number)
-            self._current[get_ident()] = number
+            self._current[self._thread] = number
             future = self._submitted(number)
             for upcoming in range(number + 1, min(number + 1 + _AHEAD, len(self._pieces))):
                 if not self._passed[upcoming]:
                     self._submitted(upcoming)
-        return future.result()[offset - piece.start :]
+        self._outside.wait_for([future], None)
+        return future.result(0)[offset - piece.start :]
 
     def drop(self, batch: int) -> None:
         """Drop the pieces of a batch that this thread has read."""
@@ -230,9 +232,17 @@ class _ReadAhead:
 
     def _leave(self, following: int | None = None) -> None:
         """Drop the piece that this thread was at, unless another one is at it or it stays."""
-        before = self._current.pop(get_ident(), None)
+        before = self._current.pop(self._thread, None)
         if before is not None and before not in (following, *self._current.values()):
             self._drop(before)
+
+    @property
+    def _thread(self) -> object:
+        """Stands for the calling thread."""
+        thread = getattr(self._of_thread, "thread", None)
+        if thread is None:
+            thread = self._of_thread.thread = object()
+        return thread
 
     def _submitted(self, number: int) -> Future[memoryview]:
         if number not in self._fetched:

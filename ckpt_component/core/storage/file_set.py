@@ -9,16 +9,15 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import IO, Any, NamedTuple, TypeVar
 
 from ...errors import CheckpointCorruptError
 from ..memory.scratch import ScratchBlock
+from ..outside import OUTSIDE, Outside
 from ..progress import Progress, no_progress
 from .checksum import Checksum
 from .safe_open import READ_TWICE, is_plain_name
@@ -50,6 +49,10 @@ class FileSet(ABC):
 
     Args:
         folder: folder of the checkpoint
+        outside: that of its storage
+
+    Attributes:
+        outside: the same
     """
 
     #: Most bytes of a batch, the unit that threads take and that is read ahead.
@@ -57,9 +60,10 @@ class FileSet(ABC):
     #: Least bytes of a batch.
     _least_batch_bytes = 0
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, outside: Outside = OUTSIDE) -> None:
+        self.outside = outside
         self._folder = folder
-        self._of_thread = threading.local()
+        self._of_thread = outside.thread_values()
         self._blocks: list[ScratchBlock] = []
 
     @abstractmethod
@@ -235,7 +239,7 @@ class FileSet(ABC):
                 for number in range(len(batches)):
                     read_batch(number)
                 return
-            with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
+            with self.outside.pool(threads, "ckpt-read") as pool:
                 for _ in pool.map(read_batch, range(len(batches))):
                     pass
 

@@ -189,7 +189,7 @@ class FileStorage(LocalFolders):
     def open_files(self, folder: str, *, shared: bool = True) -> OpenFiles:
         from .open_files import OpenFiles  # processes that only write do not load it
 
-        return OpenFiles(folder, shared=shared)
+        return OpenFiles(folder, shared=shared, outside=self.outside)
 
     def append(self, path: str, data: bytes) -> None:
         fd = self.open_append(path)

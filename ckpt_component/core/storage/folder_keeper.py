@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ class FolderKeeper(ServedKeeper):
         self._fs = files
         self._folder = folder
         self._root = root
-        self._lock = threading.Lock()
+        self._lock = files.outside.lock()
         self._open: dict[str, _SharedDescriptors] = {}
 
     @property

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import attrgetter
 from typing import IO, Any
 
 from ..memory.scratch import ScratchBlock
+from ..outside import Outside
 from ..progress import Progress, no_progress
 from .file_set import FileSet, RangeRead
 from .memory.keepers import Keeper, Piece
@@ -30,11 +30,11 @@ class HostFiles(FileSet):
     """
 
     def __init__(self, folder: str, here: FileSet, is_here: Callable[[str], bool], others: Sequence[Keeper]) -> None:
-        super().__init__(folder)
+        super().__init__(folder, here.outside)
         self._here = here
         self._is_here = is_here
         self._others = [*others]
-        self._lock = threading.Lock()
+        self._lock = self.outside.lock()
         #: Where the files are that were asked for, or were found beside them.
         self._places: dict[str, FileSet] = {}
         self._until_closed = ExitStack()
@@ -83,7 +83,7 @@ class HostFiles(FileSet):
                     listed = keeper.listed(self._folder)
                 except OSError as error:
                     raise read_failure(path, error) from error
-                far = self._until_closed.enter_context(FarFiles(self._folder, keeper))
+                far = self._until_closed.enter_context(FarFiles(self._folder, keeper, self.outside))
                 for file in listed:
                     self._places.setdefault(os.path.basename(file.path), far)
             return self._places.get(name, self._here)
@@ -105,10 +105,11 @@ class FarFiles(MemoryFiles):
     Args:
         folder: folder of the checkpoint
         keeper: of that host
+        outside: that of the storage
     """
 
-    def __init__(self, folder: str, keeper: Keeper) -> None:
-        super().__init__(folder, lambda: [keeper])
+    def __init__(self, folder: str, keeper: Keeper, outside: Outside) -> None:
+        super().__init__(folder, lambda: [keeper], outside)
         self._keeper = keeper
 
     def _open(self) -> dict[str, Piece | bytes]:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -232,7 +231,7 @@ class HostFolders(KeeperUnion, LocalFolders):
 
         keepers = self._keepers(path)
         if keepers:
-            with ThreadPoolExecutor(min(len(keepers), _MOST_AT_ONCE), thread_name_prefix="ckpt-put") as pool:
+            with self.outside.pool(min(len(keepers), _MOST_AT_ONCE), "ckpt-put") as pool:
                 list(pool.map(put, keepers))
 
     def append(self, path: str, data: bytes) -> None:

@@ -10,6 +10,7 @@ from typing import IO
 from ..memory import libc
 from ..memory.page_cache import share_in_memory
 from ..memory.scratch import ScratchBlock
+from ..outside import OUTSIDE, Outside
 from .direct_io import MAX_BYTES, PAGE, DirectReader
 from .file_set import GAP_BYTES, FileSet, RangeRead, extents_of
 from .safe_open import forget, is_on_disk, open_regular, read_failure
@@ -28,10 +29,11 @@ class OpenFiles(FileSet):
         folder: folder of the checkpoint
         shared: whether other processes on this host read the same files at the same time, so that the page cache
             serves them all. If not, uncached data is read with direct I/O.
+        outside: that of its storage
     """
 
-    def __init__(self, folder: str, *, shared: bool = True) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: str, *, shared: bool = True, outside: Outside = OUTSIDE) -> None:
+        super().__init__(folder, outside)
         self._shared = shared
         self._descriptors: dict[str, int] = {}
         self._direct: DirectReader | None = None

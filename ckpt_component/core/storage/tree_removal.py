@@ -9,9 +9,10 @@ import contextlib
 import errno
 import os
 import stat
-import time
 from collections.abc import Iterator
 from typing import Protocol
+
+from ..outside import Outside
 
 #: An NFS client renames a file that is deleted while it is open, and closes files in the background.
 _OPEN = ".nfs"
@@ -20,7 +21,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Deletes(Protocol):
-    """Deletes by the name in an open folder."""
+    """Deletes by the name in an open folder; waits by `outside`."""
+
+    outside: Outside
 
     def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         """Delete one file; `dir_fd`: its folder, which is open."""
@@ -56,7 +59,7 @@ def _remove(storage: Deletes, parent: int, path: str) -> None:
             return
         folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
     try:
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = storage.outside.now() + _CLOSE_SECONDS
         while True:
             _empty(storage, folder, path)
             try:
@@ -64,9 +67,9 @@ def _remove(storage: Deletes, parent: int, path: str) -> None:
                 return
             except OSError:
                 is_open = [name.startswith(_OPEN) for name in os.listdir(folder)]
-                if not is_open or not all(is_open) or time.monotonic() > deadline:
+                if not is_open or not all(is_open) or storage.outside.now() > deadline:
                     raise
-            time.sleep(_CLOSE_PAUSE)
+            storage.outside.sleep(_CLOSE_PAUSE)
     finally:
         os.close(folder)
 

@@ -10,11 +10,10 @@ import errno
 import functools
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...outside import OUTSIDE
 from ..files import FileStorage
 from . import LOG, SPEC
 from .failpoints import EFFECTS, LOOKS, Failpoint, FailpointError, parse_failpoints
@@ -24,6 +23,9 @@ from .operation_log import append, record
 _WITH_TARGET = ("link", "share", "rename_new", "exchange", "replace")
 #: Operations that cannot be skipped, because the caller needs their result.
 _WITH_RESULT = ("create", "share", "open_direct", "open_over", "open_again", *LOOKS)
+
+#: `cut`: how to cut the next write of a thread, "short" or "torn".
+_of_thread = OUTSIDE.thread_values()
 
 
 class FailpointFs(FileStorage):
@@ -51,12 +53,10 @@ class FailpointFs(FileStorage):
             )
         self._process = process
         self._rank = os.environ.get("RANK", "0")
-        #: Thread -> how to cut its next write, "short" or "torn".
-        self._cut: dict[int, str] = {}
 
     def _pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One system call, which a failpoint may cut in half."""
-        cut = self._cut.pop(threading.get_ident(), None)
+        cut, _of_thread.cut = getattr(_of_thread, "cut", None), None
         if cut is None:
             return super()._pwritev(fd, buffers, offset)
         first = buffers[0]
@@ -86,14 +86,14 @@ class FailpointFs(FileStorage):
             _die()
         elif action == "stop":
             # A signal to the process could be taken by another thread while this one continues.
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGSTOP)
         elif action == "raise":
             code = getattr(errno, failpoint.argument)
             raise OSError(code, os.strerror(code), path)
         elif action == "sleep":
-            time.sleep(float(failpoint.argument))
+            self.outside.sleep(float(failpoint.argument))
         elif action in ("short", "torn"):
-            self._cut[threading.get_ident()] = action
+            _of_thread.cut = action
         return action != "skip"
 
 

@@ -97,7 +97,7 @@ class HostMemory(KeeperUnion, ObjectFolders):
     def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
         from .memory_files import MemoryFiles  # processes that only write do not load it
 
-        return MemoryFiles(folder, partial(self._keepers, folder))
+        return MemoryFiles(folder, partial(self._keepers, folder), self.outside)
 
     # Small files
 

@@ -10,11 +10,11 @@ import errno
 import io
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO
 
+from ...outside import OUTSIDE, Outside
 from ..file_set import FileSet, RangeRead
 from ..file_stream import FileStream
 from ..safe_open import read_failure
@@ -33,12 +33,13 @@ class MemoryFiles(FileSet):
         folder: folder of the checkpoint
         find: returns the keepers that may have some of them; of two that have the same one, the one whose own it is
             counts, else the first
+        outside: that of the storage
     """
 
-    def __init__(self, folder: str, find: Callable[[], Sequence[Keeper]]) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: str, find: Callable[[], Sequence[Keeper]], outside: Outside = OUTSIDE) -> None:
+        super().__init__(folder, outside)
         self._find = find
-        self._lock = threading.Lock()
+        self._lock = outside.lock()
         self._files: dict[str, Piece | bytes] | None = None
         self._until_closed = ExitStack()
 
