@@ -219,10 +219,13 @@ class Outside(Sockets):
     #: The environment variables of this process.
     environment: MutableMapping[str, str] = os.environ
 
-    #: Call a function when the interpreter ends: the last one first. Threads run until then.
-    at_exit: Callable[[Callable[[], object]], object] = staticmethod(atexit.register)
-    #: Do not call it any more.
-    not_at_exit: Callable[[Callable[[], object]], None] = staticmethod(atexit.unregister)
+    def at_exit(self, function: Callable[[], object]) -> None:
+        """Call a function when the interpreter ends: the last one first. Threads run until then."""
+        atexit.register(function)
+
+    def not_at_exit(self, function: Callable[[], object]) -> None:
+        """Do not call it any more."""
+        atexit.unregister(function)
 
     def is_ending(self) -> bool:
         """Whether the script is over, and the interpreter waits for what was begun: then nothing more is."""

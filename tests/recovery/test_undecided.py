@@ -36,13 +36,13 @@ class QuickClock(Outside):
     """Its waits take no time, and it calls what happens meanwhile."""
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
-        self.waits = 0
-        self.now = lambda: float(self.waits)
+        self.pauses = 0
+        self.now = lambda: float(self.pauses)
         self.sleep = lambda seconds: self._wait(meanwhile)
 
     def _wait(self, meanwhile: Callable[[], object]) -> None:
-        self.waits += 1
-        if self.waits == 3:
+        self.pauses += 1
+        if self.pauses == 3:
             meanwhile()
 
 
@@ -112,7 +112,7 @@ def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_who
         keeper.storage.outside = outside = QuickClock(decide)
         request = SimpleNamespace(attempt=attempt)
         keeper.follow(cast(Any, SimpleNamespace(request=request, lock=lock, until=5.0)))
-    assert outside.waits == waits
+    assert outside.pauses == waits
     assert keeper.storage.exists(f"{ROOT}/iter_2/manifest.json") == (end == "committed")
     assert keeper.storage.exists(f"{ROOT}/iter_1/file") != (end == "committed")
     assert keeper.storage.exists(f"{ROOT}/iter_0/file"), "it stays for its peers"
@@ -161,12 +161,12 @@ class Decision:
 def test_the_keeper_that_decides_does_not_wait_for_a_rank_that_has_no_job() -> None:
     """Its trainer died before it asked for anything; rank 2's keeper, which waits for the decision, does not count."""
     decision = Decision(OtherKeeper(1, writes=False))
-    assert decision.outside.waits == 0 and not decision.is_committed
+    assert decision.outside.pauses == 0 and not decision.is_committed
 
 
 def test_the_keeper_that_decides_does_not_wait_for_a_keeper_that_is_gone() -> None:
     decision = Decision(None)
-    assert decision.outside.waits == 0 and not decision.is_committed
+    assert decision.outside.pauses == 0 and not decision.is_committed
 
 
 def test_the_keeper_that_decides_waits_for_a_rank_that_still_writes() -> None:
@@ -177,12 +177,12 @@ def test_the_keeper_that_decides_waits_for_a_rank_that_still_writes() -> None:
         middle.writes = False
 
     decision = Decision(middle, ends)
-    assert decision.outside.waits == 3 and decision.is_committed
+    assert decision.outside.pauses == 3 and decision.is_committed
 
 
 def test_a_rank_that_writes_nothing_is_given_up_after_the_heartbeat_timeout() -> None:
     decision = Decision(OtherKeeper(1, writes=True))
-    assert TIMEOUTS.heartbeat <= decision.outside.waits <= TIMEOUTS.heartbeat + 2 and not decision.is_committed
+    assert TIMEOUTS.heartbeat <= decision.outside.pauses <= TIMEOUTS.heartbeat + 2 and not decision.is_committed
 
 
 def test_a_commit_does_not_wait_for_files_of_a_keeper_that_has_ended() -> None:
@@ -194,7 +194,7 @@ def test_a_commit_does_not_wait_for_files_of_a_keeper_that_has_ended() -> None:
     votes = [{"rank": 0, "files": []}, {"rank": 1, "files": [{"name": "__1_0.distcp", "size": 5}]}]
     with pytest.raises(CheckpointSaveError, match=r"__1_0.distcp has None bytes on disk"):
         publish(attempt, votes, {}, {}, 60.0)
-    assert outside.waits == 0
+    assert outside.pauses == 0
 
 
 def test_a_rank_does_not_wait_for_the_attempt_of_a_leading_keeper_that_has_ended() -> None:
@@ -203,4 +203,4 @@ def test_a_rank_does_not_wait_for_the_attempt_of_a_leading_keeper_that_has_ended
     keeper.storage.outside = outside = QuickClock(lambda: None)
     with pytest.raises(CheckpointTimeoutError, match="iter_0000002"):
         attempt.protocol.join(attempt, 60.0)
-    assert outside.waits == 0
+    assert outside.pauses == 0
