@@ -490,7 +490,12 @@ class SimulatedOutside(SimulatedSockets, Outside):
         self.sleep = lambda seconds: simulation.park(simulation.now + max(seconds, 0))
         self.random_bytes = simulation.random.randbytes
         self.pid = lambda: process.pid
-        self.at_exit = self.not_at_exit = lambda function: None  # what ends it is `kill`, or the end of its threads
+
+    def at_exit(self, function: Callable[[], object]) -> None:
+        """Nothing is called: what ends a simulated process is `kill`, or the end of its threads."""
+
+    def not_at_exit(self, function: Callable[[], object]) -> None:
+        """Nothing is called."""
 
     def is_ending(self) -> bool:
         """No interpreter ends here."""
