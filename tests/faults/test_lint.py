@@ -55,7 +55,6 @@ WITHOUT_DEADLINE = {
     "compat/spawn.py": "torch's spawn waits for its processes",
     "core/outside.py": "a lock that was just made",
     "core/image/copy.py": "copies of memory, which do not block",
-    "core/image/early_arenas.py": "a future that is done",
     "core/memory/huge_pages.py": "about a millisecond",
     "core/storage/bucket_set.py": "requests have the deadlines of the store's client",
     "core/writing/keeper.py": "a thread waits until a newer run says so, or the process ends; lanes have their saves' deadlines",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from ...errors import CheckpointTimeoutError
+from ..outside import OUTSIDE, Future, Outside
 from .arena import Arena
 from .early_arenas import EarlyArenas
 
@@ -21,9 +19,10 @@ class ArenaPool:
     Args:
         count: how many images there may be: of saves in flight, and those that stay after their save
         shared: see `Arena`
+        outside: whose threads lease them
     """
 
-    def __init__(self, count: int, *, shared: bool) -> None:
+    def __init__(self, count: int, *, shared: bool, outside: Outside = OUTSIDE) -> None:
         self._count = count
         self._shared = shared
         self._free: list[Arena] = []
@@ -35,7 +34,8 @@ class ArenaPool:
         self._used = False
         self._early: EarlyArenas | None = None
         self._closed = False
-        self._changed = threading.Condition()
+        self._outside = outside
+        self._changed = outside.condition()
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class ArenaPool:
         if early is not None:
             self._early = None
             early.close()
-        early = EarlyArenas(_with_room(nbytes), self._count, prepare)
+        early = EarlyArenas(_with_room(nbytes), self._count, prepare, self._outside)
         with self._changed:
             if not self._closed:
                 self._early = early
@@ -77,11 +77,14 @@ class ArenaPool:
             self._early.start()
 
     def wait_free(self, deadline: float) -> bool:
-        """Wait until `lease` would not block; returns False if `deadline` (monotonic seconds) passes first."""
+        """Wait until `lease` would not block; returns False if `deadline` (seconds of `Outside.now`) passes first."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._leased < self._count, timeout=max(deadline - time.monotonic(), 0)
-            )
+            return self._await_free(deadline)
+
+    def _await_free(self, deadline: float) -> bool:
+        """See `wait_free`; `_changed` is entered."""
+        left = max(deadline - self._outside.now(), 0)
+        return bool(self._changed.wait_for(lambda: self._leased < self._count, left))
 
     def lease(self, nbytes: int, timeout: float) -> Arena:
         """Lease an arena of at least `nbytes` for exclusive use until `give_back`; one that is being made is finished.
@@ -89,9 +92,9 @@ class ArenaPool:
         Raises:
             CheckpointTimeoutError: all arenas stayed busy for `timeout` seconds
         """
-        until = time.monotonic() + timeout
+        until = self._outside.now() + timeout
         with self._changed:
-            if self._leased >= self._count and not self.wait_free(until):
+            if not self._await_free(until):
                 raise CheckpointTimeoutError(
                     f"All {self._count} checkpoint arena(s) were still being written after {timeout:g} s "
                     "(timeouts.stage); save less often, or raise checkpoint.stager.arenas."
@@ -112,7 +115,7 @@ class ArenaPool:
         except BaseException:
             with self._changed:
                 self._leased -= 1
-                self._changed.notify()
+                self._changed.notify_all()
             raise
         with self._changed:
             self._leased_bytes += arena.nbytes
@@ -122,7 +125,7 @@ class ArenaPool:
         early = self._early
         if early is None:
             return None
-        arena = early.take(max(until - time.monotonic(), 0)) if early.fit(nbytes) else None
+        arena = early.take(max(until - self._outside.now(), 0)) if early.fit(nbytes) else None
         if arena is None or not early.nbytes:
             self._early = None
             early.close()
@@ -145,7 +148,7 @@ class ArenaPool:
                 for older in self._lent:
                     older.close()
                 self._lent = [arena]
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _take_back(self) -> None:
         """Have what nobody reads any more be filled again, which costs less than new pages."""

@@ -11,18 +11,16 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
-import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from ..memory import libc
 from ..memory.libc import IOV_BYTES, IOV_MAX
+from ..outside import OUTSIDE, Outside
 from ..state.flatten import FlatState
 from ..state.int_columns import column_of
 from .arena import Slots
@@ -144,6 +142,7 @@ class CopyTasks:
         sources: the tensors to copy, by number; may contain others
         addresses: the address of each source (int64), if it cannot change before the copy; None: look it up then
         prove: for the plan's `proofs`; called with the file and `sources`, returns whether the file need not be copied
+        outside: whose threads copy
     """
 
     def __init__(
@@ -152,8 +151,10 @@ class CopyTasks:
         sources: Sequence[torch.Tensor],
         addresses: torch.Tensor | None = None,
         prove: Callable[[int, Sequence[torch.Tensor]], bool] | None = None,
+        outside: Outside = OUTSIDE,
     ) -> None:
         self._plan = plan
+        self._outside = outside
         self._prove_file = prove
         self._sources = sources
         self._origins: torch.Tensor | None = None
@@ -161,7 +162,7 @@ class CopyTasks:
             self._origins = torch.stack([addresses.index_select(0, plan.small), plan.pieces[:, 1]], 1)
         self._todo = deque(plan.tasks)
         self._running = 0
-        self._changed = threading.Condition()
+        self._changed = outside.condition()
         self._error: BaseException | None = None
         self._events: list[torch.cuda.Event] = []
         for device, numbers in plan.on_device.items():
@@ -171,19 +172,19 @@ class CopyTasks:
         """Run tasks until none is left; other threads may still be running theirs. Errors are raised by `finish`.
 
         Args:
-            until: start no task after this time (monotonic seconds)
+            until: start no task after this time, in seconds of `Outside.now`
             threads: how many threads may work, including the calling one and those already working
         """
         helpers = min(threads - self._running, len(self._todo)) - 1
         with (
-            ThreadPoolExecutor(max(helpers, 1), thread_name_prefix="ckpt-copy") as pool,
+            self._outside.pool(helpers, "ckpt-copy") as pool,
             torch.no_grad(),  # applies only to this thread
         ):
             for _ in range(helpers):
                 pool.submit(self.drain, until)
             while True:
                 with self._changed:
-                    if not self._todo or time.monotonic() >= until:
+                    if not self._todo or self._outside.now() >= until:
                         return
                     copy, arguments = self._todo.popleft()
                     self._running += 1
@@ -220,7 +221,7 @@ class CopyTasks:
 
     def _prove(self, file: int, plan: CopyPlan) -> None:
         if self._prove_file is None or not self._prove_file(file, self._sources):
-            CopyTasks(plan, self._sources).finish(threads=1)
+            CopyTasks(plan, self._sources, outside=self._outside).finish(threads=1)
 
     def _copy_large(self, target: int, number: int, start: int, nbytes: int) -> None:
         libc.memmove(target, self._sources[number].data_ptr() + start, nbytes)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_futures
 
 import psutil
 import torch
 
 from ...errors import CheckpointError
+from ..lane import Lane
 from ..memory.huge_pages import align
+from ..outside import OUTSIDE, Future, Outside
 from .arena import Arena
 
 logger = logging.getLogger("ckpt_component.image")
@@ -37,23 +37,26 @@ class EarlyArenas:
         nbytes: size of each
         count: how many; fewer are made if they would not leave as much memory again. The first is made in any case.
         prepare: called by the thread with each finished arena, such as to page-lock it
+        outside: of the thread
     """
 
-    def __init__(self, nbytes: int, count: int, prepare: Callable[[Arena], None]) -> None:
+    def __init__(self, nbytes: int, count: int, prepare: Callable[[Arena], None], outside: Outside = OUTSIDE) -> None:
         self._each = nbytes
         self._left = count
         self._prepare = prepare
         self._stopped = False
         #: Set when the thread may begin.
-        self._started = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-early")
+        self._started = outside.latch()
+        self._outside = outside
+        # The end of the interpreter waits for it, as it may be in a call of a CUDA driver.
+        self._lane = Lane("ckpt-early", outside, at_exit=_STOP_SECONDS)
         self._begin(least=0)
 
     def _begin(self, least: int) -> None:
         self._left -= 1
         #: Done when its block is mapped, and when its pages are allocated; None: there is not enough memory.
-        self._mapped: Future[Arena | None] | None = self._thread.submit(self._map, least)
-        self._made = self._thread.submit(self._make, self._mapped)
+        self._mapped: Future[Arena | None] | None = self._lane.submit(self._map, least)
+        self._made = self._lane.submit(self._make, self._mapped)
 
     @property
     def nbytes(self) -> int:
@@ -79,11 +82,11 @@ class EarlyArenas:
             return None
         self._mapped = None
         self._started.set()
-        arena = None if wait_futures([mapped], timeout).not_done else mapped.result()
+        arena = mapped.result(0) if self._outside.wait_for([mapped], timeout) else None
         if arena is not None:
             with contextlib.suppress(CheckpointError):  # the thread has the same error, and warns
                 arena.allocate(torch.get_num_threads())
-        if arena is None or wait_futures([made], timeout).not_done or made.exception() is not None:
+        if arena is None or not self._outside.wait_for([made], timeout) or made.exception(0) is not None:
             _drop(mapped, made)
             return None
         if self._left:
@@ -97,8 +100,7 @@ class EarlyArenas:
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             _drop(mapped, self._made)
-        self._thread.shutdown(wait=False)
-        if wait_futures([self._made], _STOP_SECONDS).not_done:
+        if not self._lane.close(self._outside.now() + _STOP_SECONDS):
             logger.warning("an arena is still being page-locked after %g s; it is freed then", _STOP_SECONDS)
 
     def _map(self, least: int) -> Arena | None:
@@ -113,7 +115,7 @@ class EarlyArenas:
             return None
 
     def _make(self, mapped: Future[Arena | None]) -> None:
-        arena = mapped.result()  # done, as it was submitted to the same thread before
+        arena = mapped.result(0)  # done, as it was submitted to the same thread before
         if arena is None or self._stopped:
             return
         try:
@@ -129,7 +131,7 @@ def _drop(mapped: Future[Arena | None], made: Future[None]) -> None:
     """Free an arena, now or when the thread has left it."""
 
     def stop(_: Future[Arena | None]) -> None:
-        arena = mapped.result()
+        arena = mapped.result(0)
         if arena is not None:
             arena.stop_allocating()
             made.add_done_callback(lambda _: arena.close())

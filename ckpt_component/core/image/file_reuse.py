@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..outside import OUTSIDE
 from ..state.flatten import FlatState
 from ..state.paths import key_of
 from ..state.structure import Structure
@@ -49,7 +49,7 @@ class FileReuse:
         self._in_memory = in_memory
         self._find = find
         self._checksum = checksum
-        self._lock = threading.Lock()
+        self._lock = OUTSIDE.lock()
         #: The files of the last committed checkpoint by key, and the marks of their tensors then.
         self._kept: dict[Any, CommittedFile] = {}
         self._marks: dict[Any, Sequence[Any]] = {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import bisect
 import mmap
-import threading
 from array import array
 
 from ..memory.huge_pages import address_of, align, map_private
 from ..memory.libc import IOV_MAX, memmove
+from ..outside import OUTSIDE
 from ..state.dense_tensors import BATCH, plain_addresses, tensor_bytes
 from ..state.flatten import FlatState
 from .copy import LARGE_BYTES, Gather, sources_of
@@ -43,7 +43,7 @@ class LiveSource:
         self._starts = array("q", [layout.files[item.file].base + item.offset for item in layout.items])
         self._starts.append(align(self.nbytes))  # direct I/O writes whole pages
         self._gather = Gather()
-        self._of_thread = threading.local()
+        self._of_thread = OUTSIDE.thread_values()
 
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
         """The bytes [start, end) of the image; gaps between items are zero. See `ByteSource.buffers`."""

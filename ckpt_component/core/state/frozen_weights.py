@@ -11,12 +11,12 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import first_keys
+from ..outside import OUTSIDE
 from .flatten import FlatState
 from .part_digests import digest_of_part
 from .paths import FROZEN, Path, key_of
@@ -228,7 +228,7 @@ def parts_at(flat: FlatState, paths: Sequence[Path]) -> dict[Path, list[FrozenPa
         with torch.inference_mode(False), torch.no_grad():
             return f"{digest_of_part(flat.tensors[number], flat.shards[number]):016x}"
 
-    with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpt-hash") as threads:
+    with OUTSIDE.pool(torch.get_num_threads(), "ckpt-hash") as threads:
         digests = [*threads.map(digest, [number for _, number in wanted])]
     found: dict[Path, list[FrozenPart]] = {path: [] for path in paths}
     for (path, number), each in zip(wanted, digests, strict=True):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
 import torch
 
 from ..memory.libc import views_of
+from ..outside import OUTSIDE
 from ..storage.checksum import ChecksumMissingError, find_checksum
 from .dense_tensors import BATCH, plain_addresses, tensor_bytes
 from .flatten import FlatState
@@ -78,7 +78,7 @@ class FullDigests:
         #: The digests of the pieces of large and of copied tensors, in order.
         parts: dict[int, list[int]] = defaultdict(list)
         large = self._pieces(flat, self._large)
-        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpt-hash") as threads:
+        with OUTSIDE.pool(torch.get_num_threads(), "ckpt-hash") as threads:
             hashes = threads.map(lambda each: hash_of(tensor_bytes(each[1])), large)
             pointers = flat.pointers
             for place, number, view_at in self._small:  # `tensor_bytes` would take longer than the hash

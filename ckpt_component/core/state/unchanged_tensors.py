@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import threading
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ..outside import OUTSIDE
 from ..spelling import closest
 from .flatten import FlatState
 from .paths import Path, key_of
@@ -78,7 +78,7 @@ class UnchangedTensors:
         #: In how many states in a row a mark was the same, and how many are needed, if more than one.
         self._same: dict[Name, int] = {}
         self._needed: dict[Name, int] = {}
-        self._lock = threading.Lock()
+        self._lock = OUTSIDE.lock()
         #: Those that have changed -> by how many times more their mark must be the same.
         self._changed: dict[Name, int] = {}
 
