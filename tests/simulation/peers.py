@@ -42,7 +42,6 @@ from ckpt_component.core.commit.names import MEGATRON, owned_token
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
-from ckpt_component.core.memory import huge_pages
 from ckpt_component.core.options import Prove, RecoveryMode, Verify
 from ckpt_component.core.processes import framing
 from ckpt_component.core.storage.memory import (
@@ -164,7 +163,7 @@ class ClusterPatches(HostPatches):
         super().__enter__()
         patch, threads = self._patch, SimulatedThreading(self._running)
         timed = (at_peers, framing, keeper_server, connected_keeper, arrivals, passing, copy_sender, copy_taker)
-        for module in (*timed, peer_sockets, huge_pages):
+        for module in (*timed, peer_sockets):
             patch.setattr(module, "time", self.time)
         for module in (at_peers, peer_keeper, arrivals, passing):
             patch.setattr(module, "threading", threads)
@@ -195,7 +194,8 @@ class ClusterPatches(HostPatches):
 
     def _taker(self, files: Any, root: str, name: str, home: Any) -> Any:
         host = self.network.host_of[self._running()]
-        return copy_taker.CopyTaker(files, root, name, home, lambda: self.cluster.available(host))
+        available = lambda: self.cluster.available(host)  # noqa: E731
+        return copy_taker.CopyTaker(files, root, name, home, available, self._running().outside)
 
     def _besides(self, rank: int) -> Callable[[str], list[Keeper]]:
         host, process = self._set(), self._running()

@@ -12,11 +12,9 @@ import fcntl
 import itertools
 import mmap
 import os
-import threading
-import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 
+from ..outside import OUTSIDE, Outside
 from . import libc
 from .libc import MADV_POPULATE_WRITE, address_of as address_of
 
@@ -126,6 +124,7 @@ class SharedPages:
 
     Args:
         nbytes: size; at least 1
+        outside: whose threads allocate them and wait for them
 
     Attributes:
         fd: descriptor of the memfd, which the caller closes
@@ -135,7 +134,7 @@ class SharedPages:
         OSError: there is no free descriptor, or no address space
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, outside: Outside = OUTSIDE) -> None:
         self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, nbytes)
@@ -149,7 +148,8 @@ class SharedPages:
         self._todo = deque(range(0, nbytes, _SLICE_BYTES))
         #: Where the slices begin that threads allocate now.
         self._running = set[int]()
-        self._changed = threading.Condition()
+        self._outside = outside
+        self._changed = outside.condition()
         self._not_huge = 0
         self._error: OSError | None = None
 
@@ -167,7 +167,7 @@ class SharedPages:
             OSError: there is not enough memory
         """
         helpers = min(threads, _MAX_THREADS, len(self._todo)) - 1
-        with ThreadPoolExecutor(max(helpers, 1), thread_name_prefix="ckpt-pages") as pool:
+        with self._outside.pool(helpers, "ckpt-pages") as pool:
             for _ in range(helpers):
                 pool.submit(self._work, share)
             self._work(share)
@@ -183,7 +183,7 @@ class SharedPages:
 
         Args:
             end: the position
-            deadline: monotonic seconds
+            deadline: seconds of `Outside.now`
 
         Raises:
             OSError: there is not enough memory
@@ -191,7 +191,7 @@ class SharedPages:
         """
         with self._changed:
             while self._error is None and min([*self._running, *itertools.islice(self._todo, 1)], default=end) < end:
-                left = deadline - time.monotonic()
+                left = deadline - self._outside.now()
                 if left <= 0:
                     raise TimeoutError(errno.ETIMEDOUT, "it is not allocated in time")
                 self._changed.wait(left)
@@ -211,7 +211,7 @@ class SharedPages:
                     return
                 start = self._todo.popleft()
                 self._running.add(start)
-            began = time.monotonic()
+            began = self._outside.now()
             try:
                 self._allocate_slice(start, min(_SLICE_BYTES, self._nbytes - start))
             except OSError as error:
@@ -222,7 +222,7 @@ class SharedPages:
                     self._running.remove(start)
                     self._changed.notify_all()
             if share < 1:
-                rest = (time.monotonic() - began) * (1 / share - 1)
+                rest = (self._outside.now() - began) * (1 / share - 1)
                 with self._changed:
                     self._changed.wait_for(lambda: not self._todo, min(rest, _LONGEST_REST))
 

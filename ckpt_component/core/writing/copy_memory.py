@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from ..memory.huge_pages import SharedPages
+from ..outside import OUTSIDE, Outside
 from ..storage.memory.kept_files import KeptFiles
 
 
@@ -24,6 +23,7 @@ class CopyBlock:
     Args:
         nbytes: its size
         name: of its keeper, for errors
+        outside: of its keeper
 
     Attributes:
         fd: its descriptor
@@ -32,9 +32,10 @@ class CopyBlock:
         is_filling: whether a copy is on its way into it
     """
 
-    def __init__(self, nbytes: int, name: str) -> None:
-        self._pages = SharedPages(nbytes)
+    def __init__(self, nbytes: int, name: str, outside: Outside) -> None:
+        self._pages = SharedPages(nbytes, outside)
         self._name = name
+        self._outside = outside
         self.fd = self._pages.fd
         self.nbytes = nbytes
         self.source = 0
@@ -59,7 +60,7 @@ class CopyBlock:
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
         """Allocate it in a thread, within a context. What goes wrong there is raised by `part`."""
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pages") as pool:
+        with self._outside.pool(1, "ckpt-pages") as pool:
             pool.submit(self._pages.allocate, 1)
             try:
                 yield
@@ -74,13 +75,15 @@ class CopyMemory:
         files: of this keeper
         name: of this keeper, for errors
         available: returns how many bytes of memory are free
+        outside: of this keeper
     """
 
-    def __init__(self, files: KeptFiles, name: str, available: Callable[[], int]) -> None:
+    def __init__(self, files: KeptFiles, name: str, available: Callable[[], int], outside: Outside = OUTSIDE) -> None:
         self._files = files
         self._name = name
         self._available = available
-        self._lock = threading.Lock()
+        self._outside = outside
+        self._lock = outside.lock()
         self._blocks: dict[int, list[CopyBlock]] = {}
 
     @contextlib.contextmanager
@@ -101,7 +104,7 @@ class CopyMemory:
             is_new = block is None
             if block is None:
                 self._refuse_large(nbytes)
-                block = CopyBlock(nbytes, self._name)
+                block = CopyBlock(nbytes, self._name, self._outside)
                 self._blocks.setdefault(home, []).append(block)
             block.is_filling, block.source = True, self._files.new_source()
         try:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..memory.available import available_bytes
 from ..memory.huge_pages import align
+from ..outside import OUTSIDE, Outside
 from ..processes.framing import Channel
 from ..processes.running import host_name
 from ..storage.checksum import find_checksum
@@ -44,6 +45,7 @@ class CopyTaker:
         name: of this keeper, for errors
         checksum_home: returns where the package of the run's checksum is installed
         available: returns how many bytes of memory are free
+        outside: of this keeper
     """
 
     def __init__(
@@ -53,12 +55,13 @@ class CopyTaker:
         name: str,
         checksum_home: Callable[[], str | None],
         available: Callable[[], int] = available_bytes,
+        outside: Outside = OUTSIDE,
     ) -> None:
         self._files = files
         self._root = root
         self._name = name
         self._checksum_home = checksum_home
-        self._memory = CopyMemory(files, name, available)
+        self._memory = CopyMemory(files, name, available, outside)
 
     def take(self, channel: Channel, header: Mapping[str, Any], blob: memoryview) -> Iterator[dict[str, Any]]:
         """Take a copy: the answers to the frame `replica`.
