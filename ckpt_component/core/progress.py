@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
+
+from .outside import OUTSIDE
 
 logger = logging.getLogger("ckpt_component.progress")
 
@@ -56,7 +57,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         with no_progress(what, total) as ignore:
             yield ignore
         return
-    lock = threading.Lock()
+    lock = OUTSIDE.lock()
     with (
         kind(desc=what, total=total, unit="B", unit_scale=True, delay=_DELAY_SECONDS, leave=False) as bar,
         _above_log_lines(bar),
@@ -80,11 +81,12 @@ def _bar_class() -> Any:
     """A class of bars that starts no thread and no process; None without tqdm."""
     try:
         from tqdm import tqdm
+        from tqdm.std import TRLock
     except ImportError:
         return None
     # The monitor is a thread, and the lock across processes would start one.
     bar: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
-    bar.set_lock(threading.RLock())
+    bar.set_lock(TRLock())
     return bar
 
 
