@@ -284,7 +284,7 @@ class Outside(Sockets):
         """New threads for independent tasks.
 
         Args:
-            threads: how many at most; they start when there are tasks
+            threads: how many at most; they start when there are tasks. A single one does them in their order.
             name: what their names begin with
         """
         return ThreadPoolExecutor(max(threads, 1), thread_name_prefix=name)

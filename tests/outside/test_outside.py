@@ -108,6 +108,18 @@ def test_a_pool_gives_results_in_order_and_errors(run: Run) -> None:
     run(script)
 
 
+def test_a_pool_of_one_thread_does_its_tasks_in_their_order(run: Run) -> None:
+    def script(outside: Outside) -> None:
+        done = list[int]()
+        with outside.pool(1, "test") as pool:
+            first = pool.submit(done.append, 1)
+            last = [pool.submit(done.append, number) for number in range(2, 20)][-1]
+            assert outside.wait_for([first, last], 60)
+        assert done == [*range(1, 20)]
+
+    run(script)
+
+
 def test_names_of_a_process_and_its_random_bytes(run: Run) -> None:
     def script(outside: Outside) -> None:
         assert outside.pid() == outside.pid() > 0

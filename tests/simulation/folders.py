@@ -31,7 +31,6 @@ from ckpt_component.core.options import Prove, Verify
 from ckpt_component.core.storage import folder_keeper, new_names
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.core.writing import range_writer, write_job
 from ckpt_component.core.writing.request import WriteRequest
 from ckpt_component.core.writing.write_job import run_write_job
 from ckpt_component.events import EventRecorder, SaveReport
@@ -70,7 +69,7 @@ class FolderPatches(ClusterPatches):
     def __enter__(self) -> FolderPatches:
         super().__enter__()
         patch = self._patch
-        for module in (purge, range_writer, write_job):
+        for module in (purge,):
             patch.setattr(module, "ThreadPoolExecutor", InTurn)
         patch.setattr(write_access, "time", self.time)
         patch.setattr(folder_keeper, "open_regular", self._open)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -26,7 +25,6 @@ from simulation.frozen_history import CHANGES, FrozenHistory
 from simulation.history import LONG, Event, History
 from simulation.world import one_thread
 
-from ckpt_component.core.writing import write_job
 from ckpt_component.testing import Fault
 
 FAULTS = [Fault("fail"), Fault("fail", errno.ENOSPC), Fault("lost")]
@@ -136,22 +134,6 @@ class FrozenHistories(Histories):
         self.history.change(which, f"layer{name}")
 
 
-class OneByOne:
-    """An executor that does what it is given at once, so that operations have one order."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> OneByOne:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def map(self, call: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
-        return [call(value) for value in values]
-
-
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
     """A history is the same whenever it happens: the names of attempts, the order of operations, and the time."""
@@ -160,7 +142,6 @@ def alike() -> Iterator[None]:
         logger = logging.getLogger("ckpt_component")
         patch.setattr(logger, "handlers", [logging.NullHandler()])
         patch.setattr(logger, "propagate", False)
-        patch.setattr(write_job, "ThreadPoolExecutor", OneByOne)
         yield
 
 

@@ -20,9 +20,11 @@ import torch
 from strides import in_turn
 
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
+from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.writing import io_mode
 from ckpt_component.core.writing.range_writer import Throttle
+from ckpt_component.testing.machine import PatientOutside
 
 STATE: dict[str, Any] = {
     "odd": torch.arange(12_345, dtype=torch.float32),
@@ -202,12 +204,13 @@ def test_auto_tries_once(
 
     monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
     monkeypatch.setattr(io_mode, "TRIED_BYTES", 1 << 20)
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds)
+    outside = Outside()
+    outside.now = lambda: OUTSIDE.now() + seconds
     monkeypatch.setattr(FileStorage, "create", watched_create)
     monkeypatch.setattr(FileStorage, "open_direct", watched_open)
     monkeypatch.setattr(FileStorage, "sync", slow_sync)
     monkeypatch.setattr(FileStorage, "in_memory", lambda fs, path: False)  # wherever pytest's folders are
-    with build_checkpointer("sync", ["checkpoint/stager=shared_memory"]) as checkpointer:
+    with build_checkpointer("sync", ["checkpoint/stager=shared_memory"], outside=outside) as checkpointer:
         for number in range(3):
             checkpointer.save(STATE, tmp_path / str(number))
     assert tried == (["buffered", "direct"] * 2 if available else ["buffered", "direct"])
@@ -253,17 +256,10 @@ def test_small_images_are_not_worth_a_trial(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "one" / "manifest.json").exists()
 
 
-def test_the_rate_holds_for_all_writers_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-
-    clock: Any = type("Clock", (), {"monotonic": staticmethod(lambda: now[0]), "sleep": staticmethod(sleep)})
-    monkeypatch.setattr("ckpt_component.core.writing.range_writer.time", clock)
-    throttle = Throttle(1000.0)
+def test_the_rate_holds_for_all_writers_together() -> None:
+    outside, slept = PatientOutside(), list[float]()
+    outside.slept = slept.append
+    throttle = Throttle(1000.0, outside)
     for _ in range(4):
         throttle.wait(500)
     assert slept == [0.5] * 4

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
 from ..storage.new_names import new_token
 from ..storage.storage import Storage
@@ -76,7 +75,7 @@ def try_modes(fs: Storage, folder: str, block: memoryview) -> tuple[float, float
 
 
 def _seconds(fs: Storage, path: str, block: memoryview, *, direct: bool) -> float:
-    started = time.perf_counter()
+    started = fs.outside.now()
     with contextlib.ExitStack() as cleaning:
         fd = fs.create(path, TRIED_BYTES)
         cleaning.callback(fs.unlink, path)
@@ -88,5 +87,5 @@ def _seconds(fs: Storage, path: str, block: memoryview, *, direct: bool) -> floa
         for position in range(0, TRIED_BYTES, BLOCK_BYTES):
             fs.write(target, [block], position)
         fs.sync(target)
-        elapsed = time.perf_counter() - started
+        elapsed = fs.outside.now() - started
     return elapsed

@@ -7,11 +7,10 @@ a file is a range of the arena, followed by the encoded objects that belong to i
 from __future__ import annotations
 
 import os
-import time
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
+from time import perf_counter
 from typing import NamedTuple
 
 from ..storage.checksum import Checksum, find_checksum
@@ -48,7 +47,7 @@ def run_keep_job(
         OSError: a file cannot be kept, because there is no memory or descriptor left
         ChecksumMissingError: the package of the table's checksum is not installed
     """
-    table, folder, started = request.table, request.attempt.staging, time.perf_counter()
+    table, folder, started = request.table, request.attempt.staging, perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     sizes, shared = sizes_of(request), {each.file: each for each in request.shared}
     sums = _sums(request, checksum)
@@ -66,13 +65,13 @@ def run_keep_job(
             files.put_image(path, image.number, image.descriptor, spec.base, spec.size, tail, known)
     for name, content in tails.items():
         files.put(os.path.join(folder, name), content)
-    summed_at = time.perf_counter()
+    summed_at = perf_counter()
     listed = write_integrity(request, sizes, sums)
     return {
         "rank": request.rank,
         "files": listed,
         "bytes": sum(entry["size"] for entry in listed),
-        "seconds": time.perf_counter() - started,
+        "seconds": perf_counter() - started,
         "began": started,
         "synced_from": summed_at,
         "io": request.options.io,
@@ -116,6 +115,6 @@ def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:
                 cursor.feed(request.source.buffers(base + start, base + end))
 
     threads = min(len(os.sched_getaffinity(0)), max(len(table.lanes), 1))
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-sum") as pool:
+    with request.fs.outside.pool(threads, "ckpt-sum") as pool:
         list(pool.map(sum_lanes, table.lanes))
     return sums

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from ..memory.huge_pages import align, align_down
+from ..outside import OUTSIDE, Future, Outside, Pool
 from ..storage.checksum import Checksum, Stream
 from .request import WriteRequest
 from .write_table import Lane
+
+_Result = TypeVar("_Result")
 
 #: This much is still in the core's cache (2 MB) when its checksum is computed right after the copy.
 _CACHED_BYTES = 512 << 10
@@ -28,20 +29,22 @@ class Throttle:
 
     Args:
         bytes_per_second: None: no limit
+        outside: what they wait by
     """
 
-    def __init__(self, bytes_per_second: float | None) -> None:
+    def __init__(self, bytes_per_second: float | None, outside: Outside = OUTSIDE) -> None:
         self._rate = bytes_per_second
-        self._lock = threading.Lock()
-        self._free_at = time.monotonic()
+        self._outside = outside
+        self._lock = outside.lock()
+        self._free_at = outside.now()
 
     def wait(self, nbytes: int) -> None:
         """Block for as long as `nbytes` more bytes take at the rate, after those of the calls before."""
         if self._rate is None:
             return
         with self._lock:
-            self._free_at = until = max(self._free_at, time.monotonic()) + nbytes / self._rate
-        time.sleep(max(until - time.monotonic(), 0))
+            self._free_at = until = max(self._free_at, self._outside.now()) + nbytes / self._rate
+        self._outside.sleep(max(until - self._outside.now(), 0))
 
 
 class LaneWriter:
@@ -67,6 +70,7 @@ class LaneWriter:
         in_memory: bool,
     ) -> None:
         self._fs = request.fs
+        self._outside = request.fs.outside
         self._source = request.source
         self._table = request.table
         self._descriptors = descriptors
@@ -75,7 +79,7 @@ class LaneWriter:
         self._direct = direct
         self._in_memory = in_memory
         self._block_bytes = align(request.options.block_bytes)
-        self._throttle = Throttle(request.options.max_bytes_per_second)
+        self._throttle = Throttle(request.options.max_bytes_per_second, self._outside)
         self._failed: list[BaseException] = []
 
     def run(self) -> None:
@@ -90,7 +94,7 @@ class LaneWriter:
             groups = _by_file(groups)
         # Without a device to wait for, checksum threads would compete with the copying threads for too few cores.
         alone = self._in_memory and len(os.sched_getaffinity(0)) < 2 * len(groups)
-        with ThreadPoolExecutor(max(len(groups), 1), thread_name_prefix="ckpt-write") as pool:
+        with self._outside.pool(len(groups), "ckpt-write") as pool:
             for lanes in groups:
                 pool.submit(self._run_group, lanes, alone)
         if self._failed:
@@ -100,7 +104,7 @@ class LaneWriter:
         try:
             # A second thread computes checksums (zlib: 2 GB/s) and gathers live tensors while this one writes; each of
             # the three takes about as long as the others.
-            with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as helper:
+            with self._outside.pool(1, "ckpt-sum") as helper:
                 for lane in lanes:
                     if alone:
                         self._write_alone(lane)
@@ -135,7 +139,7 @@ class LaneWriter:
             self._fs.write(descriptor, pieces, position)
             cursor.feed(_within(pieces, position, lane.start, lane.end))
 
-    def _write(self, lane: Lane, helper: ThreadPoolExecutor) -> None:
+    def _write(self, lane: Lane, helper: Pool) -> None:
         descriptor, cursor = self._descriptors[lane.file], SumCursor(lane, self._checksum, self._sums)
         ranges = self._ranges(lane, self._block_bytes)
         next_pieces = helper.submit(self._pieces, lane, *ranges[0]) if ranges else None
@@ -143,9 +147,9 @@ class LaneWriter:
         for number, (position, end) in enumerate(ranges, 1):
             if self._failed or next_pieces is None:
                 return
-            pieces = next_pieces.result()
+            pieces = self._result(next_pieces)
             if last_sum is not None:
-                last_sum.result()  # done, as it was submitted before this fetch; a failure ends the lane here
+                last_sum.result(0)  # done, as it was submitted before this fetch; a failure ends the lane here
             # From the image, not from the file, so that it also covers the write. The helper keeps the order of blocks.
             last_sum = helper.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
             next_pieces = helper.submit(self._pieces, lane, *ranges[number]) if number < len(ranges) else None
@@ -154,7 +158,12 @@ class LaneWriter:
             if not self._direct:
                 self._fs.start_writeback(descriptor, position, end - position)
         if last_sum is not None:
-            last_sum.result()
+            self._result(last_sum)
+
+    def _result(self, future: Future[_Result]) -> _Result:
+        """What the helper returns, or raises."""
+        self._outside.wait_for([future], None)
+        return future.result(0)
 
 
 class SumCursor:

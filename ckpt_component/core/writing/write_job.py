@@ -10,10 +10,9 @@ import contextlib
 import errno
 import json
 import os
-import time
 import zlib  # the manifest has a crc32 of each integrity file, whatever checksum the items have
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 from ..commit.names import integrity_name
@@ -44,7 +43,7 @@ def run_write_job(
         ChecksumMissingError: the package of the table's checksum is not installed
     """
     fs, folder, table, blobs = request.fs, request.attempt.staging, request.table, request.object_blobs
-    started = time.perf_counter()
+    started = perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     in_memory = fs.in_memory(folder)
     io = choose_io(request, in_memory=in_memory, beside_training=beside_training)
@@ -69,15 +68,15 @@ def run_write_job(
             data = blob.filled(sums)
             fs.write(descriptors[blob.file], [data], blob.offset)
             sums += sum_objects(blob, data, checksum)
-        synced_from = time.perf_counter()
-        with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
+        synced_from = perf_counter()
+        with fs.outside.pool(len(descriptors), "ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
         for descriptor in () if keeps_cached else descriptors.values():
             fs.drop_cached(descriptor)
     files = write_integrity(request, sizes, sums)
     shared_bytes = sum(sizes[name] for name in shared - {table.files[file].name for file in copied})
     total = sum(entry["size"] for entry in files) - shared_bytes
-    seconds = time.perf_counter() - started
+    seconds = perf_counter() - started
     return {
         "rank": request.rank,
         "files": files,
@@ -150,7 +149,7 @@ def _create(fs: Storage, folder: str, sizes: Mapping[str, int], descriptors: dic
     def create(name: str) -> None:
         descriptors[name] = fs.create(os.path.join(folder, name), sizes[name])
 
-    with ThreadPoolExecutor(max(len(sizes), 1), thread_name_prefix="ckpt-create") as pool:
+    with fs.outside.pool(len(sizes), "ckpt-create") as pool:
         list(pool.map(create, sizes))
 
 
