@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from ..core.commit.cleanup import discard, sweep_attempts
@@ -127,7 +127,7 @@ def export_checkpoint(
         CheckpointCorruptError: the checkpoint is damaged
         CheckpointSaveError: the files cannot be written
     """
-    started = time.perf_counter()
+    started = perf_counter()
     target = os.path.abspath(target)
     _refuse_target(fs, target, options)
     index = open_index(storage or storage_at(source), source)
@@ -168,7 +168,7 @@ def export_checkpoint(
             raise CheckpointSaveError(text, error.errno) from error
     tied = {} if options.format == "torch" else {key: each.name for each in tensors for key, _ in each.tied}
     names = [*(file.name for file in files), *small]
-    return Exported(target, names, len(tensors), nbytes, time.perf_counter() - started, tied, left_out)
+    return Exported(target, names, len(tensors), nbytes, perf_counter() - started, tied, left_out)
 
 
 def selected_by(options: ExportOptions, index: Index) -> Selected:

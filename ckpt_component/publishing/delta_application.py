@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
+from ..core.outside import Future, Outside
 from ..core.progress import Progress, no_progress
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, first_keys
@@ -48,7 +48,7 @@ def apply_deltas(
     require_codec("A version that is not whole")
     changed: set[str] = set()
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-pull") as pool:
+    with storage.outside.pool(threads, "ckpt-pull") as pool:
         for version in deltas:
             files = DeltaFiles(storage, version)
             names = files.names()
@@ -70,11 +70,18 @@ def apply_deltas(
             with progress(what, sum(map(target.nbytes, names))) as advance:
                 for name in names:
                     if len(work) == 2 * threads:  # what waits is in memory
-                        advance(work.popleft().result())
+                        advance(_first_of(work, storage.outside))
                     work.append(pool.submit(change, name, *files.read(name), f"'{name}' of {version.path}"))
-                for done in work:
-                    advance(done.result())
+                while work:
+                    advance(_first_of(work, storage.outside))
             changed.update(names)
         for name in set(behind) - changed:
             target.copy(name, base)
     return changed
+
+
+def _first_of(work: deque[Future[int]], outside: Outside) -> int:
+    """The result of the first of these; a tensor in memory is changed and written, by threads of this process."""
+    first = work.popleft()
+    outside.wait_for([first], None)
+    return first.result(0)

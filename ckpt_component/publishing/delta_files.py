@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,7 +143,7 @@ class DeltaFiles:
         self._folder = data_folder(storage, version.path, version.manifest)
         self._entries = {entry["name"]: entry for entry in version.manifest["files"]}
         self._weight_map, self.encoding = self._read_index(version)
-        self._lock = threading.Lock()
+        self._lock = storage.outside.lock()
         #: The files that were read last: threads may still want the end of one when others begin the next.
         self._shards: dict[str, Mapping[str, tuple[memoryview, str]]] = {}
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from ..core.commit.manifest import checkpoint_around
 from ..core.progress import Progress, no_progress
+from ..core.storage.files import FileStorage
 from ..core.storage.folder_identity import same_folder
-from ..core.storage.locate import absolute, file_storage, is_url, storage_at
+from ..core.storage.locate import absolute, is_url, storage_at
+from ..core.storage.storage import Storage
 from ..errors import (
     CheckpointConfigError,
     CheckpointCorruptError,
@@ -45,6 +48,8 @@ class Receiver:
         replace: take a folder over that comes from another source
         durable: whether the folder is to survive a power cut
         progress: follows the bytes
+        storage_of: returns the storage of an absolute path or URL, of the folder that of files; None: files, and
+            buckets by their scheme
 
     Raises:
         CheckpointConfigError: a package is missing, an option is wrong, or the folder is none that can be exchanged
@@ -61,13 +66,15 @@ class Receiver:
         replace: bool = False,
         durable: bool = True,
         progress: Progress = no_progress,
+        storage_of: Callable[[str], Storage] | None = None,
     ) -> None:
         if is_url(folder):
             raise CheckpointConfigError(f"{folder} is in a bucket; versions are pulled to a folder of this host.")
         self.source, self.folder = absolute(source), absolute(folder)
-        self._storage = storage_at(self.source, options=options, process="pull")
+        storage_of = storage_of or partial(storage_at, durable=durable, options=options, process="pull")
+        self._storage = storage_of(self.source)
         self._versions = Versions(self._storage, self.source)
-        self._fs = file_storage(durable=durable, process="pull")
+        self._fs = cast(FileStorage, storage_of(self.folder))
         self._progress = progress
         self._copy = LocalCopy(self._fs, self.folder)
         self._refuse_other(replace)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection
 from typing import TypeVar
 
@@ -34,7 +33,7 @@ class TensorFiles:
             name: contents.ranges_at(entry.place)[0] for name, entry in contents.tensors.items()
         }
         self._open: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = fs.outside.lock()
 
     @property
     def names(self) -> Collection[str]:

@@ -6,10 +6,10 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..core.commit.manifest import check_files, data_folder
+from ..core.outside import Future, Outside, Pool
 from ..core.progress import Progress, no_progress
 from ..core.storage.checksum import find_checksum
 from ..core.storage.file_set import FileSet
@@ -46,11 +46,11 @@ def copy_whole(
     check_files(storage, source, version.manifest)
     with (
         storage.open_files(source) as opened,
-        ThreadPoolExecutor(_AHEAD, thread_name_prefix="ckpt-pull") as pool,
+        storage.outside.pool(_AHEAD, "ckpt-pull") as pool,
         progress(f"reading {os.path.basename(version.path)}", version.nbytes) as advance,
     ):
         for entry in files:
-            _copy_file(opened, source, entry, fs, folder, pool, advance)
+            _copy_file(opened, source, entry, fs, folder, storage.outside, pool, advance)
     return version.nbytes
 
 
@@ -60,7 +60,8 @@ def _copy_file(
     entry: Mapping[str, Any],
     fs: FileStorage,
     folder: str,
-    pool: ThreadPoolExecutor,
+    outside: Outside,
+    pool: Pool,
     advance: Callable[[int], None],
 ) -> None:
     name, size = entry["name"], entry["size"]
@@ -72,7 +73,7 @@ def _copy_file(
 
     def damage() -> str | None:
         stream, offset = checksum.stream(), 0
-        for block in _blocks(opened, source, name, size, pool):
+        for block in _blocks(opened, source, name, size, outside, pool):
             stream.update(block)
             fs.write(fd, [block], offset)
             fs.start_writeback(fd, offset, block.nbytes)
@@ -89,7 +90,7 @@ def _copy_file(
         fs.close(fd)
 
 
-def _blocks(opened: FileSet, source: str, name: str, size: int, pool: ThreadPoolExecutor) -> Iterator[memoryview]:
+def _blocks(opened: FileSet, source: str, name: str, size: int, outside: Outside, pool: Pool) -> Iterator[memoryview]:
     """The blocks of a file in order, some of them read ahead. A block is valid until the next one."""
     free = [memoryview(bytearray(min(_BLOCK_BYTES, size))) for _ in range(min(_AHEAD, -(-size // _BLOCK_BYTES)))]
     coming: deque[tuple[memoryview, memoryview, Future[bool]]] = deque()
@@ -102,7 +103,8 @@ def _blocks(opened: FileSet, source: str, name: str, size: int, pool: ThreadPool
         if not coming:
             return
         block, part, filled = coming.popleft()
-        if not filled.result():
+        outside.wait_for([filled], None)  # requests have the deadlines of the store's client
+        if not filled.result(0):
             path = os.path.join(source, name)
             raise read_failure(path, OSError(errno.EIO, "it is too short", path))
         yield part

@@ -8,11 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-from simulation.uploads import InTurn
-
 from ckpt_component.errors import CheckpointError
-from ckpt_component.publishing import delta_application, receiver as receiver_module, whole_files
 from ckpt_component.publishing.local_copy import Pulled
 from ckpt_component.publishing.receiver import Receiver
 from ckpt_component.testing import Disk, DiskFile, DiskFolder
@@ -110,14 +106,8 @@ class Serving:
         """A receiver. It has no right to change the source, and its process holds no more than it says."""
         fs = ServingFiles(machine, self) if fs is None else fs
         source = storage_of(machine, self.publishing.target, self.publishing.kind)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(receiver_module, "storage_at", lambda *_, **__: source)
-            patch.setattr(receiver_module, "file_storage", lambda **_: fs)
-            patch.setattr(receiver_module, "absolute", lambda path: path)
-            for module in (delta_application, whole_files):
-                patch.setattr(module, "ThreadPoolExecutor", AtOnce)
-            with Receiver(TO, folder) as receiver:
-                yield receiver
+        with Receiver(TO, folder, storage_of=lambda path: source if path == TO else fs) as receiver:
+            yield receiver
         changes = [each for each in machine.operations if each[1].startswith(TO) and each[0] not in READS]
         self.wrong += [f"a receiver changed its source: {changes}"] * bool(changes)
 
@@ -178,18 +168,3 @@ class ServingFiles(MachineFiles):
 
     def is_open_elsewhere(self, path: str) -> bool:
         return super().is_open_elsewhere(path) or any(self.disk.file(path) is file for file, _ in self._serving.held)
-
-
-class AtOnce(InTurn):
-    """In the place of a `ThreadPoolExecutor`: what is submitted is done at once."""
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> _Done:
-        return _Done(function(*arguments))
-
-
-@dataclass(frozen=True)
-class _Done:
-    value: Any
-
-    def result(self) -> Any:
-        return self.value
