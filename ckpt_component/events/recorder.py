@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..core.outside import OUTSIDE, Outside
 from ..core.processes.running import host_name
 from ..core.storage.new_names import new_token
 from ..errors import CheckpointTypeError
 from .event_file import EventFile
-from .event_thread import EventThread
+from .event_queue import EventQueue
 from .listener import CheckpointListener
-from .listener_thread import ListenerThread
+from .listener_calls import ListenerCalls
 from .reports import LoadReport, SaveReport
 from .step_times import StepTimes
 
@@ -36,6 +35,7 @@ class EventRecorder:
         waits: whether nothing is recorded before the first save, because the run may only restore, from a folder that
             is not its own. Then that save records what came before it.
         slow_seconds: how long a listener may take for one event before a warning names it
+        outside: what the run runs in
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class EventRecorder:
         about: Mapping[str, Any] | None = None,
         waits: bool = False,
         slow_seconds: float = _SLOW_SECONDS,
+        outside: Outside = OUTSIDE,
     ) -> None:
         self._file = file
         self._rank = rank
-        self._listeners: list[ListenerThread] = []
+        self._outside = outside
+        self._listeners: list[ListenerCalls] = []
         self._slow_seconds = slow_seconds
         #: Token of the run.
         self.run = run or new_token()
@@ -62,17 +64,17 @@ class EventRecorder:
         self._held: list[Mapping[str, Any]] = [
             {
                 "event": "run",
-                "time": round(time.time(), 6),
+                "time": round(outside.date(), 6),
                 "world_size": world_size,
                 "host": host_name(),
-                "pid": os.getpid(),
+                "pid": outside.pid(),
                 **(about or {}),
             }
         ]
-        self._steps = StepTimes()
+        self._steps = StepTimes(outside)
         #: Called after each step by the training thread.
         self.step_ended = self._steps.ended
-        self._thread = EventThread("ckpt-events", "the disk of the event file")
+        self._queue = EventQueue("ckpt-events", "the disk of the event file", outside)
         for listener in listeners:
             self.add_listener(listener)
 
@@ -85,7 +87,7 @@ class EventRecorder:
         if not isinstance(listener, CheckpointListener):
             raise CheckpointTypeError(f"{listener!r} is no listener; its class must derive from CheckpointListener.")
         if self._rank == 0 or listener.every_rank:
-            self._listeners.append(ListenerThread(listener, self._slow_seconds))
+            self._listeners.append(ListenerCalls(listener, self._slow_seconds, self._outside))
 
     @property
     def is_recorded(self) -> bool:
@@ -136,21 +138,21 @@ class EventRecorder:
 
     def drain(self, timeout: float) -> None:
         """Wait until the events so far are recorded and the listeners know them, or for `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        for thread in self._threads():
-            thread.drain(deadline)
+        deadline = self._outside.now() + timeout
+        for queue in self._queues():
+            queue.drain(deadline)
 
     def close(self, timeout: float) -> None:
         """Record the last steps, and close the listeners; bounded as `drain`. Safe to call twice."""
         self._record(self._steps.take())
         self._tell("close")
-        deadline = time.monotonic() + timeout
-        for thread in self._threads():
-            thread.close(deadline)
+        deadline = self._outside.now() + timeout
+        for queue in self._queues():
+            queue.close(deadline)
 
     def _record(self, events: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None and events:
-            self._thread.submit(partial(self._write, self._file, events))
+            self._queue.submit(partial(self._write, self._file, events))
 
     def _write(self, file: EventFile, events: Iterable[Mapping[str, Any]]) -> None:
         self._held += events
@@ -159,8 +161,8 @@ class EventRecorder:
             events, self._held = self._held, []
             file.append([{**event, **self._names} for event in events])
 
-    def _threads(self) -> list[EventThread]:
-        return [self._thread, *(listener.thread for listener in self._listeners)]
+    def _queues(self) -> list[EventQueue]:
+        return [self._queue, *self._listeners]
 
     def _tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
         for listener in tuple(self._listeners):

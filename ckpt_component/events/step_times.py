@@ -6,10 +6,10 @@ One deque is all that the training thread touches: it appends, and the thread th
 from __future__ import annotations
 
 import statistics
-import threading
-import time
 from collections import deque
 from typing import Any
+
+from ..core.outside import OUTSIDE, Outside
 
 #: Most steps that wait to be recorded by a save or at the end, and most with which those of a save are compared.
 _PENDING, _RECENT = 20_000, 256
@@ -18,22 +18,27 @@ _ENOUGH = 3
 
 
 class StepTimes:
-    """The ends of the steps that were not recorded yet, and of the last few that were."""
+    """The ends of the steps that were not recorded yet, and of the last few that were.
 
-    def __init__(self) -> None:
+    Args:
+        outside: what the run runs in
+    """
+
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        self._date = outside.date
         self._pending: deque[tuple[int, float]] = deque(maxlen=_PENDING)
         self._last: int | None = None
         #: (step, its end, its length or None), oldest first.
         self._recent: deque[tuple[int, float, float | None]] = deque(maxlen=_RECENT)
         #: When recent saves began and ended.
         self._saves: deque[tuple[float, float]] = deque(maxlen=_RECENT)
-        self._taking = threading.Lock()
+        self._taking = outside.lock()
 
     def ended(self, step: int) -> None:
         """A step has ended now. Called by the training thread, once or more for each step; costs less than 1 us."""
         if step != self._last:
             self._last = step
-            self._pending.append((step, time.time()))
+            self._pending.append((step, self._date()))
 
     def take(self) -> list[dict[str, Any]]:
         """The records of the steps since the last call: one per sequence of consecutive steps."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from set_time import SetTime
 
 from ckpt_component import CheckpointManager, build_checkpointer, build_manager
 from ckpt_component.errors import CheckpointConfigError, CheckpointTypeError
@@ -264,12 +265,12 @@ def test_a_process_killed_while_it_records_leaves_lines_that_can_be_read(tmp_pat
         assert numbers.count(0) == run and all(after in (number + 1, 0) for number, after in pairwise(numbers))
 
 
-def test_what_a_save_costs_is_estimated_from_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, now = StepTimes(), 1000.0
-    monkeypatch.setattr(time, "time", lambda: now)
+def test_what_a_save_costs_is_estimated_from_the_steps() -> None:
+    outside = SetTime()
+    times = StepTimes(outside)
     for step in range(1, 31):
         # The save of step 10 blocks for 0.5 s, and then 5 steps take 0.03 s instead of 0.02 s.
-        now += (0.5 if step == 11 else 0.0) + (0.03 if 11 <= step <= 15 else 0.02)
+        outside.time += (0.5 if step == 11 else 0.0) + (0.03 if 11 <= step <= 15 else 0.02)
         times.ended(step)
         times.ended(step)  # `maybe_save` and `save` both say so
     ((event),) = times.take()

@@ -2,61 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
-import time
 from functools import partial
 
+from ..core.lane import Lane
+from ..core.outside import Latch, Outside
 from ..errors import CheckpointError, describe_error
-from .event_thread import EventThread
+from .event_queue import EventQueue
 from .listener import CheckpointListener
 from .reports import LoadReport, SaveReport
 
 logger = logging.getLogger(__name__)
 
 
-class ListenerThread:
+class ListenerCalls(EventQueue):
     """Calls one listener, and warns when it fails, and while it hangs.
 
     Args:
         listener: the listener
         slow_seconds: after how many seconds in one call it is reported to hang
-
-    Attributes:
-        thread: the thread, to wait for it and to end it
+        outside: what it runs in
     """
 
-    def __init__(self, listener: CheckpointListener, slow_seconds: float) -> None:
+    def __init__(self, listener: CheckpointListener, slow_seconds: float, outside: Outside) -> None:
         self._listener = listener
         self._name = f"the listener {type(listener).__name__}"
+        super().__init__("ckpt-listener", self._name, outside)
+        self._watch = Lane("ckpt-listener-watch", outside)
         self._failed = False
         #: Doubled with each slow call, so that a listener that is always slow fills no log.
         self._slow_seconds = slow_seconds
-        self.thread = EventThread("ckpt-listener", self._name)
 
     def tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
         """Call a method of the listener after the earlier calls; never waits."""
-        self.thread.submit(partial(self._call, method, *reports))
+        self.submit(partial(self._call, method, *reports))
+
+    def close(self, deadline: float) -> None:
+        """See the base class."""
+        super().close(deadline)
+        self._watch.stop(cancel=False)
 
     def _call(self, method: str, *reports: SaveReport | LoadReport) -> None:
-        limit, began = self._slow_seconds, time.monotonic()
-        watch = threading.Timer(limit, self._warn, [method, limit])
-        watch.daemon = True
-        watch.start()
+        limit, began, returned = self._slow_seconds, self._outside.now(), self._outside.latch()
+        with contextlib.suppress(CheckpointError, RuntimeError):  # no thread starts, and it is called all the same
+            self._watch.submit(self._warn, method, limit, returned)
         try:
             getattr(self._listener, method)(*reports)
         except BaseException as error:  # SystemExit would end this thread, and nothing else
             self._report(method, error)
         finally:
-            watch.cancel()
-        took = time.monotonic() - began
+            returned.set()
+        took = self._outside.now() - began
         if took > limit:
             self._slow_seconds = 2 * took
             logger.warning("%s has returned from %s after %.1f s", self._name, method, took)
 
-    def _warn(self, method: str, limit: float) -> None:
-        text = "%s has not returned from %s for %g s; saves continue, and its later events wait"
-        logger.warning(text, self._name, method, limit)
+    def _warn(self, method: str, limit: float, returned: Latch) -> None:
+        """On the thread that watches: say so if a call does not return."""
+        if not returned.wait(limit):
+            text = "%s has not returned from %s for %g s; saves continue, and its later events wait"
+            logger.warning(text, self._name, method, limit)
 
     def _report(self, method: str, error: BaseException) -> None:
         """Log the first failure of the listener."""
