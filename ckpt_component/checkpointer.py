@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
+from time import perf_counter
 from types import TracebackType
 from typing import Any, TypeVar
 
 from .core.commit.names import step_in_name
 from .core.commit.run_record import other_script
 from .core.coordination import Coordinator
+from .core.outside import Future
 from .core.processes.owner_process import OwnerProcess, refuse_at_exit
 from .core.storage.locate import absolute, expanded, path_text
 from .errors import CheckpointError, CheckpointTypeError, MissingKeysError, missing_keys
@@ -164,14 +164,14 @@ class Checkpointer(ABC):
         """Record a load that succeeds or fails; sets `last_load` if it succeeds."""
         self.last_load = None
         step = step_in_name(os.path.basename(os.path.normpath(path)))
-        report = LoadReport(path=path, outcome="failed", step=step, time=time.time())
-        started = time.perf_counter()
+        report = LoadReport(path=path, outcome="failed", step=step, time=self.ranks.outside.date())
+        started = perf_counter()
         try:
             yield
         except Exception as error:
-            self.saver.events.loaded(replace(report, error=str(error), seconds=time.perf_counter() - started))
+            self.saver.events.loaded(replace(report, error=str(error), seconds=perf_counter() - started))
             raise
-        seconds, last_read = time.perf_counter() - started, getattr(self._reader, "last_read", {})
+        seconds, last_read = perf_counter() - started, getattr(self._reader, "last_read", {})
         self.last_load = replace(report, outcome="loaded", seconds=seconds, **last_read)
         self.saver.events.loaded(self.last_load)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..core.outside import OUTSIDE, Outside
 from ..core.processes.remote_error import as_local_error
 from ..core.storage.memory.peer_sockets import PeerAddress
 from ..core.writing.process import ByteProcess, WriterConnection
@@ -33,19 +33,21 @@ class MemoryCaller(ConnectedCaller):
 
     Args:
         connect: returns the process, which is started again if it has ended; called with a timeout
+        outside: what it runs in
     """
 
-    def __init__(self, connect: Callable[[float], ByteProcess]) -> None:
+    def __init__(self, connect: Callable[[float], ByteProcess], outside: Outside = OUTSIDE) -> None:
         super().__init__()
+        self.outside = outside
         self._connect_process = connect
         self._of: ByteProcess | None = None
 
     def _connect(self, timeout: float) -> WriterConnection:
-        process, lane = self._connect_process(timeout), self._process
-        if lane is None or process is not self._of:
+        process, connection = self._connect_process(timeout), self._process
+        if connection is None or process is not self._of:
             self.close()
-            lane, self._of = process.open_lane(timeout), process
-        return lane
+            connection, self._of = process.open_lane(timeout), process
+        return connection
 
     def prepare(self, timeout: float) -> None:
         """Connect, and start the process again if it has ended."""
@@ -67,11 +69,12 @@ class MemoryCaller(ConnectedCaller):
             WorkerDiedError: the keeper has died, and all snapshots with it
             CheckpointTimeoutError: it did not answer
         """
-        lane = self._process
-        if lane is None:
+        connection = self._process
+        if connection is None:
             return Retired(set(), set())
         header = {"kind": "retire", "keep": list(keep)}
-        held: list[int] = self._asked(lane, header, time.monotonic() + timeout, "timeouts.close")["held"]
+        deadline = self.outside.now() + timeout
+        held: list[int] = self._asked(connection, header, deadline, "timeouts.close")["held"]
         return Retired(self._arenas.keys() - held, self._arenas.keys() & held)
 
     def listen(self, secret: str, address: str, timeout: float) -> int:
@@ -91,9 +94,8 @@ class MemoryCaller(ConnectedCaller):
             CheckpointTimeoutError: it did not answer
         """
         header = {"kind": "listen", "secret": secret, "address": address}
-        return int(
-            self._asked(self._running(timeout), header, time.monotonic() + timeout, "timeouts.worker_start")["port"]
-        )
+        deadline = self.outside.now() + timeout
+        return int(self._asked(self._running(timeout), header, deadline, "timeouts.worker_start")["port"])
 
     def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, deadline: float) -> Mapping[str, Any]:
         """Have other keepers keep what this rank's keeper has of a snapshot. Waits until all of them do.
@@ -102,7 +104,7 @@ class MemoryCaller(ConnectedCaller):
             path: of the snapshot, which is whole and stays until then
             to: the keepers, one after the other
             rate: most bytes to send in a second; None: no limit
-            deadline: monotonic seconds
+            deadline: seconds of `Outside.now`
 
         Returns:
             `bytes`, the size of this rank's files; `sent`, bytes of images that went over the network, to all keepers
@@ -113,7 +115,7 @@ class MemoryCaller(ConnectedCaller):
             WorkerDiedError: this rank's keeper has died
             CheckpointTimeoutError: it did not answer
         """
-        seconds = max(deadline - time.monotonic(), 0.0)
+        seconds = max(deadline - self.outside.now(), 0.0)
         header = {
             "kind": "replicate",
             "path": path,
@@ -124,11 +126,13 @@ class MemoryCaller(ConnectedCaller):
         answer = self._asked(self._running(seconds), header, deadline + _GRACE_SECONDS, "timeouts.write")
         return {name: answer[name] for name in ("bytes", "sent", "seconds")}
 
-    def _asked(self, lane: WriterConnection, header: Mapping[str, Any], deadline: float, key: str) -> dict[str, Any]:
+    def _asked(
+        self, connection: WriterConnection, header: Mapping[str, Any], deadline: float, key: str
+    ) -> dict[str, Any]:
         """Send a frame to the keeper, and receive its answer; the connection is of no more use if that is late."""
         try:
-            lane.send({**header, "id": next(self._numbers)}, deadline)
-            answer = lane.receive(deadline, key)
+            connection.send({**header, "id": next(self._numbers)}, deadline)
+            answer = connection.receive(deadline, key)
         except CheckpointTimeoutError:
             self.close()
             raise
@@ -138,6 +142,6 @@ class MemoryCaller(ConnectedCaller):
 
     def close(self, timeout: float = 60.0) -> None:
         """Close the connection; the process belongs to another caller."""
-        lane, self._process = self._process, None
-        if lane is not None:
-            lane.hang_up()
+        connection, self._process = self._process, None
+        if connection is not None:
+            connection.hang_up()

@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, ClassVar
 
 import psutil
 
 from ..core.image.arena import Arena
 from ..core.options import NICE, IoPriority, PageCache
+from ..core.outside import OUTSIDE, Outside
 from ..core.processes.priority import lower_priority
 from ..core.spelling import member
 from ..core.storage.checksum import home_of
@@ -36,6 +37,8 @@ class WriteCaller(ABC):
 
     #: Whether another process writes, so that the image must be visible to it.
     in_other_process: ClassVar[bool]
+    #: What it runs in, by which deadlines are; the checkpointer sets that of its ranks, before `prepare`.
+    outside: Outside = OUTSIDE
 
     def prepare(self, timeout: float) -> None:
         """Start the writer process, if it can be started before the first save.
@@ -49,7 +52,7 @@ class WriteCaller(ABC):
 
     @abstractmethod
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
-        """Run one request before `deadline` (monotonic seconds). Called by one thread at a time.
+        """Run one request before `deadline` (`Outside.now`). Called by one thread at a time.
 
         Returns:
             What was written: a `WriteResult`.
@@ -148,7 +151,7 @@ class ConnectedCaller(WriteCaller):
         if request is None or process is None or not process.alive:
             return
         try:
-            process.send({"kind": "decided"}, time.monotonic() + request.timeouts.close)
+            process.send({"kind": "decided"}, self.outside.now() + request.timeouts.close)
         except (WorkerDiedError, CheckpointTimeoutError) as error:
             # The save itself is over; the next one starts a new process.
             logger.warning("%s", error)
@@ -199,7 +202,7 @@ class ConnectedCaller(WriteCaller):
             "arena": arena.number,
             "table": request.table.number,
             "keeps_cached": self._keeps_cached,
-            "seconds": max(deadline - time.monotonic(), 0.0),
+            "seconds": max(deadline - self.outside.now(), 0.0),
             "request": plain,
         }
         process.send(
@@ -218,10 +221,13 @@ class _WriterProcessCaller(ConnectedCaller):
         #: The arguments of `SnapshotKeeper`, if the process keeps snapshots in memory.
         self._keeper: Mapping[str, Any] | None = None
         self._owned: ByteProcess | None = None
-        self._starting = threading.Lock()
+
+    @cached_property
+    def _starting(self) -> AbstractContextManager[Any]:
+        return self.outside.lock()
 
     def _connect(self, timeout: float) -> ByteProcess:
-        with self._starting:  # a lane may need it too
+        with self._starting:  # another connection may need it too
             process = self._owned
             if process is not None and process.alive:
                 return process

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from pathlib import Path
+
+from ..core.outside import OUTSIDE
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,7 @@ def commit_of(folder: str, seconds: float = 2.0) -> str | None:
             commits.append(None)
             logger.info("the git commit of %s could not be read: %s", folder, error)
 
-    reader = threading.Thread(target=read, name="ckpt-git", daemon=True)
-    reader.start()
-    reader.join(seconds)
+    OUTSIDE.start("ckpt-git", read).join(seconds)
     if not commits:
         logger.info("the git commit of %s could not be read within %g s", folder, seconds)
         return None

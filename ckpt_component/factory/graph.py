@@ -55,7 +55,7 @@ from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
 from ..saving.replica_comparison import ReplicaPolicy
-from ..saving.save_lane import SaveLane
+from ..saving.save_queue import SaveQueue
 from ..stagers.base import Stager
 from ..writers.base import PlansUnchanged, Writer, as_writer
 from .launch import Launch, versions
@@ -108,7 +108,7 @@ def build_checkpointer(
     if ranks is None:
         ranks = LocalCoordinator(outside) if alone else job_ranks("checkpointer", timeouts, outside)
     # Saved path by path, there is no folder for an event file.
-    events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
+    events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank, outside=ranks.outside)
     storage_of = storage_of or _storages(settings, outside)
     policy, snapshots = error_policy(settings), _snapshot_parts(settings)
     if snapshots is not None:
@@ -226,6 +226,7 @@ def manager_of(
                 run=begun["token"],
                 about={"preset": launch.preset, **_named_parts(settings), "versions": versions()},
                 waits=not save.enabled,
+                outside=ranks.outside,
             )
             if export is not None and save.enabled and ranks.is_leader:
                 followers.append(BackgroundExports(export, events.note_now))
@@ -382,10 +383,10 @@ def _build_graph(
     )
     replicas = ReplicaPolicy(settings.check_replicas, settings.on_different_replicas)
     context = replace(context, reuse=reuse, replicas=replicas)
-    lane: Callable[..., SaveLane] = SaveLane
+    queue: Callable[..., SaveQueue] = SaveQueue
     if snapshots is not None and run is not None:
-        lane = snapshots.lane(caller, writer, ranks, run)
-    pipeline = SavePipeline(stager, caller, writer, context, lane)
+        queue = snapshots.queue(caller, writer, ranks, run)
+    pipeline = SavePipeline(stager, caller, writer, context, queue)
     reader = (Reader if snapshots is None else snapshots.reader)(
         ranks.rank,
         ranks.world_size,

@@ -31,8 +31,8 @@ from ..managing.peer_memory import PeerMemory
 from ..managing.run_context import RunContext
 from ..managing.run_memory import RunMemory
 from ..saving.at_peers import NewestStays, PeerMap, SnapshotsAtPeers
-from ..saving.kept_snapshots import KeepingLane
-from ..saving.save_lane import SaveLane, notify
+from ..saving.kept_snapshots import TieredSaveQueue
+from ..saving.save_queue import SaveQueue, notify
 from ..writers.base import Writer
 
 logger = logging.getLogger(__name__)
@@ -115,11 +115,13 @@ class SnapshotParts:
         """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written, or sent."""
         return {"kept": self._images.staying, "in_flight": self._images.in_flight}
 
-    def lane(self, caller: WriteCaller, writer: Writer, ranks: Coordinator, run: RunContext) -> Callable[..., SaveLane]:
-        """Have the writer process keep snapshots. Returns the `lane` of the pipeline."""
+    def queue(
+        self, caller: WriteCaller, writer: Writer, ranks: Coordinator, run: RunContext
+    ) -> Callable[..., SaveQueue]:
+        """Have the writer process keep snapshots. Returns the `queue` of the pipeline."""
         memory, earlier = run.memory, self.earlier
         if memory is None or earlier is None:
-            return SaveLane
+            return SaveQueue
         if not isinstance(caller, PersistentCaller):
             raise HydraConfigError(
                 f"{self.mode} keeps snapshots in the persistent writer process, and "
@@ -135,10 +137,10 @@ class SnapshotParts:
             # What the run before has at its peers is needed until this one has something there.
             ends = earlier.end_others if run.hosts.leads(ranks.rank) else _nothing
             peers, on_kept = self._peers(run), _nothing
-            stays = SnapshotsAtPeers(peers, MemoryCaller(connect), ranks, run.timeouts, run.events, ends)
+            stays = SnapshotsAtPeers(peers, MemoryCaller(connect, ranks.outside), ranks, run.timeouts, run.events, ends)
         return partial(
-            KeepingLane,
-            caller=MemoryCaller(connect),
+            TieredSaveQueue,
+            caller=MemoryCaller(connect, ranks.outside),
             writer=writer,
             memory=memory.fs,
             path_of=lambda path: memory.path_of(run.step_of(path)),

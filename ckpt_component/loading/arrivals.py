@@ -6,13 +6,12 @@ A rank that ends, or sends nothing for too long, is lost: what it was to read is
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..core.outside import Outside
 from ..core.storage.space import amount
 from .messages import Messages
 from .read_plan import Batch
@@ -36,6 +35,7 @@ class Arrivals:
         run: runs a function in a thread
         waits: seconds that a read waits for a batch; then the rank that was to send it is lost
         lasts: seconds without anything new after which a thread waits no longer for the reads of its own rank
+        outside: what this rank runs in
 
     Attributes:
         wanted: numbers of the batches that this rank wants some of, in order
@@ -52,13 +52,15 @@ class Arrivals:
         *,
         waits: float,
         lasts: float,
+        outside: Outside,
     ) -> None:
+        self._now = outside.now
         self._plan, self._rank, self._messages, self._run = plan, rank, messages, run
         self._waits, self._lasts = waits, lasts
         self.wanted = [number for number, batch in enumerate(plan) if rank in batch.ranks]
         # Two of one lock, so that a batch that comes wakes nobody but those who read it.
-        lock = threading.Lock()
-        self.changed, self._came = threading.Condition(lock), threading.Condition(lock)
+        lock = outside.lock()
+        self.changed, self._came = outside.condition(lock), outside.condition(lock)
         self.is_broken = False
         self._place = {number: place for place, number in enumerate(self.wanted)}
         self._to_take = deque(number for number in self.wanted if plan[number].reader != rank)
@@ -68,7 +70,7 @@ class Arrivals:
         self._needed = 0
         self._awaited: list[int] = []
         #: When a batch came last, or was given up.
-        self._moved = time.monotonic()
+        self._moved = self._now()
         self._is_drained = False
         #: Batches that threads are receiving.
         self._receiving: list[int] = []
@@ -82,7 +84,7 @@ class Arrivals:
 
     def take(self, number: int) -> memoryview | None:
         """See `Passing.take`."""
-        reader, began = self._plan[number].reader, time.monotonic()
+        reader, began = self._plan[number].reader, self._now()
         # A rank that hangs in a read of its own tries it once more before the others give it up.
         seconds = self._waits / 2 if reader == self._rank else self._waits
         with self.changed:
@@ -92,7 +94,7 @@ class Arrivals:
             self._awaited.append(number)
             try:
                 while number not in self._arrived:
-                    left = max(began, self._moved) + seconds - time.monotonic()
+                    left = max(began, self._moved) + seconds - self._now()
                     # Who is to send a later batch may itself wait for the first one.
                     if left <= 0 and number == min(self._awaited):
                         break
@@ -130,7 +132,7 @@ class Arrivals:
         with self.changed:
             if number not in self._arrived:
                 self._arrived[number] = None if self._is_drained else data
-                self._moved = time.monotonic()
+                self._moved = self._now()
                 self._came.notify_all()
 
     def _receive(self) -> None:
@@ -182,7 +184,7 @@ class Arrivals:
             self._lost.add(reader)
             missing = [n for n in self.wanted if self._plan[n].reader == reader and n not in self._arrived]
             self._arrived.update(dict.fromkeys(missing))
-            self._moved = time.monotonic()
+            self._moved = self._now()
             self._came.notify_all()
             self.changed.notify_all()
         nbytes = amount(sum(self._plan[number].nbytes for number in missing))

@@ -8,11 +8,10 @@ rank waits for itself through another one, and memory is bounded.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..core.outside import Outside, Thread
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet
 from .arrivals import Arrivals
@@ -32,6 +31,7 @@ class Passing:
         checksum: of every message, for bytes that nothing else verifies; None: who takes them verifies them
         waits: seconds that a read waits for a batch; then the rank that was to send it is lost
         lasts: seconds that one message may last
+        outside: what this rank runs in
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class Passing:
         *,
         waits: float,
         lasts: float,
+        outside: Outside,
     ) -> None:
+        self._outside = outside
         messages = Messages(rank, group, checksum, max(batch.nbytes for batch in plan), lasts)
-        self._arrivals = Arrivals(plan, rank, messages, self._run, waits=waits, lasts=lasts)
+        self._arrivals = Arrivals(plan, rank, messages, self._run, waits=waits, lasts=lasts, outside=outside)
         self._relay = Relay(plan, rank, messages, self._arrivals, open_files, lasts=lasts)
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._has_threads_left = False
 
     @property
@@ -85,12 +87,10 @@ class Passing:
 
     def end(self, seconds: float) -> None:
         """Wait for all threads, when every rank has what it wants; `is_broken` is set if they do not end in time."""
-        until = time.monotonic() + seconds
+        until = self._outside.now() + seconds
         for thread in self._threads:
-            thread.join(max(until - time.monotonic(), 0))
+            thread.join(max(until - self._outside.now(), 0))
             self._has_threads_left |= thread.is_alive()
 
     def _run(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name=f"ckpt-pass-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(self._outside.start(f"ckpt-pass-{len(self._threads)}", work))

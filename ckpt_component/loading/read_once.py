@@ -118,7 +118,16 @@ class ReadOnce(CollectiveLoads):
     def passing(self, plan: Sequence[Batch], open_files: Callable[[], FileSet], checksum: Checksum | None) -> Passing:
         """What passes the batches of a plan on over the group; arguments as for `Passing`."""
         waits, lasts = self._timeouts.stall, self._timeouts.stage + self._timeouts.write
-        return Passing(plan, self._ranks.rank, self._group, open_files, checksum, waits=waits, lasts=lasts)
+        return Passing(
+            plan,
+            self._ranks.rank,
+            self._group,
+            open_files,
+            checksum,
+            waits=waits,
+            lasts=lasts,
+            outside=self._ranks.outside,
+        )
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks; this rank's alone if they cannot be exchanged, with a warning."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class Reader:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
             CheckpointError: a mode of torch makes tensors without memory
         """
-        wanted, clock = LoadOptions(**options), time.perf_counter
+        wanted, clock = LoadOptions(**options), perf_counter
         marks = [("open", clock())]
         self.last_read = {}
         load: CollectiveLoad | None = wanted.part_of

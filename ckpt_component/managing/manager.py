@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -98,7 +96,8 @@ class CheckpointManager(StoppableLoop):
         self._restorer = restorer
         self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is never built with third-party parts
         self._saves, self.reports = self._pipeline.saves, self._pipeline.reports
-        self._at_exit = atexit.register(_warn_if_open, weakref.ref(self))
+        self._at_exit = partial(_warn_if_open, weakref.ref(self))
+        self._ranks.outside.at_exit(self._at_exit)
 
     def __repr__(self) -> str:
         if not self.enabled:
@@ -321,7 +320,7 @@ class CheckpointManager(StoppableLoop):
             newest = self._saved_step if self._kept_step is None else self._kept_step
             refuse_earlier(step, newest, "restored" if self._newest is None else "saved last")
             if place is self._run:
-                self._clock.last_save = time.monotonic()
+                self._clock.saved()
             _, save = self._pipeline.save(reached.state, path, may_wait=may_wait, step=step, metrics=reached.metrics)
         except CheckpointBusyError as error:
             self._clock.last_save = before
@@ -378,7 +377,9 @@ class CheckpointManager(StoppableLoop):
 
     def _skip(self, step: int, text: str) -> bool:
         self._skips.warn("step %d is skipped: %s", step, text)
-        report = SaveReport(path=self._run.path_of(step), outcome="skipped", step=step, error=text, time=time.time())
+        report = SaveReport(
+            path=self._run.path_of(step), outcome="skipped", step=step, error=text, time=self._ranks.outside.date()
+        )
         self._pipeline.add_report(report)
         return False
 
@@ -413,7 +414,7 @@ class CheckpointManager(StoppableLoop):
         self._last = self._began_at = None  # the first refers to the state
         try:
             if self._checkpointer is not None:
-                atexit.unregister(self._at_exit)
+                self._ranks.outside.not_at_exit(self._at_exit)
                 self._checkpointer.close()
                 self._skips.end()
                 log_saves(self._run, self.reports)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,11 +62,12 @@ class SaveClock:
         timeout: seconds to wait for rank 0
 
     Attributes:
-        last_save: when the last save began (`time.monotonic`), or else the run
+        last_save: when the last save began (`Outside.now`), or else the run
     """
 
     def __init__(self, policy: SavePolicy, ranks: Coordinator, timeout: float) -> None:
-        self.last_save = time.monotonic()
+        self._now = ranks.outside.now
+        self.last_save = self._now()
         self._policy = policy
         self._ranks = ranks
         self._timeout = timeout
@@ -76,7 +76,11 @@ class SaveClock:
     def restart(self) -> None:
         """The run continues from another step, on all ranks."""
         self._questions.restart(self._ranks.meetings["restore"])
-        self.last_save = time.monotonic()
+        self.last_save = self._now()
+
+    def saved(self) -> None:
+        """A save begins now."""
+        self.last_save = self._now()
 
     def is_due(self, step: int) -> bool:
         """Whether to save at this step; the same on all ranks.
@@ -87,10 +91,10 @@ class SaveClock:
         """
         policy, since = self._policy, self.last_save
         if self._ranks.world_size == 1 or policy.every_seconds is None:
-            return policy.should_save(step, time.monotonic() - since)
+            return policy.should_save(step, self._now() - since)
         # The clocks of the ranks differ, so rank 0 decides.
-        deadline = time.monotonic() + self._timeout
-        return bool(self._questions.ask(step, lambda: policy.should_save(step, time.monotonic() - since), deadline))
+        deadline = self._now() + self._timeout
+        return bool(self._questions.ask(step, lambda: policy.should_save(step, self._now() - since), deadline))
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
-"""Delete the checkpoints that `keep` no longer keeps, on a thread of its own: a save waits only for room."""
+"""Delete the checkpoints that `keep` no longer keeps, on a lane: a save waits only for room."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_futures
 from functools import partial
 
 from ..core.commit.cleanup import discard
 from ..core.commit.known_steps import KnownSteps
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.scan import Scan, warn_of_skipped
+from ..core.lane import Lane
 from .run_context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ class Purge:
         self._known = KnownSteps(run.fs, run.root, run.names)
         self._found: Scan | None = None
         self._damaged: set[int] = set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-purge")
-        self._last: Future[None] | None = None
+        self._outside = run.ranks.outside
+        self._lane = Lane("ckpt-purge", self._outside, at_exit=run.timeouts.close)
 
     def found(self, scan: Scan) -> None:
         """Take over what a scan of the folder has found, so that the next purge does not examine it once more."""
@@ -61,11 +62,12 @@ class Purge:
 
     def wait(self, seconds: float) -> bool:
         """Wait for the purge that is running. Returns whether it has ended."""
-        return self._last is None or not wait_futures([self._last], seconds).not_done
+        return self._lane.drain(self._outside.now() + seconds)
 
     def close(self) -> None:
         """Wait for the purge that is running, for as long as its storage takes, and end its thread."""
-        self._thread.shutdown()
+        self._lane.drain(math.inf)
+        self._lane.close(self._outside.now() + self._run.timeouts.close)
 
     def _begin(self, purge: Callable[[Collection[str]], None], after: str) -> None:
         run, limit = self._run, self._run.timeouts.close
@@ -77,11 +79,7 @@ class Purge:
         if found is not None:
             self._known = KnownSteps(run.fs, run.root, run.names, found)
         with _logged(after):
-            work = partial(_run, purge, run.fs.names(run.root), after)
-            try:
-                self._last = self._thread.submit(work)
-            except RuntimeError:  # the interpreter exits, and no thread takes anything more
-                work()
+            self._lane.post(_run, purge, run.fs.names(run.root), after)
 
     def _after_save(self, step: int, entries: Collection[str]) -> None:
         new = self._known.update(entries)

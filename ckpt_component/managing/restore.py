@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ class Restorer:
         if not isinstance(state, Mapping | torch.nn.Module):  # also where there is no checkpoint to load yet
             raise not_a_state(state)
         ranks, timeouts = self._run.ranks, self._run.timeouts
-        deadline = time.monotonic() + timeouts.stage + timeouts.close
+        deadline = ranks.outside.now() + timeouts.stage + timeouts.close
         manifests: dict[str, Mapping[str, Any]] = {}
         memory = self._memory
         offer = None if memory is None else memory.offer()
@@ -149,7 +149,7 @@ class Restorer:
             suspects = [*found.suspects, *damaged]
             tidy = partial(self._tidy, step, suspects, found)
             seconds = timeouts.stage + (timeouts.write if suspects else 0)  # to read them once more
-            ranks.run_on_leader(f"{tag}/tidy", tidy, time.monotonic() + seconds)
+            ranks.run_on_leader(f"{tag}/tidy", tidy, ranks.outside.now() + seconds)
         if ranks.is_leader and step is None:
             why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.roots}"
             logger.info("%s: starting from scratch", why)
@@ -188,7 +188,7 @@ class Restorer:
             Whether the folder has a committed checkpoint of this step.
         """
         timeouts = self._run.timeouts
-        deadline = time.monotonic() + timeouts.stage + timeouts.close + timeouts.write
+        deadline = self._run.ranks.outside.now() + timeouts.stage + timeouts.close + timeouts.write
         here: bool = self._run.ranks.meet("begin_at", None, lambda _: self._check_start(step), deadline)
         self._folder.settled = True
         if here:
@@ -206,7 +206,7 @@ class Restorer:
         path = place.path_of(step)
         bad = {**scan.damaged, **scan.torn}
         if step in scan.committed and self._checkpointer.verifies:
-            started = time.perf_counter()
+            started = perf_counter()
             try:
                 self._checkpointer.verify(path)
             except CheckpointUnreadableError:
@@ -214,7 +214,7 @@ class Restorer:
             except CheckpointCorruptError as error:
                 bad[step] = str(error)
             else:
-                logger.info("step %d: checksums verified in %.2f s", step, time.perf_counter() - started)
+                logger.info("step %d: checksums verified in %.2f s", step, perf_counter() - started)
         if step in bad:
             older = [other for other in scan.committed if other < step]
             advice = "resume from another checkpoint"
@@ -238,7 +238,7 @@ class Restorer:
         """Load the first undamaged candidate; returns its step, and the damaged ones before it."""
         self.path, damaged, candidates = None, [], found.candidates
         for number, (step, path) in enumerate(candidates):
-            started, self.path = time.perf_counter(), path
+            started, self.path = perf_counter(), path
             in_memory = bool(found.in_memory) and _is_in(path, found.in_memory)
             options: dict[str, Any] = {"visible": None} if in_memory else {}  # what is not there has ended
             if path in found.attempts:
@@ -267,7 +267,7 @@ class Restorer:
                     verified = "checksums verified"
                 elif not self._checkpointer.verifies:
                     verified = "not verified (checkpoint.verify=off)"
-                seconds = time.perf_counter() - started
+                seconds = perf_counter() - started
                 text = "restored step %d from %s: %s in %.2f s, %s"
                 place = _PLACES.get(loaded.source, "memory") if in_memory else path
                 logger.info(text, step, place, amount(loaded.bytes), seconds, verified)

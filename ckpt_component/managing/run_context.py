@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,7 +125,7 @@ class RunContext:
 
     def note(self, event: str, step: int, path: str) -> None:
         """Record what became of a checkpoint beside its save: `delete`, `quarantine` or `retire`, and where it is."""
-        self.events.note({"event": event, "time": round(time.time(), 6), "step": step, "path": path})
+        self.events.note({"event": event, "time": round(self.ranks.outside.date(), 6), "step": step, "path": path})
 
     def best_of(self, scan: Scan) -> list[int]:
         """The steps of committed checkpoints that have the metric of `keep.best`, the best first."""

@@ -26,7 +26,7 @@ from ..errors import (
     CheckpointSaveError,
 )
 from ..events import SaveReport
-from ..saving.save_lane import notify
+from ..saving.save_queue import notify
 from .policies import ResumePolicy
 from .purge import Purge
 from .run_context import RESTORE_ONLY, RunContext, steps_text

@@ -6,8 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -56,17 +54,19 @@ class StopSignals:
         self._owner = OwnerProcess("handler")
         self._timeout = timeout
         self._ranks = ranks
+        self._now = ranks.outside.now
         self._owns_ranks = owns_ranks
         self._requeue_exit_code = requeue_exit_code
         self._received: list[int] = []
         self._agreed: signal.Signals | None = None
-        self._steps, self._steps_left, self._asked_at = 1, 1, time.monotonic()
+        self._steps, self._steps_left, self._asked_at = 1, 1, self._now()
         self._handlers: dict[int, Any] = {}
-        if threading.current_thread() is not threading.main_thread():
-            logger.warning("training runs outside the main thread, so a SIGTERM will end it without a save")
-            return
         for number in signals:
-            self._handlers[number] = signal.signal(number, self._note)
+            try:
+                self._handlers[number] = signal.signal(number, self._note)
+            except ValueError:  # only the main thread may
+                logger.warning("training runs outside the main thread, so a SIGTERM will end it without a save")
+                return
 
     @property
     def caught(self) -> signal.Signals | None:
@@ -85,10 +85,10 @@ class StopSignals:
             return self._agreed
         self._steps_left -= 1
         if self._agreed is None and self._steps_left <= 0:
-            deadline = time.monotonic() + self._timeout
+            deadline = self._now() + self._timeout
             number, self._steps = self._ranks.meet("should_stop", self.caught or 0, self._decide, deadline)
             self._agreed = signal.Signals(number) if number else None
-            self._steps_left, self._asked_at = self._steps, time.monotonic()
+            self._steps_left, self._asked_at = self._steps, self._now()
         return self._agreed
 
     def exit(self) -> None:
@@ -114,7 +114,7 @@ class StopSignals:
 
     def _decide(self, caught: list[int]) -> list[int]:
         """On the leading rank: the signal to stop by, or 0, and after how many steps to ask again."""
-        seconds_per_step = max(time.monotonic() - self._asked_at, 1e-6) / self._steps
+        seconds_per_step = max(self._now() - self._asked_at, 1e-6) / self._steps
         return [max(caught, key=_weight), max(1, min(int(_SECONDS_BETWEEN / seconds_per_step), _MOST_STEPS_BETWEEN))]
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import time
 from collections.abc import Iterable, Sequence
 
 from ..core.commit.names import MANIFEST
@@ -42,7 +41,7 @@ def contents_text(run: RunContext, reports: Sequence[SaveReport]) -> str:
     if not times:
         return f"no checkpoint in {where}" if local else f"nothing saved to {where} yet"
     newest, count = max(times), _counted(len(times))
-    ago = _ago(time.time() - times[newest])
+    ago = _ago(run.ranks.outside.date() - times[newest])
     return f"{count} {'in' if local else 'saved to'} {where}, newest {newest} ({ago})"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 
 from ..core.commit.fencing import FencingToken
 from ..core.commit.names import TRIAL_PREFIX
@@ -46,7 +45,7 @@ class WriteAccess:
             CheckpointTimeoutError: a rank did not take part
         """
         run, failure = self._run, None
-        deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
+        deadline = run.ranks.outside.now() + run.timeouts.stage + run.timeouts.visible
         # Rank 0 makes the folder, and the others wait for it.
         made = run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
         self._ownership.root_exists = run.ranks.is_leader and made and run.fs.is_folder(run.root)

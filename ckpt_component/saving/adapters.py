@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait as wait_futures
 from typing import Any, Protocol, TypeVar
 
 from ..core.commit.commit import refuse_existing
 from ..core.coordination import LocalCoordinator
 from ..core.options import ResolvedTimeouts
+from ..core.outside import Future
 from ..core.storage.locate import file_storage
 from ..errors import CheckpointBusyError, CheckpointTimeoutError
 from ..events import EventRecorder
@@ -99,7 +99,7 @@ class ForeignSaver:
         last = self._last
         if last is None:
             return
-        if wait_futures([last], self._limit).not_done:
+        if not self.ranks.outside.wait_for([last], self._limit):
             raise CheckpointTimeoutError(
                 f"{type(self._writer).__name__} was still writing the previous save after {self._limit:g} s. Find out "
                 "what it waits for, and save again."

@@ -8,8 +8,6 @@ of the attempt.
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -75,6 +73,7 @@ class SaveAdmission:
         self._stager = stager
         self._saves = saves
         self._ranks = context.ranks
+        self._outside = context.ranks.outside
         self._run = context.run
         self._storage_of = context.storage_of
         self._max_stall = context.timeouts.max_stall
@@ -100,7 +99,7 @@ class SaveAdmission:
             CheckpointTimeoutError: a rank did not call in time
         """
         # The call waits no longer than this; a save that is not agreed on by then takes place on no rank.
-        deadline = time.monotonic() + self._waiting
+        deadline = self._outside.now() + self._waiting
         proposal: SaveProposal = {"path": request.path, "failed": self._saves.drop_ended()}
         plan, failure, fields = None, None, dict[str, Any]()
         if not request.may_wait and self._stager.busy:
@@ -212,9 +211,8 @@ class SaveAdmission:
             except Exception as error:
                 failures.append(error)
 
-        checking = threading.Thread(target=check, name="ckpt-look", daemon=True)
-        checking.start()
-        checking.join(max(deadline - time.monotonic(), 0))
+        checking = self._outside.start("ckpt-look", check)
+        checking.join(max(deadline - self._outside.now(), 0))
         if checking.is_alive():
             raise CheckpointStallError(f"{path} was not saved: its storage did not answer whether the path is free.")
         if failures:

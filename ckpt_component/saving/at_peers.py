@@ -2,23 +2,21 @@
 
 With peers, each rank's files of a snapshot are sent from its keeper to keepers on other hosts, and the snapshot is at
 its peers when those of all ranks are. Only then is the one dropped that was there before. One snapshot is sent at a
-time, on a thread of its own. When nobody sends any more, the ranks agree that the newest one comes next; those in
-between are skipped.
+time, on a lane. When nobody sends any more, the ranks agree that the newest one comes next; those in between are
+skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..callers.memory_caller import MemoryCaller
 from ..core.coordination import Coordinator
+from ..core.lane import Lane
 from ..core.options import ResolvedTimeouts
 from ..core.processes.running import host_name
 from ..core.storage.memory.peer_sockets import PeerAddress
@@ -49,7 +47,7 @@ class NewestStays:
         """
 
     def preparation(self, keeper: MemoryCaller) -> Callable[[float], None]:
-        """What is called before each snapshot, on the lane for memory, with a timeout: it has the keeper run.
+        """What is called before each snapshot, on the thread for memory, with a timeout: it has the keeper run.
 
         Args:
             keeper: calls this rank's keeper
@@ -57,11 +55,11 @@ class NewestStays:
         return keeper.prepare
 
     def whole(self, report: SaveReport) -> None:
-        """On all ranks, on the lane for memory: the snapshot of a save is whole."""
+        """On all ranks, on the thread for memory: the snapshot of a save is whole."""
         self._newest = report.path
 
     def paths(self) -> Sequence[str]:
-        """On the lane for memory: the snapshots that stay; see `MemoryCaller.retire`."""
+        """On the thread for memory: the snapshots that stay; see `MemoryCaller.retire`."""
         return [self._newest]
 
     def close(self) -> None:
@@ -126,8 +124,10 @@ class SnapshotsAtPeers(NewestStays):
         self._events = events
         self._on_first = on_first
         self._place: PeerAddress | None = None
+        # The end of the run does not wait for what is being sent.
+        self._lane, self._rounds = Lane("ckpt-peers", ranks.outside, newest_only=True), 0
         #: For what follows, which two threads change.
-        self._changed = threading.Condition()
+        self._changed = ranks.outside.condition()
         self._last = _Whole()
         #: The number of the last one about which the ranks have agreed whether it is sent, and whether they do so.
         self._asked, self._sending = 0, False
@@ -140,8 +140,7 @@ class SnapshotsAtPeers(NewestStays):
     def begin(self, then: Callable[[], None]) -> None:
         """See the base class."""
         self._then = then
-        # A daemon: the end of the run does not wait for what is being sent.
-        threading.Thread(target=self._run, name="ckpt-peers", daemon=True).start()
+        self._lane.submit(self._send_due)  # nothing yet; but a thread that cannot start ends the run now, not later
 
     def preparation(self, keeper: MemoryCaller) -> Callable[[float], None]:
         """See the base class. It also lets other hosts in, as they may look for a snapshot once rank 0 has it whole."""
@@ -158,6 +157,8 @@ class SnapshotsAtPeers(NewestStays):
         with self._changed:
             self._last = self._whole[report.path] = _Whole(self._last.number + 1, report, self._place)
             self._changed.notify_all()
+        with contextlib.suppress(CheckpointError):  # the run ends
+            self._lane.submit(self._send_due)
 
     def paths(self) -> Sequence[str]:
         """The last one at its peers, the one that was sent last, and the newest, which may be one of them.
@@ -182,21 +183,19 @@ class SnapshotsAtPeers(NewestStays):
             return None
         return PeerAddress(host_name(), self._peers.address, port, self._ranks.rank)
 
-    def _run(self) -> None:
-        """On a thread: send what is due, until the run ends."""
+    def _send_due(self) -> None:
+        """On the lane: send what is due. The ranks begin each round together."""
+        with self._changed:
+            if self._closing or not self._is_due:
+                return
+            newest = self._last
+        self._rounds += 1
         try:
-            for number in itertools.count(1):
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_due or self._closing)
-                    if self._closing:
-                        return
-                    newest = self._last
-                self._send_next(f"peers/{number}", newest)
+            self._send_next(f"peers/{self._rounds}", newest)
         except _RunEnds:
-            pass
-        except Exception:
+            self.close()
+        except BaseException:
             logger.exception("no more snapshots are sent to peers")
-        finally:
             self.close()
 
     def _send_next(self, tag: str, newest: _Whole) -> None:
@@ -263,7 +262,7 @@ class SnapshotsAtPeers(NewestStays):
             text = "%s did not get to its peers; what they had before stays there: %s"
             logger.log(self._level, text, path, error)
             return False
-        at = time.time()
+        at = self._ranks.outside.date()
         with self._changed:  # this rank may not know yet that it is whole
             self._changed.wait_for(lambda: path in self._whole or self._closing, self._timeouts.stage)
             report = self._whole[path].report if path in self._whole else SaveReport(path, time=at)
@@ -283,6 +282,7 @@ class SnapshotsAtPeers(NewestStays):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._lane.stop()
         self._caller.close()
 
 

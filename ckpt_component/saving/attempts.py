@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from ..callers.write_callers import WriteCaller
@@ -65,7 +64,7 @@ class SaveAttempts:
         self._timeouts = context.timeouts
         self._outside = context.ranks.outside
         self._run = context.run
-        self._lane = context.lane
+        self._queue = context.queue
         self._indexes = RankIndexes(writer, context.run.files)
         #: By device: the faster I/O mode, where a request has made a trial.
         self._fastest_io: dict[int, str] = {}
@@ -90,7 +89,7 @@ class SaveAttempts:
         Raises:
             CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks
         """
-        request, ranks, tag, own = staged.admitted.request, self._ranks, self._lane + attempt.token, list[Written]()
+        request, ranks, tag, own = staged.admitted.request, self._ranks, self._queue + attempt.token, list[Written]()
         deadline = self._outside.now() + self._timeouts.stage + self._timeouts.write
         snapshot = staged.snapshot
 
@@ -102,7 +101,7 @@ class SaveAttempts:
             try:
                 self._begin(staged, attempt, locks, deadline)
                 votes = ranks.all_succeed(f"{tag}/written", write, self._caller.progress, deadline)
-                voted = time.perf_counter()
+                voted = perf_counter()
                 publish = partial(self._publish, staged, attempt, votes)
                 files = ranks.run_on_leader(f"{tag}/commit", publish, deadline)
             except BaseException:
@@ -135,11 +134,11 @@ class SaveAttempts:
             if staged.comparison is not None:
                 message["digests"] = staged.comparison.message()
         make_folder = partial(self._make_folder, staged.admitted.request, attempt, locks)
-        different = self._ranks.decide(f"{self._lane}{attempt.token}/begin", message, make_folder, deadline)
+        different = self._ranks.decide(f"{self._queue}{attempt.token}/begin", message, make_folder, deadline)
         differences = [ReplicaDifference(*each) for each in different]
         texts = [] if staged.comparison is None else staged.comparison.report(differences)
         if differences and self._context.replicas.on_different is OnDifferentReplicas.error:
-            tag = f"{self._lane}{attempt.token}/replicas"
+            tag = f"{self._queue}{attempt.token}/replicas"
             self._ranks.decide(tag, texts, partial(raise_different, attempt.target), deadline)
 
     def _make_folder(
@@ -184,7 +183,7 @@ class SaveAttempts:
         level = logging.INFO if request.is_told else logging.DEBUG
         if self._awaits_folder:
             attempt.protocol.join(attempt, self._timeouts.visible)
-        if wait_futures([snapshot.staged], self._timeouts.stage).not_done:
+        if not self._outside.wait_for([snapshot.staged], self._timeouts.stage):
             raise CheckpointTimeoutError(
                 f"The snapshot for {request.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
             )
@@ -224,7 +223,8 @@ class SaveAttempts:
             self._writing = attempt.token, self._caller.progress()
         with self._typed_errors(request, encoded.file_bytes):
             result = self._caller.run(job, self._outside.now() + self._timeouts.write)
-        snapshot.copied.result(self._timeouts.stage)  # raises if a tensor changed during the copy
+        self._outside.wait_for([snapshot.copied], self._timeouts.stage)
+        snapshot.copied.result(0)  # raises if a tensor changed during the copy
         written = Written(result, number)
         if tells:
             events.progressed(report_of(request, "written", staged, written))

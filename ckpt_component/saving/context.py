@@ -118,7 +118,7 @@ class SaveContext:
         progress: follows the bytes of saves that are waited for
         replicas: what is compared between the ranks
         reuse: decides which files are shared with the last checkpoint; the stager has the same
-        lane: begins the names of the ranks' questions about attempts, as two lanes may ask about one save at a time
+        queue: begins the names of the ranks' questions about attempts, as two queues may ask about one save at a time
         unseen: the ranks whose files this rank cannot see, because they are in the memory of other hosts
     """
 
@@ -131,5 +131,5 @@ class SaveContext:
     progress: Progress = no_progress
     replicas: ReplicaPolicy = field(default_factory=ReplicaPolicy)
     reuse: FileReuse = field(default_factory=lambda: FileReuse(None))
-    lane: str = ""
+    queue: str = ""
     unseen: frozenset[int] = frozenset()

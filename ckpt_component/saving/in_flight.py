@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait as wait_futures
 from typing import TypeVar
 
+from ..core.outside import OUTSIDE, Future, Outside
 from ..core.progress import Progress, no_progress
 from ..errors import CheckpointTimeoutError, RanksError
 from ..events import SaveReport
@@ -27,12 +25,16 @@ _Result = TypeVar("_Result")
 class SaveFuture(Future[_Result]):
     """A future that knows whether its error was delivered, so that no error is lost and none is raised twice.
 
+    Args:
+        outside: by which it is waited for
+
     Attributes:
         delivered: the error was raised or retrieved, or was logged and need not be raised
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
         super().__init__()
+        self._outside = outside
         self.set_running_or_notify_cancel()
         self.delivered = False
 
@@ -63,7 +65,7 @@ class SaveFuture(Future[_Result]):
 
     def _await_end(self, timeout: float | None) -> None:
         # The TimeoutError of a future is another class in Python 3.10.
-        if not wait_futures([self], timeout).done:
+        if not self._outside.wait_for([self], timeout):
             raise TimeoutError(f"The save still runs after {timeout:g} s.")
 
 
@@ -73,6 +75,7 @@ class SaveHandle(SaveFuture[SaveReport]):
     Args:
         request: what was asked for
         number: number of the save in its checkpointer, the same on all ranks
+        outside: by which it is waited for
         begun: False if nothing was copied, because the save could not begin
         file_bytes: approximate size of what this rank writes
         written: returns how much of that is written by now
@@ -89,12 +92,13 @@ class SaveHandle(SaveFuture[SaveReport]):
         self,
         request: SaveRequest,
         number: int,
+        outside: Outside = OUTSIDE,
         *,
         begun: bool = True,
         file_bytes: int = 0,
         written: Callable[[], int] = lambda: 0,
     ) -> None:
-        super().__init__()
+        super().__init__(outside)
         self.path = request.path
         self.step = request.step
         self.number = number
@@ -124,12 +128,14 @@ class InFlightSaves(list[SaveHandle]):
 
     Args:
         progress: follows the bytes of saves that are waited for
+        outside: by which they are waited for
     """
 
-    def __init__(self, progress: Progress = no_progress) -> None:
+    def __init__(self, progress: Progress = no_progress, outside: Outside = OUTSIDE) -> None:
         super().__init__()
+        self._outside = outside
         self._progress = progress
-        self._poll_seconds = _POLL_SECONDS if progress is not no_progress else threading.TIMEOUT_MAX
+        self._poll_seconds = _POLL_SECONDS if progress is not no_progress else math.inf
 
     def drop_ended(self) -> list[tuple[int, str]]:
         """Drop ended saves, except those whose error was not raised yet; return their numbers and error texts."""
@@ -178,7 +184,7 @@ class InFlightSaves(list[SaveHandle]):
             CheckpointTimeoutError: a save is still running
         """
         running = [save for save in self if not save.done()]
-        deadline = time.monotonic() + limit * len(running)
+        deadline = self._outside.now() + limit * len(running)
         for save in running:
             if not self.follow(save, deadline):
                 raise CheckpointTimeoutError(
@@ -190,15 +196,15 @@ class InFlightSaves(list[SaveHandle]):
 
         Args:
             save: the save
-            deadline: when to stop waiting (`time.monotonic`)
+            deadline: when to stop waiting (`Outside.now`)
 
         Returns:
             False if it is still running.
         """
         shown = 0
         with self._progress(f"saving {os.path.basename(save.path)}", save.file_bytes) as advance:
-            while wait_futures([save], min(deadline - time.monotonic(), self._poll_seconds)).not_done:
-                if time.monotonic() >= deadline:
+            while not self._outside.wait_for([save], min(deadline - self._outside.now(), self._poll_seconds)):
+                if self._outside.now() >= deadline:
                     return False
                 written = min(save.written(), save.file_bytes)  # the process writes more than the files
                 advance(written - shown)

@@ -1,7 +1,7 @@
-"""Keeps snapshots in memory: a save becomes whole there first, on a lane beside that of its storage.
+"""Keeps snapshots in memory: a save becomes whole there first, in a queue beside that of its storage.
 
-A save to storage is staged once and goes to both lanes: in memory it may be whole, on all ranks, while an older one is
-still being written. A save to memory alone goes to that lane only.
+A save to storage is staged once and goes to both queues: in memory it may be whole, on all ranks, while an older one is
+still being written. A save to memory alone goes to that queue only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .in_flight import SaveHandle
 from .records import Committed, SaveRequest, Staged, report_of
 from .repeated_warning import RepeatedWarning
 from .retry import ErrorPolicy
-from .save_lane import SaveLane, notify
+from .save_queue import SaveQueue, notify
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 _PATIENCE = 2.0
 
 
-class KeepingLane(SaveLane):
-    """Completes saves like its base class, which it is for storage, and has a lane beside it for memory.
+class TieredSaveQueue(SaveQueue):
+    """Completes saves like its base class, which it is for storage, and has a queue beside it for memory.
 
     A save to storage tells of itself once. If its snapshot does not become whole in memory, that is a warning; the save
     goes on.
@@ -50,11 +50,11 @@ class KeepingLane(SaveLane):
         context: its storages have that of the memory
         in_background: see above
         add_report: see above
-        caller: runs the requests whose target is in memory; owned by the lane from now on
+        caller: runs the requests whose target is in memory; owned by the queue from now on
         writer: the format
         memory: the storage of what is kept
         path_of: where a checkpoint is in memory, by its path in storage
-        on_kept: called on rank 0, on the lane of the memory, when a snapshot is whole there; a failure is only logged
+        on_kept: called on rank 0, on the thread of the memory, when a snapshot is whole there; a failure is only logged
         stays: which snapshots stay there; owned too
     """
 
@@ -81,7 +81,7 @@ class KeepingLane(SaveLane):
             policy=ErrorPolicy(warn=True, min_free_bytes=None, reason="what is saved to storage is not affected"),
             timeouts=replace(context.timeouts, heartbeat=min(context.timeouts.heartbeat, _PATIENCE)),
             reuse=ProvedReuse(),
-            lane="memory/",
+            queue="memory/",
             unseen=self._stays.unseen,
         )
         self._storage = memory
@@ -89,10 +89,10 @@ class KeepingLane(SaveLane):
         self._caller = caller
         self._timeouts = context.timeouts
         self._kept = KeptSnapshots(caller, writer, beside, self._stays)
-        self._beside = MemoryLane(self._kept, beside, in_background=True, add_report=add_report, name="ckpt-keep")
+        self._beside = MemorySaveQueue(self._kept, beside, in_background=True, add_report=add_report, name="ckpt-keep")
         self._stays.begin(partial(self._beside.run_after_saves, self._kept.drop_others))
         self._on_kept = beside.run.after_commit
-        #: For the other lane, as `SaveLane` has them: of saves to storage.
+        #: For the other queue, as `SaveQueue` has them: of saves to storage.
         self._doubles: deque[Staged] = deque()
         #: Where the newest snapshot of this run is, or will be, in memory.
         self._newest = ""
@@ -131,7 +131,7 @@ class KeepingLane(SaveLane):
             raise
 
     def _finish_double(self) -> None:
-        """On the thread of the lane for memory: make one attempt."""
+        """On the thread for memory: make one attempt."""
         staged = self._doubles.popleft()
         request = staged.admitted.request
         try:
@@ -152,7 +152,7 @@ class KeepingLane(SaveLane):
         return super().refuse(request, error)
 
     def drain(self, timeout: float) -> bool:
-        """Wait for both lanes; see the base class. That of the memory has as long as its last save may take."""
+        """Wait for both queues; see the base class. That of the memory has as long as its last save may take."""
         limit = self._timeouts.whole_save
         self._is_beside_idle = self._beside.drain(limit)
         if not self._is_beside_idle:
@@ -170,8 +170,8 @@ class KeepingLane(SaveLane):
         self._caller.close(self._timeouts.close)
 
 
-class MemoryLane(SaveLane):
-    """The lane for memory, whose saves may be as frequent as steps."""
+class MemorySaveQueue(SaveQueue):
+    """The queue for memory, whose saves may be as frequent as steps."""
 
     _attempts: KeptSnapshots
 
@@ -258,13 +258,13 @@ class MemoryHooks:
 
     Args:
         run: how it takes part in its saves to storage
-        on_kept: see `KeepingLane`
+        on_kept: see `TieredSaveQueue`
     """
 
     def __init__(self, run: RunHooks, on_kept: Callable[[SaveReport], None]) -> None:
         self._run = run
         self.ownership: Ownership = FirstClaim(run.ownership)
-        #: Called on the lane for memory before the save's future is done.
+        #: Called on the thread for memory before the save's future is done.
         self.after_commit = on_kept
 
     @property

@@ -1,19 +1,18 @@
-"""Accepts saves on the training thread: makes the ranks agree, and takes the snapshot; a `SaveLane` does the rest."""
+"""Accepts saves on the training thread: makes the ranks agree, and takes the snapshot; a `SaveQueue` does the rest."""
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 from ..callers.write_callers import WriteCaller
 from ..core.commit.protocols import protocol_of
+from ..core.outside import Future
 from ..core.processes.owner_process import OwnerProcess, refuse_at_exit
 from ..errors import CheckpointError
 from ..events import SaveReport
@@ -26,7 +25,7 @@ from .in_flight import InFlightSaves, SaveHandle
 from .planning import SavePlanner
 from .prewarmer import Prewarmer
 from .records import Admitted, SaveRequest, Staged
-from .save_lane import SaveLane
+from .save_queue import SaveQueue
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class SavePipeline:
         caller: who runs the write requests; owned too
         writer: the format
         context: what is the same for all saves
-        lane: makes what completes the saves, given the arguments of `SaveLane`
+        queue: makes what completes the saves, given the arguments of `SaveQueue`
 
     Attributes:
         stager: see above
@@ -59,15 +58,16 @@ class SavePipeline:
         caller: WriteCaller,
         writer: Writer,
         context: SaveContext,
-        lane: Callable[..., SaveLane] = SaveLane,
+        queue: Callable[..., SaveQueue] = SaveQueue,
     ) -> None:
+        caller.outside = context.ranks.outside
         caller.prepare(context.timeouts.worker_start)
         self.stager = stager
         self.caller = caller
         self.ranks = context.ranks
         self.policy = context.policy
         self.events = context.events
-        self.saves = InFlightSaves(context.progress)
+        self.saves = InFlightSaves(context.progress, context.ranks.outside)
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
         self.prewarmer = Prewarmer(stager)
@@ -76,7 +76,7 @@ class SavePipeline:
         self._single_file = writer.single_file
         self._planner = SavePlanner(stager, writer, context)
         self._admission = SaveAdmission(self._planner, stager, self.saves, context)
-        self._lane = lane(
+        self._queue = queue(
             SaveAttempts(caller, writer, context),
             context,
             in_background=caller.in_other_process,
@@ -85,9 +85,11 @@ class SavePipeline:
         #: Whether `last_report` has failures too: nothing else that an inline save returns tells of one.
         self._shows_failures = context.policy.warn and not caller.in_other_process
         self._owner = OwnerProcess("checkpointer")
-        self._closing = threading.Lock()
-        # If a script does not call close(), the interpreter first lets the save thread finish, then runs this.
-        self._at_exit = atexit.register(_close_if_alive, weakref.ref(self))
+        self._outside = context.ranks.outside
+        self._closing = self._outside.lock()
+        # If a script does not call close(), the interpreter does, before it waits for the lane.
+        self._at_exit = partial(_close_if_alive, weakref.ref(self))
+        self._outside.at_exit(self._at_exit)
 
     @property
     def busy(self) -> bool:
@@ -123,7 +125,7 @@ class SavePipeline:
         """
         self._owner.check()
         self.ranks.check_world()
-        request = SaveRequest(path, self._context.storage_of(path), step, metrics, may_wait)
+        request = SaveRequest(path, self._context.storage_of(path), step, metrics, may_wait, time=self._outside.date())
         try:
             admitted = self._admission.admit(request, state_dict)
         except CheckpointError as error:
@@ -144,7 +146,7 @@ class SavePipeline:
         try:
             with self._closing:  # what is listed by then, `close` waits for
                 self._owner.check()
-                save = self._lane.submit(staged)
+                save = self._queue.submit(staged)
                 self.saves.append(save)
         except (CheckpointError, RuntimeError):
             if staged.snapshot is not None:
@@ -175,12 +177,12 @@ class SavePipeline:
             if snapshot is not None:
                 snapshot.release()
                 snapshot = None
-        stall_s = time.perf_counter() - request.started
+        stall_s = perf_counter() - request.started
         return Staged(admitted, attempt, snapshot, failure, comparison, self.stager.host_bytes, stall_s)
 
     def _refuse(self, request: SaveRequest, error: CheckpointError) -> tuple[Future[None], SaveHandle]:
         """End a save that failed before anything was copied: raise, or return failed futures."""
-        save = self._lane.refuse(request, error)
+        save = self._queue.refuse(request, error)
         self.saves.append(save)
         return _failed(error), save
 
@@ -193,7 +195,7 @@ class SavePipeline:
 
     def run_after_saves(self, task: Callable[[], None]) -> None:
         """Run a task on the save thread, after the saves so far; later saves and `close` wait for it."""
-        self._lane.run_after_saves(task)
+        self._queue.run_after_saves(task)
 
     def guard(self, optimizer: Any) -> None:
         """See `Stager.guard`."""
@@ -229,7 +231,7 @@ class SavePipeline:
             if self._owner.closed:
                 return
             self._owner.closed = True
-        self._lane.stop_pausing()
+        self._queue.stop_pausing()
         is_idle = False
         try:
             try:
@@ -248,9 +250,9 @@ class SavePipeline:
 
     def _release(self, is_idle: bool) -> None:
         """Free everything; with `is_idle` False, while the save thread is still busy."""
-        atexit.unregister(self._at_exit)
+        self._outside.not_at_exit(self._at_exit)
         self.events.close(self._timeouts.close)
-        self._lane.close(wait=is_idle)
+        self._queue.close(wait=is_idle)
         self.caller.close(self._timeouts.close)
         self._context.reuse.close()
         self.ranks.close()
@@ -259,7 +261,7 @@ class SavePipeline:
         """Wait until the save thread has nothing to do. Returns whether that is so."""
         limit = self._timeouts.close
         self.saves.wait(self._timeouts.whole_save + limit)
-        if not self._lane.drain(limit):
+        if not self._queue.drain(limit):
             text = "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process"
             logger.warning(text, limit)
             return False

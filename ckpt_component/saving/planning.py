@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,7 +57,7 @@ class SavePlanner:
             return plan
         self._plans += 1
         self._is_agreed = False
-        deadline = min(time.monotonic() + self._timeout, plan.wait_until)
+        deadline = min(self._ranks.outside.now() + self._timeout, plan.wait_until)
         with collector_paused():
             own = {**self._comparisons.holdings(plan.structure), "names": names_held(plan.flat)}
             share = self._ranks.scatter(f"plan/{self._plans}", own, share_out_hashes, deadline)
@@ -78,7 +77,7 @@ class SavePlanner:
         """
         ranks = self._ranks
         ranks.check_world()
-        deadline = time.monotonic() + self._timeout
+        deadline = self._ranks.outside.now() + self._timeout
         try:
             plan = self.inspect(state_dict)
             check_objects(plan.flat)

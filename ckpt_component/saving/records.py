@@ -5,12 +5,13 @@ A record is complete when its phase returns it, and nobody writes into it. Times
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from ..core.commit.protocol import Attempt
+from ..core.outside import OUTSIDE
 from ..core.storage.locate import MEMORY
 from ..core.storage.storage import Storage
 from ..events import SaveReport
@@ -39,8 +40,8 @@ class SaveRequest:
     step: int | None = None
     metrics: Mapping[str, Any] | None = None
     may_wait: bool = True
-    started: float = field(default_factory=time.perf_counter)
-    time: float = field(default_factory=time.time)
+    started: float = field(default_factory=perf_counter)
+    time: float = field(default_factory=OUTSIDE.date)
     is_told: bool = True
 
 
@@ -113,7 +114,7 @@ class Committed:
     written: Written
     files: int
     voted: float
-    ended: float = field(default_factory=time.perf_counter)
+    ended: float = field(default_factory=perf_counter)
 
 
 def report_of(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class ReplicaComparisons:
         replicas = self._replicas
         if replicas is None or not (replicas.are_whole or plan.changed or number & (number - 1) == 0):
             return None
-        started = time.perf_counter()
+        started = perf_counter()
         try:
             with torch.no_grad():
                 digests = replicas.digest(plan.flat, number.bit_length())
@@ -96,7 +96,7 @@ class ReplicaComparisons:
                 raise
             logger.warning("cannot compare what the ranks share: %s: %s", type(error).__name__, error)
             return None
-        logger.debug("digests of what the ranks share in %.3f s", time.perf_counter() - started)
+        logger.debug("digests of what the ranks share in %.3f s", perf_counter() - started)
         return ReplicaComparison(self, digests)
 
 

@@ -9,8 +9,6 @@ snapshot does not change until the last attempt is over.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from errno import EACCES, EFBIG, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
@@ -19,6 +17,7 @@ from typing import TypeVar
 from ..core.commit.names import token_of_try
 from ..core.commit.protocol import Attempt
 from ..core.coordination import Coordinator
+from ..core.outside import OUTSIDE, Outside
 from ..errors import CheckpointError, CheckpointGivenUpError, CheckpointSaveError, CheckpointStallError, RanksError
 
 logger = logging.getLogger(__name__)
@@ -107,7 +106,7 @@ class RetryLoop:
         self._ranks = ranks
         self._policy = policy
         self._timeout = timeout
-        self._closing = threading.Event()
+        self._closing = ranks.outside.latch()
 
     def stop_pausing(self) -> None:
         """Skip all further pauses, because `close` waits for the saves."""
@@ -138,7 +137,7 @@ class RetryLoop:
         most = self._policy.attempts
         if number >= most or not isinstance(error, Exception) or not self._agree(attempt.token, error):
             return False
-        pause = 0.0 if self._closing.is_set() else self._policy.pause(number)
+        pause = 0.0 if self._closing.is_set else self._policy.pause(number)
         text = "%s: attempt %d of %d failed; retrying in %.1f s (checkpoint.on_error=retry): %s"
         logger.warning(text, attempt.target, number, most, pause, error)
         self._closing.wait(pause)
@@ -149,7 +148,7 @@ class RetryLoop:
         if not self._ranks.is_leader and isinstance(error, RanksError) and error.causes.get(0) == RanksError.__name__:
             return False  # rank 0 is dead and cannot decide
         try:
-            deadline = time.monotonic() + self._timeout
+            deadline = self._ranks.outside.now() + self._timeout
             return bool(self._ranks.run_on_leader(f"{token}/again", lambda: is_retryable(error), deadline))
         except CheckpointError as failure:
             logger.error("could not get rank 0's retry decision, not retrying: %s", failure)
@@ -161,14 +160,15 @@ class ConsecutiveFailures:
 
     Args:
         limit: `ErrorPolicy.give_up_after`
+        outside: what they run in
 
     Attributes:
         count: number of failures since the last committed save
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, outside: Outside = OUTSIDE) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = outside.lock()
         self.count = 0
 
     def reset(self) -> None:

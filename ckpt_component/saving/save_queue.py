@@ -1,20 +1,19 @@
-"""Completes saves in order on a thread of its own: writes and commits each, and tells what became of it.
+"""Completes saves in order on a lane: writes and commits each, and tells what became of it.
 
 So the training thread never waits for storage, and the commit never needs the training thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_futures
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
-from ..core.processes.owner_process import refuse_at_exit
+from ..core.lane import Lane
+from ..core.processes.owner_process import refuse_ending
 from ..errors import CheckpointError
 from ..events import SaveReport
 from .attempts import SaveAttempts
@@ -26,12 +25,12 @@ from .retry import ConsecutiveFailures, FailedAttempts, RetryLoop, is_stall
 logger = logging.getLogger(__name__)
 
 
-class SaveLane:
+class SaveQueue:
     """Completes the saves that it is given, one after the other.
 
     Args:
         attempts: makes the attempts at a save
-        context: what is the same for all saves of the lane
+        context: what is the same for all saves of the queue
         in_background: whether training goes on while a save is written
         add_report: called with the report of each save that has ended
         name: of the thread
@@ -54,17 +53,18 @@ class SaveLane:
         self._in_background = in_background
         self._add_report = add_report
         self._retries = RetryLoop(context.ranks, context.policy, context.timeouts.stage)
-        self._failures = ConsecutiveFailures(context.policy.give_up_after)
-        #: A task's arguments would keep a snapshot alive until the task has ended.
+        self._failures = ConsecutiveFailures(context.policy.give_up_after, context.ranks.outside)
+        #: A job's arguments would keep a snapshot alive until the job has ended.
         self._staged: deque[tuple[SaveHandle, Staged]] = deque()
-        self._last_task: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._timeout, timeouts = context.timeouts.close, context.timeouts
+        # If a script does not call close(), or Ctrl-C ends that, the interpreter waits for what was begun.
+        self._lane = Lane(name, context.ranks.outside, at_exit=timeouts.whole_save + timeouts.close)
 
     def submit(self, staged: Staged) -> SaveHandle:
         """Complete a save after those so far.
 
         Args:
-            staged: the save; its snapshot, if there is one, belongs to the lane once this has returned
+            staged: the save; its snapshot, if there is one, belongs to the queue once this has returned
 
         Returns:
             What the caller of the save holds.
@@ -73,19 +73,19 @@ class SaveLane:
             CheckpointError: the interpreter is ending
             RuntimeError: no thread could be started
         """
-        admitted, snapshot = staged.admitted, staged.snapshot
+        admitted, snapshot, outside = staged.admitted, staged.snapshot, self._ranks.outside
+        refuse_ending(outside)
         if snapshot is None:
-            save = SaveHandle(admitted.request, admitted.number)
+            save = SaveHandle(admitted.request, admitted.number, outside)
         else:
             written = partial(self._attempts.written_by, admitted.token)
             size = snapshot.encoded.file_bytes
-            save = SaveHandle(admitted.request, admitted.number, file_bytes=size, written=written)
+            save = SaveHandle(admitted.request, admitted.number, outside, file_bytes=size, written=written)
         self._staged.append((save, staged))
         try:
-            self._last_task = self._thread.submit(self._finish)
-        except RuntimeError as error:
+            self._lane.submit(self._finish)
+        except (CheckpointError, RuntimeError):
             self._staged.pop()
-            refuse_at_exit(error)
             raise
         return save
 
@@ -101,8 +101,8 @@ class SaveLane:
         given_up = self._failures.add(error)
         if not self._policy.warn or (given_up is not None and self._ranks.world_size == 1):
             raise given_up or error
-        save = SaveHandle(request, self._ranks.meetings["save"], begun=False)
-        stall_s = time.perf_counter() - request.started
+        save = SaveHandle(request, self._ranks.meetings["save"], self._ranks.outside, begun=False)
+        stall_s = perf_counter() - request.started
         self._fail(save, error, given_up, report_of(request, "failed", stall_s=stall_s))
         return save
 
@@ -125,7 +125,7 @@ class SaveLane:
             if staged.snapshot is not None:
                 staged.snapshot.release()
         if isinstance(made, FailedAttempts):
-            stall_s = staged.stall_s if self._in_background else time.perf_counter() - request.started
+            stall_s = staged.stall_s if self._in_background else perf_counter() - request.started
             report = report_of(request, "failed", staged, attempts=made.number, stall_s=stall_s)
             self._fail(save, made.error, self._failures.add(made.error), report)
             return
@@ -135,7 +135,7 @@ class SaveLane:
         if self._ranks.is_leader:
             notify(self._run.after_commit, report)
         if not self._in_background:
-            report = replace(report, stall_s=time.perf_counter() - request.started)
+            report = replace(report, stall_s=perf_counter() - request.started)
         report = self._events.with_loss(report)
         self._add_report(report)
         save.end(report)
@@ -162,11 +162,7 @@ class SaveLane:
 
     def run_after_saves(self, task: Callable[[], None]) -> None:
         """Run a task on the thread, after the saves so far; later saves and `drain` wait for it."""
-        try:
-            self._last_task = self._thread.submit(task)
-        except RuntimeError as error:
-            refuse_at_exit(error)
-            raise
+        self._lane.submit(task)
 
     def stop_pausing(self) -> None:
         """Make no pause before another attempt any more, because `close` waits for the saves."""
@@ -175,9 +171,8 @@ class SaveLane:
     def drain(self, timeout: float) -> bool:
         """End the run's part in the saves, after the last one. Returns False if that takes over `timeout` seconds."""
         if self._ranks.is_leader:
-            with contextlib.suppress(RuntimeError):  # the interpreter exits: the thread takes no more, nor is it needed
-                self._last_task = self._thread.submit(self._run.close)
-        return self._last_task is None or not wait_futures([self._last_task], timeout).not_done
+            self._lane.post(self._run.close)
+        return self._lane.drain(self._ranks.outside.now() + timeout)
 
     def close(self, *, wait: bool) -> None:
         """End the thread.
@@ -185,7 +180,7 @@ class SaveLane:
         Args:
             wait: whether it is idle, so that its end can be waited for
         """
-        self._thread.shutdown(wait=wait)
+        self._lane.close(self._ranks.outside.now() + (self._timeout if wait else 0.0))
 
 
 def notify(hook: Callable[[SaveReport], None], report: SaveReport) -> None:

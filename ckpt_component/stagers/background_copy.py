@@ -7,13 +7,12 @@ that trains; or else when everything is written.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import torch
 
 from ..core.image.copy import CopyTasks
+from ..core.outside import OUTSIDE, Future, Outside
 from ..core.state.flatten import FlatState
 from ..core.state.paths import key_of
 from ..errors import CheckpointStallError, TornSnapshotError
@@ -26,13 +25,15 @@ class BackgroundCopy(Future[None]):
         flat: the state
         watched: numbers of the tensors that must not change before the fence
         tasks: the copy; no tensor may have changed since it was created
+        outside: by which it is waited for
 
     Attributes:
         discarded: why the snapshot is discarded, once it is
     """
 
-    def __init__(self, flat: FlatState, watched: Sequence[int], tasks: CopyTasks) -> None:
+    def __init__(self, flat: FlatState, watched: Sequence[int], tasks: CopyTasks, outside: Outside = OUTSIDE) -> None:
         super().__init__()
+        self._outside = outside
         self.discarded: CheckpointStallError | None = None
         self._paths = flat.tensor_paths
         dtensors = [number for number in watched if not flat.counts_changes(number)] if flat.placed else []
@@ -40,7 +41,7 @@ class BackgroundCopy(Future[None]):
         self._tensors = [flat.tensors[number] for number in watched] + [flat.placed[number] for number in dtensors]
         self._versions = [tensor._version for tensor in self._tensors]
         self._tasks: CopyTasks | None = tasks
-        self._look_lock = threading.Lock()
+        self._look_lock = outside.lock()
         self._torn: TornSnapshotError | None = None
 
     def done(self) -> bool:
@@ -56,20 +57,22 @@ class BackgroundCopy(Future[None]):
         Raises:
             TornSnapshotError: a tensor changed before
         """
-        super().result(timeout)
+        self._outside.wait_for([self], timeout)
+        super().result(0)
         self._look()
         if self._torn is not None:
             raise self._torn
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait like `result`. Returns its error, or None."""
-        error = super().exception(timeout)
+        self._outside.wait_for([self], timeout)
+        error = super().exception(0)
         if error is None:
             self._look()
         return error or self._torn
 
     def help(self, until: float) -> None:
-        """Copy the rest with all threads, because training is waiting; not beyond `until` (monotonic seconds)."""
+        """Copy the rest with all threads, because training is waiting; not beyond `until` (`Outside.now`)."""
         tasks = self._tasks
         if tasks is not None:
             tasks.drain(until, torch.get_num_threads())

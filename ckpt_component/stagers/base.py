@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +20,7 @@ from ..core.image.file_reuse import FileReuse
 from ..core.image.layout import Layout
 from ..core.image.unchanged_files import UnchangedFiles
 from ..core.memory.gc_control import collector_paused
+from ..core.outside import OUTSIDE, Future
 from ..core.state.dedup import Selection, Share
 from ..core.state.flatten import FlatState, flatten, is_torch_own
 from ..core.state.frozen_weights import FrozenWeights
@@ -48,7 +48,7 @@ class StatePlan:
         flat: its tensors and objects
         structure: their structure
         changed: the layout must be planned again, because of this rank or another one
-        wait_until: deadline for waits in `take`, monotonic seconds (`max_stall_s`)
+        wait_until: deadline for waits in `take`, seconds of `Outside.now` (`max_stall_s`)
         storage: where the state is saved; None: this is no save
         share: if `changed`, which part of the state this rank is to store; None: all of it
     """
@@ -91,17 +91,17 @@ class Snapshot:
     copied: Future[None] = field(init=False)
     staged_at: float = 0.0
     unchanged: UnchangedFiles | None = None
-    began_at: float = field(default_factory=time.perf_counter)
+    began_at: float = field(default_factory=perf_counter)
     planned_at: float = 0.0
     _holders: int = field(default=1, init=False, repr=False)
-    _holding: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _holding: AbstractContextManager[Any] = field(default_factory=OUTSIDE.lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.copied = self.staged
 
     def mark_staged(self, error: BaseException | None = None) -> None:
         """Complete `staged`, with an error if there is one."""
-        self.staged_at = time.perf_counter()
+        self.staged_at = perf_counter()
         if error is None:
             self.staged.set_result(None)
         else:
@@ -178,7 +178,7 @@ class Stager(ABC):
         self._names = ParameterNames()
         self._refused = set[str]()
         self._frozen = frozen
-        self._lock = threading.Lock()
+        self._lock = ranks.outside.lock()
         self._connected(shared=shared)
 
     def _connected(self, *, shared: bool) -> None:
@@ -229,7 +229,7 @@ class Stager(ABC):
         return not self.wait_free(0)
 
     def wait_free(self, deadline: float) -> bool:
-        """Wait until `busy` is False. Returns False when it still is at `deadline` (monotonic seconds)."""
+        """Wait until `busy` is False. Returns False when it still is at `deadline` (`Outside.now`)."""
         return True
 
     @property
@@ -277,7 +277,7 @@ class Stager(ABC):
         """Return the layout of what this rank stores, and that part of the state."""
         with self._lock:
             if plan.changed or self._plan is None:
-                started = time.perf_counter()
+                started = perf_counter()
                 replans, before, self._structure = self._plan is not None, self._structure, None
                 selection = None if plan.share is None else Selection(plan.structure, plan.share)
                 flat = plan.flat if selection is None else selection.of(plan.flat)
@@ -289,7 +289,7 @@ class Stager(ABC):
                     self._plan = writer.plan(structure, rank)
                 # Set last, so that a plan that failed is made again next time.
                 self._structure, self._selection = plan.structure, selection
-                seconds = time.perf_counter() - started
+                seconds = perf_counter() - started
                 why = "the structure changed" if plan.structure is not before else "other tensors keep their values now"
                 # Usual and quick, so it is no news; but a structure that changes, or is large, makes saves slow.
                 logger.log(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import psutil
@@ -19,6 +18,7 @@ from ..core.image.layout import Layout
 from ..core.image.unchanged_files import UnchangedFiles
 from ..core.memory.gc_control import collector_paused
 from ..core.options import ARENAS
+from ..core.outside import Future
 from ..core.state.dedup import likely_bytes
 from ..core.state.flatten import FlatState
 from ..writers.base import FormatPlan
@@ -98,8 +98,8 @@ class SharedMemoryStager(Stager):
         with collector_paused(), torch.inference_mode(False), torch.no_grad():
             format_plan, flat = self._plan_for(plan)
             layout, encoded = format_plan.layout, format_plan.encode_objects(flat.objects)
-            timeout = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
-            planned_at = time.perf_counter()
+            timeout = min(self._timeout, max(plan.wait_until - self._ranks.outside.now(), 0))
+            planned_at = perf_counter()
             arena = self._pool.lease(layout.arena_bytes, timeout)
             give_back, unchanged = self._pool.give_back, self._reuse.look(layout, flat, plan.storage)
             snapshot = Snapshot(layout, encoded, arena, arena, give_back, planned_at=planned_at, unchanged=unchanged)

@@ -10,15 +10,13 @@ reaches the fence before the copy is done helps with all of torch's threads.
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor, wait as wait_futures
 from typing import Any
 
 import torch
 
 from ..core.image.copy import CopyTasks
+from ..core.lane import Lane
 from ..errors import CheckpointTimeoutError
 from .background_copy import BackgroundCopy
 from .base import StatePlan
@@ -42,10 +40,14 @@ class ZeroOverheadStager(PinnedStager):
         #: The guarded ones, which a training script may replace.
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
-        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
         #: The copies of the saves that have not ended.
         self._pending: weakref.WeakSet[BackgroundCopy] = weakref.WeakSet()
-        self._pending_lock = threading.Lock()
+
+    def _connected(self, *, shared: bool) -> None:
+        super()._connected(shared=shared)
+        self._outside = self._ranks.outside
+        self._pending_lock = self._outside.lock()
+        self._lane = Lane("ckpt-stage", self._outside)
 
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait until the running copy has ended; see `Stager.guard`.
@@ -69,13 +71,12 @@ class ZeroOverheadStager(PinnedStager):
         limit, may_discard = self._timeout if timeout is None else timeout, False
         if timeout is None and self._max_stall is not None:
             limit, may_discard = min(limit, self._max_stall), True
-        until = time.monotonic() + limit
+        until = self._outside.now() + limit
         with self._pending_lock:
             pending = [copy for copy in self._pending if not may_discard or copy.discarded is None]
         for copy in pending:
             copy.help(until)
-        remaining = max(until - time.monotonic(), 0)
-        wait_futures(pending, timeout=remaining)
+        self._outside.wait_for(pending, until - self._outside.now())
         late = [copy for copy in pending if not copy.done()]
         if late:
             if not may_discard:
@@ -96,9 +97,9 @@ class ZeroOverheadStager(PinnedStager):
             settle(None)
             return None
         # Addresses are looked up when it copies, because a tensor may get other memory before.
-        copy = BackgroundCopy(fill.flat, split.watched, fill.tasks(split.later, at_once=False))
-        self._copy_thread.submit(copy.run, settle)
-        with self._pending_lock:  # only what the thread has accepted ends
+        copy = BackgroundCopy(fill.flat, split.watched, fill.tasks(split.later, at_once=False), self._outside)
+        self._lane.submit(copy.run, settle)
+        with self._pending_lock:  # only what the lane has accepted ends
             self._pending.add(copy)
         return copy
 
@@ -134,5 +135,5 @@ class ZeroOverheadStager(PinnedStager):
             while self._hooks:
                 self._hooks.pop().remove()
             self._optimizers.clear()
-            self._copy_thread.shutdown(wait=False)
+            self._lane.stop(cancel=False)
             super().close()

@@ -492,13 +492,13 @@ class SimulatedOutside(SimulatedSockets, Outside):
         self.pid = lambda: process.pid
 
     def at_exit(self, function: Callable[[], object]) -> None:
-        """Nothing is called: what ends a simulated process is `kill`, or the end of its threads."""
+        """No interpreter ends here: `kill`, or the end of its threads, ends a process."""
 
     def not_at_exit(self, function: Callable[[], object]) -> None:
-        """Nothing is called."""
+        """See `at_exit`."""
 
     def is_ending(self) -> bool:
-        """No interpreter ends here."""
+        """See `at_exit`."""
         return False
 
     @property

@@ -41,10 +41,10 @@ from ckpt_component.events.recorder import EventRecorder
 from ckpt_component.loading import Reader
 from ckpt_component.saving.context import NoRun, SaveContext
 from ckpt_component.saving.in_flight import SaveHandle
-from ckpt_component.saving.kept_snapshots import KeepingLane
+from ckpt_component.saving.kept_snapshots import TieredSaveQueue
 from ckpt_component.saving.pipeline import SavePipeline
 from ckpt_component.saving.retry import ErrorPolicy
-from ckpt_component.saving.save_lane import SaveLane
+from ckpt_component.saving.save_queue import SaveQueue
 from ckpt_component.stagers import SharedMemoryStager
 from ckpt_component.writers import DcpWriter
 
@@ -185,15 +185,15 @@ class Run:
             ranks, storage_of, timeouts, run, policy or ErrorPolicy(), EventRecorder(listeners=[self.listener])
         )
         context = context if reuse is None else replace(context, reuse=reuse)
-        lane = partial(
-            KeepingLane,
+        queue = partial(
+            TieredSaveQueue,
             caller=self.keeper,
             writer=writer,
             memory=self.memory,
             path_of=lambda path: self.path(os.path.basename(path)),
             on_kept=self._kept,
         )
-        self.pipeline = SavePipeline(self.stager, self.caller, writer, context, lane)
+        self.pipeline = SavePipeline(self.stager, self.caller, writer, context, queue)
 
     def _kept(self, report: SaveReport) -> None:
         with self.became_whole:
@@ -238,7 +238,7 @@ class Run:
         try:
             self.pipeline.close()
         finally:
-            if self.pipeline.ranks.world_size == 1:  # a lane that was given up ends after the call
+            if self.pipeline.ranks.world_size == 1:  # a queue that was given up ends after the call
                 for thread in threading.enumerate():
                     if thread.name.startswith("ckpt-keep"):
                         thread.join(20)
@@ -405,7 +405,7 @@ def test_a_save_whose_snapshot_no_thread_can_keep_fails_alone(tmp_path: Path, mo
 
     with Run(tmp_path) as run:
         with monkeypatch.context() as changed, pytest.raises(RuntimeError, match="can't start new thread"):
-            changed.setattr(SaveLane, "run_after_saves", refuse)
+            changed.setattr(SaveQueue, "run_after_saves", refuse)
             run.save(1)
         run.save(2).result(60)
         run.wait_whole(1)
@@ -511,7 +511,7 @@ def test_the_folder_is_claimed_once_before_something_is_in_memory(tmp_path: Path
         assert run.claim.asked == 1
 
 
-def test_two_lanes_claim_the_folder_one_after_the_other(tmp_path: Path) -> None:
+def test_two_queues_claim_the_folder_one_after_the_other(tmp_path: Path) -> None:
     for number in range(5):
         with Run(tmp_path / str(number)) as run:
             run.save(1).result(60)

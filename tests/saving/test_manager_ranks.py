@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from set_time import SetTime
 
 from ckpt_component import (
     CheckpointError,
@@ -19,6 +20,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.coordination import LocalCoordinator
+from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.managing.policies import SaveClock, SavePolicy
 
 STATE = {"weight": torch.ones(10)}
@@ -129,8 +131,8 @@ def test_the_ranks_wait_for_the_first_one_as_long_as_it_may_take(
 class Pair(LocalCoordinator):
     """One of two ranks, of which the other one says and does what it is told."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        super().__init__(outside)
         self.world_size = 2
         self.answer: Any = None
         self.deadline = 0.0
@@ -142,20 +144,20 @@ class Pair(LocalCoordinator):
         return action() if self.answer is None else self.answer
 
 
-def test_when_a_save_is_due_by_time_is_the_decision_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    ranks = Pair()
+def test_when_a_save_is_due_by_time_is_the_decision_of_one_rank() -> None:
+    outside = SetTime()
+    ranks = Pair(outside)
     clock = SaveClock(SavePolicy(every_steps=None, every_seconds=60.0), ranks, 5.0)
-    now += 59
-    assert clock.is_due(1) is False and ranks.deadline == now + 5
-    now += 1
+    outside.time += 59
+    assert clock.is_due(1) is False and ranks.deadline == outside.time + 5
+    outside.time += 1
     assert clock.is_due(2) is True
-    clock.last_save = now
+    clock.saved()
     assert clock.is_due(3) is False
     ranks.answer = [4, True]
     assert clock.is_due(4) is True
-    ranks.answer, now = [5, False], now + 600
+    ranks.answer = [5, False]
+    outside.time += 600
     assert clock.is_due(5) is False
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from set_time import SetTime
 
 import ckpt_component
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointManager, CheckpointTypeError, build_manager
 from ckpt_component.core.coordination import LocalCoordinator
+from ckpt_component.core.outside import Outside
 from ckpt_component.core.processes.owner_process import OwnerProcess
 from ckpt_component.managing.stop_signals import STOPPING, StoppableLoop, StopSignals
 
@@ -284,8 +286,8 @@ with build_manager("off") as manager:
 class _Pair(LocalCoordinator):
     """The leader of two ranks, of which the other one has caught `other`, a signal."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, outside: Outside) -> None:
+        super().__init__(outside)
         self.world_size = 2
         self.other = 0
         self.closed = False
@@ -303,34 +305,31 @@ class _Pair(LocalCoordinator):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in seconds: goes on when a test says so."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
+def outside() -> SetTime:
+    return SetTime()
 
 
 @pytest.fixture
-def pair(clock: list[float]) -> Iterator[tuple[StopSignals, _Pair]]:
+def pair(outside: SetTime) -> Iterator[tuple[StopSignals, _Pair]]:
     """What one of two ranks has to stop by, with signal handlers of its own."""
-    ranks = _Pair()
+    ranks = _Pair(outside)
     signals = StopSignals(ranks, 7.0, [signal.SIGUSR1, signal.SIGTERM], 85, owns_ranks=False)
     yield signals, ranks
     signals.close()
 
 
 def test_two_ranks_exchange_about_once_a_second_what_they_have_caught(
-    pair: tuple[StopSignals, _Pair], clock: list[float]
+    pair: tuple[StopSignals, _Pair], outside: SetTime
 ) -> None:
     """And after the first step, when nobody knows yet how long a step takes."""
     signals, ranks = pair
     asked_after = []
     for step in range(1, 21):
-        clock[0] += 0.25 if step <= 13 else 3.0
+        outside.time += 0.25 if step <= 13 else 3.0
         asked = len(ranks.deadlines)
         assert signals.agreed() is None
         if len(ranks.deadlines) > asked:
-            assert ranks.deadlines[-1] == clock[0] + 7.0
+            assert ranks.deadlines[-1] == outside.time + 7.0
             asked_after.append(step)
     assert asked_after == [1, 5, 9, 13, 17, 18, 19, 20]
 
@@ -379,7 +378,7 @@ def test_two_ranks_stop_by_what_one_of_them_has_caught(
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_coordinator_that_was_made_for_the_signals_is_closed_with_them(own: bool) -> None:
-    ranks = _Pair()
+    ranks = _Pair(SetTime())
     loop = StoppableLoop(OwnerProcess("loop"), (lambda: ranks) if own else ranks, 7.0)
     loop.stop_on_signal(signal.SIGUSR1)
     assert not ranks.closed

@@ -35,7 +35,7 @@ from ckpt_component.core.writing.request import WriteRequest
 from ckpt_component.core.writing.write_job import run_write_job
 from ckpt_component.events import EventRecorder, SaveReport
 from ckpt_component.loading.reader import Reader
-from ckpt_component.managing import host_tier, purge, write_access
+from ckpt_component.managing import host_tier
 from ckpt_component.managing.host_tier import HostTier
 from ckpt_component.managing.policies import ResumePolicy
 from ckpt_component.managing.restore import Restorer
@@ -43,7 +43,7 @@ from ckpt_component.managing.run_context import RunContext
 from ckpt_component.managing.run_folder import RunFolder
 from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import NoRun, SaveContext
-from ckpt_component.saving.save_lane import SaveLane
+from ckpt_component.saving.save_queue import SaveQueue
 from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.process_files import ProcessFiles
 from ckpt_component.testing.simulation import SimulatedProcess
@@ -69,9 +69,6 @@ class FolderPatches(ClusterPatches):
     def __enter__(self) -> FolderPatches:
         super().__enter__()
         patch = self._patch
-        for module in (purge,):
-            patch.setattr(module, "ThreadPoolExecutor", InTurn)
-        patch.setattr(write_access, "time", self.time)
         patch.setattr(folder_keeper, "open_regular", self._open)
         patch.setattr(new_names, "host_name", self._name)
         offered = lambda: self.network.address_of(self._name())  # noqa: E731
@@ -213,10 +210,10 @@ class FolderJob(PeerJob):
         place, farther = run.fs, run.remote.fs
         context = SaveContext(ranks, lambda _: place, TIMEOUTS, folder, events=run.events, unseen=tier.unseen)
         caller = PartCaller(HostDisk(life, process, life.disk_of(self.hosts[rank])))
-        lane = SaveLane(
+        queue = SaveQueue(
             SaveAttempts(caller, writer, context), context, in_background=True, add_report=self._acknowledge
         )
-        remote = SaveContext(ranks, lambda _: farther, TIMEOUTS, NoRun(run.elsewhere), lane="durable/")
+        remote = SaveContext(ranks, lambda _: farther, TIMEOUTS, NoRun(run.elsewhere), queue="durable/")
         durable = SaveAttempts(DurableCaller(process, life.files), writer, remote)
         for number in range(1, self.count + 1):
             at = step + number
@@ -227,7 +224,7 @@ class FolderJob(PeerJob):
             process.turn()
             path, until = run.path_of(at), outside.now() + 60.0
             token = ranks.meet("save", path, lambda _: self._admitted(folder, path), until)  # noqa: B023
-            handle = lane.submit(self._staged(place, path, at, snapshot, token, folder.ownership.token)[0])
+            handle = queue.submit(self._staged(place, path, at, snapshot, token, folder.ownership.token)[0])
             while not handle.done():
                 outside.sleep(0.1)
             failure = handle.exception()

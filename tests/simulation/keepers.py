@@ -20,7 +20,6 @@ from simulation.clocks import SimulatedNames, SimulatedTime
 
 import ckpt_component.core.writing.keeper as keeper_module
 import ckpt_component.managing.run_memory as run_memory
-from ckpt_component.callers import memory_caller, write_callers
 from ckpt_component.core.commit import liveness
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.memory import keeper_server
@@ -32,7 +31,6 @@ from ckpt_component.core.storage.memory.kept_runs import KeptRun, memory_of
 from ckpt_component.core.writing import process as process_module, worker
 from ckpt_component.core.writing.orphan_commit import UndecidedSave
 from ckpt_component.core.writing.process import WriterConnection
-from ckpt_component.managing import restore
 from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
@@ -443,7 +441,7 @@ class HostPatches:
 
     def __enter__(self) -> HostPatches:
         patch = self._patch
-        for module in (keeper_module, memory_caller, process_module, restore, worker, write_callers):
+        for module in (keeper_module, process_module, worker):
             patch.setattr(module, "time", self.time)
         patch.setattr(liveness, "ProcessName", SimulatedNames(self.time))
         patch.setattr(keeper_module, "KeptFiles", lambda: self._made().files)

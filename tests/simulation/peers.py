@@ -59,14 +59,14 @@ from ckpt_component.core.writing.request import WriteRequest
 from ckpt_component.events import EventRecorder, SaveReport
 from ckpt_component.factory import recovery
 from ckpt_component.factory.recovery import SnapshotParts
-from ckpt_component.loading import arrivals, messages, passing, read_once
+from ckpt_component.loading import messages, read_once
 from ckpt_component.loading.collective import CollectiveLoad
 from ckpt_component.loading.read_once import ReadOnce
 from ckpt_component.managing.policies import ResumePolicy
 from ckpt_component.managing.restore import Restorer
 from ckpt_component.managing.run_context import RunContext
 from ckpt_component.managing.run_folder import RunFolder
-from ckpt_component.saving import at_peers, save_lane
+from ckpt_component.saving import at_peers
 from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import NoRun, SaveContext
 from ckpt_component.stagers.base import Snapshot
@@ -162,11 +162,9 @@ class ClusterPatches(HostPatches):
     def __enter__(self) -> ClusterPatches:
         super().__enter__()
         patch, threads = self._patch, SimulatedThreading(self._running)
-        timed = (at_peers, framing, keeper_server, connected_keeper, arrivals, passing, copy_sender, copy_taker)
-        for module in (*timed, peer_sockets):
+        for module in (framing, keeper_server, connected_keeper, copy_sender, copy_taker, peer_sockets):
             patch.setattr(module, "time", self.time)
-        for module in (at_peers, peer_keeper, arrivals, passing):
-            patch.setattr(module, "threading", threads)
+        patch.setattr(peer_keeper, "threading", threads)
         patch.setattr(connected_keeper, "Lock", threads.Lock)
         for module in (at_peers, job_keepers, keeper_server, copy_sender, read_once):
             patch.setattr(module, "host_name", lambda: self.network.host_of[self._running()])
@@ -176,7 +174,6 @@ class ClusterPatches(HostPatches):
         for module in (messages, read_once):
             patch.setattr(module, "dist", Current(lambda: self.cluster.gloo, None))
         patch.setattr(read_once, "distributed", lambda: self.cluster.gloo)
-        patch.setattr(save_lane, "ThreadPoolExecutor", lambda count, thread_name_prefix: Lane(self._running()))
         patch.setattr(copy_taker, "ThreadPoolExecutor", AtOnce)
         patch.setattr(keeper_module, "CopyTaker", self._taker)
         patch.setattr(peer_memory, "keepers_of", lambda path: self._set().keepers_at(path))
@@ -268,30 +265,6 @@ class AtOnce:
         except Exception as error:
             done.set_exception(error)
         return done
-
-
-class Lane:
-    """In the place of a `ThreadPoolExecutor` of one thread."""
-
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._queue: Any = process.outside.queue()
-        process.outside.start("lane", self._run)
-
-    def _run(self) -> None:
-        while True:
-            done, task = self._queue.get()
-            try:
-                done.set_result(task())
-            except Exception as error:
-                done.set_exception(error)
-
-    def submit(self, task: Callable[[], Any]) -> Future[Any]:
-        done = Future[Any]()
-        self._queue.put((done, task))
-        return done
-
-    def shutdown(self, wait: bool) -> None:
-        """Its process ends."""
 
 
 class KeepingCaller(PersistentCaller):
@@ -442,7 +415,7 @@ class PeerJob(one_host.Job):
             hooks.ownership = folder.ownership  # type: ignore[assignment]
         context = SaveContext(ranks, storage_of, TIMEOUTS, hooks, events=events)
         caller = KeepingCaller(life.cluster.host_of(process), process, DurableCaller(process, life.files))
-        lane = parts.lane(caller, life.stagers.writer, ranks, run)(
+        queue = parts.queue(caller, life.stagers.writer, ranks, run)(
             SaveAttempts(caller, life.stagers.writer, context),
             context,
             in_background=True,
@@ -462,7 +435,7 @@ class PeerJob(one_host.Job):
                 "save", name, lambda _: [owned_token(new_token(outside)), own_token], outside.now() + 60.0
             )
             place = run.memory if at % 2 else run
-            handle = lane.submit(self._staged(place.fs, place.path_of(at), at, snapshot, token, owner)[0])
+            handle = queue.submit(self._staged(place.fs, place.path_of(at), at, snapshot, token, owner)[0])
             while not handle.done():
                 outside.sleep(0.1)
             failure = handle.exception()

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from ckpt_component.core.outside import OUTSIDE
 from ckpt_component.stagers.base import Snapshot
 from ckpt_component.stagers.shared_memory import SharedMemoryStager
 from ckpt_component.writers.dcp import DcpWriter
@@ -38,9 +39,8 @@ class RankStagers:
         self.descriptors = set[int]()
         self._stagers = [SharedMemoryStager(arenas=16) for _ in range(ranks)]
         for rank, stager in enumerate(self._stagers):
-            stager.connect(
-                self.writer, ranks=cast(Any, SimpleNamespace(rank=rank, world_size=ranks)), shared=True, timeout=10.0
-            )
+            own = SimpleNamespace(rank=rank, world_size=ranks, outside=OUTSIDE)
+            stager.connect(self.writer, ranks=cast(Any, own), shared=True, timeout=10.0)
 
     def take(self, rank: int, job: int, step: int) -> Snapshot:
         stager = self._stagers[rank]

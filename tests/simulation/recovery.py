@@ -159,7 +159,7 @@ class GivingCaller(MemoryCaller):
     """That a rank gives its snapshot to its keeper is an operation of a life."""
 
     def __init__(self, life: Life, process: SimulatedProcess, connect: Any) -> None:
-        super().__init__(connect)
+        super().__init__(connect, process.outside)
         self._life, self._trainer = life, process
 
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
@@ -267,7 +267,7 @@ class Job:
             hooks.ownership = folder.ownership  # type: ignore[assignment]
         context = SaveContext(ranks, storage_of, TIMEOUTS, hooks)
         writer = life.stagers.writer
-        in_memory = SaveAttempts(caller, writer, replace(context, lane="memory/"))
+        in_memory = SaveAttempts(caller, writer, replace(context, queue="memory/"))
         durable = SaveAttempts(DurableCaller(process, plain), writer, context)
         own_token = folder.ownership.token
         for number in range(1, self.count + 1):

@@ -106,7 +106,7 @@ BUGS = [
     ),
     Bug(
         "the_old_one_is_deleted_before_the_commit",
-        "saving/save_lane.py",
+        "saving/save_queue.py",
         "        try:\n            made = self._retries.run(",
         "        if self._ranks.is_leader and request.step:\n"
         "            from ..core.commit.cleanup import discard\n"
@@ -147,7 +147,7 @@ BUGS = [
     ),
     Bug(
         "a_save_that_ends_after_its_commit_is_waited_for_without_end",  # ours
-        "saving/save_lane.py",
+        "saving/save_queue.py",
         '            save.end(report_of(staged.admitted.request, "failed", staged, stall_s=staged.stall_s), error)\n',
         "            raise\n",
         "retention",

@@ -136,7 +136,7 @@ class LostWhenGivenUp(ZeroOverheadStager):
     """Loses the memory of a save that is given up during its copy."""
 
     def take(self, plan: StatePlan) -> Snapshot:
-        self._copy_thread.submit(time.sleep, 0.05)
+        self._lane.submit(time.sleep, 0.05)
         snapshot = super().take(plan)
         release = snapshot.release
         snapshot.release = lambda **_: release() if snapshot.staged.done() else None  # type: ignore[method-assign]
