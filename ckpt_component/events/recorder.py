@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from ..core.outside import OUTSIDE, Outside
-from ..core.processes.running import host_name
 from ..core.storage.new_names import new_token
 from ..errors import CheckpointTypeError
 from .event_file import EventFile
@@ -57,7 +56,7 @@ class EventRecorder:
         self._listeners: list[ListenerCalls] = []
         self._slow_seconds = slow_seconds
         #: Token of the run.
-        self.run = run or new_token()
+        self.run = run or new_token(outside)
         self._names = {"run": self.run, "rank": rank}
         self._waits = waits
         #: Events that are not written yet. That of the run is written with the next: without others there is no file.
@@ -66,7 +65,7 @@ class EventRecorder:
                 "event": "run",
                 "time": round(outside.date(), 6),
                 "world_size": world_size,
-                "host": host_name(),
+                "host": outside.host_name(),
                 "pid": outside.pid(),
                 **(about or {}),
             }

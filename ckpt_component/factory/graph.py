@@ -33,7 +33,6 @@ from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
 from ..core.options import Commit, Durability, FrozenMode, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
 from ..core.outside import OUTSIDE, Outside
-from ..core.processes.running import host_name
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.frozen_weights import FrozenWeights
 from ..core.state.unchanged_tensors import UnchangedTensors
@@ -110,7 +109,7 @@ def build_checkpointer(
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank, outside=ranks.outside)
     storage_of = storage_of or _storages(settings, outside)
-    policy, snapshots = error_policy(settings), _snapshot_parts(settings)
+    policy, snapshots = error_policy(settings), _snapshot_parts(settings, outside)
     if snapshots is not None:
         storage_of = snapshots.with_memory(storage_of)
         text = "%s: without a manager nothing stays in memory; loads take what others keep"
@@ -194,7 +193,7 @@ def manager_of(
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
     own_storage, storage_of = storage_of is not None, storage_of or _storages(settings, outside)
-    snapshots = _snapshot_parts(settings)
+    snapshots = _snapshot_parts(settings, outside)
     if snapshots is not None:
         storage_of = snapshots.with_memory(storage_of)
     storages = [storage_of(absolute(roots[-1]))]
@@ -207,15 +206,16 @@ def manager_of(
     if settings.enabled:
         parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
         ranks = ranks or job_ranks("checkpointer", timeouts, outside)
+        outside = ranks.outside
         try:
             if job is not None:
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
                 claims = partial(_claims, job, storages, roots) if save.enabled else lambda: roots
-                roots = ranks.run_on_leader("root/job", claims, ranks.outside.now() + timeouts.stage)
+                roots = ranks.run_on_leader("root/job", claims, outside.now() + timeouts.stage)
             roots = [absolute(root) for root in roots]
             lineage = None if snapshots is None else partial(snapshots.lineage, storages[0])
-            begin = partial(_begin_run, roots[0], lineage)
-            begun = ranks.decide("run/begin", host_name(), begin, ranks.outside.now() + timeouts.stage)
+            begin = partial(_begin_run, outside, roots[0], lineage)
+            begun = ranks.decide("run/begin", outside.host_name(), begin, outside.now() + timeouts.stage)
             # Events in files are not made durable, whatever the checkpoints are.
             recorded_in = storages[0] if own_storage or is_url(roots[0]) else None
             events = EventRecorder(
@@ -226,7 +226,7 @@ def manager_of(
                 run=begun["token"],
                 about={"preset": launch.preset, **_named_parts(settings), "versions": versions()},
                 waits=not save.enabled,
-                outside=ranks.outside,
+                outside=outside,
             )
             if export is not None and save.enabled and ranks.is_leader:
                 followers.append(BackgroundExports(export, events.note_now))
@@ -296,15 +296,18 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
     return build_manager(settings)
 
 
-def _begin_run(root: str, lineage: Callable[[str], Sequence[str]] | None, names: Sequence[str]) -> dict[str, Any]:
+def _begin_run(
+    outside: Outside, root: str, lineage: Callable[[str], Sequence[str]] | None, names: Sequence[str]
+) -> dict[str, Any]:
     """On the leading rank: what all ranks are told when a run begins.
 
     Args:
+        outside: what the run runs in
         root: its folder, the nearest one, as this rank spells it
         lineage: finds the runs that have owned it; None: nobody asks for them
         names: of each rank's host
     """
-    begun = {"token": new_token(), "hosts": Hosts(tuple(names)).runs()}
+    begun = {"token": new_token(outside), "hosts": Hosts(tuple(names)).runs()}
     return begun if lineage is None else {**begun, "root": root, "lineage": lineage(root)}
 
 
@@ -416,13 +419,13 @@ def _collective(
     return ReadOnce(ranks, timeouts)
 
 
-def _snapshot_parts(settings: Checkpoint) -> SnapshotParts | None:
+def _snapshot_parts(settings: Checkpoint, outside: Outside) -> SnapshotParts | None:
     """What keeps snapshots in memory; None: nothing does."""
     if not settings.enabled or settings.recovery.mode is RecoveryMode.none:
         return None
     from .recovery import SnapshotParts  # which runs without recovery need not wait for
 
-    return SnapshotParts(settings)
+    return SnapshotParts(settings, outside)
 
 
 def _publishing(settings: Checkpoint) -> RunPublishing | None:

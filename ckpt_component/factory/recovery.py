@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from ..core.commit.fencing import lineage_of
 from ..core.coordination import Coordinator, Hosts
 from ..core.coordination.addresses import offered_address, reachable
 from ..core.options import RecoveryMode
+from ..core.outside import OUTSIDE, Outside
 from ..core.storage.memory.host_memory import HostMemory
 from ..core.storage.memory.job_keepers import JobKeepers
 from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, split_root
@@ -43,17 +43,18 @@ class SnapshotParts:
 
     Args:
         settings: the config
+        outside: what the run runs in
 
     Attributes:
         earlier: the keepers of the run before; set by `begin`
     """
 
-    def __init__(self, settings: Checkpoint) -> None:
-        self._settings = settings.recovery
+    def __init__(self, settings: Checkpoint, outside: Outside = OUTSIDE) -> None:
+        self._settings, self._outside = settings.recovery, outside
         self._arenas = settings.stager.get("arenas", 1)
         self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
         self._keepers = JobKeepers()
-        self._memory = HostMemory(self._keepers)
+        self._memory = self._on(HostMemory(self._keepers))
         self._followers: Sequence[Follower] = ()
         #: Whether other hosts have copies; set by `begin`.
         self._has_peers = False
@@ -109,7 +110,12 @@ class SnapshotParts:
         self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
         self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
         self.earlier = PeerMemory(run, lineage, self._keepers) if self._has_peers else RunMemory(run, lineage)
-        return replace(run, memory=replace(run, fs=HostMemory(HostKeepers(besides=rank), own), root=root, remote=None))
+        memory = self._on(HostMemory(HostKeepers(besides=rank), own))
+        return replace(run, memory=replace(run, fs=memory, root=root, remote=None))
+
+    def _on(self, memory: HostMemory) -> HostMemory:
+        memory.outside = self._outside
+        return memory
 
     def room(self) -> dict[str, Any]:
         """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written, or sent."""
@@ -153,7 +159,7 @@ class SnapshotParts:
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
         deadline = ranks.outside.now() + run.timeouts.stage
-        begun = ranks.scatter("peers/begin", offered_address(), _begin, deadline)
+        begun = ranks.scatter("peers/begin", offered_address(), partial(_begin, ranks.outside), deadline)
         return PeerMap(
             of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
             unseen=hosts.elsewhere(ranks.rank),
@@ -196,14 +202,14 @@ class SnapshotParts:
             logger.warning(text, ", ".join(unknown), ", ".join(names))
 
 
-def _begin(addresses: Sequence[str]) -> list[Any]:
+def _begin(outside: Outside, addresses: Sequence[str]) -> list[Any]:
     """On the leading rank: what the keeper of each rank needs so that others know it."""
     if "" in addresses:
         raise CheckpointConfigError(
             f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its "
             "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
         )
-    secret = secrets.token_hex(32)
+    secret = outside.random_bytes(32).hex()
     return [{"secret": secret, "address": address} for address in reachable(addresses)]
 
 

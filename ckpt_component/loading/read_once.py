@@ -27,7 +27,6 @@ import torch.distributed as dist
 from ..core.coordination import Coordinator, distributed
 from ..core.formats.index import Index
 from ..core.options import ResolvedTimeouts
-from ..core.processes.running import host_name
 from ..core.storage.checksum import Checksum, fastest
 from ..core.storage.file_set import FileSet
 from ..core.storage.safe_open import read_failure
@@ -80,7 +79,7 @@ class ReadOnce(CollectiveLoads):
         has_world = distributed() is not None and dist.get_world_size() == self._ranks.world_size
         state = _ALONE if self._has_failed or not has_world else _NEW if self._group is None or is_broken else _READY
         try:
-            value = [host_name(), state, has_read]
+            value = [self._ranks.outside.host_name(), state, has_read]
             step: str = self._ranks.decide(tag, value, _next_step, now + timeouts.stage + timeouts.write)
         except CheckpointError:
             self.close()

@@ -18,7 +18,6 @@ from ..callers.memory_caller import MemoryCaller
 from ..core.coordination import Coordinator
 from ..core.lane import Lane
 from ..core.options import ResolvedTimeouts
-from ..core.processes.running import host_name
 from ..core.storage.memory.peer_sockets import PeerAddress
 from ..core.storage.space import amount
 from ..errors import CheckpointError
@@ -181,7 +180,7 @@ class SnapshotsAtPeers(NewestStays):
         except CheckpointError as error:
             logger.warning("rank %d's keeper cannot be reached from other hosts: %s", self._ranks.rank, error)
             return None
-        return PeerAddress(host_name(), self._peers.address, port, self._ranks.rank)
+        return PeerAddress(self._ranks.outside.host_name(), self._peers.address, port, self._ranks.rank)
 
     def _send_due(self) -> None:
         """On the lane: send what is due. The ranks begin each round together."""

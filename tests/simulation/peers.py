@@ -66,7 +66,6 @@ from ckpt_component.managing.policies import ResumePolicy
 from ckpt_component.managing.restore import Restorer
 from ckpt_component.managing.run_context import RunContext
 from ckpt_component.managing.run_folder import RunFolder
-from ckpt_component.saving import at_peers
 from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import NoRun, SaveContext
 from ckpt_component.stagers.base import Snapshot
@@ -142,7 +141,7 @@ class ClusterHost(Host):
 
     def at(self, process: SimulatedProcess) -> None:
         """A process is on this host."""
-        self.cluster.network.host_of[process] = self.name
+        self.cluster.network.host_of[process] = process.host = self.name
 
 
 class ClusterPatches(HostPatches):
@@ -166,7 +165,7 @@ class ClusterPatches(HostPatches):
             patch.setattr(module, "time", self.time)
         patch.setattr(peer_keeper, "threading", threads)
         patch.setattr(connected_keeper, "Lock", threads.Lock)
-        for module in (at_peers, job_keepers, keeper_server, copy_sender, read_once):
+        for module in (job_keepers, keeper_server, copy_sender):
             patch.setattr(module, "host_name", lambda: self.network.host_of[self._running()])
         patch.setattr(peer_sockets, "socket", Current(lambda: self.network, socket))
         patch.setattr(framing, "select", Current(lambda: self.network, select))
