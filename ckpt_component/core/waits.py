@@ -87,7 +87,7 @@ class Waits:
             What ends that.
         """
         self._told.append(about)
-        return lambda: self._told.remove(about)
+        return lambda: self._told.remove(about) if about in self._told else None
 
     def _show(self, wait: Wait) -> None:
         now, date = self._now(), self._date()

@@ -21,8 +21,9 @@ _REQUIRED = {
     "save": ("path", "spans"),
     "load": ("path", "spans"),
     "peers": ("path", "sent", "at_peers_s"),
+    "wait": ("for", "since", "until", "ended"),
 }
-_NULL = frozenset(("step", "error", "preset", "host", "pid"))
+_NULL = frozenset(("step", "error", "preset", "host", "pid", "until", "ended"))
 
 
 def checked_events(root: str | os.PathLike[str], fs: Storage | None = None) -> Iterator[dict[str, Any]]:
@@ -96,11 +97,12 @@ def _are_spans(value: Any) -> bool:
 
 #: Field -> whether a value is one that it may have; others are not looked at.
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
-    "time": is_time,
+    **dict.fromkeys(("time", "since", "until", "ended"), is_time),
     "ends": _are_times,
     **dict.fromkeys(("memory", "whole"), _is_flag),
     "spans": _are_spans,
-    **dict.fromkeys(("event", "run", "path", "target", "outcome", "error", "preset", "host", "source"), _is_text),
+    **dict.fromkeys(("event", "run", "path", "target", "outcome", "error"), _is_text),
+    **dict.fromkeys(("preset", "host", "source", "for"), _is_text),
     **dict.fromkeys(("rank", "world_size", "pid", "step", "first", "files", "items", "attempts"), _is_count),
     **dict.fromkeys(("lag_steps", "version", "skipped"), _is_count),
     **dict.fromkeys(("bytes", "reused", "host_memory_bytes", "stall_s", "lost_s", "gbps", "seconds"), _is_number),

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.outside import OUTSIDE, Outside
 from ..core.storage.new_names import new_token
+from ..core.waits import LongWait
 from ..errors import CheckpointTypeError
 from .event_file import EventFile
 from .event_queue import EventQueue
@@ -76,6 +77,7 @@ class EventRecorder:
         self._queue = EventQueue("ckpt-events", "the disk of the event file", outside)
         for listener in listeners:
             self.add_listener(listener)
+        self._end_of_waits = outside.waits.tell(self._waited)
 
     def add_listener(self, listener: CheckpointListener) -> None:
         """Call a listener for all further events; see `CheckpointListener`.
@@ -126,6 +128,10 @@ class EventRecorder:
         """What was loaded is used: a restore has ended on all ranks, or a load path by path."""
         self._tell("on_restored", report)
 
+    def _waited(self, wait: LongWait) -> None:
+        """This process waits longer than usual, or has ended to."""
+        self.note({"event": "wait", "time": round(self._outside.date(), 6), **wait.plain()})
+
     def note(self, event: Mapping[str, Any]) -> None:
         """Record an event."""
         self._record([event])
@@ -143,6 +149,7 @@ class EventRecorder:
 
     def close(self, timeout: float) -> None:
         """Record the last steps, and close the listeners; bounded as `drain`. Safe to call twice."""
+        self._end_of_waits()
         self._record(self._steps.take())
         self._tell("close")
         deadline = self._outside.now() + timeout

@@ -234,3 +234,26 @@ def test_no_line_says_where_files_are_that_were_not_written(tmp_path: Path, caps
     write_run(tmp_path)
     assert ckpt(str(tmp_path)) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "no picture: pip install matplotlib"
+
+
+@pytest.mark.usefixtures("without_picture")
+def test_a_wait_that_lasts_is_shown_until_it_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, ranks=2)
+    now, same = time.time(), {"event": "wait", "run": f"run {BEGAN:.0f}"}
+
+    def wait(rank: int, whom: str, since: float, until: float | None, ended: float | None = None) -> None:
+        times = {"time": now, "since": since, "until": until, "ended": ended}
+        EventFile(str(tmp_path), rank).append([{**same, **times, "rank": rank, "for": whom}])
+
+    wait(0, "rank 1, which has not voted", now - 12, now + 48)
+    wait(1, "uploads of another run", now - 30, None)
+    wait(1, "a process that was killed", now - 900, now - 600)
+    wait(0, "a lock", now - 20, now + 60)
+    wait(0, "a lock", now - 20, now + 60, now - 2)
+    assert ckpt(str(tmp_path)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "has waited" in line]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("rank 0 has waited 1") and "for rank 1, which has not voted, at most 4" in lines[0]
+    assert lines[1].startswith("rank 1 has waited 3") and lines[1].endswith(" for uploads of another run")
+    assert ckpt(str(tmp_path), "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"][0]["waits"]) == 3

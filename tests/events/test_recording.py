@@ -18,8 +18,10 @@ from ranks import run_ranks
 from set_time import SetTime
 
 from ckpt_component import CheckpointManager, build_checkpointer, build_manager
+from ckpt_component.core.outside import Outside
+from ckpt_component.core.waits import Waits
 from ckpt_component.errors import CheckpointConfigError, CheckpointTypeError
-from ckpt_component.events import CheckpointListener, LoadReport, SaveReport, read_events
+from ckpt_component.events import CheckpointListener, EventFile, EventRecorder, LoadReport, SaveReport, read_events
 from ckpt_component.events.step_times import StepTimes
 
 PRESETS = ("sync", "async_persistent", "async_zero_overhead")
@@ -289,3 +291,28 @@ def test_listeners_that_cannot_be_built_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointConfigError, match=text):
             manager_in(tmp_path, f"checkpoint.listeners={value}")
+
+
+def test_a_long_wait_of_the_process_is_recorded_when_it_is_shown_and_when_it_has_ended(tmp_path: Path) -> None:
+    class Quick(Outside):
+        """Its threads wait in real time, and what they wait for is told of at another one."""
+
+        def __init__(self) -> None:
+            self.waits = Waits(lambda: seconds[0], self.date)
+
+    seconds, outside = [100.0], Quick()
+    recorder = EventRecorder(EventFile(str(tmp_path), 0), outside=outside)
+
+    def wait_for(whom: str) -> None:
+        seconds[0] = 100.0
+        with outside.waits.on(whom, 160.0) as wait:
+            seconds[0] = 106.0
+            wait.look()
+
+    wait_for("rank 3, which has not voted")
+    recorder.close(60.0)
+    wait_for("nobody, as the run is over")
+    shown, ended = [event for event in read_events(tmp_path) if event["event"] == "wait"]
+    assert shown["for"] == ended["for"] == "rank 3, which has not voted" and shown["since"] == ended["since"]
+    assert shown["until"] - shown["since"] == pytest.approx(60.0, abs=0.01)
+    assert shown["ended"] is None and ended["ended"] is not None

@@ -54,6 +54,11 @@ def figures_of(run: Run) -> dict[str, Any]:
         "loads": [load.event() for load in run.leader.loads],
         "uploads": run.leader.uploads,
         "published": _published(run.leader.published) if run.leader.published else None,
+        "waits": [
+            {"rank": rank, "for": whom, "since": since, "until": until}
+            for rank, log in sorted(run.ranks.items())
+            for (whom, since), until in log.waits.items()
+        ],
     }
 
 

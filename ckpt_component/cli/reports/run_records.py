@@ -62,6 +62,8 @@ class RankLog:
     loads: list[LoadReport] = field(default_factory=list)
     uploads: list[Mapping[str, Any]] = field(default_factory=list)
     published: list[Mapping[str, Any]] = field(default_factory=list)
+    #: Waits that have not ended: for whom, and since when -> until when.
+    waits: dict[tuple[str, float], float | None] = field(default_factory=dict)
 
     def steps(self) -> Iterator[Step]:
         """The steps whose beginning is known: the end of the step before, or of what its save made training wait."""
@@ -134,6 +136,11 @@ class Run:
         elif kind == "publish":
             log.published.append({name: event.get(name) for name in PUBLISHED})
             ended = when + (event.get("seconds") or 0.0)
+        elif kind == "wait":
+            if event["ended"] is None:
+                log.waits[event["for"], event["since"]] = event["until"]
+            else:
+                log.waits.pop((event["for"], event["since"]), None)
         self.began, self.ended = min(self.began, when), max(self.ended, ended)
 
 

@@ -16,6 +16,8 @@ from .run_timeline import picture_of
 
 #: Where a load was from, if not from the disk.
 _SOURCES = {"memory": " from memory", "peer": " from peers"}
+#: A wait may end so long after its deadline.
+_GRACE_SECONDS = 5.0
 #: Saves that the text shows, the last ones.
 _SHOWN = 15
 #: Column -> the times of a save that it shows together.
@@ -91,6 +93,7 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     written = f", {amount(run['bytes'])} at {rate(run['gbps'] * 1e9)}" if run["gbps"] else ""
     reused = f", {amount(run['reused'])} reused" if run["reused"] else ""
     yield f"saves: {', '.join(counts)}{written}{reused}"
+    yield from _waits(run["waits"])
     yield from _snapshots(run["in_memory"])
     yield from _peers(run["at_peers"])
     yield from _uploads(run["uploads"])
@@ -102,6 +105,16 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
             verified = "verified" if load["verified"] else "not verified"
             size, source = amount(load["bytes"]), _SOURCES.get(load["source"], "")
             yield f"loaded step {load['step']}{source}: {size} in {duration(load['seconds'])}, {verified}"
+
+
+def _waits(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of waits that last longer than usual. One whose deadline is over has ended, and so has its process."""
+    now = time.time()
+    for wait in found:
+        left = None if wait["until"] is None else wait["until"] - now
+        if left is None or left > -_GRACE_SECONDS:
+            limit = "" if left is None else f", at most {duration(max(left, 0))} more"
+            yield f"rank {wait['rank']} has waited {duration(max(now - wait['since'], 0))} for {wait['for']}{limit}"
 
 
 def _peers(found: Mapping[str, Any] | None) -> Iterator[str]:
