@@ -24,8 +24,6 @@ from .run_context import RunContext
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
-#: A shorter wait for a snapshot is not logged.
-_SHOWN_SECONDS = 3.0
 
 
 class RunMemory:
@@ -146,17 +144,16 @@ class RunMemory:
         An attempt without a mark has nobody who would complete it: its keeper has died, or follows a decision.
         """
         outside, limit = kept.ranks.outside, kept.timeouts.close
-        began, is_shown = outside.now(), False
-        while marks := living_marks(kept.fs, kept.root):
-            waited, names = outside.now() - began, ", ".join(sorted({_process_text(mark) for mark in marks}))
-            if waited > limit:
-                text = "%s did not complete a snapshot in memory in %g s (timeouts.close); continuing without it"
-                logger.warning(text, names, limit)
-                return
-            if waited > _SHOWN_SECONDS and not is_shown:
-                is_shown = True
-                logger.info("waiting up to %g s for a snapshot in memory that %s completes", limit, names)
-            outside.sleep(_POLL_SECONDS)
+        until, names = outside.now() + limit, ""
+        with outside.waits.on(lambda: f"a snapshot in memory that {names} completes", until) as wait:
+            while marks := living_marks(kept.fs, kept.root):
+                names = ", ".join(sorted({_process_text(mark) for mark in marks}))
+                if outside.now() > until:
+                    text = "%s did not complete a snapshot in memory in %g s (timeouts.close); continuing without it"
+                    logger.warning(text, names, limit)
+                    return
+                wait.look()
+                outside.sleep(_POLL_SECONDS)
 
     def let_go(self) -> None:
         """Let the keepers end when their lease is over."""

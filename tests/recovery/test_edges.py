@@ -485,12 +485,12 @@ def test_a_run_says_for_whom_it_waits_and_goes_on(kept: Kept, caplog: pytest.Log
     begin(attempt)
     mark = AttemptLock(memory, attempt)
     try:
-        assert restored(kept, "checkpoint.timeouts.close=4s") == (3, "storage")
+        assert restored(kept, "checkpoint.timeouts.close=7s") == (3, "storage")
     finally:
         mark.close()
     process = f"process {os.getpid()}"
-    assert f"waiting up to 4 s for a snapshot in memory that {process} completes" in caplog.text
-    assert f"{process} did not complete a snapshot in memory in 4 s (timeouts.close)" in caplog.text
+    assert f"waiting for a snapshot in memory that {process} completes, for at most 2 s more" in caplog.text
+    assert f"{process} did not complete a snapshot in memory in 7 s (timeouts.close)" in caplog.text
 
 
 def test_the_copy_of_another_attempt_is_not_the_same_checkpoint(kept: Kept) -> None:

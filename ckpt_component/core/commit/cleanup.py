@@ -248,16 +248,14 @@ def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> 
         What is unfinished there now.
     """
     deadline = fs.outside.now() + limit
-    logged = False
-    while living := (unfinished := Unfinished(fs, root, names)).living():
-        if not logged:
-            text = "waiting up to %g s for a checkpoint that another process is finishing: %s"
-            logger.info(text, limit, living)
-            logged = True
-        if fs.outside.now() > deadline:
-            logger.warning("%s is still being written by another process; continuing without it", living)
-            break
-        fs.outside.sleep(0.05)
+    living = list[str]()
+    with fs.outside.waits.on(lambda: f"another process that is finishing {', '.join(living)}", deadline) as wait:
+        while living := (unfinished := Unfinished(fs, root, names)).living():
+            if fs.outside.now() > deadline:
+                logger.warning("%s is still being written by another process; continuing without it", living)
+                break
+            wait.look()
+            fs.outside.sleep(0.05)
     return unfinished
 
 

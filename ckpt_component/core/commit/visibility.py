@@ -26,13 +26,15 @@ def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float, stor
     """
     outside = OUTSIDE if storage is None else storage.outside
     deadline, pause = outside.now() + seconds, _FIRST_PAUSE
-    while not is_visible():
-        remaining = deadline - outside.now()
-        if remaining <= 0:
-            late = f" after {seconds:g} s (timeouts.visible)" if seconds else ""
-            raise CheckpointTimeoutError(
-                f"{what}, which another rank made, cannot be seen from here{late}; "
-                f"all ranks need one {(storage or Storage).common}."
-            )
-        outside.sleep(min(pause, remaining))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    with outside.waits.on(f"{what}, which another rank made, to be seen here", deadline) as wait:
+        while not is_visible():
+            remaining = deadline - outside.now()
+            if remaining <= 0:
+                late = f" after {seconds:g} s (timeouts.visible)" if seconds else ""
+                raise CheckpointTimeoutError(
+                    f"{what}, which another rank made, cannot be seen from here{late}; "
+                    f"all ranks need one {(storage or Storage).common}."
+                )
+            wait.look()
+            outside.sleep(min(pause, remaining))
+            pause = min(2 * pause, _LONGEST_PAUSE)

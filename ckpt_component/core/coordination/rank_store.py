@@ -159,18 +159,20 @@ class RankStore:
         Args:
             ready: polled; must be quick
             deadline: monotonic seconds
-            what: describes what is missing, for the error
+            what: describes what is missing, for the error, and where long waits are shown
 
         Raises:
             CheckpointTimeoutError: it returned False until the deadline; the text says what was missing
         """
         pause = max(_FIRST_POLL, _FIRST_POLL_PER_RANK * self.world_size)
-        while not ready():
-            remaining = deadline - self.outside.now()
-            if remaining <= 0:
-                raise CheckpointTimeoutError(f"Timed out waiting for {what()}.")
-            self.outside.sleep(min(pause, remaining))
-            pause = min(pause * 1.5, max(_LONGEST_POLL, pause))
+        with self.outside.waits.on(what, deadline) as wait:
+            while not ready():
+                remaining = deadline - self.outside.now()
+                if remaining <= 0:
+                    raise CheckpointTimeoutError(f"Timed out waiting for {what()}.")
+                wait.look()
+                self.outside.sleep(min(pause, remaining))
+                pause = min(pause * 1.5, max(_LONGEST_POLL, pause))
 
     def _over(self, connection: StoreConnection | MadeHere, deadline: float = math.inf) -> RankStore:
         return RankStore(connection, self.rank, self.world_size, self._prefix, deadline)
