@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
 from ..core.storage.locate import file_storage
@@ -12,9 +13,9 @@ from ..errors import CheckpointError
 from ..exporting.export import ExportOptions, export_checkpoint
 
 
-def main() -> None:
+def main(outside: Outside = OUTSIDE) -> None:
     """Make an export. If the run ends first, the export is given up, and its files are deleted."""
-    serve(_export, on_orphan="exit")
+    serve(_export, on_orphan="exit", outside=outside)
 
 
 def _export(job: dict[str, Any], run: Channel) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from ..core.commit.fencing import check_owner
 from ..core.commit.manifest import read_manifest
 from ..core.commit.scan import scan_steps
 from ..core.formats.checkpoints import created_of
+from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
 from ..core.storage.locate import MEMORY, file_storage, storage_at
@@ -22,9 +23,9 @@ from .publishing import PublishPolicy
 _MOST_LOOKS = 10
 
 
-def main() -> None:
+def main(outside: Outside = OUTSIDE) -> None:
     """Publish a version. If the run ends first, the version is given up, and its files are deleted."""
-    serve(_publish, on_orphan="exit")
+    serve(_publish, on_orphan="exit", outside=outside)
 
 
 def _publish(job: dict[str, Any], run: Channel) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import logging
 import threading
 from typing import Any
 
+from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
 from ..errors import CheckpointError, CheckpointFencedError
@@ -20,14 +21,14 @@ from .upload_policy import UploadPolicy
 from .uploader import Uploader
 
 
-def main() -> None:
+def main(outside: Outside = OUTSIDE) -> None:
     """Upload until the run has ended and all is there, or `finish_seconds` later. The job is an `UploadPolicy`.
 
     Each message is one of: `remote`, the newest step that is in the target; `began`, a step whose upload begins;
     `uploaded` or, of the files of a host that does not commit, `sent`, with `bytes` and `seconds`; `failed`, with the
     `error`; `fenced`: another run has taken over.
     """
-    serve(_upload, on_orphan="finish")
+    serve(_upload, on_orphan="finish", outside=outside)
 
 
 def _upload(job: dict[str, Any], parent: Channel) -> None:
