@@ -137,7 +137,7 @@ class MemoryCaller(ConnectedCaller):
             self.close()
             raise
         if answer["kind"] == "failed":
-            raise as_local_error(answer, f"The keeper could not {header['kind']}")  # type: ignore[arg-type]
+            raise as_local_error(answer, f"The keeper could not {header['kind']}")
         return answer
 
     def close(self, timeout: float = 60.0) -> None:

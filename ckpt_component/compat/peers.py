@@ -16,7 +16,7 @@ from typing import Any
 from ..core.coordination import PolledCoordinator, RankStore, distributed
 from ..core.coordination.heartbeat import FailureDetector
 from ..core.outside import OUTSIDE, Future
-from ..core.processes.remote_error import describe_failure
+from ..core.processes.remote_error import error_as_plain
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError, ranks_failed
 from .worker_client import WorkerClient
 
@@ -281,5 +281,5 @@ def as_save_error(error: BaseException | None) -> Exception | None:
     """An error of this package with the type of the original in its message."""
     if error is None or isinstance(error, CheckpointError):
         return error
-    plain = describe_failure(error)
+    plain = error_as_plain(error)
     return CheckpointSaveError(plain["error"], plain["errno"])

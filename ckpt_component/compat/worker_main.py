@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ..core.processes.framing import Channel
-from ..core.processes.remote_error import describe_failure
+from ..core.processes.remote_error import error_as_plain
 from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
 
 #: A function, its positional arguments, and its keyword arguments.
@@ -46,7 +46,7 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
         except _LEAVING:
             raise
         except BaseException as error:
-            parent.send(describe_failure(error))
+            parent.send(error_as_plain(error))
             return
         parent.send({})
         while (frame := parent.receive()) is not None:
@@ -58,7 +58,7 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
             except _LEAVING:
                 raise
             except BaseException as error:
-                parent.send(describe_failure(error))
+                parent.send(error_as_plain(error))
             else:
                 parent.send({}, blobs=[answer])
             del request
@@ -93,7 +93,7 @@ def enter(index: int, sock: socket.socket, parents_end: socket.socket | None, wo
     try:
         loop, args = pickle.loads(work) if isinstance(work, bytes) else work
     except Exception as error:
-        _channel_to_parent(sock).send(describe_failure(error))
+        _channel_to_parent(sock).send(error_as_plain(error))
         return
     loop(sock, *args)
 

@@ -41,7 +41,7 @@ class Lane:
         self, name: str, outside: Outside = OUTSIDE, *, newest_only: bool = False, at_exit: float | None = None
     ) -> None:
         self._name, self._outside, self._newest_only = name, outside, newest_only
-        self._owner = OwnerProcess("background thread")
+        self._owner = OwnerProcess("background thread", outside)
         self._lock = outside.lock()
         self._jobs = outside.queue()
         #: Those that have not ended, in order.

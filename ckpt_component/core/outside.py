@@ -377,6 +377,17 @@ class Outside(Sockets):
         """Call this when a signal comes, on the main thread, which asks for it; None: nothing happens then."""
         signal.signal(number, signal.SIG_IGN if action is None else lambda *_: action())
 
+    def leave_folder(self) -> None:
+        """Let the folder that this process was started in be removed or unmounted."""
+        os.chdir("/")
+
+    def be_silent(self) -> None:
+        """Let go of stdout and stderr: who reads them waits until nobody has them open."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        os.close(nowhere)
+
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[Callable[[], None]]:
         """While entered, by the main thread, others may end it: who calls what is given raises SystemExit(1) there."""

@@ -37,6 +37,10 @@ class Socket(Protocol):
         """Let each call take so many seconds from now on, and then raise TimeoutError; None: any time."""
         ...
 
+    def gettimeout(self) -> float | None:
+        """What was set."""
+        ...
+
     def sendall(self, data: Any, /) -> None:
         """Send bytes."""
         ...
@@ -60,6 +64,10 @@ class Socket(Protocol):
     def close(self) -> None:
         """Give this end back. Safe to call twice."""
         ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
 
     def fileno(self) -> int:
         """Its descriptor, to be passed on; -1: it is closed."""
@@ -241,5 +249,6 @@ class Sockets:
             BlockingIOError: nothing came for so long
             OSError: the connection has ended
         """
-        sock.settimeout(None)  # that of the kernel counts
+        if sock.gettimeout() is not None:
+            sock.settimeout(None)  # that of the kernel counts
         return sock.recv_into(buffer, buffer.nbytes, socket.MSG_WAITALL)  # type: ignore[call-arg]

@@ -53,8 +53,8 @@ class SnapshotParts:
         self._settings, self._outside = settings.recovery, outside
         self._arenas = settings.stager.get("arenas", 1)
         self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
-        self._keepers = JobKeepers()
-        self._memory = self._on(HostMemory(self._keepers))
+        self._keepers = JobKeepers(outside)
+        self._memory = HostMemory(self._keepers, outside=outside)
         self._followers: Sequence[Follower] = ()
         #: Whether other hosts have copies; set by `begin`.
         self._has_peers = False
@@ -106,16 +106,13 @@ class SnapshotParts:
         place = split_root(root)
         if place is None:
             raise ValueError(f"{root} is no root in memory")
-        own = RemoteKeeper(SocketPlace(*place), rank, now=False)  # its process starts later
+        outside = self._outside
+        own = RemoteKeeper(SocketPlace(*place, outside), rank, now=False)  # its process starts later
         self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
         self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
         self.earlier = PeerMemory(run, lineage, self._keepers) if self._has_peers else RunMemory(run, lineage)
-        memory = self._on(HostMemory(HostKeepers(besides=rank), own))
+        memory = HostMemory(HostKeepers(besides=rank, outside=outside), own, outside)
         return replace(run, memory=replace(run, fs=memory, root=root, remote=None))
-
-    def _on(self, memory: HostMemory) -> HostMemory:
-        memory.outside = self._outside
-        return memory
 
     def room(self) -> dict[str, Any]:
         """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written, or sent."""

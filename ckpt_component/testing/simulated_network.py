@@ -380,6 +380,11 @@ class SimulatedSocket:
         return self.end
 
     @property
+    def client(self) -> SocketOwner:
+        """The process that has connected."""
+        return self.connected.client
+
+    @property
     def is_local(self) -> bool:
         """Whether it is a connection within a host, by no address."""
         return isinstance(self.end, End) and self.end.is_local
@@ -391,6 +396,10 @@ class SimulatedSocket:
     def settimeout(self, value: float | None, /) -> None:
         """Let each call take so many seconds."""
         self.timeout = value
+
+    def gettimeout(self) -> float | None:
+        """What was set."""
+        return self.timeout
 
     def getsockname(self) -> Any:
         """Where it listens."""

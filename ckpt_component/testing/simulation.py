@@ -602,6 +602,12 @@ class SimulatedOutside(SimulatedSockets, Outside):
         """Call this when `SimulatedProcess.signal` sends a signal."""
         self._process.handlers[number] = action
 
+    def leave_folder(self) -> None:
+        """It is in none."""
+
+    def be_silent(self) -> None:
+        """It prints nothing."""
+
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[Callable[[], None]]:
         """While entered, another thread may end this one."""

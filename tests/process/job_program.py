@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ckpt_component.core.processes.framing import Channel
-from ckpt_component.core.processes.remote_error import describe_failure
+from ckpt_component.core.processes.remote_error import error_as_plain
 from ckpt_component.core.processes.serve import serve
 
 
@@ -23,14 +23,14 @@ def answer_all(job: dict[str, Any], parent: Channel) -> None:
     elif job["how"] == "leave":
         sys.exit(3)
     elif job["how"] == "fail":
-        parent.send(describe_failure(ValueError("not today")))
+        parent.send(error_as_plain(ValueError("not today")))
     elif job["how"] != "silent":
         parent.send({})
     while (frame := parent.receive()) is not None:
         try:
             answer = work(frame[0])
         except Exception as error:
-            parent.send(describe_failure(error))
+            parent.send(error_as_plain(error))
         else:
             parent.send(answer, blobs=[frame[1]])
 

@@ -168,4 +168,4 @@ def test_what_it_prints_is_handed_on_line_by_line() -> None:
 def test_processes_start_in_one_place() -> None:
     package = Path(ckpt_component.__file__).parent
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if "Popen(" in path.read_text()}
-    assert found == {"core/outside.py", "core/processes/start.py"}
+    assert found == {"core/outside.py"}

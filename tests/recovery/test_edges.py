@@ -348,7 +348,7 @@ def test_the_newest_step_wins_and_of_equal_ones_the_one_in_memory(kept: Kept) ->
     assert restored(kept) == (3, "storage")
     kept.take_away(3)
     assert restored(kept) == (3, "memory")
-    assert kept.steps() == {"2", "3"} and not kept.server.ended.is_set(), "nothing was saved yet"
+    assert kept.steps() == {"2", "3"} and not kept.server.ended.is_set, "nothing was saved yet"
 
 
 def test_an_image_that_is_damaged_is_passed_over(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
@@ -373,7 +373,7 @@ def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_th
         for _ in range(2):
             assert manager.restore(state_of(0)) == 3
             eventually(lambda: kept.server.holders == 1)
-        assert not kept.server.ended.is_set()
+        assert not kept.server.ended.is_set
         manager.save(4, state_of(4))
         manager.wait()
         assert kept.server.ended.wait(20)
@@ -382,7 +382,7 @@ def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_th
         newer.start()
         manager.save(5, state_of(5))
     try:
-        assert not newer.ended.is_set(), "it may be this run that is over"
+        assert not newer.ended.is_set, "it may be this run that is over"
     finally:
         newer.close()
 
@@ -410,7 +410,7 @@ def test_a_run_that_begins_elsewhere_lets_the_keepers_go(kept: Kept) -> None:
     with next_run(kept) as (manager, _):
         assert manager.restore(state_of(0)) == 3
         eventually(lambda: kept.server.holders == 0)
-        assert not kept.server.ended.is_set()
+        assert not kept.server.ended.is_set
 
 
 def test_going_back_drops_later_snapshots_alone(kept: Kept) -> None:

@@ -76,7 +76,7 @@ class FolderPatches(ClusterPatches):
         return self
 
     def _name(self) -> str:
-        return self.network.host_of.get(self.cluster.life.simulation.current.process, "launcher")
+        return self.cluster.life.simulation.current.process.host
 
     def _open(self, path: str) -> int:
         """A descriptor with what a file of the host's disk has now."""

@@ -13,10 +13,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from simulation.network import Link, Network
 
 from ckpt_component.core.state.dense_tensors import tensor_bytes
-from ckpt_component.testing.simulation import SimulatedProcess
+from ckpt_component.testing.simulated_network import Link
+from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 _POLL = 0.1
 
@@ -54,36 +54,36 @@ class SimulatedGloo:
     """See the top of this file.
 
     Args:
-        network: the links
+        simulation: where it is, with the links
         members_of: the processes of the job of a process, by rank
         operation: called before each message
     """
 
     def __init__(
         self,
-        network: Network,
+        simulation: Simulation,
         members_of: Callable[[SimulatedProcess], list[SimulatedProcess]],
         operation: Callable[[SimulatedProcess, SimulatedProcess], None],
     ) -> None:
-        self._network, self._members_of, self._operation = network, members_of, operation
+        self.simulation, self._members_of, self._operation = simulation, members_of, operation
+        self._network = simulation.network
         self._groups = dict[tuple[int, int], Group]()
         self._made = defaultdict[SimulatedProcess, int](int)
 
     @property
     def _now(self) -> float:
-        return self._network.simulation.now
+        return self.simulation.now
 
     def _own(self) -> tuple[list[SimulatedProcess], int]:
-        process = self._network.running
+        process = self.simulation.current.process
         members = self._members_of(process)
         return members, members.index(process)
 
     def link(self, members: list[SimulatedProcess], one: int, other: int) -> Link:
-        hosts = self._network.host_of
-        return self._network.link(hosts[members[one]], hosts[members[other]])
+        return self._network.link(members[one].host, members[other].host)
 
     def turn(self) -> None:
-        process = self._network.running
+        process = self.simulation.current.process
         self._operation(process, process)
         process.turn()
 
@@ -94,13 +94,13 @@ class SimulatedGloo:
         while not is_done():
             for rank in (own, *with_ranks):
                 process = group.members[rank]
-                is_silent = self._network.host_of[process] in self._network.lost
+                is_silent = process.host in self._network.lost
                 if rank in group.closed or (process.is_dead and not is_silent):
                     raise RuntimeError(f"Connection closed by peer (simulated): rank {rank}")
             if self._now >= until:
                 group.closed.add(own)
                 raise RuntimeError("Timed out waiting for an operation (simulated)")
-            self._network.simulation.park(min(self._now + _POLL, until))
+            self.simulation.park(min(self._now + _POLL, until))
 
     # What the product calls
 
@@ -145,7 +145,7 @@ class SimulatedGloo:
         if link.flips:
             link.flips -= 1
             self._network.flipped.append(self._now)
-            data[self._network.simulation.random.randrange(len(data))] ^= 1 << 5
+            data[self.simulation.random.randrange(len(data))] ^= 1 << 5
         slow = len(data) / link.slow_rate if self._now < link.slow_until else 0.0
         message = Message(bytes(data), self._now + slow)
         group.messages[own, dst, tag].append(message)
@@ -181,12 +181,12 @@ class Receiving:
 
     def wait(self, timeout: timedelta) -> None:
         gloo, group = self.gloo, self.group
-        network = gloo._network
-        own = group.members.index(network.running)
+        simulation = gloo.simulation
+        own = group.members.index(simulation.current.process)
         link, key = gloo.link(group.members, own, self.source), (self.source, own, self.tag)
 
         def is_done() -> bool:
-            coming, now = group.messages[key], network.simulation.now
+            coming, now = group.messages[key], simulation.now
             return bool(coming) and coming[0].sent <= now and not link.is_cut(now)
 
         gloo.wait(group, [self.source], is_done, timeout.total_seconds())

@@ -22,16 +22,13 @@ import ckpt_component.core.writing.keeper as keeper_module
 import ckpt_component.managing.run_memory as run_memory
 from ckpt_component.core.commit import liveness
 from ckpt_component.core.processes.framing import Channel
-from ckpt_component.core.storage.memory import keeper_server
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import split_root
 from ckpt_component.core.storage.memory.keepers import Keeper, KeptFile, Piece
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.memory.kept_runs import KeptRun, memory_of
-from ckpt_component.core.writing import process as process_module, worker
 from ckpt_component.core.writing.orphan_commit import UndecidedSave
 from ckpt_component.core.writing.process import WriterConnection
-from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 T = TypeVar("T")
@@ -94,15 +91,14 @@ class HostKeeper:
         self._lanes = list[Any]()
         self.files = KeeperFiles(self)
         host.making = self
-        self.snapshots = keeper_module.SnapshotKeeper("/runs/one", root, rank, world_size, LEASE)
-        self.snapshots.storage.outside = self.process.outside
+        self.snapshots = keeper_module.SnapshotKeeper("/runs/one", root, rank, world_size, LEASE, self.process.outside)
         self.snapshots.start()
         host.making = None
         self.process.outside.start("keeper", self._live)
 
-    def serve(self, *arguments: Any) -> SimulatedServer:
+    def serve(self, *arguments: Any, **named: Any) -> SimulatedServer:
         """In the place of `KeeperServer`."""
-        self.server = SimulatedServer(self, *arguments)
+        self.server = SimulatedServer(self, *arguments, **named)
         return self.server
 
     def works(self, what: str) -> None:
@@ -115,7 +111,7 @@ class HostKeeper:
         """A connection on which the trainer's work is done."""
         wire = Wire(trainer, self)
         self._lanes.append(self.process.outside.start("lane", self._serve, wire))
-        child = SimulatedChild(self)
+        child = TrainersChild(self, trainer)
         connection = WriterConnection(cast(Any, child), cast(Channel, wire.end_of(trainer)))
         connection.expect_ready(10.0)
         return connection
@@ -148,8 +144,8 @@ class OutlivingWorker(keeper_module.KeeperWorker):
 class SimulatedServer(KeeperServer):
     """The server of a keeper, which is found from the beginning by all processes of its host."""
 
-    def __init__(self, keeper: HostKeeper, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, keeper: HostKeeper, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._keeper = keeper
 
     @property
@@ -171,11 +167,11 @@ class SimulatedServer(KeeperServer):
         return self._all_about()
 
 
-class SimulatedChild:
+class TrainersChild:
     """A keeper's process as its trainer sees it."""
 
-    def __init__(self, keeper: HostKeeper) -> None:
-        self._keeper = keeper
+    def __init__(self, keeper: HostKeeper, trainer: SimulatedProcess) -> None:
+        self._keeper, self.outside = keeper, trainer.outside
         self.pid = os.getpid()
 
     @property
@@ -217,7 +213,7 @@ class WireEnd:
 
     def __init__(self, process: SimulatedProcess, peer: SimulatedProcess, wire: Wire) -> None:
         self._process, self._peer, self._wire = process, peer, wire
-        self.keeper = wire.keeper
+        self.keeper, self.outside = wire.keeper, process.outside
         self._frames = list[tuple[str, bytes, list[int]]]()
         self._waiting: Any = None
         self._is_closed = False
@@ -441,16 +437,11 @@ class HostPatches:
 
     def __enter__(self) -> HostPatches:
         patch = self._patch
-        for module in (keeper_module, process_module, worker):
-            patch.setattr(module, "time", self.time)
         patch.setattr(liveness, "ProcessName", SimulatedNames(self.time))
-        patch.setattr(keeper_module, "KeptFiles", lambda: self._made().files)
-        patch.setattr(keeper_module, "HostKeepers", lambda besides: self._find())
+        patch.setattr(keeper_module, "KeptFiles", lambda outside: self._made().files)
+        patch.setattr(keeper_module, "HostKeepers", lambda besides, outside: self._find())
         patch.setattr(keeper_module, "KeeperWorker", OutlivingWorker)
-        patch.setattr(keeper_module, "KeeperServer", lambda *arguments: self._made().serve(*arguments))
-        patch.setattr(keeper_module, "be_silent", lambda: None)
-        for module in (keeper_module, keeper_server):
-            patch.setattr(module, "threading", SimulatedThreading(self._running))
+        patch.setattr(keeper_module, "KeeperServer", lambda *args, **named: self._made().serve(*args, **named))
         patch.setattr(os, "urandom", lambda size: self._set().simulation.random.randbytes(size))  # a seed is a life
         patch.setattr(run_memory, "keepers_of", lambda path: self._set().keepers_at(path))
         patch.setattr(run_memory, "tokens_at", lambda root: self._set().tokens)

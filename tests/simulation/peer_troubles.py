@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import cast
 
 from simulation.keepers import HostKeeper
-from simulation.network import WINDOW, Link
 from simulation.peers import ClusterHost, PeerLife
 from simulation.recovery import ROOT
 from simulation.troubles import OLD
@@ -15,6 +14,7 @@ from simulation.troubles import OLD
 from ckpt_component.core.coordination import Hosts
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
+from ckpt_component.testing.simulated_network import WINDOW, Link
 
 #: For how long links are not well. Longer than any deadline, or just not.
 CUT_SECONDS, SLOW_SECONDS = (3.0, 12.0, 45.0, 90.0), 60.0

@@ -6,9 +6,6 @@ that all hosts see, time and threads.
 
 from __future__ import annotations
 
-import os
-import select
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,7 +16,6 @@ from typing import Any, cast
 import simulation.recovery as one_host
 from simulation.gloo import SimulatedGloo
 from simulation.keepers import LEASE, Host, HostKeeper, HostPatches, KeeperProcess, ReachedKeeper
-from simulation.network import Network
 from simulation.rank_states import RankStagers, blank
 from simulation.recovery import (
     ROOT,
@@ -43,18 +39,11 @@ from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import Prove, RecoveryMode, Verify
-from ckpt_component.core.processes import framing
-from ckpt_component.core.storage.memory import (
-    connected_keeper,
-    job_keepers,
-    keeper_server,
-    peer_keeper,
-    peer_sockets,
-)
+from ckpt_component.core.storage.memory import job_keepers
 from ckpt_component.core.storage.memory.keeper_sockets import SCHEME, SocketPlace
 from ckpt_component.core.storage.memory.keepers import Keeper
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.core.writing import copy_sender, copy_taker
+from ckpt_component.core.writing.copy_taker import CopyTaker
 from ckpt_component.core.writing.request import WriteRequest
 from ckpt_component.events import EventRecorder, SaveReport
 from ckpt_component.factory import recovery
@@ -70,7 +59,7 @@ from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import NoRun, SaveContext
 from ckpt_component.stagers.base import Snapshot
 from ckpt_component.testing.process_files import ProcessFiles
-from ckpt_component.testing.simulated_threading import SimulatedThreading
+from ckpt_component.testing.simulated_network import SimulatedNetwork
 from ckpt_component.testing.simulation import SimulatedProcess
 
 PHASES = ("keep", "commit", "replicate", "find", "verify", "copy")
@@ -92,8 +81,9 @@ class Cluster:
 
     def __init__(self, life: PeerLife) -> None:
         self.life = life
-        self.network = Network(life.simulation, life.on_network)
-        self.gloo = SimulatedGloo(self.network, self.members_of, life.on_network)
+        self.network = life.simulation.network
+        self.network.operation = lambda sock: life.on_network(cast(Any, sock.process), cast(Any, sock.client))
+        self.gloo = SimulatedGloo(life.simulation, self.members_of, life.on_network)
         self.hosts = dict[str, Host]()
         self.full_until = dict[str, float]()
 
@@ -107,7 +97,7 @@ class Cluster:
         return self.hosts[name]
 
     def host_of(self, process: SimulatedProcess) -> Host:
-        return self.host(self.network.host_of[process])
+        return self.host(process.host)
 
     def members_of(self, process: SimulatedProcess) -> list[SimulatedProcess]:
         return next(job.processes for job in reversed(self.life.jobs) if process in job.processes)
@@ -141,7 +131,7 @@ class ClusterHost(Host):
 
     def at(self, process: SimulatedProcess) -> None:
         """A process is on this host."""
-        self.cluster.network.host_of[process] = process.host = self.name
+        process.host = self.name
 
 
 class ClusterPatches(HostPatches):
@@ -160,38 +150,27 @@ class ClusterPatches(HostPatches):
 
     def __enter__(self) -> ClusterPatches:
         super().__enter__()
-        patch, threads = self._patch, SimulatedThreading(self._running)
-        for module in (framing, keeper_server, connected_keeper, copy_sender, copy_taker, peer_sockets):
-            patch.setattr(module, "time", self.time)
-        patch.setattr(peer_keeper, "threading", threads)
-        patch.setattr(connected_keeper, "Lock", threads.Lock)
-        for module in (job_keepers, keeper_server, copy_sender):
-            patch.setattr(module, "host_name", lambda: self.network.host_of[self._running()])
-        patch.setattr(peer_sockets, "socket", Current(lambda: self.network, socket))
-        patch.setattr(framing, "select", Current(lambda: self.network, select))
-        patch.setattr(framing, "os", Current(lambda: self.network, os))
+        patch = self._patch
         for module in (messages, read_once):
             patch.setattr(module, "dist", Current(lambda: self.cluster.gloo, None))
         patch.setattr(read_once, "distributed", lambda: self.cluster.gloo)
-        patch.setattr(copy_taker, "ThreadPoolExecutor", AtOnce)
         patch.setattr(keeper_module, "CopyTaker", self._taker)
         patch.setattr(peer_memory, "keepers_of", lambda path: self._set().keepers_at(path))
-        patch.setattr(job_keepers, "HostKeepers", lambda: Here(self))
-        patch.setattr(recovery, "HostKeepers", lambda besides: self._besides(besides))
+        patch.setattr(job_keepers, "HostKeepers", lambda outside: Here(self))
+        patch.setattr(recovery, "HostKeepers", lambda besides, outside: self._besides(besides))
         patch.setattr(recovery, "RemoteKeeper", lambda place, rank, now: OwnKeeper(self._set(), self._running()))
-        patch.setattr(recovery, "HostMemory", lambda find, own=None: PeerTrainerMemory(self, find, own))
-        offered = lambda: self.network.address_of(self.network.host_of[self._running()])  # noqa: E731
+        patch.setattr(recovery, "HostMemory", lambda find, own=None, outside=None: PeerTrainerMemory(self, find, own))
+        offered = lambda: self.network.address_of(self._running().host)  # noqa: E731
         patch.setattr(recovery, "offered_address", offered)
         return self
 
     @property
-    def network(self) -> Network:
+    def network(self) -> SimulatedNetwork:
         return self.cluster.network
 
-    def _taker(self, files: Any, root: str, name: str, home: Any) -> Any:
-        host = self.network.host_of[self._running()]
-        available = lambda: self.cluster.available(host)  # noqa: E731
-        return copy_taker.CopyTaker(files, root, name, home, available, self._running().outside)
+    def _taker(self, files: Any, root: str, name: str, home: Any, outside: Any) -> Any:
+        available = partial(self.cluster.available, outside.host_name())
+        return CopyTaker(files, root, name, home, available, outside)
 
     def _besides(self, rank: int) -> Callable[[str], list[Keeper]]:
         host, process = self._set(), self._running()
@@ -240,8 +219,7 @@ class PeerTrainerMemory(TrainerMemory):
 
     def __init__(self, patches: ClusterPatches, find: Any, own: Keeper | None) -> None:
         process, life = patches._running(), patches.cluster.life
-        super(TrainerMemory, self).__init__(find, own)
-        self.outside = process.outside
+        super(TrainerMemory, self).__init__(find, own, process.outside)
         self._life, self._process = life, process
 
 

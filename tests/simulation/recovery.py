@@ -97,8 +97,7 @@ class TrainerMemory(HostMemory):
     """The memory of the host as a trainer sees it."""
 
     def __init__(self, life: Life, process: SimulatedProcess, own: ReachedKeeper | None) -> None:
-        super().__init__(find=life.host.find(process), own=own)
-        self.outside = process.outside
+        super().__init__(life.host.find(process), own, process.outside)
         self._life, self._process = life, process
 
     def open_files(self, folder: str, *, shared: bool = True) -> ReadFiles:

@@ -14,17 +14,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from ckpt_component.core.memory.huge_pages import SharedPages
+from ckpt_component.core.outside import Outside
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.locate import storage_at
-from ckpt_component.core.storage.memory import keeper_sockets
 from ckpt_component.core.storage.memory.host_memory import HostMemory
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import (
@@ -225,9 +225,9 @@ def test_keepers_say_what_they_are_and_hear_who_needs_them() -> None:
         assert server.holders == 1
         keeper.close()
         assert within(10, lambda: server.holders == 0)
-        assert not server.ended.is_set()
+        assert not server.ended.is_set
         keeper.end()  # over a new connection
-        assert server.ended.is_set() and server.holders == 1  # which holds it again
+        assert server.ended.is_set and server.holders == 1  # which holds it again
 
 
 def test_one_machine_can_be_several_hosts(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,25 +333,33 @@ def test_a_keeper_that_takes_no_connection_is_waited_for_until_the_deadline() ->
     PLACE.remove(0, number)
 
 
-def test_a_folder_that_another_process_locks_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+class QuickWaits(Outside):
+    """Its waits take no time."""
+
+    def __init__(self, at: float, what: Callable[[], object]) -> None:
+        self.waited, self.at, self._what = 0.0, at, what
+        self.now = lambda: self.waited
+        self.sleep = self._wait
+
+    def _wait(self, seconds: float) -> None:
+        self.waited += seconds
+        if self.waited > self.at:
+            self._what()
+
+
+def test_a_folder_that_another_process_locks_is_waited_for_until_the_deadline() -> None:
     listener, number = PLACE.listen(0)
-    folder, waited, unlocks_at = os.open(PLACE.folder, os.O_RDONLY), 0.0, 1e9
-
-    def sleep(seconds: float) -> None:
-        nonlocal waited
-        waited += seconds
-        if waited > unlocks_at:
-            fcntl.flock(folder, fcntl.LOCK_UN)
-
+    folder = os.open(PLACE.folder, os.O_RDONLY)
+    outside = QuickWaits(1e9, lambda: fcntl.flock(folder, fcntl.LOCK_UN))
+    place = replace(PLACE, outside=outside)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    with monkeypatch.context() as changed, listener:
-        changed.setattr(keeper_sockets, "time", SimpleNamespace(monotonic=lambda: waited, sleep=sleep))
+    with listener:
         with pytest.raises(TimeoutError, match="another process locks the folder of the sockets"):
-            PLACE.remove(0, number)
-        assert 9 < waited < 11 and PLACE.ranks() == {0: number}
-        unlocks_at = waited + 1
-        PLACE.remove(0, number)
-        assert waited > unlocks_at and PLACE.ranks() == {}
+            place.remove(0, number)
+        assert 9 < outside.waited < 11 and place.ranks() == {0: number}
+        outside.at = outside.waited + 1
+        place.remove(0, number)
+        assert outside.waited > outside.at and place.ranks() == {}
     os.close(folder)
 
 

@@ -5,10 +5,8 @@ A fork copies the object without its threads, and shares its sockets.
 
 from __future__ import annotations
 
-import os
-
 from ...errors import CheckpointError
-from ..outside import Outside
+from ..outside import OUTSIDE, Outside
 
 #: How Python refuses work for the threads of an executor, and from 3.12 on a new thread, while the interpreter ends.
 _ENDS = ("cannot schedule new futures after", "can't create new thread at interpreter shutdown")
@@ -23,20 +21,22 @@ class OwnerProcess:
 
     Args:
         what: what the object is, for an error: `manager`
+        outside: of the process
 
     Attributes:
         closed: whether the object is closed; its `close` sets it
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, outside: Outside = OUTSIDE) -> None:
         self._what = what
-        self._pid = os.getpid()
+        self._outside = outside
+        self._pid = outside.pid()
         self.closed = False
 
     @property
     def is_here(self) -> bool:
         """Whether this process is the one."""
-        return os.getpid() == self._pid
+        return self._outside.pid() == self._pid
 
     def check(self, *, may_be_closed: bool = False) -> None:
         """Check that this process is the one, and that the object is not closed.
@@ -47,7 +47,7 @@ class OwnerProcess:
         Raises:
             CheckpointError: it is another, or the object is closed
         """
-        if os.getpid() != self._pid:
+        if self._outside.pid() != self._pid:
             raise CheckpointError(
                 f"This {self._what} belongs to process {self._pid}; build one after the fork (docs/failures.md#forks)."
             )

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Any
 
 from ...errors import CheckpointSaveError, RemoteTraceback, describe_error, errno_of
 
 
-class Failure(TypedDict):
-    """An exception as plain values."""
+def error_as_plain(error: BaseException, *, traced: bool = True) -> dict[str, Any]:
+    """Describe an exception as plain values, with the errno of the first OSError in its chain.
 
-    error: str
-    errno: int | None
-    traceback: str
-
-
-def describe_failure(error: BaseException) -> Failure:
-    """Describe an exception as text, with the errno of the first OSError in its chain."""
-    return {
+    Args:
+        error: the exception
+        traced: with its traceback, which takes a while; only then `as_local_error` is its inverse
+    """
+    plain = {
         "error": describe_error(error),
         "errno": errno_of(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "reason": getattr(error, "strerror", None),
+        "path": getattr(error, "filename", None),
     }
+    if traced:
+        plain["traceback"] = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return plain
 
 
-def as_local_error(failure: Failure, what: str) -> CheckpointSaveError:
+def as_local_error(plain: Mapping[str, Any], what: str) -> CheckpointSaveError:
     """Return the error to raise here for a failure in another process; `what` is the first half of its text."""
-    error = CheckpointSaveError(f"{what}: {failure['error']}", failure["errno"])
-    error.__cause__ = RemoteTraceback(failure["traceback"])
+    error = CheckpointSaveError(f"{what}: {plain['error']}", plain["errno"])
+    error.__cause__ = RemoteTraceback(plain["traceback"])
     return error
+
+
+def as_os_error(plain: Mapping[str, Any]) -> OSError:
+    """Return the OSError that another process had, or one of EIO for what was none."""
+    # Another release may not tell the reason apart.
+    code, text = plain["errno"], plain.get("reason") or plain["error"]
+    return OSError(code, text, plain["path"]) if code else OSError(errno.EIO, text)

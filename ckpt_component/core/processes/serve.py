@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
-import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from ..outside import OUTSIDE, Outside
 from .framing import Blobs, Channel
 
 #: They reach a whole process group, or all processes of a Slurm step, and are meant for the trainer.
@@ -33,35 +31,38 @@ class ParentChannel(Channel):
 
 
 def serve(
-    work: Callable[[dict[str, Any], Channel], dict[str, Any] | None], *, on_orphan: Literal["exit", "finish"]
+    work: Callable[[dict[str, Any], Channel], dict[str, Any] | None],
+    *,
+    on_orphan: Literal["exit", "finish"],
+    outside: Outside = OUTSIDE,
 ) -> None:
     """Do the work of this process, which obeys its parent, and no signal that is meant for the trainer.
 
     Args:
         work: called with the job and the connection to the parent, which ends when the parent hangs up or dies, even
-            if a process that it forked lives on. What it returns is sent as the answer when all that it held is let go,
-            as the parent then hangs up.
+            if a process that it forked lives on. It takes its outside from the connection. What it returns is sent as
+            the answer when all that it held is let go, as the parent then hangs up.
         on_orphan: what happens then. `exit`: SystemExit is raised in `work`, which does not receive. `finish`: `work`
             continues, and learns of it when it receives. In both cases what it sends is dropped.
+        outside: of this process
     """
     for number in SIGNALS_OF_THE_TRAINER:
-        signal.signal(number, signal.SIG_IGN)
-    pid = os.getppid()
-    parent = ParentChannel(socket.socket(fileno=int(sys.argv[2])), lambda: os.getppid() == pid, patience=math.inf)
+        outside.on_signal(number, None)
+    pid = outside.parent()
+    parent = ParentChannel(outside.inherited(), lambda: outside.parent() == pid, patience=math.inf, outside=outside)
     first = parent.receive()
     if first is None:
         sys.exit(1)
     if on_orphan == "exit":
-        signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
-        threading.Thread(target=_leave_with, args=(parent,), name="ckpt-parent-watch", daemon=True).start()
-    try:
+        with outside.interruptible() as interrupt:
+            outside.start("ckpt-parent-watch", _leave_with, parent, interrupt)
+            answer = work(first[0], parent)
+    else:
         answer = work(first[0], parent)
-    finally:
-        signal.signal(signal.SIGALRM, lambda *_: None)
     if answer is not None:
         parent.send(answer)
 
 
-def _leave_with(parent: Channel) -> None:
+def _leave_with(parent: Channel, interrupt: Callable[[], None]) -> None:
     parent.receive()
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+    interrupt()

@@ -14,15 +14,14 @@ import contextlib
 import errno
 import math
 import os
-import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..outside import OUTSIDE, Outside
 from ..processes.framing import Channel
-from ..processes.running import host_name
-from ..storage.memory.connected_keeper import refuse_failure
+from ..processes.remote_error import as_os_error
 from ..storage.memory.file_sums import FileSums, sum_between
 from ..storage.memory.keepers import LocalPiece
 from ..storage.memory.kept_files import KeptFiles, OpenImage
@@ -56,6 +55,7 @@ def send_copy(
     secret: str,
     bytes_per_second: float | None,
     deadline: float,
+    outside: Outside = OUTSIDE,
 ) -> CopyResult:
     """Have a peer keep what this keeper has of a snapshot. Returns when the peer has all of it, and it is right.
 
@@ -66,7 +66,8 @@ def send_copy(
         to: the peer
         secret: of the run
         bytes_per_second: most bytes to send in a second; None: no limit
-        deadline: monotonic seconds
+        deadline: in seconds of `Outside.now`
+        outside: of this process
 
     Raises:
         FileNotFoundError: nothing of the snapshot is here
@@ -84,9 +85,9 @@ def send_copy(
         header = {
             "ask": "replica",
             "rank": rank,
-            "host": host_name(),
+            "host": outside.host_name(),
             "path": path,
-            "seconds": deadline - time.monotonic(),
+            "seconds": deadline - outside.now(),
             "small": [[name, modified, len(content)] for name, modified, content in small],
             "images": [
                 [name, modified, image.piece.length, len(image.piece.tail), image.same]
@@ -94,7 +95,7 @@ def send_copy(
             ],
         }
         blobs = [*(content for *_, content in small), *(image.piece.tail for *_, image in images)]
-        channel = connect_to_peer(to, secret, min(_CONNECT_SECONDS, max(deadline - time.monotonic(), 0.001)))
+        channel = connect_to_peer(to, secret, min(_CONNECT_SECONDS, max(deadline - outside.now(), 0.001)), outside)
         with contextlib.closing(channel):
             sender = _Sender(channel, to, bytes_per_second, deadline)
             wanted = sender.ask(header, blobs)["wanted"]
@@ -113,7 +114,7 @@ class _Sender:
         channel: the connection
         to: the peer
         bytes_per_second: limits the rate
-        deadline: monotonic seconds
+        deadline: in seconds of `Outside.now`
     """
 
     def __init__(self, channel: Channel, to: PeerAddress, bytes_per_second: float | None, deadline: float) -> None:
@@ -139,7 +140,8 @@ class _Sender:
             raise self._late() from error
         if frame is None:
             raise ConnectionResetError(errno.ECONNRESET, f"{self._to} has hung up")
-        refuse_failure(frame[0])
+        if frame[0]["kind"] != "done":
+            raise as_os_error(frame[0])
         return frame[0]
 
     def send_image(self, name: str, image: OpenImage) -> None:
@@ -154,7 +156,7 @@ class _Sender:
                 self.answer()  # it was refused
                 raise OSError(errno.EPROTO, f"{self._to} has answered before it had all bytes", name)
             count = min(self._piece_bytes, piece.length - start)
-            if self._rate * max(self._deadline - time.monotonic(), 0) < count:
+            if self._rate * max(self._deadline - self._channel.outside.now(), 0) < count:
                 raise self._late()
             self._throttle.wait(count)
             with self._sending():

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import threading
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ..lane import Lane
 from ..memory.available import available_bytes
 from ..memory.huge_pages import align
 from ..outside import OUTSIDE, Outside
 from ..processes.framing import Channel
-from ..processes.running import host_name
+from ..processes.remote_error import error_as_plain
 from ..storage.checksum import find_checksum
 from ..storage.memory.file_sums import sum_between
-from ..storage.memory.keeper_server import failure_of
 from ..storage.memory.kept_files import ImageRange, KeptFiles
 from .copy_memory import CopyBlock, CopyMemory
 from .range_writer import SumCursor
-from .write_table import Lane
+from .write_table import Lane as WrittenRange
 
 #: How long a copy's next bytes may take, and the end of a connection over which one was refused.
 _STALL_SECONDS = 10.0
@@ -57,6 +54,7 @@ class CopyTaker:
         available: Callable[[], int] = available_bytes,
         outside: Outside = OUTSIDE,
     ) -> None:
+        self._outside = outside
         self._files = files
         self._root = root
         self._name = name
@@ -78,13 +76,14 @@ class CopyTaker:
             yield from self._taken(channel, header, blob)
         except Exception as error:
             # Said now, as who sends looks for it; what is on its way would hide it if the connection ended at once.
-            channel.send(failure_of(error), time.monotonic() + _STALL_SECONDS)
-            _discard(channel, time.monotonic() + _STALL_SECONDS)
+            failed = {"kind": "failed", **error_as_plain(error, traced=False)}
+            channel.send(failed, self._outside.now() + _STALL_SECONDS)
+            _discard(channel, self._outside.now() + _STALL_SECONDS)
             raise ConnectionResetError(errno.ECONNRESET, "a copy was refused") from error
 
     def _taken(self, channel: Channel, header: Mapping[str, Any], blob: memoryview) -> Iterator[dict[str, Any]]:
         home, folder, images = header["rank"], header["path"], header["images"]
-        until = time.monotonic() + header["seconds"]
+        until = self._outside.now() + header["seconds"]
         if not folder.startswith(f"{self._root}/"):
             raise OSError(
                 errno.EINVAL, f"{self._name} is of the run {self._root}, and takes no copies of others", folder
@@ -125,9 +124,9 @@ class CopyTaker:
     def _receive(self, channel: Channel, block: CopyBlock, base: int, length: int, path: str, until: float) -> None:
         """Receive the bytes of a file into a block, and compare their checksums."""
         try:
-            frame = channel.receive(min(until, time.monotonic() + _STALL_SECONDS))
+            frame = channel.receive(min(until, self._outside.now() + _STALL_SECONDS))
         except TimeoutError as error:
-            raise _late(path, until) from error
+            raise _late(path, until, self._outside) from error
         if frame is None:
             raise _hung_up()
         header, blob, _ = frame
@@ -136,12 +135,17 @@ class CopyTaker:
         places, right = numbers[: len(numbers) * 2 // 3], numbers[len(numbers) * 2 // 3 :]
         checksum = find_checksum(header["algorithm"] or "crc32", self._checksum_home())
         found = [checksum.of(memoryview(b""))] * len(right)
-        cursor = SumCursor(Lane(0, 0, length, 0, memoryview(places)), checksum, found)
+        cursor = SumCursor(WrittenRange(0, 0, length, 0, memoryview(places)), checksum, found)
         incoming = _IncomingFile(channel, block, (base, base + length), path, until, cursor)
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-copy") as helper:
+        helper = Lane("ckpt-copy", self._outside)
+        try:
             other = helper.submit(incoming.work)
             incoming.work()
-            other.result(_STALL_SECONDS)
+        finally:
+            helper.close(self._outside.now() + _STALL_SECONDS)
+        if not self._outside.wait_for([other], 0):
+            raise _late(path, until, self._outside)
+        other.result(0)
         for number, value in enumerate(right):
             if found[number] != value:
                 raise self._damaged(path, f"the item at byte {places[2 * number]}")
@@ -164,7 +168,7 @@ class _IncomingFile:
         block: where they go
         place: start and end there
         path: of the file, for errors
-        until: when they must be here, monotonic seconds
+        until: when they must be here, in seconds of `Outside.now`
         cursor: sums them
     """
 
@@ -174,7 +178,8 @@ class _IncomingFile:
         self._channel, self._block, self._path, self._until, self._cursor = channel, block, path, until, cursor
         start, self._end = place
         self._starts = deque(range(start, self._end, _PIECE_BYTES))
-        self._receiving, self._summing = threading.Lock(), threading.Lock()
+        outside = self._outside = channel.outside
+        self._receiving, self._summed, self._is_summing = outside.lock(), outside.condition(), False
 
     def work(self) -> None:
         """Receive and sum, in turn with another thread, until nothing is left; raises OSError."""
@@ -182,7 +187,9 @@ class _IncomingFile:
             try:
                 self._cursor.feed([piece])
             finally:
-                self._summing.release()
+                with self._summed:
+                    self._is_summing = False
+                    self._summed.notify_all()
 
     def _next(self) -> memoryview | None:
         """Receive the next piece, and keep others from summing theirs before it; None: there is none."""
@@ -199,17 +206,20 @@ class _IncomingFile:
         try:
             piece = self._block.part(start, min(start + _PIECE_BYTES, self._end), self._until)
             is_there = self._channel.receive_into(piece, self._until)
-            if is_there and not self._summing.acquire(timeout=_STALL_SECONDS):
-                raise TimeoutError
+            if is_there:
+                with self._summed:
+                    if not self._summed.wait_for(lambda: not self._is_summing, _STALL_SECONDS):
+                        raise TimeoutError
+                    self._is_summing = True
         except TimeoutError as error:
-            raise _late(self._path, self._until) from error
+            raise _late(self._path, self._until, self._outside) from error
         if not is_there:
             raise _hung_up()
         return piece
 
 
-def _late(path: str, until: float) -> TimeoutError:
-    why = "it was not here in time" if time.monotonic() > until else f"nothing more came for {_STALL_SECONDS:g} s"
+def _late(path: str, until: float, outside: Outside) -> TimeoutError:
+    why = "it was not here in time" if outside.now() > until else f"nothing more came for {_STALL_SECONDS:g} s"
     return TimeoutError(errno.ETIMEDOUT, why, path)
 
 
@@ -217,14 +227,14 @@ def _hung_up() -> ConnectionError:
     return ConnectionResetError(errno.ECONNRESET, "who sent a copy has hung up")
 
 
-def keeper_name(rank: int) -> str:
+def keeper_name(rank: int, outside: Outside = OUTSIDE) -> str:
     """What a keeper of this host is called on other hosts."""
-    return f"rank {rank}'s keeper on {host_name()}"
+    return f"rank {rank}'s keeper on {outside.host_name()}"
 
 
 def _discard(channel: Channel, until: float) -> None:
     """Receive and forget what is on its way, until the other side hangs up."""
     buffer = memoryview(bytearray(_READ_BYTES))
     with contextlib.suppress(OSError):  # it hung up, or sends no more
-        while time.monotonic() < until and channel.receive_into(buffer, until):
+        while channel.outside.now() < until and channel.receive_into(buffer, until):
             pass

@@ -20,17 +20,17 @@ import contextlib
 import errno
 import os
 import signal
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointFencedError
 from ..commit.commit import is_over
+from ..outside import OUTSIDE, Outside, Thread
 from ..processes.framing import Channel
-from ..processes.remote_error import describe_failure
+from ..processes.remote_error import error_as_plain
+from ..processes.request_loop import FrameRequest, Handler
 from ..processes.serve import ParentChannel, serve
 from ..storage.memory.entrances import PeerEntrance
 from ..storage.memory.host_memory import HostMemory
@@ -47,6 +47,8 @@ from .request import WriteRequest, WriteResult
 from .worker import ByteWorker, MappedArena
 
 _POLL_SECONDS = 0.1
+#: Thirty years.
+_FOREVER = 1e9
 
 
 class SnapshotKeeper:
@@ -58,6 +60,7 @@ class SnapshotKeeper:
         rank: the rank of the trainer
         world_size: number of ranks
         lease: seconds that it stays after its trainer has died
+        outside: of this process
 
     Attributes:
         files: what is kept
@@ -65,11 +68,16 @@ class SnapshotKeeper:
 
     """
 
-    def __init__(self, folder: str, root: str, rank: int, world_size: int, lease: float) -> None:
-        self.files = KeptFiles()
-        self._copies = CopyTaker(self.files, root, keeper_name(rank), lambda: self._checksum_home)
-        self._others = HostKeepers(besides=rank)
-        self.storage = HostMemory(self._others, own=self.files)
+    def __init__(
+        self, folder: str, root: str, rank: int, world_size: int, lease: float, outside: Outside = OUTSIDE
+    ) -> None:
+        self._outside = outside
+        self.files = KeptFiles(outside)
+        self._copies = CopyTaker(
+            self.files, root, keeper_name(rank, outside), lambda: self._checksum_home, outside=outside
+        )
+        self._others = HostKeepers(besides=rank, outside=outside)
+        self.storage = HostMemory(self._others, own=self.files, outside=outside)
         self._root = root
         self._rank = rank
         self._lease = lease
@@ -78,18 +86,18 @@ class SnapshotKeeper:
         self._peers: PeerEntrance | None = None
         #: The hosts of the ranks that have sent copies, as JSON has it.
         self._homes: dict[str, str] = {}
-        #: When the lease is over (monotonic), and when the trainer has died (seconds since 1970).
+        #: When the lease is over (in seconds of `Outside.now`), and when the trainer has died (seconds since 1970).
         self._until: float | None = None
         self._gone: float | None = None
         #: The snapshots that stay when a newer one replaces the newest.
         self._older: list[str] = []
-        self._parent = os.getppid()
-        self._lanes: list[threading.Thread] = []
+        self._parent = outside.parent()
+        self._lanes: list[Thread] = []
         #: The connections on which a snapshot may still come, or is being decided on.
         self._writing = set[KeeperWorker]()
         self._ends_soon = False
-        self._fixed = {"root": folder, "memory": root, "world_size": world_size, "since": time.time()}
-        self._server = KeeperServer(self.files, root, rank, self.about, self._take_copy)
+        self._fixed = {"root": folder, "memory": root, "world_size": world_size, "since": outside.date()}
+        self._server = KeeperServer(self.files, root, rank, self.about, self._take_copy, outside=outside)
 
     def start(self) -> None:
         """Answer on the socket from now on.
@@ -98,17 +106,17 @@ class SnapshotKeeper:
             OSError: the socket cannot be made, or is not safe
         """
         self._server.start()
-        threading.Thread(target=self._end_with_another_run, name="ckpt-fence", daemon=True).start()
+        self._outside.start("ckpt-fence", self._end_with_another_run)
 
     def _end_with_another_run(self) -> None:
         """A newer run has a snapshot of its own: nothing of this one is to be found any more."""
-        self._server.ended.wait()
+        self._server.ended.wait(_FOREVER)
         self.files.delete([file.path for file in self.files.listed("")])
 
     def about(self) -> dict[str, Any]:
         """Who this is, how long it stays, and how other hosts reach it, as JSON values."""
         peers = self._peers
-        left = self._lease if self._until is None else max(self._until - time.monotonic(), 0.0)
+        left = self._lease if self._until is None else max(self._until - self._outside.now(), 0.0)
         return {
             **self._fixed,
             "lease": left,
@@ -135,7 +143,7 @@ class SnapshotKeeper:
         """
         peers = self._peers
         if peers is None:
-            peers = PeerEntrance(address, secret)
+            peers = PeerEntrance(address, secret, self._outside)
             self._server.open(peers)
             self._peers = peers
         if (peers.address, peers.secret) != (address, secret):
@@ -154,22 +162,22 @@ class SnapshotKeeper:
         Raises:
             OSError: one of them does not have it; see `send_copy`
         """
-        deadline, total, sent = time.monotonic() + seconds, 0, 0
+        outside = self._outside
+        deadline, total, sent = outside.now() + seconds, 0, 0
         if self._peers is None:
             raise OSError(
                 errno.ENOTCONN, "this keeper has not been told to listen to peers, and does not know the secret"
             )
         for peer in to:
-            total, more = send_copy(self.files, self._rank, path, peer, self._peers.secret, rate, deadline)
+            total, more = send_copy(self.files, self._rank, path, peer, self._peers.secret, rate, deadline, outside)
             sent += more
         return CopyResult(total, sent)
 
     def start_lane(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
-        channel = ParentChannel(socket.socket(fileno=fd), lambda: self._parent == os.getppid())
-        lane = threading.Thread(target=self.work_for, args=(channel,), name="ckpt-lane", daemon=True)
-        self._lanes.append(lane)
-        lane.start()
+        outside = self._outside
+        channel = ParentChannel(outside.adopt(fd), lambda: self._parent == outside.parent(), outside=outside)
+        self._lanes.append(outside.start("ckpt-lane", self.work_for, channel))
 
     def work_for(self, trainer: Channel) -> None:
         """Keep the snapshots that come on a connection, until the trainer closes it or has died."""
@@ -191,14 +199,14 @@ class SnapshotKeeper:
             CheckpointFencedError: a newer run has a snapshot of its own
             OSError: see `run_keep_job`
         """
-        if self._server.ended.is_set():
+        if self._server.ended.is_set:
             raise CheckpointFencedError(f"Another run has taken over; {request.attempt.target} is not kept in memory.")
         self._checksum_home = checksum_home
         return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
 
     def _take_copy(self, channel: Channel, header: Mapping[str, Any], blob: memoryview) -> Iterator[dict[str, Any]]:
         """Take a copy of a peer's files, unless a newer run has a snapshot of its own; see `CopyTaker.take`."""
-        if self._server.ended.is_set():
+        if self._server.ended.is_set:
             raise CheckpointFencedError(f"Another run has taken over; {header['path']} is not kept in memory.")
         self._homes[str(header["rank"])] = header["host"]
         yield from self._copies.take(channel, header, blob)
@@ -247,13 +255,13 @@ class SnapshotKeeper:
 
     def outlive(self) -> None:
         """The trainer has died: stay until the lease is over, or another run needs nothing of this one any more."""
-        self._gone = time.time()
+        self._gone = self._outside.date()
         for lane in self._lanes:
-            lane.join()
-        self._until = time.monotonic() + self._lease
-        be_silent()
+            lane.join(_FOREVER)
+        self._until = self._outside.now() + self._lease
+        self._outside.be_silent()
         while self.files.nbytes and not (self._ends_soon or self._server.ended.wait(_POLL_SECONDS)):
-            now = time.monotonic()
+            now = self._outside.now()
             if self._server.holders:
                 self._until = now + self._lease
             elif now > self._until:
@@ -276,33 +284,26 @@ class KeeperWorker(ByteWorker):
         super().__init__(trainer)
         self._keeper = keeper
 
-    def _handle(self, kind: str, header: Mapping[str, Any], blob: memoryview, fds: Sequence[int]) -> bool:
-        if kind == "lane":
-            self._keeper.start_lane(fds[0])
-        elif kind == "retire":
-            self._answer(header, "retired", lambda: {"held": sorted(self._keeper.retire(header["keep"]))})
-        elif kind == "listen":
-            self._answer(
-                header, "listening", lambda: {"port": self._keeper.listen(header["secret"], header["address"])}
-            )
-        elif kind == "replicate":
-            self._answer(header, "replicated", lambda: self._replicate(header))
-        else:
-            return super()._handle(kind, header, blob, fds)
-        return True
+    def _handlers(self) -> dict[str, Handler]:
+        return {
+            **super()._handlers(),
+            "retire": lambda request: {"held": sorted(self._keeper.retire(request.header["keep"]))},
+            "listen": self._listen,
+            "replicate": self._replicate,
+        }
 
-    def _answer(self, header: Mapping[str, Any], kind: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Answer a frame by what `work` returns, or by its failure."""
-        try:
-            answer = {"kind": kind, "id": header["id"], **work()}
-        except Exception as error:
-            answer = {"kind": "failed", "id": header["id"], **describe_failure(error)}
-        self._trainer.send(answer)
+    def _notes(self) -> dict[str, Callable[[FrameRequest], None]]:
+        return {**super()._notes(), "lane": lambda request: self._keeper.start_lane(request.fds[0])}
 
-    def _replicate(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        started, to = time.perf_counter(), [PeerAddress(*each) for each in header["to"]]
+    def _listen(self, request: FrameRequest) -> dict[str, Any]:
+        header = request.header
+        return {"port": self._keeper.listen(header["secret"], header["address"])}
+
+    def _replicate(self, request: FrameRequest) -> dict[str, Any]:
+        header, started = request.header, perf_counter()
+        to = [PeerAddress(*each) for each in header["to"]]
         copied = self._keeper.replicate(header["path"], to, header["rate"], header["seconds"])
-        return {**copied._asdict(), "seconds": time.perf_counter() - started}
+        return {**copied._asdict(), "seconds": perf_counter() - started}
 
     def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
         storage = self._keeper.storage
@@ -325,31 +326,24 @@ class KeeperWorker(ByteWorker):
         keeper.follow(undecided)
 
 
-def main() -> None:
+def main(outside: Outside = OUTSIDE) -> None:
     """Entry point of the process, whose job has the arguments of `SnapshotKeeper`."""
-    serve(_work, on_orphan="finish")
+    serve(_work, on_orphan="finish", outside=outside)
 
 
 def _work(job: Mapping[str, Any], trainer: Channel) -> None:
-    os.chdir("/")  # this process may stay longer than the folder that the trainer was started in
-    keeper = SnapshotKeeper(**job)
+    outside = trainer.outside
+    outside.leave_folder()
+    keeper = SnapshotKeeper(**job, outside=outside)
     try:
         keeper.start()
     except (CheckpointError, OSError) as error:
-        trainer.send({"kind": "failed", "id": None, **describe_failure(error)})
+        trainer.send({"kind": "failed", "id": None, **error_as_plain(error)})
         return
     # What reaches a process with a session of its own ends everything there is: a service, a job of Slurm.
-    signal.signal(signal.SIGTERM, lambda *_: keeper.end_soon())
+    outside.on_signal(signal.SIGTERM, keeper.end_soon)
     try:
         if not KeeperWorker(trainer, keeper).handle_frames():
             keeper.outlive()
     finally:
         keeper.close()
-
-
-def be_silent() -> None:
-    """Let go of stdout and stderr: who reads the output of the trainer waits until nobody has them open."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
+from ..outside import OUTSIDE, Outside
 from ..processes.exit_text import describe_exit
 from ..processes.framing import Blobs, Channel
 from ..processes.remote_error import as_local_error
@@ -30,6 +29,7 @@ class WriterConnection:
     def __init__(self, child: Child, channel: Channel) -> None:
         self._child = child
         self._channel = channel
+        self._outside = child.outside
 
     @property
     def pid(self) -> int:
@@ -43,14 +43,14 @@ class WriterConnection:
 
     def expect_ready(self, timeout: float) -> None:
         """Wait until the process has reported that it is ready."""
-        first = self.receive(time.monotonic() + timeout, "timeouts.worker_start")
+        first = self.receive(self._outside.now() + timeout, "timeouts.worker_start")
         if first["kind"] == "failed":
-            raise as_local_error(first, "The writer process could not begin")  # type: ignore[arg-type]
+            raise as_local_error(first, "The writer process could not begin")
         if first["kind"] != "ready":
             raise CheckpointSaveError(f"The writer process first sent a frame {first['kind']!r}, not 'ready'.")
 
     def send(self, header: Mapping[str, Any], deadline: float, blobs: Blobs = (), fds: Sequence[int] = ()) -> None:
-        """Send one frame before `deadline` (monotonic seconds)."""
+        """Send one frame before `deadline`, in seconds of `Outside.now`."""
         try:
             self._channel.send(header, deadline, blobs, fds)
         except TimeoutError as error:
@@ -92,13 +92,16 @@ class ByteProcess(WriterConnection):
     Args:
         start_timeout: seconds within which the process must report that it is ready
         keeper: the arguments of `SnapshotKeeper`, if it keeps snapshots in memory
+        outside: of this process
 
     Raises:
         CheckpointTimeoutError: the process did not report in time
         WorkerDiedError: the process exited before it reported
     """
 
-    def __init__(self, start_timeout: float, keeper: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, start_timeout: float, keeper: Mapping[str, Any] | None = None, outside: Outside = OUTSIDE
+    ) -> None:
         try:
             # -I -S: no site-packages and no PYTHON* settings, so that nothing slow or foreign is imported.
             child = Child(
@@ -107,6 +110,7 @@ class ByteProcess(WriterConnection):
                 flags=("-I", "-S"),
                 environment=_MALLOC,
                 own_session=keeper is not None,
+                outside=outside,
             )
         except OSError as error:
             raise CheckpointSaveError(f"The writer process could not be started: {error}.", error.errno) from error
@@ -119,22 +123,22 @@ class ByteProcess(WriterConnection):
 
     def open_lane(self, timeout: float) -> WriterConnection:
         """Open one more connection, on which the process works at the same time; only if it is a keeper."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = self._outside.pair()
         try:
-            self.send({"kind": "lane"}, time.monotonic() + timeout, fds=[theirs.fileno()])
+            self.send({"kind": "lane"}, self._outside.now() + timeout, fds=[theirs.fileno()])
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        lane = WriterConnection(self._child, Channel(ours, lambda: self._child.alive))
+        lane = WriterConnection(self._child, Channel(ours, lambda: self._child.alive, outside=self._outside))
         lane.expect_ready(timeout)
         return lane
 
     def close(self, timeout: float) -> None:
         """Ask the process to exit, and kill it after `timeout` seconds. Safe to call twice."""
         with contextlib.suppress(OSError):  # it may have ended already
-            self._child.send({"kind": "close"}, time.monotonic() + timeout)
+            self._child.send({"kind": "close"}, self._outside.now() + timeout)
         self._child.end(timeout)
 
     def leave(self) -> None:

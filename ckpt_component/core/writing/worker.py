@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...errors import describe_error
 from ..commit.liveness import AttemptLock
 from ..memory.huge_pages import map_shared
+from ..outside import OUTSIDE, Outside
 from ..processes.framing import Channel, Frame
-from ..processes.remote_error import describe_failure
+from ..processes.request_loop import END, FrameRequest, Handler, answer_requests
 from ..processes.serve import serve
 from ..storage.storage import Storage
 from .cached_files import CachedFiles
@@ -76,102 +77,95 @@ class ByteWorker:
 
     def handle_frames(self) -> bool:
         """Handle frames until the trainer asks for the end, or has died; returns whether it has asked."""
-        self._trainer.send({"kind": "ready", "pid": os.getpid()})
+        self._trainer.send({"kind": "ready", "pid": self._trainer.outside.pid()})
         try:
-            while True:
-                frame = self._next_frame()
-                if frame is None:
-                    if self._undecided is not None:
-                        self.outlive_trainer(self._undecided)
-                    return False
-                header, blob, fds = frame
-                if header["kind"] == "close":
-                    return True
-                if not self._handle(header["kind"], header, blob, fds):
-                    self._refuse(header["kind"])
-                    return True
+            if answer_requests(
+                self._trainer, self._handlers(), self._refuse, notes=self._notes(), receive=self._next_frame
+            ):
+                return True
+            if self._undecided is not None:
+                self.outlive_trainer(self._undecided)
+            return False
         finally:
             self._forget()
             while self._arenas:
                 self._arenas.popitem()[1].close()
 
-    def _handle(self, kind: str, header: Mapping[str, Any], blob: memoryview, fds: Sequence[int]) -> bool:
-        """Handle one frame; False: its kind is unknown."""
-        if kind == "arena":
-            self._map_arena(header, fds[0])
-        elif kind == "table":
-            self._take_table(header, blob)
-        elif kind == "write":
-            self._write(header, blob, fds)
-        elif kind == "decided":
-            self._settle()
-        else:
-            return False
-        return True
+    def _handlers(self) -> dict[str, Handler]:
+        """What answers the requests of the trainer, by their kind."""
+        return {"write": self._write, "close": lambda _: END}
+
+    def _notes(self) -> dict[str, Callable[[FrameRequest], None]]:
+        """What is done with the frames that get no answer, by their kind."""
+        return {"arena": self._map_arena, "table": self._take_table, "decided": lambda _: self._settle()}
 
     def outlive_trainer(self, undecided: UndecidedSave) -> None:
         """The trainer has died, and left a save that this rank has written."""
         if undecided.request.rank == 0:
             undecided.finish()
 
-    def _refuse(self, kind: object) -> None:
+    def _refuse(self, request: FrameRequest) -> Any:
         """Report a frame of an unknown kind, and handle no others: they too may have another meaning."""
+        kind = request.header["kind"]
         error = f"the trainer sent a frame of the unknown kind {kind!r}; they may be of different releases"
         print(f"ckpt writer: {error}", file=sys.stderr)
         self._trainer.send({"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})
         while (frame := self._next_frame()) is not None and frame[0]["kind"] != "close":
             for fd in frame[2]:
                 os.close(fd)
+        return END
 
     def _next_frame(self) -> Frame | None:
         """Wait for the next frame, and meanwhile read files; None if the trainer has died."""
         while True:
             pause = self._cached.pause
             try:
-                return self._trainer.receive(math.inf if pause is None else time.monotonic() + pause)
+                return self._trainer.receive(math.inf if pause is None else self._trainer.outside.now() + pause)
             except TimeoutError:
                 self._cached.read_piece()
 
-    def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
+    def _map_arena(self, request: FrameRequest) -> None:
+        header, (fd,) = request.header, request.fds
         for number in header["retired"]:
             if number in self._arenas:
                 self._arenas.pop(number).close()
         self._arenas[header["id"]] = MappedArena(header["id"], fd, header["size"])
 
-    def _take_table(self, header: Mapping[str, Any], blob: memoryview) -> None:
+    def _take_table(self, request: FrameRequest) -> None:
+        header = request.header
         self._tables = {}  # free the last table before the new one takes memory
         sizes, files = header["table"]["sizes"], header["sidecars"]
-        pieces = _pieces(blob, [*sizes, *(size for _, size in files)])
+        pieces = _pieces(request.blob, [*sizes, *(size for _, size in files)])
         # Copied, because views would keep the whole frame in memory.
         table = WriteTable.from_parts(header["table"], [memoryview(bytes(p)) for p in pieces[: len(sizes)]])
         sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(files, pieces[len(sizes) :], strict=True)}
         self._tables = {table.number: (table, sidecars, header["checksum_home"])}
 
-    def _write(self, job: Mapping[str, Any], blob: memoryview, held: Sequence[int]) -> None:
-        """Write one save. A failure is sent as the answer and fails only this save. Closes what is `held`."""
+    def _write(self, asked: FrameRequest) -> dict[str, Any]:
+        """Write one save. A failure fails only this save. Closes the descriptors of files that the save shares."""
         self._forget()
         lock: AttemptLock | None = None
-        until = time.monotonic() + job["seconds"]
+        job, trainer = asked.header, self._trainer
+        until = trainer.outside.now() + job["seconds"]
         self._keeps_cached = job.get("keeps_cached", False)
         try:
             table, sidecars, checksum_home = self._tables[job["table"]]
             fs, arena = self._storage_in(job["request"]), self._arenas[job["arena"]]
-            request = WriteRequest.from_parts(job["request"], fs, table, blob, arena, held)
+            request = WriteRequest.from_parts(job["request"], fs, table, asked.blob, arena, asked.fds)
             lock = AttemptLock(request.fs, request.attempt)
             result = self._run(request, arena, checksum_home)
         except Exception as error:
             if lock is not None:
                 lock.close()
-            answer = {"kind": "failed", "id": job["id"], **describe_failure(error)}
-        else:
-            self._undecided = UndecidedSave(request, result, sidecars, lock, until)
-            answer = {"kind": "done", "id": job["id"], "result": result}
+            if trainer.hung_up:
+                text = f"ckpt writer: the trainer has died and the save failed: {describe_error(error)}"
+                print(text, file=sys.stderr)
+            raise
         finally:
-            for fd in held:
+            for fd in asked.fds:
                 os.close(fd)
-        self._trainer.send(answer)
-        if answer["kind"] == "failed" and self._trainer.hung_up:
-            print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
+        self._undecided = UndecidedSave(request, result, sidecars, lock, until)
+        return {"result": result}
 
     def _run(self, request: WriteRequest, arena: MappedArena, checksum_home: str | None) -> WriteResult:
         """Do what a request asks for; `arena` is its source."""
@@ -183,7 +177,9 @@ class ByteWorker:
         kind = [plain[name] for name in ("storage_options", "storage_home")]
         kept = self._storage
         if kept is None or kept[0] != kind or not kept[1].holds(plain["attempt"]["target"]):
-            kept = (kind, storage_in(plain))
+            storage = storage_in(plain)
+            storage.outside = self._trainer.outside
+            kept = (kind, storage)
             self._storage = kept if plain["storage_home"] else None
         return kept[1]
 
@@ -208,9 +204,9 @@ def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
     return pieces
 
 
-def main() -> None:
+def main(outside: Outside = OUTSIDE) -> None:
     """Entry point of the process."""
-    serve(lambda _job, trainer: _work(trainer), on_orphan="finish")
+    serve(lambda _job, trainer: _work(trainer), on_orphan="finish", outside=outside)
 
 
 def _work(trainer: Channel) -> None:

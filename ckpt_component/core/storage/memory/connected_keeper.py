@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from threading import Lock
+from collections.abc import Sequence
 from typing import Any
 
+from ...outside import OUTSIDE, Outside
 from ...processes.framing import Channel, Frame
+from ...processes.remote_error import as_os_error
 from .keepers import Keeper, KeptFile
 
 logger = logging.getLogger("ckpt_component.storage")
@@ -35,16 +34,18 @@ class ConnectedKeeper(Keeper):
         name: what it is called in errors
         seconds: how long it may take to answer
         now: connect now; False: with the first request, because the keeper may not have begun yet
+        outside: of this process
 
     Raises:
         OSError: see `_dial`
     """
 
-    def __init__(self, rank: int, name: str, seconds: float, *, now: bool) -> None:
+    def __init__(self, rank: int, name: str, seconds: float, *, now: bool, outside: Outside = OUTSIDE) -> None:
+        self._outside = outside
         self._rank = rank
         self._name = name
         self._seconds = seconds
-        self._lock = Lock()
+        self._lock = outside.lock()
         self._holds = False
         self._channel: Channel | None = None
         self._process = 0
@@ -70,7 +71,7 @@ class ConnectedKeeper(Keeper):
     def connected(self) -> bool:
         """Whether the connection is of use, as far as is known."""
         channel = self._channel  # another thread may hang up meanwhile
-        return channel is not None and self._process == os.getpid() and not channel.hung_up
+        return channel is not None and self._process == self._outside.pid() and not channel.hung_up
 
     def listed(self, prefix: str) -> list[KeptFile]:
         return [KeptFile(*values) for values in self._asked("list", path=prefix)[0]["files"]]
@@ -122,7 +123,7 @@ class ConnectedKeeper(Keeper):
         if channel is None:
             raise self._gone()
         try:
-            channel.send({"ask": ask, **arguments}, time.monotonic() + self._seconds, [data] if data else [])
+            channel.send({"ask": ask, **arguments}, self._outside.now() + self._seconds, [data] if data else [])
         except TimeoutError:
             raise self._silent() from None
         except OSError as error:  # it has hung up, and may have said why
@@ -130,7 +131,7 @@ class ConnectedKeeper(Keeper):
         return channel, *self._received(channel)
 
     def _received(self, channel: Channel) -> Frame:
-        began = time.monotonic()
+        began = self._outside.now()
         try:
             try:
                 channel.await_input(began + min(_SHOWN_SECONDS, self._seconds))
@@ -145,7 +146,8 @@ class ConnectedKeeper(Keeper):
             raise
         if frame is None:
             raise self._gone()
-        refuse_failure(frame[0])
+        if frame[0]["kind"] != "done":
+            raise as_os_error(frame[0])
         return frame
 
     def _release(self, channel: Channel, number: int) -> None:
@@ -160,7 +162,7 @@ class ConnectedKeeper(Keeper):
     def _connect(self) -> None:
         self._hang_up()
         channel = self._dial()
-        self._channel, self._process = channel, os.getpid()
+        self._channel, self._process = channel, self._outside.pid()
         self._end = weakref.finalize(self, _close, channel, self._process)
 
     def _hang_up(self) -> None:
@@ -178,14 +180,7 @@ class ConnectedKeeper(Keeper):
         return ConnectionResetError(errno.ECONNRESET, f"{self._name} has ended")
 
 
-def refuse_failure(header: Mapping[str, Any]) -> None:
-    """Raise the OSError that an answer tells of, if it does."""
-    if header["kind"] != "done":
-        code = header["errno"]
-        raise OSError(code, header["error"], header["path"]) if code else OSError(errno.EIO, header["error"])
-
-
 def _close(channel: Channel, process: int) -> None:
     """Close a connection, unless this is a fork of the process that made it and uses it still."""
-    if os.getpid() == process:
+    if channel.outside.pid() == process:
         channel.close()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import os
-import socket
-import time
 from abc import ABC, abstractmethod
 from functools import partial
 
+from ...outside import OUTSIDE, Outside, Socket
 from ...processes.framing import Channel
-from .keeper_sockets import SocketPlace, peer_of
+from .keeper_sockets import SocketPlace
 from .peer_sockets import greet_peer, listen_to_peers
 
 _REFUSAL_SECONDS = 10.0
@@ -20,11 +18,11 @@ class Entrance(ABC):
     """A way to a keeper. Opened once."""
 
     @abstractmethod
-    def open(self) -> socket.socket:
+    def open(self) -> Socket:
         """Listen; returns what listens, owned by the caller. Raises OSError."""
 
     @abstractmethod
-    def admit(self, sock: socket.socket) -> Channel:
+    def admit(self, sock: Socket) -> Channel:
         """Let a client in.
 
         Args:
@@ -54,19 +52,21 @@ class HostEntrance(Entrance):
         self._user = user
         self._number = 0
 
-    def open(self) -> socket.socket:
+    def open(self) -> Socket:
         """Listen, in the place of a predecessor; raises as `SocketPlace.listen`."""
         listener, self._number = self._place.listen(self._rank)
         return listener
 
-    def admit(self, sock: socket.socket) -> Channel:
+    def admit(self, sock: Socket) -> Channel:
         """Let a process of the user in; see the base class."""
-        user, pid = peer_of(sock)
-        channel = Channel(sock, partial(_may_live, pid))
+        outside = self._place.outside
+        user, pid = outside.credentials(sock)
+        # A connection may outlive its client's process, in one that it forked.
+        channel = Channel(sock, partial(outside.is_running, pid), outside=outside)
         if user != self._user:
             text = f"this keeper belongs to user {self._user}, not to user {user}"
             answer = {"kind": "failed", "errno": errno.EACCES, "error": text, "path": None}
-            channel.send(answer, time.monotonic() + _REFUSAL_SECONDS)
+            channel.send(answer, outside.now() + _REFUSAL_SECONDS)
             raise PermissionError(errno.EACCES, text)
         return channel
 
@@ -81,37 +81,28 @@ class PeerEntrance(Entrance):
     Args:
         address: an address of this host, or a name of one
         secret: of the run
+        outside: of this process
 
     Attributes:
         address, secret: see above
         port: known when it is open
     """
 
-    def __init__(self, address: str, secret: str) -> None:
+    def __init__(self, address: str, secret: str, outside: Outside = OUTSIDE) -> None:
         self.address = address
         self.port = 0
         self.secret = secret
+        self._outside = outside
 
-    def open(self) -> socket.socket:
+    def open(self) -> Socket:
         """Listen on a free port."""
-        listener = listen_to_peers(self.address)
+        listener = listen_to_peers(self.address, self._outside)
         self.port = listener.getsockname()[1]
         return listener
 
-    def admit(self, sock: socket.socket) -> Channel:
+    def admit(self, sock: Socket) -> Channel:
         """Let a client in that proves that it knows the secret; see the base class."""
-        return greet_peer(sock, self.secret)
+        return greet_peer(sock, self.secret, self._outside)
 
     def close(self) -> None:
         """There is nothing that stays."""
-
-
-def _may_live(pid: int) -> bool:
-    """Whether a client's process lives. Its connection may outlive it, in a process that it forked."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # another user's, which is refused
-    return True

@@ -10,12 +10,12 @@ import errno
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ...outside import OUTSIDE, Outside
 from ..object_folders import ObjectFolders
 from .keeper_sockets import SCHEME, VARIABLE
 from .keeper_union import KeeperUnion
@@ -49,18 +49,25 @@ class HostMemory(KeeperUnion, ObjectFolders):
     Args:
         find: finds the keepers of the run to whose memory a path belongs; None: by their sockets on this host
         own: keeps what is put here, whether or not `find` finds it, too; None: this storage is read only (EROFS)
+        outside: of this process
     """
 
     verifies_first = True
     shows_late = False
     common = f"folder {VARIABLE} on each host, in all its containers"
 
-    def __init__(self, find: Callable[[str], Sequence[Keeper]] | None = None, own: Keeper | None = None) -> None:
+    def __init__(
+        self,
+        find: Callable[[str], Sequence[Keeper]] | None = None,
+        own: Keeper | None = None,
+        outside: Outside = OUTSIDE,
+    ) -> None:
         super().__init__(durable=False, atomic_rename=False, warns=False)
-        self._find = HostKeepers() if find is None else find
+        self.outside = outside
+        self._find = HostKeepers(outside=outside) if find is None else find
         self._own = own
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = outside.lock()
         self._written: dict[int, _OpenFile] = {}
 
     def holds(self, path: str) -> bool:

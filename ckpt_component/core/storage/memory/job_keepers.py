@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
-from ...processes.running import host_name
+from ...outside import OUTSIDE, Outside
 from .connected_keeper import ConnectedKeeper
 from .keeper_sockets import SocketPlace, split_root
 from .peer_keeper import PeerKeeper
@@ -17,11 +15,15 @@ class JobKeepers:
 
     Those on other hosts must be made known. Then all ranks have the same keepers of a run, in the same order: what one
     has verified is what another one reads.
+
+    Args:
+        outside: of this process
     """
 
-    def __init__(self) -> None:
-        self._here = HostKeepers()
-        self._lock = threading.Lock()
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        self._outside = outside
+        self._here = HostKeepers(outside=outside)
+        self._lock = outside.lock()
         #: By token and rank; None: it is on this host.
         self._known: dict[str, dict[int, PeerKeeper | None]] = {}
         #: What those have received that are not known any more.
@@ -36,8 +38,8 @@ class JobKeepers:
             place: where it is
         """
         with self._lock:
-            is_far = place.host != host_name()
-            self._known.setdefault(token, {})[place.rank] = PeerKeeper(place, secret, now=False) if is_far else None
+            is_far, known = place.host != self._outside.host_name(), self._known.setdefault(token, {})
+            known[place.rank] = PeerKeeper(place, secret, now=False, outside=self._outside) if is_far else None
 
     def forget(self) -> None:
         """Hang up on the keepers of other hosts, and find those of this host alone."""
@@ -67,7 +69,7 @@ class JobKeepers:
         place = split_root(path)
         if place is None:
             return []
-        here = {keeper.rank: keeper for keeper in self._here.at(SocketPlace(*place))}
+        here = {keeper.rank: keeper for keeper in self._here.at(SocketPlace(*place, self._outside))}
         with self._lock:
             known = dict(self._known.get(place[1], {}))
         if not known:

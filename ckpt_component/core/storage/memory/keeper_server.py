@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from ....errors import errno_of
+from ...outside import OUTSIDE, Outside, Socket, Thread
 from ...processes.framing import Channel
-from ...processes.running import host_name
+from ...processes.request_loop import FrameRequest, Reply, answer_requests
 from .entrances import Entrance, HostEntrance
 from .keeper_sockets import SocketPlace, split_root
 from .keepers import LocalPiece, ServedKeeper
@@ -27,8 +23,6 @@ _SEND_SECONDS = 10.0
 _MOST_FDS = 100
 _PAUSE_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
-#: Values, bytes and descriptors of a frame.
-_Answer = tuple[dict[str, Any], list[bytes], list[int]]
 
 
 class KeeperServer:
@@ -42,9 +36,10 @@ class KeeperServer:
             `since`, `lease`, `alive` and `gone`; called at each question
         take_replica: answers the request `replica` of a keeper that sends its files; None: it is refused
         user: whose processes may connect; None: the user of this process
+        outside: of this process
 
     Attributes:
-        ended: set when a newer run said that it does not need this keeper
+        ended: a latch, set when a newer run said that it does not need this keeper
     """
 
     def __init__(
@@ -56,21 +51,23 @@ class KeeperServer:
         take_replica: Callable[[Channel, Mapping[str, Any], memoryview], Iterator[dict[str, Any]]] | None = None,
         *,
         user: int | None = None,
+        outside: Outside = OUTSIDE,
     ) -> None:
+        self._outside = outside
         place = split_root(root)
         if place is None:
             raise ValueError(f"{root!r} is not the path of a run's memory, such as host://runs/one@1f2e3d4c-0a0b0c0d.")
         self._kept = kept
-        self._place = SocketPlace(*place)
+        self._place = SocketPlace(*place, outside)
         self._rank = rank
         self._about = about
         self._take_replica = take_replica
         self._user = os.getuid() if user is None else user
-        self._lock = threading.Lock()
-        self._entrances: dict[Entrance, socket.socket] = {}
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._lock = outside.lock()
+        self._entrances: dict[Entrance, Socket] = {}
+        self._connections: dict[Socket, Thread] = {}
         self._holding: set[Channel] = set()
-        self.ended = threading.Event()
+        self.ended = outside.latch()
 
     @property
     def holders(self) -> int:
@@ -92,7 +89,7 @@ class KeeperServer:
         listener = entrance.open()
         with self._lock:
             self._entrances[entrance] = listener
-        threading.Thread(target=self._accept, args=(entrance, listener), name="ckpt-keeper", daemon=True).start()
+        self._outside.start("ckpt-keeper", self._accept, entrance, listener)
 
     def close(self) -> None:
         """Hang up on all clients, and remove the socket and the folders that are then empty. Safe to call twice."""
@@ -101,15 +98,20 @@ class KeeperServer:
             connections = dict(self._connections)
         for entrance, listener in entrances.items():
             entrance.close()
-            _shut(listener)  # wakes the thread that accepts
+            self._shut(listener)  # wakes the thread that accepts
         for sock in connections:
-            _shut(sock)
-        until = time.monotonic() + _JOIN_SECONDS
+            self._shut(sock)
+        until = self._outside.now() + _JOIN_SECONDS
         for thread in connections.values():
-            thread.join(max(until - time.monotonic(), 0))
+            thread.join(max(until - self._outside.now(), 0))
 
-    def _accept(self, entrance: Entrance, listener: socket.socket) -> None:
-        with listener:
+    def _shut(self, sock: Socket) -> None:
+        """End a connection, or what listens, in whichever thread uses it; that one closes it."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._outside.hang_up(sock, listens=False)
+
+    def _accept(self, entrance: Entrance, listener: Socket) -> None:
+        with contextlib.closing(listener):
             while True:
                 try:
                     sock, _ = listener.accept()
@@ -117,19 +119,15 @@ class KeeperServer:
                     if entrance not in self._entrances:
                         return
                     print(f"ckpt keeper: no connection could be taken: {error}", file=sys.stderr)
-                    time.sleep(_PAUSE_SECONDS)  # descriptors may become free
+                    self._outside.sleep(_PAUSE_SECONDS)  # descriptors may become free
                     continue
-                thread = threading.Thread(
-                    target=self._serve, args=(entrance, sock), name="ckpt-keeper-client", daemon=True
-                )
                 with self._lock:
                     if entrance not in self._entrances:
                         sock.close()
                         return
-                    self._connections[sock] = thread
-                    thread.start()
+                    self._connections[sock] = self._outside.start("ckpt-keeper-client", self._serve, entrance, sock)
 
-    def _serve(self, entrance: Entrance, sock: socket.socket) -> None:
+    def _serve(self, entrance: Entrance, sock: Socket) -> None:
         channel: Channel | None = None
         try:
             with contextlib.suppress(OSError):  # it hung up, or may not come in and was told so
@@ -143,113 +141,117 @@ class KeeperServer:
             sock.close()
 
     def _answer_all(self, channel: Channel) -> None:
-        open_now = dict[int, _OpenFolder]()
-        with contextlib.ExitStack() as until_closed:
-            until_closed.callback(_close_all, open_now)
-            for number in itertools.count(1):
-                try:
-                    frame = channel.receive()
-                except ConnectionAbortedError as error:
-                    channel.send(failure_of(error), time.monotonic() + _SEND_SECONDS)
-                    raise
-                if frame is None:
-                    return
-                header, blob, _ = frame
-                try:
-                    for answer, data, fds in self._answers(channel, header, blob, number, open_now):
-                        channel.send({"kind": "done", **answer}, time.monotonic() + _SEND_SECONDS, data, fds)
-                except Exception as error:
-                    # If the client does not take the answer in time, this raises, and the connection ends.
-                    channel.send(failure_of(error), time.monotonic() + _SEND_SECONDS)
+        with _OpenFolders(self._kept) as folders:
+            answer_requests(
+                channel,
+                {
+                    "list": lambda request: {"files": self._kept.listed(request.header["path"])},
+                    "get": self._get,
+                    "put": self._put,
+                    "delete": self._delete,
+                    "open": folders.open,
+                    "read": folders.read,
+                    "release": folders.release,
+                    "about": lambda _: {"about": self._all_about()},
+                    "hold": self._hold,
+                    "end": self._end,
+                    **({} if self._take_replica is None else {"replica": self._replica}),
+                },
+                _refuse_unknown,
+                field="ask",
+                seconds=_SEND_SECONDS,
+                traced=False,
+            )
 
-    def _answers(
-        self,
-        channel: Channel,
-        header: Mapping[str, Any],
-        blob: memoryview,
-        number: int,
-        open_now: dict[int, _OpenFolder],
-    ) -> Iterator[_Answer]:
-        """The frames that answer a request."""
-        kept, ask = self._kept, header["ask"]
-        if ask == "list":
-            yield {"files": kept.listed(header["path"])}, [], []
-        elif ask == "get":
-            yield {}, [kept.get(header["path"], header["limit"])], []
-        elif ask == "put":
-            kept.put(header["path"], bytes(blob), new=header["new"])
-            yield {}, [], []
-        elif ask == "delete":
-            kept.delete(header["paths"])
-            yield {}, [], []
-        elif ask == "open":
-            folder = open_now[number] = _OpenFolder(kept, header["path"])
-            yield from _opening(number, folder.files, passes_fds=header.get("descriptors", True))
-        elif ask == "read":
-            piece = open_now[header["number"]].piece(header["name"])
-            yield {}, [], []
-            _send_range(channel, piece, header["offset"], header["length"])
-        elif ask == "release":
-            open_now.pop(header["number"]).close()
-            yield {}, [], []
-        elif ask == "about":
-            yield {"about": self._all_about()}, [], []
-        elif ask == "hold":
-            with self._lock:
-                self._holding.add(channel)
-            yield {}, [], []
-        elif ask == "end":
-            self.ended.set()
-            yield {}, [], []
-        elif ask == "replica" and self._take_replica is not None:
-            for answer in self._take_replica(channel, header, blob):
-                yield answer, [], []
-        else:
-            raise OSError(errno.EOPNOTSUPP, f"this keeper, of another release, does not know {ask!r:.100}")
+    def _get(self, request: FrameRequest) -> Iterator[Reply]:
+        header = request.header
+        yield Reply(blobs=[self._kept.get(header["path"], header["limit"])])
+
+    def _put(self, request: FrameRequest) -> dict[str, Any]:
+        header = request.header
+        self._kept.put(header["path"], bytes(request.blob), new=header["new"])
+        return {}
+
+    def _delete(self, request: FrameRequest) -> dict[str, Any]:
+        self._kept.delete(request.header["paths"])
+        return {}
+
+    def _hold(self, request: FrameRequest) -> dict[str, Any]:
+        with self._lock:
+            self._holding.add(request.channel)
+        return {}
+
+    def _end(self, request: FrameRequest) -> dict[str, Any]:
+        self.ended.set()
+        return {}
+
+    def _replica(self, request: FrameRequest) -> Iterator[Reply]:
+        assert self._take_replica is not None
+        for values in self._take_replica(request.channel, request.header, request.blob):
+            yield Reply(values)
 
     def _all_about(self) -> dict[str, Any]:
         return {
             **self._about(),
             "token": self._place.token,
             "rank": self._rank,
-            "host": host_name(),
-            "pid": os.getpid(),
+            "host": self._outside.host_name(),
+            "pid": self._outside.pid(),
             "bytes": self._kept.nbytes,
             "holders": self.holders,
         }
 
 
-class _OpenFolder:
-    """The files of a folder, open for one client.
+class _OpenFolders:
+    """The folders that are open for one client; left when it has gone.
 
     Args:
         kept: has them
-        path: of the folder
     """
 
-    def __init__(self, kept: ServedKeeper, path: str) -> None:
+    def __init__(self, kept: ServedKeeper) -> None:
+        self._kept = kept
+        #: The files of each, and what closes it, by the number of the request.
+        self._open: dict[int, tuple[Mapping[str, LocalPiece | bytes], ExitStack]] = {}
+
+    def __enter__(self) -> _OpenFolders:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _, until_closed in self._open.values():
+            until_closed.close()
+
+    def open(self, request: FrameRequest) -> Iterator[Reply]:
+        """Open one, until it is released."""
+        header = request.header
         with ExitStack() as until_closed:
-            self.files = until_closed.enter_context(kept.opened(path))
-            self._until_closed = until_closed.pop_all()
+            files = until_closed.enter_context(self._kept.opened(header["path"]))
+            self._open[request.number] = files, until_closed.pop_all()
+        yield from _opening(request.number, files, passes_fds=header.get("descriptors", True))
 
-    def piece(self, name: str) -> LocalPiece:
-        """A file that is no small one; raises FileNotFoundError."""
-        piece = self.files.get(name)
-        if not isinstance(piece, LocalPiece):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        return piece
+    def read(self, request: FrameRequest) -> Iterator[Reply]:
+        """Send bytes of a file that lie before its tail, after the answer; if there are fewer, the connection ends."""
+        header, channel = request.header, request.channel
+        piece = self._open[header["number"]][0].get(header["name"])
+        if not isinstance(piece, LocalPiece):  # a small one
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), header["name"])
+        yield Reply()
+        until, length = channel.outside.now() + _SEND_SECONDS, header["length"]
+        if channel.send_file(piece.descriptor, piece.base + header["offset"], length, until) < length:
+            channel.hang_up(listens=False)
 
-    def close(self) -> None:
-        """Close them."""
-        self._until_closed.close()
+    def release(self, request: FrameRequest) -> dict[str, Any]:
+        """Close one."""
+        self._open.pop(request.header["number"])[1].close()
+        return {}
 
 
-def _close_all(open_now: Mapping[int, _OpenFolder]) -> None:
-    for each in open_now.values():
-        each.close()
+def _refuse_unknown(request: FrameRequest) -> dict[str, Any]:
+    ask = request.header["ask"]
+    raise OSError(errno.EOPNOTSUPP, f"this keeper, of another release, does not know {ask!r:.100}")
 
 
-def _opening(number: int, files: Mapping[str, LocalPiece | bytes], *, passes_fds: bool) -> Iterator[_Answer]:
+def _opening(number: int, files: Mapping[str, LocalPiece | bytes], *, passes_fds: bool) -> Iterator[Reply]:
     """The frames that answer `open`: the first one says what is where, and how many descriptors come."""
     small = {name: content for name, content in files.items() if isinstance(content, bytes)}
     pieces = {name: content for name, content in files.items() if not isinstance(content, bytes)}
@@ -265,26 +267,6 @@ def _opening(number: int, files: Mapping[str, LocalPiece | bytes], *, passes_fds
         ],
         "small": [[name, len(data)] for name, data in small.items()],
     }
-    yield header, [*small.values(), *(piece.tail for piece in pieces.values())], fds[:_MOST_FDS]
+    yield Reply(header, [*small.values(), *(piece.tail for piece in pieces.values())], fds[:_MOST_FDS])
     for start in range(_MOST_FDS, len(fds), _MOST_FDS):
-        yield {}, [], fds[start : start + _MOST_FDS]
-
-
-def _send_range(channel: Channel, piece: LocalPiece, offset: int, length: int) -> None:
-    """Send bytes of a file that lie before its tail; if there are fewer, the connection ends."""
-    until = time.monotonic() + _SEND_SECONDS
-    if channel.send_file(piece.descriptor, piece.base + offset, length, until) < length:
-        channel.hang_up(listens=False)
-
-
-def failure_of(error: Exception) -> dict[str, Any]:
-    """The answer to a request that failed."""
-    path = getattr(error, "filename", None)
-    text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return {"kind": "failed", "errno": errno_of(error), "error": text, "path": path}
-
-
-def _shut(sock: socket.socket) -> None:
-    """End a connection, or what listens, in whichever thread uses it; that one closes it."""
-    with contextlib.suppress(OSError):  # it has ended
-        sock.shutdown(socket.SHUT_RDWR)
+        yield Reply(fds=fds[start : start + _MOST_FDS])

@@ -15,14 +15,11 @@ import logging
 import os
 import posixpath
 import re
-import socket
 import stat
-import struct
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ...outside import HOST_VARIABLE
+from ...outside import HOST_VARIABLE, OUTSIDE, Outside, Socket
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -30,9 +27,6 @@ SCHEME = "host://"
 _PATH = re.compile(rf"{SCHEME}(.*)@([\w.-]+)(?:/.*)?", re.S)
 VARIABLE = "CKPT_RUNTIME_DIR"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CREDENTIALS = struct.Struct("3i")
-#: Connections that wait for a keeper that is busy.
-_BACKLOG = 128
 _PAUSE_SECONDS, _LOCK_SECONDS = 0.02, 10.0
 #: How often to make a folder that others remove because it is empty.
 _TRIALS = 10
@@ -54,43 +48,44 @@ def split_root(path: str) -> tuple[str, str] | None:
     return None if match is None else (_id_of(match[1]), match[2])
 
 
-def tokens_at(durable_root: str) -> list[str]:
+def tokens_at(durable_root: str, outside: Outside = OUTSIDE) -> list[str]:
     """The tokens of the runs that have keepers on this host, or had, and spelled their durable root like this.
 
     Raises as `runtime_folder`.
     """
-    return _names(os.path.join(runtime_folder(), _id_of(_plain(durable_root))))
+    return _names(os.path.join(runtime_folder(outside=outside), _id_of(_plain(durable_root))))
 
 
-def roots_here() -> list[tuple[str, str]]:
+def roots_here(outside: Outside = OUTSIDE) -> list[tuple[str, str]]:
     """The durable roots, by ID, and tokens of all runs of this user that have keepers here, or had.
 
     Raises as `runtime_folder`.
     """
-    runtime = runtime_folder()
+    runtime = runtime_folder(outside=outside)
     return [(root, token) for root in _names(runtime) for token in _names(os.path.join(runtime, root))]
 
 
-def runtime_folder(user: int | None = None) -> str:
+def runtime_folder(user: int | None = None, outside: Outside = OUTSIDE) -> str:
     """The folder of all sockets of this host, which need not exist yet; see `host_name` for a machine that is several.
 
     Args:
         user: whose it must be; None: the user of this process
+        outside: of this process
 
     Raises:
         PermissionError: it is another user's, or open to others
         OSError: it is not an absolute path
     """
-    path, part = _safe_folder(user), os.environ.get(HOST_VARIABLE, "")
+    path, part = _safe_folder(user, outside), outside.environment.get(HOST_VARIABLE, "")
     if "/" in part or part in (".", ".."):
         raise OSError(errno.EINVAL, f"{HOST_VARIABLE} is not the name of a host; set it to one, or unset it", part)
     return os.path.join(path, part) if part else path
 
 
-def _safe_folder(user: int | None = None) -> str:
+def _safe_folder(user: int | None, outside: Outside) -> str:
     """The folder that nobody else can open, and its check; see `runtime_folder`."""
     user = os.getuid() if user is None else user
-    path = os.environ.get(VARIABLE) or f"/tmp/ckpt-{user}"
+    path = outside.environment.get(VARIABLE) or f"/tmp/ckpt-{user}"
     if not os.path.isabs(path):
         raise OSError(errno.EINVAL, f"{VARIABLE} is not an absolute path; set it to one, or unset it", path)
     try:
@@ -115,15 +110,17 @@ class SocketPlace:
     Attributes:
         root: ID of its durable root
         token: the run's token
+        outside: of this process
     """
 
     root: str
     token: str
+    outside: Outside = field(default=OUTSIDE, compare=False, repr=False)
 
     @property
     def folder(self) -> str:
         """The folder; raises as `runtime_folder`."""
-        return os.path.join(runtime_folder(), self.root, self.token)
+        return os.path.join(runtime_folder(outside=self.outside), self.root, self.token)
 
     def ranks(self) -> dict[int, int]:
         """The ranks that have a socket, each with a number that tells the socket from a later one."""
@@ -134,7 +131,7 @@ class SocketPlace:
                     found[int(name)] = os.stat(os.path.join(folder, name)).st_ino
         return found
 
-    def connect(self, rank: int, seconds: float) -> socket.socket | None:
+    def connect(self, rank: int, seconds: float) -> Socket | None:
         """Connect to a keeper; None: there is none any more.
 
         Args:
@@ -150,17 +147,17 @@ class SocketPlace:
         except FileNotFoundError:
             return None
         try:
-            return _connected(folder, rank, seconds)
+            return self._connected(folder, rank, seconds)
         except FileNotFoundError:
             return None
         except ConnectionRefusedError:
-            _remove_dead(folder, rank)
+            self._remove_dead(folder, rank)
             self._remove_empty()
             return None
         finally:
             os.close(folder)
 
-    def listen(self, rank: int) -> tuple[socket.socket, int]:
+    def listen(self, rank: int) -> tuple[Socket, int]:
         """Listen on a rank's socket, which replaces that of a predecessor.
 
         Returns:
@@ -170,7 +167,7 @@ class SocketPlace:
             PermissionError: as `runtime_folder`
             OSError: the socket cannot be made
         """
-        runtime, failure = _safe_folder(), OSError()
+        runtime, failure = _safe_folder(None, self.outside), OSError()
         for _ in range(_TRIALS):
             try:
                 return self._listen(rank)
@@ -182,23 +179,22 @@ class SocketPlace:
                     break
         raise _refused(runtime, failure.strerror or str(failure), failure.errno or errno.EIO) from failure
 
-    def _listen(self, rank: int) -> tuple[socket.socket, int]:
-        os.makedirs(_safe_folder(), mode=0o700, exist_ok=True)
+    def _listen(self, rank: int) -> tuple[Socket, int]:
+        os.makedirs(_safe_folder(None, self.outside), mode=0o700, exist_ok=True)
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
         folder = os.open(self.folder, _FOLDER)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        draft = f".new-{os.getpid()}-{rank}"
+        draft = f".new-{self.outside.pid()}-{rank}"
         try:
-            with _locked(folder):
+            with self._locked(folder):
                 with contextlib.suppress(FileNotFoundError):  # of a dead process with this number
                     os.unlink(draft, dir_fd=folder)
-                listener.bind(_address(folder, draft))
-                listener.listen(_BACKLOG)
-                os.rename(draft, str(rank), src_dir_fd=folder, dst_dir_fd=folder)
-                number = os.stat(str(rank), dir_fd=folder).st_ino
-        except BaseException:
-            listener.close()
-            raise
+                listener = self.outside.listen(_address(folder, draft))
+                try:
+                    os.rename(draft, str(rank), src_dir_fd=folder, dst_dir_fd=folder)
+                    number = os.stat(str(rank), dir_fd=folder).st_ino
+                except BaseException:
+                    listener.close()
+                    raise
         finally:
             os.close(folder)
         return listener, number
@@ -208,7 +204,7 @@ class SocketPlace:
         with contextlib.suppress(FileNotFoundError):
             folder = os.open(self.folder, _FOLDER)
             try:
-                with _locked(folder):
+                with self._locked(folder):
                     if os.stat(str(rank), dir_fd=folder).st_ino == number:
                         os.unlink(str(rank), dir_fd=folder)
             finally:
@@ -223,57 +219,37 @@ class SocketPlace:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 logger.warning("the empty folder %s could not be removed: %s", error.filename, error)
 
+    def _connected(self, folder: int, rank: int, seconds: float) -> Socket:
+        try:
+            return self.outside.connect(_address(folder, str(rank)), seconds)
+        except TimeoutError as error:  # as many connections wait as may
+            raise TimeoutError(errno.ETIMEDOUT, f"rank {rank}'s keeper takes no connection") from error
 
-def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """User and process at the other end of a connection; process 0: it is in another container."""
-    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return user, pid
+    def _remove_dead(self, folder: int, rank: int) -> None:
+        """Remove a socket that nobody listens on, unless it was replaced meanwhile."""
+        with contextlib.suppress(FileNotFoundError), self._locked(folder):
+            try:
+                self._connected(folder, rank, 1.0).close()
+            except ConnectionRefusedError:
+                os.unlink(str(rank), dir_fd=folder)
+                logger.info("removed the socket of rank %d's keeper, which is dead", rank)
 
-
-def _connected(folder: int, rank: int, seconds: float) -> socket.socket:
-    until = time.monotonic() + seconds
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(seconds)
+    @contextlib.contextmanager
+    def _locked(self, folder: int) -> Iterator[None]:
+        """Let nobody else put a socket into a folder. Held for some system calls, unless its process is stopped."""
+        until = self.outside.now() + _LOCK_SECONDS
         while True:
             try:
-                sock.connect(_address(folder, str(rank)))
-                return sock
-            except BlockingIOError as error:  # as many connections wait as may
-                if time.monotonic() > until:
-                    raise TimeoutError(errno.ETIMEDOUT, f"rank {rank}'s keeper takes no connection") from error
-            time.sleep(_PAUSE_SECONDS)
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _remove_dead(folder: int, rank: int) -> None:
-    """Remove a socket that nobody listens on, unless it was replaced meanwhile."""
-    with contextlib.suppress(FileNotFoundError), _locked(folder):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if self.outside.now() > until:
+                    raise TimeoutError(errno.ETIMEDOUT, "another process locks the folder of the sockets") from error
+            self.outside.sleep(_PAUSE_SECONDS)
         try:
-            _connected(folder, rank, 1.0).close()
-        except ConnectionRefusedError:
-            os.unlink(str(rank), dir_fd=folder)
-            logger.info("removed the socket of rank %d's keeper, which is dead", rank)
-
-
-@contextlib.contextmanager
-def _locked(folder: int) -> Iterator[None]:
-    """Let nobody else put a socket into a folder. Held for some system calls, unless its process is stopped."""
-    until = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError as error:
-            if time.monotonic() > until:
-                raise TimeoutError(errno.ETIMEDOUT, "another process locks the folder of the sockets") from error
-        time.sleep(_PAUSE_SECONDS)
-    try:
-        yield
-    finally:
-        fcntl.flock(folder, fcntl.LOCK_UN)
+            yield
+        finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)
 
 
 def _address(folder: int, name: str) -> str:

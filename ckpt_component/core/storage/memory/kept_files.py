@@ -10,7 +10,6 @@ import contextlib
 import errno
 import itertools
 import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -65,12 +64,12 @@ class KeptFiles(ServedKeeper):
     """See the top of this file.
 
     Args:
-        outside: dates the files
+        outside: of this process
     """
 
     def __init__(self, outside: Outside = OUTSIDE) -> None:
         self._outside = outside
-        self._lock = threading.Lock()
+        self._lock = outside.lock()
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
         self._files: dict[str, _KeptEntry] = {}

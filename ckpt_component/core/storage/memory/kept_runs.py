@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...outside import OUTSIDE, Outside
 from .keeper_sockets import SocketPlace, memory_root, roots_here
 from .remote_keeper import RemoteKeeper
 
@@ -26,14 +27,18 @@ class KeptRun:
     folder: str
 
 
-def kept_run(token: str) -> KeptRun | None:
+def kept_run(token: str, outside: Outside = OUTSIDE) -> KeptRun | None:
     """The run with a token; None: it has no keeper on this host.
+
+    Args:
+        token: see above
+        outside: of this process
 
     Raises:
         PermissionError: the folder of the sockets, or a process behind one, is another user's
         TimeoutError: a keeper does not answer
     """
-    for place in (SocketPlace(root, each) for root, each in roots_here() if each == token):
+    for place in (SocketPlace(root, each, outside) for root, each in roots_here(outside) if each == token):
         for rank in sorted(place.ranks()):
             with contextlib.suppress(ConnectionError), contextlib.closing(RemoteKeeper(place, rank)) as keeper:
                 about = keeper.about()  # all of them say the same, but one that has ended

@@ -7,12 +7,12 @@ memory until `forget`, when the load is over: no byte is sent twice, and what is
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import ClassVar
 
 from ...memory.huge_pages import map_private
+from ...outside import OUTSIDE, Outside
 from ...processes.framing import Channel
 from .connected_keeper import ANSWER_SECONDS, ConnectedKeeper
 from .keepers import Piece
@@ -30,6 +30,7 @@ class PeerKeeper(ConnectedKeeper):
         secret: of its run
         seconds: how long it may take to answer
         now: connect now; False: with the first request
+        outside: of this process
 
     Attributes:
         address: see above
@@ -41,13 +42,21 @@ class PeerKeeper(ConnectedKeeper):
         TimeoutError: it takes no connection
     """
 
-    def __init__(self, address: PeerAddress, secret: str, *, seconds: float = ANSWER_SECONDS, now: bool = True) -> None:
+    def __init__(
+        self,
+        address: PeerAddress,
+        secret: str,
+        *,
+        seconds: float = ANSWER_SECONDS,
+        now: bool = True,
+        outside: Outside = OUTSIDE,
+    ) -> None:
         self.address = address
         self._secret = secret
         self.received = 0
         #: What has come, by folder and name. A file in memory never changes.
         self._fetched: dict[tuple[str, str], _FetchedBytes] = {}
-        super().__init__(address.rank, str(address), seconds, now=now)
+        super().__init__(address.rank, str(address), seconds, now=now, outside=outside)
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, Piece | bytes]]:
@@ -65,7 +74,7 @@ class PeerKeeper(ConnectedKeeper):
                 place, tail = (channel, number, name), bytes(blob[position:][:more])
                 fetched = self._fetched.get((folder, name))
                 if fetched is None or fetched.nbytes != length:
-                    fetched = self._fetched[folder, name] = _FetchedBytes(length)
+                    fetched = self._fetched[folder, name] = _FetchedBytes(length, self._outside)
                 files[name] = _FetchedPiece(self, place, fetched, tail, is_replica)
                 position += more
             yield files
@@ -107,7 +116,7 @@ class PeerKeeper(ConnectedKeeper):
             self.received += buffer.nbytes
 
     def _dial(self) -> Channel:
-        return connect_to_peer(self.address, self._secret, self._seconds)
+        return connect_to_peer(self.address, self._secret, self._seconds, self._outside)
 
 
 class _FetchedBytes:
@@ -115,15 +124,16 @@ class _FetchedBytes:
 
     Args:
         nbytes: how many there are
+        outside: of this process
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, outside: Outside) -> None:
         self.nbytes = nbytes
         #: Takes memory as far as bytes have come.
         self.memory = memoryview(map_private(nbytes) if nbytes else b"")
         chunks = -(-nbytes // _CHUNK_BYTES)
         self.has_come = bytearray(chunks)
-        self.coming = [threading.Lock() for _ in range(chunks)]
+        self.coming = [outside.lock() for _ in range(chunks)]
 
 
 class _FetchedPiece(Piece):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 
+from ...outside import OUTSIDE, Outside
 from ...processes.framing import Channel
 from .connected_keeper import ANSWER_SECONDS, ConnectedKeeper
-from .keeper_sockets import SocketPlace, peer_of, roots_here, split_root
+from .keeper_sockets import SocketPlace, roots_here, split_root
 from .keepers import LocalPiece, Piece
 
 
@@ -45,7 +45,7 @@ class RemoteKeeper(ConnectedKeeper):
     ) -> None:
         self._place = place
         self._user = os.getuid() if user is None else user
-        super().__init__(rank, f"rank {rank}'s keeper", seconds, now=now)
+        super().__init__(rank, f"rank {rank}'s keeper", seconds, now=now, outside=place.outside)
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, Piece | bytes]]:
@@ -77,23 +77,27 @@ class RemoteKeeper(ConnectedKeeper):
         sock = self._place.connect(self._rank, self._seconds)
         if sock is None:
             raise self._gone()
-        user, pid = peer_of(sock)
+        user, pid = self._outside.credentials(sock)
         if user != self._user:
             sock.close()
             text = f"rank {self._rank}'s keeper is a process of user {user}, not of user {self._user}"
             raise PermissionError(errno.EACCES, text)
         self._name = f"rank {self._rank}'s keeper (process {pid})"
-        return Channel(sock, lambda: True)
+        return Channel(sock, lambda: True, outside=self._outside)
 
 
-def keepers_of(path: str) -> list[RemoteKeeper]:
+def keepers_of(path: str, outside: Outside = OUTSIDE) -> list[RemoteKeeper]:
     """The keepers on this host of the run to whose memory a path belongs, by rank; the caller closes them.
+
+    Args:
+        path: of the memory, or below it
+        outside: of this process
 
     Raises:
         PermissionError: the folder of the sockets, or a process behind one, is another user's
         TimeoutError: a keeper takes no connection
     """
-    return HostKeepers()(path)
+    return HostKeepers(outside=outside)(path)
 
 
 def each_of(keepers: list[RemoteKeeper]) -> Iterator[RemoteKeeper]:
@@ -116,18 +120,22 @@ class HostKeepers:
     Args:
         besides: the rank whose keeper is left out, because it is in this process
         seconds: how long a keeper may take to answer
+        outside: of this process
     """
 
-    def __init__(self, *, besides: int | None = None, seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(
+        self, *, besides: int | None = None, seconds: float = ANSWER_SECONDS, outside: Outside = OUTSIDE
+    ) -> None:
+        self._outside = outside
         self._besides = besides
         self._seconds = seconds
-        self._lock = threading.Lock()
+        self._lock = outside.lock()
         self._known: dict[tuple[SocketPlace, int], tuple[int, RemoteKeeper]] = {}
 
     def __call__(self, path: str) -> list[RemoteKeeper]:
         """The keepers of the run to whose memory a path belongs. Raises as `keepers_of`."""
         place = split_root(path)
-        return [] if place is None else self.at(SocketPlace(*place))
+        return [] if place is None else self.at(SocketPlace(*place, self._outside))
 
     def at(self, place: SocketPlace) -> list[RemoteKeeper]:
         """The keepers of a run. Raises as `keepers_of`."""
