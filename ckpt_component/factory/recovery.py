@@ -156,7 +156,7 @@ class SnapshotParts:
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
         deadline = ranks.outside.now() + run.timeouts.stage
-        begun = ranks.scatter("peers/begin", offered_address(), partial(_begin, ranks.outside), deadline)
+        begun = ranks.scatter("peers/begin", offered_address(ranks.outside), partial(_begin, ranks.outside), deadline)
         return PeerMap(
             of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
             unseen=hosts.elsewhere(ranks.rank),
@@ -207,7 +207,7 @@ def _begin(outside: Outside, addresses: Sequence[str]) -> list[Any]:
             "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
         )
     secret = outside.random_bytes(32).hex()
-    return [{"secret": secret, "address": address} for address in reachable(addresses)]
+    return [{"secret": secret, "address": address} for address in reachable(addresses, outside)]
 
 
 def _tell_all(hooks: Sequence[Callable[[SaveReport], None]], report: SaveReport) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -101,7 +100,7 @@ class HostTier:
         """
         ranks = self._ranks
         deadline = ranks.outside.now() + self._timeouts.stage + self._timeouts.visible
-        address = offered_address() if self._leads_host else None
+        address = offered_address(ranks.outside) if self._leads_host else None
         begun = ranks.decide("tier/begin", address, lambda offers: self._begin(offers, saves=saves), deadline)
         own, trial = None, begun["trial"] if ranks.is_leader else None
         try:
@@ -161,8 +160,13 @@ class HostTier:
         if saves:
             try_to_write(self._fs, self._folder, self._named)
             trial = leave_trial(self._fs, self._folder, self._named)
-        addresses = dict(zip(names, reachable([*names.values()]), strict=True))
-        return {"root": self._folder, "secret": secrets.token_hex(32), "addresses": addresses, "trial": trial}
+        addresses = dict(zip(names, reachable([*names.values()], self._ranks.outside), strict=True))
+        return {
+            "root": self._folder,
+            "secret": self._ranks.outside.random_bytes(32).hex(),
+            "addresses": addresses,
+            "trial": trial,
+        }
 
     def _serve(self, begun: Mapping[str, Any], *, saves: bool) -> _Served:
         """On the first rank of a host: serve its folder, and look whether it is that of the leading rank."""

@@ -71,7 +71,7 @@ class FolderPatches(ClusterPatches):
         patch = self._patch
         patch.setattr(folder_keeper, "open_regular", self._open)
         patch.setattr(new_names, "host_name", self._name)
-        offered = lambda: self.network.address_of(self._name())  # noqa: E731
+        offered = lambda outside: self.network.address_of(self._name())  # noqa: E731
         patch.setattr(host_tier, "offered_address", offered)
         return self
 

@@ -160,7 +160,7 @@ class ClusterPatches(HostPatches):
         patch.setattr(recovery, "HostKeepers", lambda besides, outside: self._besides(besides))
         patch.setattr(recovery, "RemoteKeeper", lambda place, rank, now: OwnKeeper(self._set(), self._running()))
         patch.setattr(recovery, "HostMemory", lambda find, own=None, outside=None: PeerTrainerMemory(self, find, own))
-        offered = lambda: self.network.address_of(self._running().host)  # noqa: E731
+        offered = lambda outside: self.network.address_of(outside.host_name())  # noqa: E731
         patch.setattr(recovery, "offered_address", offered)
         return self
 

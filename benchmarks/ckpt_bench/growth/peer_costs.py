@@ -216,7 +216,7 @@ def _simulated(job: _PeerJob) -> Iterator[None]:
         for module, name, value in (
             (at_peers, "threading", SimulatedThreading(running)),
             (recovery, "MemoryCaller", _NoKeeper),
-            (recovery, "offered_address", lambda: "10.100.100.100"),
+            (recovery, "offered_address", lambda outside: "10.100.100.100"),
             (run_memory, "kept_run", _kept_run),
             (peer_memory, "keepers_of", lambda _: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
         ):
