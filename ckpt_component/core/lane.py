@@ -1,6 +1,7 @@
 """`Lane`: jobs in turn on one thread beside training, with the rules for such a thread in one place.
 
 - *Errors* of a job are those of its future. Nobody asks for the future of `post`, so its errors are logged.
+- *Jobs that may be lost* are dropped while too many wait, and waited for once: `may_lose`.
 - *Waiting.* `submit` never waits. `drain` and `close` wait for jobs, until a deadline.
 - *A thread that cannot start*, as the system has no more of them or the interpreter is ending, is an error of `submit`,
   and the job is not done. `post` does it itself, as nobody would hear of it.
@@ -34,21 +35,34 @@ class Lane:
         name: of the thread, which starts with the first job
         outside: what it runs in
         newest_only: a job that has not begun when another one comes is cancelled, and so is its future
+        may_lose: for jobs that may be lost: `post` drops those that come while so many wait, and `drain` does not wait
+            again for those that it has given up; None: none may be lost
         at_exit: seconds that the end of the interpreter waits for the jobs; None: it does not
     """
 
+    #: What is logged of a posted job that fails.
+    failure = "a job of %s failed"
+
     def __init__(
-        self, name: str, outside: Outside = OUTSIDE, *, newest_only: bool = False, at_exit: float | None = None
+        self,
+        name: str,
+        outside: Outside = OUTSIDE,
+        *,
+        newest_only: bool = False,
+        may_lose: int | None = None,
+        at_exit: float | None = None,
     ) -> None:
-        self._name, self._outside, self._newest_only = name, outside, newest_only
+        self._name, self._outside, self._newest_only, self._may_lose = name, outside, newest_only, may_lose
+        self._failure = self.failure.replace("%s", name)
         self._owner = OwnerProcess("background thread", outside)
         self._lock = outside.lock()
         self._jobs = outside.queue()
         #: Those that have not ended, in order.
         self._pending: dict[Future[Any], None] = {}
+        #: Until it has ended, `drain` does not wait again, if jobs may be lost.
+        self._late: Future[Any] | None = None
         self._thread: Thread | None = None
         self._values = outside.thread_values()
-        self._is_closed = False
         # The thread has the queue alone, so that a lane can be collected.
         weakref.finalize(self, self._jobs.put, None).atexit = False
         self._at_exit = None if at_exit is None else partial(_drain_at_exit, weakref.ref(self), at_exit)
@@ -61,22 +75,17 @@ class Lane:
         return len(self._pending)
 
     @property
-    def newest(self) -> Future[Any] | None:
-        """The future of the last job, if it has not ended."""
-        pending = [*self._pending]
-        return pending[-1] if pending else None
-
-    @property
     def is_here(self) -> bool:
         """Whether this is the thread of the lane."""
         return getattr(self._values, "is_here", False)
 
-    def submit(self, job: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+    def submit(self, job: Callable[..., _Result], *arguments: Any, logs: bool = False) -> Future[_Result]:
         """Do a job after the earlier ones.
 
         Args:
             job: what to do
             *arguments: its arguments, which are not kept when it has ended
+            logs: whether its error is logged
 
         Returns:
             What it returns, or raises. Who waits for it does so by `Outside.wait_for`.
@@ -91,10 +100,15 @@ class Lane:
             if self._newest_only:
                 for waiting in [*self._pending]:
                     waiting.cancel()
-            self._start()
+            if self._thread is None:
+                try:
+                    self._thread = self._outside.start(self._name, _run, self._jobs, self._values, self._failure)
+                except RuntimeError as error:
+                    refuse_at_exit(error)
+                    raise
             self._pending[future] = None
-            future.add_done_callback(partial(_forget, self._pending))
-            self._jobs.put((future, job, arguments))
+            future.add_done_callback(self._pending.pop)
+            self._jobs.put((future, job, arguments, logs))
         return future
 
     def post(self, job: Callable[..., Any], *arguments: Any) -> None:
@@ -103,13 +117,15 @@ class Lane:
         Raises:
             CheckpointError: the lane is closed, or belongs to another process
         """
-        logged = partial(_logged, self._name, job, *arguments)
+        if self._may_lose is not None and len(self._pending) > self._may_lose:
+            self._dropped()
+            return
         try:
-            self.submit(logged)
+            self.submit(job, *arguments, logs=True)
         except (CheckpointError, RuntimeError) as error:
             self._owner.check()
             logger.debug("%s starts no thread (%s), so the caller does its job", self._name, error)
-            logged()
+            _try(self._failure, job, *arguments)
 
     def drain(self, deadline: float) -> bool:
         """Wait until the jobs so far have ended, or until a deadline, in seconds of `Outside.now`.
@@ -117,11 +133,19 @@ class Lane:
         Returns:
             Whether they have. On the thread of the lane, it is not waited for.
         """
-        if not self._owner.is_here:
+        pending, thread = [*self._pending], self._thread
+        if not pending or thread is None or not thread.is_alive():  # a fork has none
             return True
-        if self.is_here:
-            return len(self._pending) <= 1
-        return self._outside.wait_for([*self._pending], deadline - self._outside.now())
+        if getattr(self._values, "is_here", False):
+            return len(pending) <= 1
+        if self._late is not None and not self._late.done():
+            return False
+        if self._outside.wait_for(pending, deadline - self._outside.now()):
+            return True
+        if self._may_lose is not None:
+            self._late = pending[-1]
+            self._given_up()
+        return False
 
     def close(self, deadline: float) -> bool:
         """Take no more jobs, wait for those so far as `drain` does, and for the thread to end. Safe to call twice.
@@ -151,43 +175,36 @@ class Lane:
         if self._at_exit is not None:
             self._outside.not_at_exit(self._at_exit)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            try:
-                self._thread = self._outside.start(self._name, _run, self._jobs, self._values)
-            except RuntimeError as error:
-                refuse_at_exit(error)
-                raise
+    def _dropped(self) -> None:
+        """Called when a job is dropped."""
+
+    def _given_up(self) -> None:
+        """Called when `drain` waits no longer for jobs that may be lost."""
 
 
-def _run(jobs: Queue, values: Any) -> None:
+def _run(jobs: Queue, values: Any, failure: str) -> None:
     """On the thread: do what comes, until there is nothing more."""
     values.is_here = True
-    while (job := jobs.get()) is not None:
-        _do(*job)
-        del job  # what it holds does not stay while the thread waits
+    while (item := jobs.get()) is not None:
+        future, job, arguments, logs = item
+        if future.set_running_or_notify_cancel():
+            try:
+                result = job(*arguments)
+            except BaseException as error:  # not even SystemExit ends the thread
+                if logs:
+                    logger.exception(failure)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        del item, future, job, arguments  # what they hold does not stay while the thread waits
 
 
-def _do(future: Future[Any], job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            result = job(*arguments)
-        except BaseException as error:  # not even SystemExit ends the thread
-            future.set_exception(error)
-            del future, job, arguments  # the traceback refers to them, and so to itself
-        else:
-            future.set_result(result)
-
-
-def _logged(name: str, job: Callable[..., Any], *arguments: Any) -> None:
+def _try(failure: str, job: Callable[..., Any], *arguments: Any) -> None:
     try:
         job(*arguments)
-    except Exception:
-        logger.exception("a job of %s failed", name)
-
-
-def _forget(pending: dict[Future[Any], None], future: Future[Any]) -> None:
-    pending.pop(future, None)
+    except BaseException:
+        logger.exception(failure)
 
 
 def _drain_at_exit(lane: weakref.ref[Lane], seconds: float) -> None:

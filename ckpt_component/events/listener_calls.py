@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from functools import partial
 
 from ..core.lane import Lane
 from ..core.outside import Latch, Outside
@@ -27,8 +26,7 @@ class ListenerCalls(EventQueue):
 
     def __init__(self, listener: CheckpointListener, slow_seconds: float, outside: Outside) -> None:
         self._listener = listener
-        self._name = f"the listener {type(listener).__name__}"
-        super().__init__("ckpt-listener", self._name, outside)
+        super().__init__("ckpt-listener", f"the listener {type(listener).__name__}", outside)
         self._watch = Lane("ckpt-listener-watch", outside)
         self._failed = False
         #: Doubled with each slow call, so that a listener that is always slow fills no log.
@@ -36,11 +34,12 @@ class ListenerCalls(EventQueue):
 
     def tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
         """Call a method of the listener after the earlier calls; never waits."""
-        self.submit(partial(self._call, method, *reports))
+        with contextlib.suppress(CheckpointError):  # it is closed
+            self.post(self._call, method, *reports)
 
-    def close(self, deadline: float) -> None:
+    def stop(self, *, cancel: bool = True) -> None:
         """See the base class."""
-        super().close(deadline)
+        super().stop(cancel=cancel)
         self._watch.stop(cancel=False)
 
     def _call(self, method: str, *reports: SaveReport | LoadReport) -> None:
@@ -56,13 +55,13 @@ class ListenerCalls(EventQueue):
         took = self._outside.now() - began
         if took > limit:
             self._slow_seconds = 2 * took
-            logger.warning("%s has returned from %s after %.1f s", self._name, method, took)
+            logger.warning("%s has returned from %s after %.1f s", self._what, method, took)
 
     def _warn(self, method: str, limit: float, returned: Latch) -> None:
         """On the thread that watches: say so if a call does not return."""
         if not returned.wait(limit):
             text = "%s has not returned from %s for %g s; saves continue, and its later events wait"
-            logger.warning(text, self._name, method, limit)
+            logger.warning(text, self._what, method, limit)
 
     def _report(self, method: str, error: BaseException) -> None:
         """Log the first failure of the listener."""
@@ -70,4 +69,4 @@ class ListenerCalls(EventQueue):
             self._failed = True
             text = "%s failed in %s (%s); it is still called for later events, and its further errors not logged"
             expected = isinstance(error, CheckpointError)
-            logger.error(text, self._name, method, describe_error(error), exc_info=not expected)
+            logger.error(text, self._what, method, describe_error(error), exc_info=not expected)

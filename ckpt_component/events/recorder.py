@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ..core.outside import OUTSIDE, Outside
 from ..core.storage.new_names import new_token
 from ..core.waits import LongWait
-from ..errors import CheckpointTypeError
+from ..errors import CheckpointError, CheckpointTypeError
 from .event_file import EventFile
 from .event_queue import EventQueue
 from .listener import CheckpointListener
@@ -111,8 +111,7 @@ class EventRecorder:
 
     def saved(self, report: SaveReport) -> None:
         """A save has ended: it was committed, failed, or was skipped."""
-        self._record(self._steps.take())
-        self.note(report.event())
+        self._record([*self._steps.take(), report.event()])
         self._tell("on_committed" if report.outcome == "committed" else "on_failed", report)
 
     def at_peers(self, report: SaveReport) -> None:
@@ -144,7 +143,7 @@ class EventRecorder:
     def drain(self, timeout: float) -> None:
         """Wait until the events so far are recorded and the listeners know them, or for `timeout` seconds."""
         deadline = self._outside.now() + timeout
-        for queue in self._queues():
+        for queue in (self._queue, *self._listeners):
             queue.drain(deadline)
 
     def close(self, timeout: float) -> None:
@@ -153,12 +152,13 @@ class EventRecorder:
         self._record(self._steps.take())
         self._tell("close")
         deadline = self._outside.now() + timeout
-        for queue in self._queues():
+        for queue in (self._queue, *self._listeners):
             queue.close(deadline)
 
     def _record(self, events: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None and events:
-            self._queue.submit(partial(self._write, self._file, events))
+            with contextlib.suppress(CheckpointError):  # it is closed
+                self._queue.post(self._write, self._file, events)
 
     def _write(self, file: EventFile, events: Iterable[Mapping[str, Any]]) -> None:
         self._held += events
@@ -166,9 +166,6 @@ class EventRecorder:
         if not self._waits:
             events, self._held = self._held, []
             file.append([{**event, **self._names} for event in events])
-
-    def _queues(self) -> list[EventQueue]:
-        return [self._queue, *self._listeners]
 
     def _tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
         for listener in tuple(self._listeners):

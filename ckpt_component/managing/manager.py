@@ -320,7 +320,7 @@ class CheckpointManager(StoppableLoop):
             newest = self._saved_step if self._kept_step is None else self._kept_step
             refuse_earlier(step, newest, "restored" if self._newest is None else "saved last")
             if place is self._run:
-                self._clock.saved()
+                self._clock.last_save = self._ranks.outside.now()
             _, save = self._pipeline.save(reached.state, path, may_wait=may_wait, step=step, metrics=reached.metrics)
         except CheckpointBusyError as error:
             self._clock.last_save = before

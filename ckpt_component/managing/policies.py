@@ -78,10 +78,6 @@ class SaveClock:
         self._questions.restart(self._ranks.meetings["restore"])
         self.last_save = self._now()
 
-    def saved(self) -> None:
-        """A save begins now."""
-        self.last_save = self._now()
-
     def is_due(self, step: int) -> bool:
         """Whether to save at this step; the same on all ranks.
 

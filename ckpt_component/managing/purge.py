@@ -71,7 +71,7 @@ class Purge:
 
     def _begin(self, purge: Callable[[Collection[str]], None], after: str) -> None:
         run, limit = self._run, self._run.timeouts.close
-        if not self.wait(limit):
+        if not self._lane.drain(self._outside.now() + limit):
             text = "%s, and deleting older checkpoints takes longer than %g s (timeouts.close); more is deleted later"
             logger.warning(text, after, limit)
             return

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 
 from ..core.lane import Lane
-from ..core.processes.owner_process import refuse_ending
+from ..core.processes.owner_process import ENDING
 from ..errors import CheckpointError
 from ..events import SaveReport
 from .attempts import SaveAttempts
@@ -74,7 +74,8 @@ class SaveQueue:
             RuntimeError: no thread could be started
         """
         admitted, snapshot, outside = staged.admitted, staged.snapshot, self._ranks.outside
-        refuse_ending(outside)
+        if outside.is_ending():
+            raise CheckpointError(ENDING)
         if snapshot is None:
             save = SaveHandle(admitted.request, admitted.number, outside)
         else:

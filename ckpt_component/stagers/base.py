@@ -6,7 +6,6 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -38,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 #: A plan that takes longer is worth a line.
 _SLOW_PLAN_S = 0.5
+#: Held while the holders of a snapshot are counted; for a moment, so all snapshots share it.
+_HOLDING = OUTSIDE.lock()
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,6 @@ class Snapshot:
     began_at: float = field(default_factory=perf_counter)
     planned_at: float = 0.0
     _holders: int = field(default=1, init=False, repr=False)
-    _holding: AbstractContextManager[Any] = field(default_factory=OUTSIDE.lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.copied = self.staged
@@ -109,7 +109,7 @@ class Snapshot:
 
     def hold(self) -> None:
         """Have one more holder, who calls `release` once: the memory stays until all have. Called by one of them."""
-        with self._holding:
+        with _HOLDING:
             self._holders += 1
 
     def release(self, *, reusable: bool = True) -> None:
@@ -118,7 +118,7 @@ class Snapshot:
         Args:
             reusable: whether nobody else can still read the arena. If one holder says no, it is freed and not reused.
         """
-        with self._holding:
+        with _HOLDING:
             arena, self._holders = self.arena, max(self._holders - 1, 0)
             if arena is not None and not reusable:
                 arena.reusable = False

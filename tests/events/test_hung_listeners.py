@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from outsides import Ending
 
 from ckpt_component import CheckpointListener, SaveReport, build_manager
 from ckpt_component.events import EventRecorder, read_events
@@ -179,20 +180,12 @@ def test_events_that_a_listener_cannot_take_are_dropped_with_one_warning(
     assert len(lines(caplog, "newer ones are dropped")) == 1
 
 
-def test_events_are_told_by_the_caller_where_no_thread_starts_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_are_told_by_the_caller_where_no_thread_starts_any_more(tmp_path: Path) -> None:
     """As from Python 3.12 on, while the interpreter ends."""
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name in ("ckpt-events", "ckpt-listener"):
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    names = "ckpt-events", "ckpt-listener", "ckpt-listener-watch"
+    outside = Ending(*names, error="can't create new thread at interpreter shutdown")
     leaving = Leaving()
-    with build_manager("async_persistent", QUICK, dir=tmp_path) as manager:
+    with build_manager("async_persistent", QUICK, dir=tmp_path, outside=outside) as manager:
         manager.add_listener(leaving)
         for step in (1, 2):
             manager.save(step, STATE)

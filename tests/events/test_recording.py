@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from outsides import SetTime
 from ranks import run_ranks
-from set_time import SetTime
 
 from ckpt_component import CheckpointManager, build_checkpointer, build_manager
 from ckpt_component.core.outside import Outside

@@ -16,7 +16,7 @@ from waiting import eventually
 
 from ckpt_component import CheckpointError
 from ckpt_component.core.lane import Lane
-from ckpt_component.core.outside import OUTSIDE, CancelledError, Outside, Thread
+from ckpt_component.core.outside import OUTSIDE, CancelledError, Outside
 
 Run = Callable[[Callable[[Outside], None]], None]
 
@@ -88,19 +88,36 @@ def test_drain_and_close_have_a_deadline(run: Run) -> None:
 
 def test_the_thread_has_ended_when_a_lane_is_closed(run: Run) -> None:
     def script(outside: Outside) -> None:
-        started = list[Thread]()
+        lane = Lane("lane", outside)
+        lane.submit(outside.sleep, 0.01)
+        assert lane.close(outside.now() + 60)
+        assert lane._thread is not None and not lane._thread.is_alive() and lane.close(outside.now())
 
-        class Watched(Lane):
-            def _start(self) -> None:
-                super()._start()
-                assert self._thread is not None
-                started.append(self._thread)
+    run(script)
 
-        lane = Watched("lane", outside)
-        assert lane.newest is None
-        newest = lane.submit(outside.sleep, 0.01)
-        assert lane.newest is newest and lane.close(outside.now() + 60)
-        assert lane.newest is None and not started[0].is_alive() and lane.close(outside.now())
+
+def test_jobs_that_may_be_lost_are_dropped_and_waited_for_once(run: Run) -> None:
+    class Lossy(Lane):
+        dropped = given_up = 0
+
+        def _dropped(self) -> None:
+            self.dropped += 1
+
+        def _given_up(self) -> None:
+            self.given_up += 1
+
+    def script(outside: Outside) -> None:
+        lane, goes, done = Lossy("lane", outside, may_lose=2), outside.latch(), list[int]()
+        lane.post(goes.wait, 60)
+        for number in range(4):
+            lane.post(done.append, number)
+        began = outside.now()
+        assert lane.dropped == 2 and not lane.drain(began + 0.05)
+        assert not lane.drain(began + 60) and outside.now() < began + 50 and lane.given_up == 1
+        goes.set()
+        while not lane.drain(outside.now() + 60):
+            outside.sleep(0.01)
+        assert done == [0, 1] and lane.close(outside.now() + 60) and lane.given_up == 1
 
     run(script)
 

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from outsides import Ending
 from programs import run_program
 from strides import in_turn
 
@@ -28,30 +28,12 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.image.copy import CopyTasks
-from ckpt_component.core.outside import Outside, Thread
 from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.events import SaveReport
 from ckpt_component.saving.context import NoRun
 from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle
 from ckpt_component.stagers.background_copy import BackgroundCopy
 from ckpt_component.testing import faults
-
-
-class NoThreads(Outside):
-    """A system that starts no thread of a name any more, or an interpreter that ends."""
-
-    ends = False
-
-    def __init__(self, refused: str = "") -> None:
-        self.refused = refused
-
-    def start(self, name: str, function: Callable[..., None], *arguments: Any) -> Thread:
-        if name == self.refused:
-            raise RuntimeError("can't start new thread")
-        return super().start(name, function, *arguments)
-
-    def is_ending(self) -> bool:
-        return self.ends
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -121,12 +103,12 @@ def test_close_raises_what_nobody_has_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("thread", ["the save thread", "the thread that copies"])
 def test_a_save_that_no_thread_takes_is_not_waited_for_and_leaves_its_memory(thread: str, tmp_path: Path) -> None:
-    outside = NoThreads("ckpt-save" if "save" in thread else "ckpt-stage")
+    outside = Ending("ckpt-save" if "save" in thread else "ckpt-stage")
     overrides = ["checkpoint.stager.arenas=1", "checkpoint.durability=process_crash"]
     with build_checkpointer("async_zero_overhead", overrides, outside=outside) as checkpointer:
         with pytest.raises(RuntimeError, match="can't start new thread"):
             checkpointer.save(state_of(2), tmp_path / "two")
-        outside.refused = ""
+        outside.refused = ()
         checkpointer.wait_staged()
         checkpointer.wait()
         checkpointer.save(state_of(3), tmp_path / "three", may_wait=False)
@@ -136,7 +118,7 @@ def test_a_save_that_no_thread_takes_is_not_waited_for_and_leaves_its_memory(thr
 
 
 def test_a_save_while_the_interpreter_ends_is_refused_and_leaves_its_memory(tmp_path: Path) -> None:
-    outside = NoThreads()
+    outside = Ending()
     with build_checkpointer("async_zero_overhead", ["checkpoint.stager.arenas=1"], outside=outside) as checkpointer:
         checkpointer.save(state_of(1), tmp_path / "one")
         checkpointer.wait()

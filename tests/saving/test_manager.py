@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from outsides import AheadTime, Ending
 
 from ckpt_component import (
     CheckpointBusyError,
@@ -32,6 +32,7 @@ from ckpt_component import (
 )
 from ckpt_component.background.exports import BackgroundExports
 from ckpt_component.config.rules import checked_resume
+from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.managing import recording
 from ckpt_component.managing.policies import ResumePolicy, SavePolicy
 from ckpt_component.saving.prewarmer import Prewarmer
@@ -40,8 +41,10 @@ from ckpt_component.testing import faults
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
 
 
-def manager_in(root: Path, *overrides: str, preset: str = "async_persistent") -> CheckpointManager:
-    return build_manager(preset, list(overrides), dir=root)
+def manager_in(
+    root: Path, *overrides: str, preset: str = "async_persistent", outside: Outside = OUTSIDE
+) -> CheckpointManager:
+    return build_manager(preset, list(overrides), dir=root, outside=outside)
 
 
 def run(manager: CheckpointManager, steps: range, state: dict[str, Any]) -> None:
@@ -343,20 +346,17 @@ def test_only_steps_before_a_save_of_the_run_help_to_prepare_it(
     assert looked == [1, 3, 5]
 
 
-def test_the_time_of_a_restore_does_not_count_as_time_since_the_last_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, ahead, now = fresh(), [0.0], time.monotonic
+def test_the_time_of_a_restore_does_not_count_as_time_since_the_last_save(tmp_path: Path) -> None:
+    state, outside = fresh(), AheadTime()
     usual = ("checkpoint.save.every_steps=null", "checkpoint.save.every_seconds=1000", "checkpoint.save.at_end=false")
     with manager_in(tmp_path, *usual, preset="sync") as manager:
         manager.save(1, state)
-    with manager_in(tmp_path, *usual, preset="sync") as manager:
-        monkeypatch.setattr(time, "monotonic", lambda: now() + ahead[0])
-        ahead[0] = 900.0  # what is loaded before the restore
+    with manager_in(tmp_path, *usual, preset="sync", outside=outside) as manager:
+        outside.ahead = 900.0  # what is loaded before the restore
         assert manager.restore(state) == 1
-        ahead[0] = 1800.0
+        outside.ahead = 1800.0
         assert not manager.maybe_save(2, state)
-        ahead[0] = 1950.0
+        outside.ahead = 1950.0
         assert manager.maybe_save(3, state)
         assert not manager.maybe_save(4, state)
 
@@ -410,25 +410,35 @@ def test_only_a_run_that_came_to_its_end_finishes_its_exports(tmp_path: Path, mo
 
 
 def test_a_program_that_ends_is_told_only_of_a_step_that_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ends = list[Callable[[], object]]()
+    outside, ends = Ending(), list[Callable[[], object]]()
 
-    def register(function: Callable[..., object], *args: Any) -> None:
-        if function.__module__ == CheckpointManager.__module__:
-            ends.append(partial(function, *args))
+    def at_exit(function: Callable[[], object]) -> None:
+        if isinstance(function, partial) and function.func.__module__ == CheckpointManager.__module__:
+            ends.append(function)
 
-    monkeypatch.setattr(atexit, "register", register)
-    with manager_in(tmp_path / "0", preset="sync") as manager:  # one with a step, none, and one that is gone
+    outside.at_exit = at_exit  # type: ignore[method-assign]
+    outside.not_at_exit = lambda function: None  # type: ignore[method-assign]
+    with manager_in(tmp_path / "0", preset="sync", outside=outside) as manager:  # one with a step, none, and one gone
         manager.maybe_save(1, fresh())
-        with manager_in(tmp_path / "1", preset="sync"):
-            manager_in(tmp_path / "2", preset="sync").close()
+        with manager_in(tmp_path / "1", preset="sync", outside=outside):
+            manager_in(tmp_path / "2", preset="sync", outside=outside).close()
             gc.collect()
             for end in ends:
                 end()
         manager.save(1, fresh())
         ends[0]()
     assert len(ends) == 3 and caplog.text.count("is not saved: the program ended before the end of") == 1
+
+
+def test_a_manager_that_is_closed_leaves_what_is_to_be_done_for_others_when_the_program_ends(tmp_path: Path) -> None:
+    outside = Ending()
+    with manager_in(tmp_path / "0", outside=outside):
+        before = [*outside.handlers]
+        manager_in(tmp_path / "1", outside=outside).close()
+        assert outside.handlers == before != []
+    assert not outside.handlers
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent", "off"])

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from outsides import SetTime
 from ranks import run_ranks
-from set_time import SetTime
 
 import ckpt_component
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointManager, CheckpointTypeError, build_manager

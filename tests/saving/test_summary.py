@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from outsides import SetTime
 from ranks import run_ranks
 
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.coordination import LocalCoordinator
 from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import SaveReport
 from ckpt_component.managing.run_context import RunContext
@@ -70,8 +72,8 @@ def test_repr_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def said_of_a_bucket(*reports: SaveReport) -> str:
-    run = RunContext(FileStorage(), "s3://bucket/run", MEGATRON, LocalCoordinator(), ResolvedTimeouts())
+def said_of_a_bucket(*reports: SaveReport, outside: Outside = OUTSIDE) -> str:
+    run = RunContext(FileStorage(), "s3://bucket/run", MEGATRON, LocalCoordinator(outside), ResolvedTimeouts())
     return contents_text(run, reports)
 
 
@@ -88,9 +90,9 @@ def test_of_a_bucket_repr_says_what_this_run_saved_and_asks_nobody() -> None:
 @pytest.mark.parametrize(
     ("age", "text"), [(-5, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (172_799, "48 h"), (172_800, "2 d")]
 )
-def test_repr_says_how_old_the_newest_is(age: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 10.0**9)
-    assert f"newest 3 ({text} ago)" in said_of_a_bucket(SaveReport("", step=3, time=10.0**9 - age))
+def test_repr_says_how_old_the_newest_is(age: int, text: str) -> None:
+    report = SaveReport("", step=3, time=10.0**9 - age)
+    assert f"newest 3 ({text} ago)" in said_of_a_bucket(report, outside=SetTime(10.0**9))
 
 
 # --- the closing line -----------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from ..outside import OUTSIDE, Outside
 
 #: How Python refuses work for the threads of an executor, and from 3.12 on a new thread, while the interpreter ends.
 _ENDS = ("cannot schedule new futures after", "can't create new thread at interpreter shutdown")
-_ENDING = (
+#: Says so in words.
+ENDING = (
     "Nothing is saved or loaded any more, because the interpreter is ending; join the threads that do so before the "
     "script ends."
 )
@@ -67,14 +68,4 @@ def refuse_at_exit(error: BaseException) -> None:
         CheckpointError: it is so
     """
     if str(error).startswith(_ENDS):
-        raise CheckpointError(_ENDING) from error
-
-
-def refuse_ending(outside: Outside) -> None:
-    """Begin nothing that has a thread already.
-
-    Raises:
-        CheckpointError: the interpreter ends
-    """
-    if outside.is_ending():
-        raise CheckpointError(_ENDING)
+        raise CheckpointError(ENDING) from error
