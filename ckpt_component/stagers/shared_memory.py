@@ -18,7 +18,7 @@ from ..core.image.layout import Layout
 from ..core.image.unchanged_files import UnchangedFiles
 from ..core.memory.gc_control import collector_paused
 from ..core.options import ARENAS
-from ..core.outside import Future
+from ..core.outside import OUTSIDE, Future, Outside
 from ..core.state.dedup import likely_bytes
 from ..core.state.flatten import FlatState
 from ..writers.base import FormatPlan
@@ -38,6 +38,7 @@ class ArenaFill:
         layout: of the image
         flat: the state
         unchanged: the files that may be shared, whose candidates are proved and not copied; None: there are none
+        outside: whose threads copy
 
     Attributes:
         proofs: numbers of the items of each candidate, by number of the file
@@ -46,7 +47,15 @@ class ArenaFill:
         addresses: memory address of each source, int64
     """
 
-    def __init__(self, arena: Arena, layout: Layout, flat: FlatState, unchanged: UnchangedFiles | None = None) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        layout: Layout,
+        flat: FlatState,
+        unchanged: UnchangedFiles | None = None,
+        outside: Outside = OUTSIDE,
+    ) -> None:
+        self._outside = outside
         self.arena = arena
         self.flat = flat
         self.unchanged = unchanged
@@ -57,7 +66,7 @@ class ArenaFill:
     def tasks(self, plan: CopyPlan, *, at_once: bool = True) -> CopyTasks:
         """A copy by one of the arena's plans; `at_once`: no tensor can get other memory before it is made."""
         prove = None if self.unchanged is None else self.unchanged.prove
-        return CopyTasks(plan, self.sources, self.addresses if at_once else None, prove)
+        return CopyTasks(plan, self.sources, self.addresses if at_once else None, prove, outside=self._outside)
 
     def without_proofs(self, numbers: Iterable[int]) -> list[int]:
         """Those of some items that are not in a candidate."""
@@ -81,7 +90,7 @@ class SharedMemoryStager(Stager):
 
     def _connected(self, *, shared: bool) -> None:
         self._images = self._kept + max(self._arenas, self._in_flight)
-        self._pool = ArenaPool(self._images, shared=shared)
+        self._pool = ArenaPool(self._images, shared=shared, outside=self._ranks.outside)
 
     def wait_free(self, deadline: float) -> bool:
         """Wait for an arena; see `Stager.wait_free`."""
@@ -104,7 +113,7 @@ class SharedMemoryStager(Stager):
             give_back, unchanged = self._pool.give_back, self._reuse.look(layout, flat, plan.storage)
             snapshot = Snapshot(layout, encoded, arena, arena, give_back, planned_at=planned_at, unchanged=unchanged)
             try:
-                rest = self._fill(ArenaFill(arena, layout, flat, unchanged), snapshot.mark_staged)
+                rest = self._fill(ArenaFill(arena, layout, flat, unchanged, self._ranks.outside), snapshot.mark_staged)
                 snapshot.copied = rest or snapshot.staged
             except BaseException as error:
                 snapshot.mark_staged(error)
@@ -154,7 +163,7 @@ class SharedMemoryStager(Stager):
                 arenas.append(self._pool.lease(layout.arena_bytes, self._timeout))
             with torch.inference_mode(False), torch.no_grad():
                 for arena in arenas:
-                    self._warm(ArenaFill(arena, layout, flat))
+                    self._warm(ArenaFill(arena, layout, flat, outside=self._ranks.outside))
         finally:
             for arena in arenas:
                 self._pool.give_back(arena)

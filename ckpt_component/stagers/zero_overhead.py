@@ -120,7 +120,7 @@ class ZeroOverheadStager(PinnedStager):
     def _warm(self, fill: ArenaFill) -> None:
         split = self._split(fill)
         for plan in (split.now, split.later):
-            CopyTasks(plan, fill.sources, fill.addresses).finish(torch.get_num_threads())
+            CopyTasks(plan, fill.sources, fill.addresses, outside=self._outside).finish(torch.get_num_threads())
 
     def prewarm(self, plan: StatePlan) -> None:
         """Prewarm all arenas, after the running copy has ended; see `Stager.prewarm`."""
