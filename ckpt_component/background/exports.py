@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.commit.names import step_in_name
+from ..core.outside import OUTSIDE, Outside
 from ..core.storage.space import amount
 from ..errors import CheckpointError
 from ..events import SaveReport
@@ -54,13 +54,15 @@ class BackgroundExports(Follower):
     Args:
         policy: what to export
         note: records an event, from the thread of the exports
+        outside: of the run
     """
 
-    def __init__(self, policy: ExportPolicy, note: Callable[[dict[str, Any]], None]) -> None:
-        self._policy = policy
-        self._note = note
+    def __init__(
+        self, policy: ExportPolicy, note: Callable[[dict[str, Any]], None], outside: Outside = OUTSIDE
+    ) -> None:
+        self._policy, self._note, self._outside = policy, note, outside
         setting = "checkpoint.export.timeout"
-        self._requests = RequestQueue(_PROCESS, "ckpt-export", self._export, policy.timeout, setting)
+        self._requests = RequestQueue(_PROCESS, "ckpt-export", self._export, policy.timeout, setting, outside)
         self._newest: SaveReport | None = None
         self._requested: SaveReport | None = None
 
@@ -92,7 +94,7 @@ class BackgroundExports(Follower):
 
     def _export(self, report: SaveReport) -> None:
         """On the thread: export a checkpoint, and record what became of it."""
-        policy, path, started = self._policy, report.path, time.time()
+        policy, path, started = self._policy, report.path, self._outside.date()
         target, step = policy.target_of(path), step_in_name(os.path.basename(path))
         outcome: dict[str, Any]
         try:
@@ -106,4 +108,4 @@ class BackgroundExports(Follower):
             logger.warning(text, path, error, exc_info=not expected)
             outcome = {"outcome": "failed", "error": str(error)}
         event = {"event": "export", "time": round(started, 6), "step": step, "path": path, "target": target}
-        self._note({**event, **outcome, "seconds": round(time.time() - started, 6)})
+        self._note({**event, **outcome, "seconds": round(self._outside.date() - started, 6)})

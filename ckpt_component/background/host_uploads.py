@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ..core.outside import OUTSIDE, Outside
 from ..core.storage.space import amount
 from .follower import Follower
 from .upload_child import UploadChild
@@ -20,12 +21,13 @@ class HostUploads(Follower):
 
     Args:
         policy: what to upload
+        outside: of the run
     """
 
-    def __init__(self, policy: UploadPolicy) -> None:
+    def __init__(self, policy: UploadPolicy, outside: Outside = OUTSIDE) -> None:
         self._policy = policy
         self._failed = False
-        self._child = UploadChild(policy, self._take, _AGAIN_SECONDS)
+        self._child = UploadChild(policy, self._take, _AGAIN_SECONDS, outside)
 
     def start(self, step: int = 0) -> None:
         """Send what the leading host asks for, from now on; the run begins after `step`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,9 @@ from ..core.commit.part_notes import Beat, PartNote, is_called, note_path, read_
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, scan_steps
 from ..core.formats.verification import verify_part
+from ..core.outside import Latch
 from ..core.storage.files import local_files
+from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from .run_watch import RunWatch
 from .upload_policy import UploadPolicy
@@ -36,10 +37,17 @@ class PartUploader(Uploading):
         policy: what to upload, and where to
         run: the run that makes the checkpoints
         report: sends a message to the run
+        storage_of: see `Uploading`
     """
 
-    def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__(policy, run, report)
+    def __init__(
+        self,
+        policy: UploadPolicy,
+        run: RunWatch,
+        report: Callable[[dict[str, Any]], None],
+        storage_of: Callable[[str], Storage] | None = None,
+    ) -> None:
+        super().__init__(policy, run, report, storage_of)
         #: Tokens of the attempts whose steps the target was seen to have.
         self._uploaded = set[str]()
         #: Other steps with theirs, the newest first; when to look for them in the target, and after which pause then.
@@ -57,9 +65,9 @@ class PartUploader(Uploading):
         pending = {step: token for step, token in tokens.items() if token not in self._uploaded}
         if pending != self._pending:
             self._pending, self._look_at, self._pause = pending, 0.0, _FIRST_LOOK_SECONDS
-        if not pending or time.monotonic() < self._look_at:
+        if not pending or self._outside.now() < self._look_at:
             return None
-        self._look_at = time.monotonic() + self._pause
+        self._look_at = self._outside.now() + self._pause
         self._pause = min(1.5 * self._pause, _LONGEST_LOOK_SECONDS)
         for step, token in pending.items() if self._owns_target() else ():
             if read_manifest(self._storage, self._path(self._policy.target, step)) is not None:
@@ -78,15 +86,19 @@ class PartUploader(Uploading):
         # After the note, which is deleted after the call: if this host has been waited for, there is none.
         return is_called(attempt)
 
-    def _rest(self, local: Scan, *, ended: bool) -> bool:
-        if ended and time.monotonic() >= self._end_at:
-            self._end_at = time.monotonic() + _LONGEST_LOOK_SECONDS
+    def _rest(self, local: Scan, changed: Latch, *, ended: bool) -> bool:
+        if ended and self._outside.now() >= self._end_at:
+            self._end_at = self._outside.now() + _LONGEST_LOOK_SECONDS
             target = scan_steps(self._storage, self._policy.target, self._policy.names)
             if self._policy.next_step(local, target, ended=True) is None:
                 return False
         while True:
-            time.sleep(_LOOK_SECONDS)
-            if self._has_changed() or self._run.ended.is_set() or (self._pending and time.monotonic() >= self._look_at):
+            self._outside.sleep(_LOOK_SECONDS)
+            if (
+                self._has_changed()
+                or self._run.ended.is_set
+                or (self._pending and self._outside.now() >= self._look_at)
+            ):
                 return True
 
     def _has_changed(self) -> bool:
@@ -116,7 +128,7 @@ class PartUploader(Uploading):
         policy, manifest, attempt = self._policy, local.manifests[step], self._attempt(step, local)
         source, part = self._path(policy.source, step), part_of(manifest, policy.host)
         path, folder = note_path(attempt, manifest, policy.host), data_folder(self._local, source, part)
-        began, started = time.time(), time.monotonic()
+        began, started = self._outside.date(), self._outside.now()
         self._report({"began": step})
         beat = Beat(attempt, path)
         try:
@@ -137,7 +149,7 @@ class PartUploader(Uploading):
         write_note(self._storage, path, PartNote(attempt=attempt.token, sent=sent, reused=self._sent.reused))
         self._sent.sent(folder, [entry["name"] for entry in part["files"]], attempt.staging)
         self._look_at, self._pause = 0.0, _FIRST_LOOK_SECONDS
-        seconds, lag = round(time.monotonic() - started, 6), local.committed[-1] - step
+        seconds, lag = round(self._outside.now() - started, 6), local.committed[-1] - step
         figures = {"bytes": sent, "reused": self._sent.reused, "seconds": seconds}
         self._report({"sent": step, **figures})
         about = {"time": round(began, 6), "step": step, "outcome": "sent", "path": attempt.target, "host": policy.host}

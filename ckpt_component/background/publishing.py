@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..core.commit.names import StepNames, step_in_name
+from ..core.outside import OUTSIDE, Outside
 from ..core.storage.space import amount
 from ..errors import CheckpointError
 from ..events import SaveReport
@@ -68,15 +67,18 @@ class BackgroundPublishing(Follower):
     Args:
         policy: what to publish
         note: records an event, from the thread of the versions
+        outside: of the run
     """
 
-    def __init__(self, policy: PublishPolicy, note: Callable[[dict[str, Any]], None]) -> None:
-        self._policy, self._note = policy, note
+    def __init__(
+        self, policy: PublishPolicy, note: Callable[[dict[str, Any]], None], outside: Outside = OUTSIDE
+    ) -> None:
+        self._policy, self._note, self._outside = policy, note, outside
         setting = "checkpoint.publish.timeout"
-        self._requests = RequestQueue(_PROCESS, "ckpt-publish", self._publish, policy.timeout, setting)
+        self._requests = RequestQueue(_PROCESS, "ckpt-publish", self._publish, policy.timeout, setting, outside)
         self._job = asdict(policy)
         #: Commits and snapshots come on different threads.
-        self._lock = threading.Lock()
+        self._lock = outside.lock()
         #: The newest step that was seen, how many were, and the one that was published last.
         self._step, self._seen, self._published = -1, 0, -1
         #: The newest commit to storage, and what was requested last.
@@ -110,11 +112,11 @@ class BackgroundPublishing(Follower):
         Args:
             finish: the run has come to its end
         """
-        newest, began = self._newest, time.monotonic()
+        newest, began = self._newest, self._outside.now()
         if finish and newest is not None and newest is not self._requested:  # memory has gone with its keeper
             self._request(newest)
         self._requests.end(finish=finish)
-        if finish and newest is not None and self._is_failing and time.monotonic() - began < self._policy.timeout:
+        if finish and newest is not None and self._is_failing and self._outside.now() - began < self._policy.timeout:
             self._request(newest)  # no commit follows with which it could be tried again
             self._requests.end(finish=True)
 
@@ -139,7 +141,7 @@ class BackgroundPublishing(Follower):
 
     def _publish(self, report: SaveReport) -> None:
         """On the thread: publish a checkpoint, and record what became of it."""
-        path, started = report.path, time.time()
+        path, started = report.path, self._outside.date()
         step = report.step or step_in_name(os.path.basename(path)) or 0
         if self._is_fenced or step <= self._published:  # the same step, from memory
             return
@@ -173,7 +175,7 @@ class BackgroundPublishing(Follower):
     def _published_event(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """What the event of a version says."""
         step, version, target = answer["step"], answer["version"], answer["path"]
-        lag = max(time.time() - answer["committed"], 0.0)
+        lag = max(self._outside.date() - answer["committed"], 0.0)
         with self._lock:
             skipped = sum(due < step for due in self._due)
             self._due = [due for due in self._due if due > step]

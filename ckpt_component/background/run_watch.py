@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,17 +21,19 @@ class RunWatch:
 
     Args:
         policy: what is uploaded
+        files: the file system of the local folder, by whose outside it waits; None: that of this host
 
     Attributes:
-        changed: set when there may be more to upload
+        changed: set when there may be more to upload; then the next change has another one
         ended: set when the run has ended
         newest: the newest step that the run has reported
     """
 
-    def __init__(self, policy: UploadPolicy) -> None:
+    def __init__(self, policy: UploadPolicy, files: FileStorage | None = None) -> None:
         self._policy = policy
-        self._files = FileStorage()
-        self.changed, self.ended = threading.Event(), threading.Event()
+        self._files = FileStorage() if files is None else files
+        self._outside = outside = self._files.outside
+        self.changed, self.ended = outside.latch(), outside.latch()
         self.newest = 0
         #: The run itself, and the one before it, which owns the folder until the first save. Seen before any upload.
         self._known = {policy.run, self._owner()[0]}
@@ -45,19 +46,20 @@ class RunWatch:
             os._exit(0)  # as if it was killed, whatever the storage is doing
 
     def _watch(self, parent: Channel, report: Callable[[dict[str, Any]], None]) -> None:
-        deadline = float("inf")
-        while time.monotonic() < deadline:
-            if self.ended.is_set():
-                time.sleep(_LOOK_SECONDS)
+        outside, deadline = self._outside, math.inf
+        while outside.now() < deadline:
+            if self.ended.is_set:
+                outside.sleep(_LOOK_SECONDS)
             else:
                 with contextlib.suppress(TimeoutError):
-                    frame = parent.receive(time.monotonic() + _LOOK_SECONDS)
+                    frame = parent.receive(outside.now() + _LOOK_SECONDS)
                     if frame is None:
-                        deadline = time.monotonic() + self._policy.finish_seconds
+                        deadline = outside.now() + self._policy.finish_seconds
                         self.ended.set()
                     else:
                         self.newest = frame[0]["newest"] or self.newest
-                    self.changed.set()
+                    changed, self.changed = self.changed, outside.latch()
+                    changed.set()
             token, owner = self._owner()
             if token and token not in self._known:
                 report({"fenced": f"Another run took over {self._policy.source} ({owner})."})

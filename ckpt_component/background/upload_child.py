@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from ..core.lane import Lane
+from ..core.outside import OUTSIDE, Outside
 from ..core.processes.start import Child, start_in_background
 from .upload_policy import UploadPolicy
 
@@ -24,38 +24,40 @@ _LONGEST_PAUSE_SECONDS = 300.0
 
 
 class UploadChild:
-    """The process of the uploads of this host, and a thread that takes its messages.
+    """The process of the uploads of this host, and a lane that takes its messages.
 
     Args:
         policy: what to upload
-        take: called with each message, in the thread; the last one of a process is its exit code, `ended`
+        take: called with each message, on the lane; the last one of a process is its exit code, `ended`
         again_after: seconds after which a process that was killed is started again, and twice as many the next time if
             it said nothing; None: by the next `start`
+        outside: of the run
     """
 
     def __init__(
-        self, policy: UploadPolicy, take: Callable[[dict[str, Any]], None], again_after: float | None = None
+        self,
+        policy: UploadPolicy,
+        take: Callable[[dict[str, Any]], None],
+        again_after: float | None = None,
+        outside: Outside = OUTSIDE,
     ) -> None:
-        self._policy, self._take, self._again_after = policy, take, again_after
-        self._lock = threading.Lock()
+        self._policy, self._take, self._again_after, self._outside = policy, take, again_after, outside
+        self._lane = Lane("ckpt-upload", outside)
+        self._lock = outside.lock()
         self._process: Child | None = None
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._ended = outside.latch()
 
     def start(self) -> None:
         """Start the process, unless it is running or the run has ended."""
         with self._lock:
-            if self._ended.is_set() or (self._thread is not None and self._thread.is_alive()):
-                return
-            process = self._launch()
-            self._thread = threading.Thread(target=self._follow, args=(process,), name="ckpt-upload", daemon=True)
-            self._thread.start()
+            if not (self._ended.is_set or self._lane.waiting):
+                self._lane.submit(self._follow_all, self._launch())
 
     def send(self, message: dict[str, Any]) -> None:
         """Tell the process something, if it listens. Does not wait."""
         if (process := self._process) is not None:
             with contextlib.suppress(OSError):  # it has ended, or it is stopped and has thousands of frames to receive
-                process.send(message, time.monotonic())
+                process.send(message, self._outside.now())
 
     def end(self, *, finish: bool) -> None:
         """The run has ended: let uploads go on, for at most `finish_seconds`.
@@ -64,17 +66,17 @@ class UploadChild:
             finish: wait for them
         """
         self._ended.set()
-        process, thread = self._process, self._thread
-        if process is None or thread is None:
+        with self._lock:
+            self._lane.stop(cancel=False)
+            process, outside = self._process, self._outside
+        if process is None:
             return
         process.hang_up()
         if not finish:
-            return  # the thread goes on reading; if the program ends, the process does not
-        thread.join(0.2)
-        if thread.is_alive():
+            return  # the lane goes on reading; if the program ends, the process does not
+        if not self._lane.drain(outside.now() + 0.2):
             logger.info("waiting up to %g s for uploads to %s", self._policy.finish_seconds, self._policy.target)
-        thread.join(self._policy.finish_seconds + _LEAVE_SECONDS)
-        if thread.is_alive():
+        if not self._lane.close(outside.now() + self._policy.finish_seconds + _LEAVE_SECONDS):
             process.kill()
 
     def _launch(self) -> Child:
@@ -82,8 +84,14 @@ class UploadChild:
         self._process = process = start_in_background(_PROCESS, asdict(self._policy), log)
         return process
 
+    def _follow_all(self, process: Child) -> None:
+        """On the lane: receive the messages of the process until it ends, and of those started in its place."""
+        try:
+            self._follow(process)
+        except Exception:
+            logger.exception("the process of the uploads is not listened to any more")
+
     def _follow(self, process: Child) -> None:
-        """Receive the messages of the process until it ends, and of those that are started in its place."""
         pause = self._again_after
         while True:
             while (frame := process.receive()) is not None:

@@ -8,7 +8,6 @@ host has a local folder of its own, each has such a process, and the one of the 
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 from ..core.outside import OUTSIDE, Outside
@@ -35,7 +34,7 @@ def _upload(job: dict[str, Any], parent: Channel) -> None:
     logging.disable(logging.WARNING)  # the run logs what matters
     policy = UploadPolicy.of(job)
     run, report = RunWatch(policy), parent.send
-    threading.Thread(target=run.watch, args=(parent, report), name="ckpt-run-watch", daemon=True).start()
+    parent.outside.start("ckpt-run-watch", run.watch, parent, report)
     try:
         (Uploader if policy.leads else PartUploader)(policy, run, report).run()
     except CheckpointFencedError as error:

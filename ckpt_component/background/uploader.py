@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ from ..core.commit.part_notes import PartNote
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
 from ..core.formats.verification import small_files, verify_part
+from ..core.outside import Latch
 from ..core.storage.files import local_files
+from ..core.storage.storage import Storage
 from ..errors import CheckpointUnreadableError
 from .run_watch import RunWatch
 from .upload_policy import UploadPolicy
@@ -33,10 +35,17 @@ class Uploader(Uploading):
         policy: what to upload, and where to
         run: the run that makes them
         report: sends a message to the run
+        storage_of: see `Uploading`
     """
 
-    def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__(policy, run, report)
+    def __init__(
+        self,
+        policy: UploadPolicy,
+        run: RunWatch,
+        report: Callable[[dict[str, Any]], None],
+        storage_of: Callable[[str], Storage] | None = None,
+    ) -> None:
+        super().__init__(policy, run, report, storage_of)
         self._ownership = FencingToken(self._storage, policy.target, policy.names, policy.run)
         #: The contents of the target, scanned once and updated here, because no other process may commit there.
         self._remote: Scan | None = None
@@ -47,8 +56,8 @@ class Uploader(Uploading):
     def _next(self, local: Scan, *, ended: bool) -> int | None:
         return self._policy.next_step(local, self._scan_target(), ended=ended)
 
-    def _rest(self, local: Scan, *, ended: bool) -> bool:
-        return not ended and self._run.changed.wait()
+    def _rest(self, local: Scan, changed: Latch, *, ended: bool) -> bool:
+        return not ended and changed.wait(math.inf)  # the end of the run is a change
 
     def _forget(self) -> None:
         self._remote = None
@@ -69,7 +78,7 @@ class Uploader(Uploading):
             self._verified = set()
         self._unfinished = attempt
         self._report({"began": step})
-        began, started = time.time(), time.monotonic()
+        began, started = self._outside.date(), self._outside.now()
         others = list[PartNote]()
 
         def before_commit(staging: str, kept: Collection[str]) -> None:
@@ -91,7 +100,7 @@ class Uploader(Uploading):
             "step": step,
             "bytes": own + sum(each.sent for each in others),
             "reused": self._sent.reused + sum(each.reused for each in others),
-            "seconds": round(time.monotonic() - started, 6),
+            "seconds": round(self._outside.now() - started, 6),
         }
         self._tidy(step, local)
         self._report({"uploaded": step, **figures})

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from fcntl import LOCK_EX
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from ..core.commit.host_parts import part_of
 from ..core.commit.liveness import try_lock
 from ..core.commit.manifest import read_manifest
 from ..core.commit.names import OWNER
 from ..core.commit.scan import Scan, scan_steps
-from ..core.storage.locate import file_storage, storage_at
+from ..core.outside import Latch
+from ..core.storage.files import FileStorage
+from ..core.storage.locate import storage_at
+from ..core.storage.storage import Storage
 from ..core.writing.range_writer import Throttle
 from ..errors import CheckpointError, CheckpointFencedError
 from ..events import EventFile
@@ -38,18 +41,21 @@ class Uploading(ABC):
         policy: what to upload, and where to
         run: the run that makes the checkpoints
         report: sends a message to the run
+        storage_of: returns the storage of an absolute path or URL, of the local folder that of files; None: files, and
+            buckets by their scheme
     """
 
-    def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        policy: UploadPolicy,
+        run: RunWatch,
+        report: Callable[[dict[str, Any]], None],
+        storage_of: Callable[[str], Storage] | None = None,
+    ) -> None:
         self._policy, self._run, self._report = policy, run, report
-        self._local = file_storage(process="upload")
-        self._storage = storage_at(
-            policy.target,
-            durable=policy.durable,
-            atomic_rename=policy.atomic_rename,
-            options=policy.options,
-            process="upload",
-        )
+        self._local = cast(FileStorage, (storage_of or partial(storage_at, process="upload"))(policy.source))
+        self._storage = (storage_of or partial(_target_of, policy))(policy.target)
+        self._outside = self._local.outside
         self._throttle = Throttle(policy.max_bytes_per_second)
         self._sent = SentFiles(self._local, self._storage)
 
@@ -62,8 +68,8 @@ class Uploading(ABC):
         locked, pause = self._lock_source(), _FIRST_PAUSE_SECONDS
         try:
             while True:
-                self._run.changed.clear()  # before the look: the end sets it, too
-                ended = self._run.ended.is_set()
+                changed = self._run.changed  # before the look: the end sets it, too
+                ended = self._run.ended.is_set
                 step: int | None = None
                 try:
                     local = self._scan_source()
@@ -71,7 +77,7 @@ class Uploading(ABC):
                     if step is not None:
                         self._send(step, local)
                         pause = _FIRST_PAUSE_SECONDS
-                    elif not self._rest(local, ended=ended):
+                    elif not self._rest(local, changed, ended=ended):
                         return
                 except CheckpointFencedError:
                     raise
@@ -81,8 +87,10 @@ class Uploading(ABC):
                         continue  # the run has deleted it, because it keeps newer ones
                     self._report({"failed": step, "error": str(error)})
                     if pause == _FIRST_PAUSE_SECONDS:
-                        self._record({"time": time.time(), "step": step, "outcome": "failed", "error": str(error)})
-                    self._run.ended.wait(pause) if not ended else time.sleep(pause)
+                        self._record(
+                            {"time": self._outside.date(), "step": step, "outcome": "failed", "error": str(error)}
+                        )
+                    self._run.ended.wait(pause) if not ended else self._outside.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         finally:
             if locked is not None:
@@ -97,21 +105,21 @@ class Uploading(ABC):
         """Send a checkpoint."""
 
     @abstractmethod
-    def _rest(self, local: Scan, *, ended: bool) -> bool:
-        """Wait until there may be something to send; returns False if there will not be."""
+    def _rest(self, local: Scan, changed: Latch, *, ended: bool) -> bool:
+        """Wait until there may be something to send, as when this is set; returns False if there will not be."""
 
     def _forget(self) -> None:
         """After a failure: what was known of the target may be wrong."""
 
     def _lock_source(self) -> int | None:
         """Wait until the uploads of an earlier run have ended: when this run first saves, or after `finish_seconds`."""
-        fd, began, is_shown = self._local.open_folder(self._policy.source), time.monotonic(), False
+        fd, began, is_shown = self._local.open_folder(self._policy.source), self._outside.now(), False
         while (locked := try_lock(self._local, fd, LOCK_EX, os.path.join(self._policy.source, OWNER))) is False:
-            if time.monotonic() - began > _SHOWN_SECONDS and not is_shown:
+            if self._outside.now() - began > _SHOWN_SECONDS and not is_shown:
                 is_shown = True
                 text = "waiting for the uploads of an earlier run from {}, which end when this run saves"
                 print(text.format(self._policy.source), file=sys.stderr)
-            time.sleep(_LOOK_SECONDS)
+            self._outside.sleep(_LOOK_SECONDS)
         if locked is None:
             self._local.close_folder(fd)
         return fd if locked else None
@@ -142,3 +150,8 @@ class Uploading(ABC):
 
     def _path(self, root: str, step: int) -> str:
         return os.path.join(root, self._policy.names.folder(step))
+
+
+def _target_of(policy: UploadPolicy, path: str) -> Storage:
+    settings: dict[str, Any] = {name: getattr(policy, name) for name in ("durable", "atomic_rename", "options")}
+    return storage_at(path, process="upload", **settings)

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.outside import OUTSIDE, Outside
 from ..core.storage.space import amount
 from ..errors import CheckpointFencedError, CheckpointSaveError
 from ..events import SaveReport
@@ -39,11 +40,12 @@ class BackgroundUploads(Follower):
     Args:
         policy: what to upload
         lag: how far the target may fall behind
+        outside: of the run
     """
 
-    def __init__(self, policy: UploadPolicy, lag: LagPolicy) -> None:
+    def __init__(self, policy: UploadPolicy, lag: LagPolicy, outside: Outside = OUTSIDE) -> None:
         self._policy, self._limits = policy, lag
-        self._child = UploadChild(policy, self._take)
+        self._child = UploadChild(policy, self._take, outside=outside)
         #: Of this run, the newest step that is due, and the size of its checkpoint.
         self._newest: tuple[int, int] | None = None
         #: The newest step in the target, or where the run began.

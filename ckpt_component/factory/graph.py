@@ -229,7 +229,7 @@ def manager_of(
                 outside=outside,
             )
             if export is not None and save.enabled and ranks.is_leader:
-                followers.append(BackgroundExports(export, events.note_now))
+                followers.append(BackgroundExports(export, events.note_now, outside))
             run = RunContext(
                 storages[-1],
                 roots[-1],

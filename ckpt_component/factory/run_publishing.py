@@ -99,7 +99,7 @@ class RunPublishing:
             from_memory=not run.hosts.several,
             storage=self._storage(),
         )
-        return [BackgroundPublishing(policy, run.events.note_now)]
+        return [BackgroundPublishing(policy, run.events.note_now, run.ranks.outside)]
 
     def _storage(self) -> dict[str, Any]:
         """Arguments of `storage_at`."""

@@ -54,5 +54,7 @@ def uploads_of(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> 
         rank=rank,
     )
     if policy.leads:
-        return BackgroundUploads(policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error))
-    return HostUploads(policy)
+        return BackgroundUploads(
+            policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error), run.ranks.outside
+        )
+    return HostUploads(policy, run.ranks.outside)

@@ -59,6 +59,8 @@ WITHOUT_DEADLINE = {
     "core/storage/bucket_set.py": "requests have the deadlines of the store's client",
     "core/writing/keeper.py": "a thread waits until a newer run says so, or the process ends; lanes have their saves' deadlines",
     "core/writing/range_writer.py": "memory is read, and summed, by threads of the same process",
+    "publishing/delta_application.py": "a tensor in memory is changed and written, by threads of the same process",
+    "publishing/whole_files.py": "requests have the deadlines of the store's client",
     "managing/purge.py": "deletions take as long as their storage; `close` has waited for `timeouts.close` before",
     "saving/pipeline.py": "a future that is done",
 }

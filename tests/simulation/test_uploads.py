@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from evidence import Record
 from parted import save_on_hosts
-from simulation.uploads import NAMES, TROUBLES, Crew, CrewPatches, read_folders
+from simulation.uploads import NAMES, TROUBLES, Crew, read_folders
 from strides import STRIDE_OFFSET, in_turn
 
 PAIRS = [*itertools.product(TROUBLES, repeat=2)]
@@ -25,44 +25,41 @@ STRIDE = 29
 class Crews:
     """Makes crews."""
 
-    def __init__(self, patches: CrewPatches, folders: dict[str, dict[str, bytes]]) -> None:
-        self._patches, self._folders, self.hosts = patches, folders, (*folders,)
+    def __init__(self, folders: dict[str, dict[str, bytes]]) -> None:
+        self._folders, self.hosts = folders, (*folders,)
         self.operations = dict[bool, Counter[str]]()
         for atomic_rename in (True, False):
-            crew = Crew(patches, folders, atomic_rename)
+            crew = Crew(folders, atomic_rename)
             wrong = crew.violations(ended=crew.run())
             assert not wrong and not crew.failed, (wrong, crew.failed)
             self.operations[atomic_rename] = crew.operations
 
     def wrong(self, atomic_rename: bool, troubles: dict[tuple[str, int], str]) -> list[str]:
         """What is wrong when these things happen."""
-        crew = Crew(self._patches, self._folders, atomic_rename, troubles)
+        crew = Crew(self._folders, atomic_rename, troubles)
         return [f"{atomic_rename} {troubles}: {text}" for text in crew.violations(ended=crew.run())]
 
 
 class Worlds:
     """Makes them for so many hosts."""
 
-    def __init__(self, folder: Path, patches: CrewPatches) -> None:
-        self._folder, self._patches = folder, patches
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._made = dict[int, Crews]()
 
     def of(self, hosts: int) -> Crews:
         if hosts not in self._made:
             folder = self._folder / str(hosts)
             save_on_hosts(folder, NAMES[:hosts], 1, 2)
-            self._made[hosts] = Crews(self._patches, read_folders(folder))
+            self._made[hosts] = Crews(read_folders(folder))
         return self._made[hosts]
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     logging.disable(logging.CRITICAL)
-    with CrewPatches() as patches:
-        try:
-            yield Worlds(tmp_path_factory.mktemp("hosts"), patches)
-        finally:
-            logging.disable(logging.NOTSET)
+    yield Worlds(tmp_path_factory.mktemp("hosts"))
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow

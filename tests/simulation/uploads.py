@@ -9,15 +9,12 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
-from simulation.clocks import SimulatedTime
-
-from ckpt_component.background import part_uploader, uploader, uploading
 from ckpt_component.background.part_uploader import PartUploader
+from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.commit import new_attempt
@@ -65,63 +62,10 @@ class HostFiles(ProcessFiles):
         return 1, cast(int, file.identity)
 
 
-class Ending:
-    """In the place of a `RunWatch`: the run has ended."""
-
-    newest = STEP
-
-    def __init__(self) -> None:
-        self.ended = self.changed = self
-
-    def is_set(self) -> bool:
-        return True
-
-    def clear(self) -> None:
-        """Nothing changes any more."""
-
-
-class InTurn:
-    """In the place of a `ThreadPoolExecutor`: does one after the other."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """It has no threads."""
-
-    def __enter__(self) -> InTurn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is left."""
-
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        return map(function, [*items])
-
-
-class CrewPatches:
-    """While it is entered, the product's modules have the simulated parts of the crew that is set."""
-
-    crew: Crew
-
-    def __enter__(self) -> CrewPatches:
-        self._patch, self._time = pytest.MonkeyPatch(), SimulatedTime()
-        patch = self._patch
-        for module in (uploading, uploader, part_uploader):
-            patch.setattr(module, "time", self._time)
-        patch.setattr(uploading, "file_storage", lambda **_: self.crew.local())
-        patch.setattr(uploading, "storage_at", lambda *_, **__: self.crew.shared())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.undo()
-
-    def use(self, crew: Crew) -> None:
-        self.crew, self._time.simulation = crew, crew.simulation
-
-
 class Crew:
     """The uploaders of all hosts.
 
     Args:
-        patches: entered
         folders: of the hosts, as of `read_folders`
         atomic_rename: of the target
         troubles: what happens, by host and number of its operation
@@ -135,13 +79,11 @@ class Crew:
 
     def __init__(
         self,
-        patches: CrewPatches,
         folders: Mapping[str, Mapping[str, bytes]],
         atomic_rename: bool,
         troubles: Mapping[tuple[str, int], str] | None = None,
     ) -> None:
         self.simulation = Simulation(1)
-        patches.use(self)
         self.folders, self.hosts = folders, (*folders,)
         self.disks = {host: SimulatedFiles(_disk_of(files)) for host, files in folders.items()}
         self.target = SimulatedFiles(Disk(), atomic_rename=atomic_rename)
@@ -185,9 +127,16 @@ class Crew:
 
     def _upload(self, host: str, process: SimulatedProcess) -> None:
         policy = self.policy_of(host)
+        run = RunWatch(policy, HostFiles(process, self.disks[host]))
+        run.newest = STEP
+        run.ended.set()
         kind = Uploader if policy.leads else PartUploader
+
+        def storage_of(path: str) -> HostFiles:
+            return HostFiles(process, self.target if path == TARGET else self.disks[host])
+
         try:
-            kind(policy, Ending(), self._told).run()  # type: ignore[arg-type]
+            kind(policy, run, self._told, storage_of).run()
         except Exception as error:  # said to the run, as the process does before it ends
             self.failed.append(str(error))
         self.done.add(host)
@@ -203,15 +152,6 @@ class Crew:
         )
 
     # What uploaders see
-
-    def local(self) -> HostFiles:
-        return self._seen(self.disks[self._host_of[self.simulation.current.process]])
-
-    def shared(self) -> HostFiles:
-        return self._seen(self.target)
-
-    def _seen(self, files: SimulatedFiles) -> HostFiles:
-        return HostFiles(self.simulation.current.process, files)
 
     def operation(self, process: SimulatedProcess) -> None:
         """Count an operation, and let happen what is to happen at it."""
