@@ -46,7 +46,7 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
         except _LEAVING:
             raise
         except BaseException as error:
-            parent.send(error_as_plain(error))
+            parent.send({"kind": "failed", **error_as_plain(error)})
             return
         parent.send({})
         while (frame := parent.receive()) is not None:
@@ -58,7 +58,7 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
             except _LEAVING:
                 raise
             except BaseException as error:
-                parent.send(error_as_plain(error))
+                parent.send({"kind": "failed", **error_as_plain(error)})
             else:
                 parent.send({}, blobs=[answer])
             del request
@@ -93,7 +93,7 @@ def enter(index: int, sock: socket.socket, parents_end: socket.socket | None, wo
     try:
         loop, args = pickle.loads(work) if isinstance(work, bytes) else work
     except Exception as error:
-        _channel_to_parent(sock).send(error_as_plain(error))
+        _channel_to_parent(sock).send({"kind": "failed", **error_as_plain(error)})
         return
     loop(sock, *args)
 

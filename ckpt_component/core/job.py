@@ -1,15 +1,16 @@
 """`Job`: a process that answers requests, one at a time, with the rules for such a process in one place. No torch.
 
 - *Start.* The process starts with the first request, or before, by `start`. One that says when it is ready has a
-  deadline for that. One that has died is replaced for the next request.
+  deadline for that. One that has died is replaced for the next request. Or each request has a process of its own, which
+  is started with it, and ends when it has answered.
 - *Deadline.* Each request has one. A process that did not answer by then is ended, as nobody knows what it still does.
-- *Errors.* What failed in the process is raised here, with its traceback as the cause, and the process goes on. How a
-  process ended that answers no more, WorkerDiedError says in words.
+- *Errors.* What failed in the process, as an answer of the kind `failed` says, is raised here, with its traceback as
+  the cause, and the process goes on. How a process ended that answers no more, WorkerDiedError says in words.
 - *The end.* `give_up` does not wait: the request that runs fails, and so do later ones. `end` and `kill` are bounded.
   All three may be called twice, and from any thread; the others from one thread at a time.
 
-The process is a `Child`, or has its methods. A user's function is called in one of `compat.worker_process`; there, the
-requests are those of a `Lane`. The writer process is another: its `write` is a request, answered by `done`.
+The process is a `Child`, or has its methods, as `compat.worker_process` has, where a user's functions are called. Who
+shall not wait for an answer asks on a `Lane`. The writer process would be one, too: its `write` is a request.
 """
 
 from __future__ import annotations
@@ -82,9 +83,11 @@ class Job(Generic[_Process]):
 
     Args:
         name: of the process, in errors: `checkpoint process`
-        launch: starts the process
+        launch: starts the process; called with the request, if each has a process of its own
         outside: what the job runs in
+        once: whether each request has a process of its own; it is the job of the process, so it has no bytes
         ready_seconds: within which the process says that it is ready, by a frame; None: it does not say so
+        leave_seconds: for a process to leave that was given up, or did not answer in time, until it is killed
         explain: called with a process that ended, or was not ready in time, its exit code, and whether it was ready;
             returns what is to be added to the text of the error, and the traceback that the process left
 
@@ -95,14 +98,17 @@ class Job(Generic[_Process]):
     def __init__(
         self,
         name: str,
-        launch: Callable[[], _Process],
+        launch: Callable[..., _Process],
         outside: Outside = OUTSIDE,
         *,
+        once: bool = False,
         ready_seconds: float | None = None,
+        leave_seconds: float = 0.0,
         explain: Callable[[_Process, int | None, bool], tuple[str, str | None]] = _nothing_more,
     ) -> None:
         self._name, self._launch, self._outside = name, launch, outside
-        self._ready_seconds, self._explain = ready_seconds, explain
+        self._once, self._ready_seconds, self._leave_seconds = once, ready_seconds, leave_seconds
+        self._explain = explain
         self._lock = outside.lock()
         self.process: _Process | None = None
         self._running: _Process | None = None
@@ -143,17 +149,21 @@ class Job(Generic[_Process]):
             WorkerDiedError: the process ended
             CheckpointTimeoutError: it was not ready or did not answer in time; it was ended
         """
-        process = self._take_process(what)
+        process = self._take_process(what, *([header] if self._once else []))
         self._await_ready(process, what)
         deadline, named = self._outside.now() + seconds, self._named(process)
-        return self._answer(
-            process,
-            what,
-            partial(process.send, header, deadline, blobs, fds),
-            deadline,
-            late=f"The {named} did not finish {what} within {seconds:g} s; it hangs, or the timeout is too short.",
-            failed=f"{what[:1].upper()}{what[1:]} failed in the {named}",
-        )
+        try:
+            return self._answer(
+                process,
+                what,
+                None if self._once else partial(process.send, header, deadline, blobs, fds),
+                deadline,
+                late=f"The {named} did not finish {what} within {seconds:g} s; it hangs, or the timeout is too short.",
+                failed=f"{what[:1].upper()}{what[1:]} failed in the {named}",
+            )
+        finally:
+            if self._once:
+                self.end(self._leave_seconds)
 
     def give_up(self, reason: str) -> None:
         """Let the request that runs fail now, and later ones too; does not wait. The process hears of it, and ends.
@@ -180,21 +190,21 @@ class Job(Generic[_Process]):
         process = self._let_go()
         return None if process is None else process.kill()
 
-    def _start(self) -> _Process:
+    def _start(self, *request: Mapping[str, Any]) -> _Process:
         if self._running is None:
             now, ready = self._outside.now(), self._ready_seconds
             self._is_ready, self._ready_by = (True, now) if ready is None else (False, now + ready)
-            self._running = self.process = self._launch()
+            self._running = self.process = self._launch(*request)
         return self._running
 
-    def _take_process(self, what: str) -> _Process:
+    def _take_process(self, what: str, *request: Mapping[str, Any]) -> _Process:
         with self._lock:
             self._check(what)
             if self._running is not None and not self._running.alive:
                 logger.warning("%s Another one is started.", self._died(self._running, ""))
                 self._running.kill()
                 self._running = None
-            return self._start()
+            return self._start(*request)
 
     def _let_go(self) -> _Process | None:
         with self._lock:
@@ -240,11 +250,11 @@ class Job(Generic[_Process]):
         if frame is None:
             if not self._given_up:
                 error = error or self._died(process, f" while it ran {what}")
-            self.kill()
+            self.end(self._leave_seconds)
             self._check(what)
             assert error is not None
             raise error
-        if "error" in frame[0]:
+        if frame[0].get("kind") == "failed":
             raise as_local_error(cast(Any, frame[0]), failed)
         return frame
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from ckpt_component.core.processes.framing import Channel
@@ -14,25 +15,28 @@ from ckpt_component.core.processes.serve import serve
 
 
 def main() -> None:
-    serve(answer_all, on_orphan="finish")
+    serve(answer_all, on_orphan="exit" if os.environ.get("ONCE") else "finish")
 
 
-def answer_all(job: dict[str, Any], parent: Channel) -> None:
+def answer_all(job: dict[str, Any], parent: Channel) -> dict[str, Any] | None:
+    if job["how"] == "once":
+        return work(job)
     if job["how"] == "never":
         time.sleep(60)
     elif job["how"] == "leave":
         sys.exit(3)
     elif job["how"] == "fail":
-        parent.send(error_as_plain(ValueError("not today")))
+        parent.send({"kind": "failed", **error_as_plain(ValueError("not today"))})
     elif job["how"] != "silent":
         parent.send({})
     while (frame := parent.receive()) is not None:
         try:
             answer = work(frame[0])
         except Exception as error:
-            parent.send(error_as_plain(error))
+            parent.send({"kind": "failed", **error_as_plain(error)})
         else:
             parent.send(answer, blobs=[frame[1]])
+    return None
 
 
 def work(request: dict[str, Any]) -> dict[str, Any]:
@@ -44,5 +48,8 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "sleep":
-        time.sleep(60)
+        try:
+            time.sleep(60)
+        finally:
+            Path(request["leaves"]).touch()
     return {"pid": os.getpid()} if kind == "pid" else {"got": request}

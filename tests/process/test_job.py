@@ -150,7 +150,7 @@ def test_the_request_that_runs_fails_when_the_job_is_given_up(make: Callable[...
     thread.start()
     for _ in range(2):
         with pytest.raises(CheckpointSaveError, match=r"^request sleep was given up\.$"):
-            ask(job, "sleep")
+            ask(job, "sleep", leaves=os.devnull)
     thread.join()
     job.give_up("again")
     assert time.monotonic() - began < 10 and is_gone(pid) and job.end(1) is None
@@ -175,5 +175,32 @@ def test_the_end_reaches_a_request_from_another_thread(make: Callable[..., AnyJo
     thread = threading.Timer(0.2, job.kill)
     thread.start()
     with pytest.raises(WorkerDiedError, match="while it ran request sleep"):
-        ask(job, "sleep")
+        ask(job, "sleep", leaves=os.devnull)
     thread.join()
+
+
+@pytest.fixture
+def once() -> Iterator[AnyJob]:
+    """A job whose requests each have a process of their own."""
+    launch = partial(Child, "job_program", environment={"PYTHONPATH": str(HERE), "ONCE": "1"})
+    job = Job("test process", launch, once=True, leave_seconds=20.0)
+    yield job
+    job.kill()
+
+
+def test_each_request_may_have_a_process_of_its_own_which_ends_with_the_answer(once: AnyJob) -> None:
+    pids = [ask(once, "pid", how="once")["pid"] for _ in range(2)]
+    assert len({*pids}) == 2 and all(map(is_gone, pids)) and once.pid is None
+    with pytest.raises(WorkerDiedError, match="was killed by SIGKILL .* while it ran request kill"):
+        ask(once, "kill", how="once")
+
+
+def test_one_that_is_late_or_given_up_may_leave(once: AnyJob, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointTimeoutError, match="did not finish request sleep within 0.5 s"):
+        ask(once, "sleep", 0.5, how="once", leaves=str(tmp_path / "late"))
+    thread = threading.Timer(0.5, once.give_up, ("was given up",))
+    thread.start()
+    with pytest.raises(CheckpointSaveError, match="request sleep was given up"):
+        ask(once, "sleep", how="once", leaves=str(tmp_path / "given_up"))
+    thread.join()
+    assert sorted(os.listdir(tmp_path)) == ["given_up", "late"]
