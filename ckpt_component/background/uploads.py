@@ -71,7 +71,7 @@ class BackgroundUploads(Follower):
             if skipped is not None and self._current is not None:
                 self._warn(f"and step {skipped} is skipped, because step {self._current} is still being uploaded")
         self._start()
-        self._child.send({"newest": report.step})
+        self._child.send({"kind": "committed", "step": report.step})
 
     def in_use(self) -> set[str]:
         """The local checkpoint that is being uploaded, which must not be deleted."""
