@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ..core.options import NICE, IoPriority
-from ..core.outside import Future
+from ..core.outside import Future, Socket
 from ..core.processes.priority import lower_priority
 from ..errors import CheckpointError, CheckpointSaveError
 from .async_request import AsyncRequest
@@ -290,7 +289,7 @@ class PersistentAsyncCaller(ProcessCaller):
             self._worker, other._worker = other._worker, None
 
     @staticmethod
-    def async_loop(rank: int, sock: socket.socket, log_level: int = logging.INFO) -> None:
+    def async_loop(rank: int, sock: Socket, log_level: int = logging.INFO) -> None:
         """The loop of the process: it receives requests from the trainer and answers each with its number.
 
         Args:

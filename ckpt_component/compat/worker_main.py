@@ -12,13 +12,15 @@ import logging
 import math
 import pickle
 import signal
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
+from ..core.outside import Socket
 from ..core.processes.framing import Channel
 from ..core.processes.remote_error import error_as_plain
+from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
 from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
 
 #: A function, its positional arguments, and its keyword arguments.
@@ -31,7 +33,7 @@ Work = bytes | tuple[Callable[..., None], tuple[Any, ...]]
 _LEAVING = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
-def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]]) -> None:
+def serve(sock: Socket, make_handler: Callable[[], Callable[[Any], Any]]) -> None:
     """Answer requests until the parent closes the connection.
 
     Args:
@@ -48,24 +50,26 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
         except BaseException as error:
             parent.send({"kind": "failed", **error_as_plain(error)})
             return
-        parent.send({})
-        while (frame := parent.receive()) is not None:
-            request = None
-            try:
-                request = pickle.loads(frame[1])
-                del frame  # otherwise the state would be in memory twice during the request
-                answer = pickle.dumps(handler(request), protocol=pickle.HIGHEST_PROTOCOL)
-            except _LEAVING:
-                raise
-            except BaseException as error:
-                parent.send({"kind": "failed", **error_as_plain(error)})
-            else:
-                parent.send({}, blobs=[answer])
-            del request
-            gc.collect()  # free a state dict in a reference cycle before the next request
+        parent.send({"kind": "ready"})
+        answer = partial(_answer, handler)
+        answer_requests(parent, {"call": answer}, answer)
 
 
-def serve_calls(sock: socket.socket, log_level: int) -> None:
+def _answer(handler: Callable[[Any], Any], request: FrameRequest) -> Iterator[Reply]:
+    asked = None
+    try:
+        asked = pickle.loads(request.blob)
+        request.blob.release()  # otherwise the state would be in memory twice during the request
+        yield Reply(blobs=[pickle.dumps(handler(asked), protocol=pickle.HIGHEST_PROTOCOL)])
+    except _LEAVING:
+        raise
+    except BaseException as error:
+        yield Reply({"kind": "failed", **error_as_plain(error)})
+    del asked
+    gc.collect()  # free a state dict in a reference cycle before the next request
+
+
+def serve_calls(sock: Socket, log_level: int) -> None:
     """A loop whose requests are calls."""
     logging.getLogger("ckpt_component").setLevel(log_level)
     serve(sock, lambda: run_call)
@@ -77,7 +81,7 @@ def run_call(call: Call) -> None:
     function(*args, **kwargs)
 
 
-def enter(index: int, sock: socket.socket, parents_end: socket.socket | None, work: Work) -> None:
+def enter(index: int, sock: Socket, parents_end: Socket | None, work: Work) -> None:
     """First function of the process, for `start_processes`.
 
     Args:
@@ -98,11 +102,11 @@ def enter(index: int, sock: socket.socket, parents_end: socket.socket | None, wo
     loop(sock, *args)
 
 
-def _channel_to_parent(sock: socket.socket) -> Channel:
+def _channel_to_parent(sock: Socket) -> Channel:
     return Channel(sock, lambda: True, patience=math.inf)  # `start_processes` lets this process notice its death
 
 
-def _obey_the_parent_alone(sock: socket.socket) -> None:
+def _obey_the_parent_alone(sock: Socket) -> None:
     """Ignore Ctrl-C and SIGTERM, which reach a whole process group, unless the parent has closed the connection."""
     parent = _channel_to_parent(sock)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -59,6 +58,7 @@ class CallProcess(Channel):
         start_method: `spawn`, `forkserver` or `fork`
         name: name of the process in error messages
         import_main: whether a spawned process imports the main script; functions defined there need it
+        outside: of this process
 
     Attributes:
         context: the started process, as `start_processes` returns it
@@ -78,6 +78,7 @@ class CallProcess(Channel):
         start_method: str = "spawn",
         name: str = "worker process",
         import_main: bool = True,
+        outside: Outside = OUTSIDE,
     ) -> None:
         check_start_method(start_method)
         self._name, self._start_method = name, start_method
@@ -86,13 +87,13 @@ class CallProcess(Channel):
         if not is_fork:
             parts = {"its loop": loop, "args": args}
             work = pickle_by_value(work, f"What the {name} is to run", parts=parts, fix=FIX_FOR_SPAWN)
-        ours, theirs = socket.socketpair()
+        ours, theirs = outside.pair()
         # The process also exits when this object is collected.
         weakref.finalize(self, ours.close)
         try:
             kept_out = contextlib.nullcontext() if import_main else main_kept_out()
             # Closed here, so that the process has the only copy.
-            with theirs, group_signals_held(start_method), kept_out:
+            with contextlib.closing(theirs), group_signals_held(start_method), kept_out:
                 given = (theirs, ours if is_fork else None, work)
                 context = start_processes(enter, given, join=False, start_method=start_method)
         except BaseException as error:
@@ -103,7 +104,7 @@ class CallProcess(Channel):
         self.context = cast(ProcessContext, context)  # the result with join=False
         self._process = self.context.processes[0]
         self.pid = self.context.pids()[0]
-        super().__init__(ours, self._process.is_alive)
+        super().__init__(ours, self._process.is_alive, outside=outside)
 
     @property
     def alive(self) -> bool:
@@ -170,7 +171,7 @@ def worker_job(
     """
 
     def launch() -> CallProcess:
-        process = CallProcess(loop, args, name=name, **options)
+        process = CallProcess(loop, args, name=name, outside=outside, **options)
         if on_start is not None:
             on_start(process.pid)
         return process
@@ -180,7 +181,7 @@ def worker_job(
 
 def call(job: Job[CallProcess], payload: bytes, timeout: float, what: str) -> Any:
     """Ask for the answer to a pickled request; see `Job.ask`."""
-    blob = job.ask({}, timeout, what, [payload])[1]
+    blob = job.ask({"kind": "call"}, timeout, what, [payload])[1]
     return pickle.loads(blob) if blob else None
 
 

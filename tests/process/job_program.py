@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.processes.remote_error import error_as_plain
+from ckpt_component.core.processes.request_loop import Reply, answer_requests
 from ckpt_component.core.processes.serve import serve
 
 
@@ -29,13 +30,7 @@ def answer_all(job: dict[str, Any], parent: Channel) -> dict[str, Any] | None:
         parent.send({"kind": "failed", **error_as_plain(ValueError("not today"))})
     elif job["how"] != "silent":
         parent.send({})
-    while (frame := parent.receive()) is not None:
-        try:
-            answer = work(frame[0])
-        except Exception as error:
-            parent.send({"kind": "failed", **error_as_plain(error)})
-        else:
-            parent.send(answer, blobs=[frame[1]])
+    answer_requests(parent, {}, lambda each: iter([Reply(work(each.header), [each.blob])]), field="request")
     return None
 
 

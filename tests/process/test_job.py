@@ -48,7 +48,7 @@ def test_the_process_starts_with_the_first_request_and_answers_all(make: Callabl
     assert ask(job, "pid")["pid"] == job.pid != os.getpid() and job.is_ready
     assert ask(job, "pid")["pid"] == job.pid
     header, blob, _ = job.ask({"request": "echo"}, 30, "echo", [b"one ", b"two"])
-    assert header == {"got": {"request": "echo"}} and bytes(blob) == b"one two"
+    assert header == {"kind": "done", "got": {"request": "echo"}} and bytes(blob) == b"one two"
     assert job.end(30) == 0 and job.pid is None and job.process is not None
 
 
@@ -58,7 +58,7 @@ def test_it_may_start_before_and_is_then_ready_or_not(make: Callable[..., AnyJob
     pid = job.pid
     assert pid is not None and not job.is_ready
     job.start()
-    assert job.pid == pid and ask(job, "pid") == {"pid": pid} and job.is_ready
+    assert job.pid == pid and ask(job, "pid")["pid"] == pid and job.is_ready
 
 
 def test_a_process_that_says_nothing_at_its_start(make: Callable[..., AnyJob]) -> None:
