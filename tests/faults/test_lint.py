@@ -33,6 +33,7 @@ EXCEPTIONS = {
     "core/storage/faults/operation_log.py": "the log in which the tests count operations; unset in production",
     "core/memory/huge_pages.py": "memory (memfd), no file",
     "core/processes/framing.py": "sends bytes over a socket",
+    "core/sockets.py": "sends bytes over a socket",
     "core/processes/priority.py": "a setting of the kernel for a process",
     "core/writing/keeper.py": "/dev/null, for its output",
     "compat/host_image.py": "memory (memfd), no file",

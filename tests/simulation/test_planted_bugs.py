@@ -205,7 +205,7 @@ BUGS = [
     Bug(
         "a_connection_that_broke_stays_broken",  # ours
         "core/coordination/connection.py",
-        "                    opens = _is_listening(store[0])\n",
+        "                    opens = _is_listening(store[0], outside)\n",
         "                    opens = False\n",
         "ranks",
     ),

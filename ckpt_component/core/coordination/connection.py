@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -182,7 +181,7 @@ def _make_calls(calls: Queue, store: list[Any], opens: bool, outside: Outside) -
                 call.error = call.error or error
                 if not opens:
                     outside.sleep(_DYING_SECONDS)
-                    opens = _is_listening(store[0])
+                    opens = _is_listening(store[0], outside)
                     if opens and call.repeatable and not call.given_up:
                         continue
             break
@@ -190,14 +189,14 @@ def _make_calls(calls: Queue, store: list[Any], opens: bool, outside: Outside) -
         del call  # its result may be large
 
 
-def _is_listening(store: Any) -> bool:
+def _is_listening(store: Any, outside: Outside) -> bool:
     """Whether another connection to a store can be opened. torch keeps trying for minutes if its process has ended."""
     store = innermost_store(store)
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     if host is None or port is None:
         return hasattr(store, "clone")
     try:
-        socket.create_connection((host, port), _LISTEN_SECONDS).close()
+        outside.connect((host, port), _LISTEN_SECONDS).close()
     except OSError:
         return False
     return True
