@@ -28,7 +28,7 @@ from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import Prove, Verify
-from ckpt_component.core.storage import folder_keeper, new_names
+from ckpt_component.core.storage import folder_keeper
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.writing.request import WriteRequest
@@ -70,7 +70,6 @@ class FolderPatches(ClusterPatches):
         super().__enter__()
         patch = self._patch
         patch.setattr(folder_keeper, "open_regular", self._open)
-        patch.setattr(new_names, "host_name", self._name)
         offered = lambda outside: self.network.address_of(self._name())  # noqa: E731
         patch.setattr(host_tier, "offered_address", offered)
         return self

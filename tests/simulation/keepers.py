@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import pytest
-from simulation.clocks import SimulatedNames, SimulatedTime
+from simulation.clocks import SimulatedTime
 
 import ckpt_component.core.writing.keeper as keeper_module
 import ckpt_component.managing.run_memory as run_memory
-from ckpt_component.core.commit import liveness
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import split_root
@@ -437,7 +436,6 @@ class HostPatches:
 
     def __enter__(self) -> HostPatches:
         patch = self._patch
-        patch.setattr(liveness, "ProcessName", SimulatedNames(self.time))
         patch.setattr(keeper_module, "KeptFiles", lambda outside: self._made().files)
         patch.setattr(keeper_module, "HostKeepers", lambda besides, outside: self._find())
         patch.setattr(keeper_module, "KeeperWorker", OutlivingWorker)

@@ -25,7 +25,7 @@ from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 def begun(storage: Storage) -> Attempt:
     storage.make_folders(ROOT)
-    attempt = commit.new_attempt(storage, TARGET, new_token())
+    attempt = commit.new_attempt(storage, TARGET, new_token(storage.outside))
     commit.begin(attempt)
     return attempt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,5 +21,5 @@ def owned_by(root: Path, pid: int, **changes: Any) -> Owner:
         started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     owner = replace(Owner(1, "0" * 16, this.host, pid, time.time(), this.space, started), **changes)
     root.mkdir(parents=True, exist_ok=True)
-    (root / OWNER).write_text(json.dumps(asdict(owner)))
+    (root / OWNER).write_text(json.dumps(owner.to_plain()))
     return owner

@@ -119,7 +119,7 @@ class Unfinished:
         for name in self._names:
             path, token = os.path.join(self._root, name), token_of(name)
             try:
-                if not _is_attempt(name) or not is_token_of_this_host(token) or not self._signs.is_alive(path, token):
+                if not _is_attempt(name) or not self._is_of_this_host(token) or not self._signs.is_alive(path, token):
                     continue
             except FileNotFoundError:
                 continue  # committed or deleted concurrently
@@ -139,10 +139,13 @@ class Unfinished:
         for name in self._names:
             try:
                 if not self._is_kept(name):
-                    in_use[name] = not self._is_dead(name, here=is_token_of_this_host(token_of(name)))
+                    in_use[name] = not self._is_dead(name, here=self._is_of_this_host(token_of(name)))
             except FileNotFoundError:
                 continue  # committed or deleted concurrently
         return in_use
+
+    def _is_of_this_host(self, token: str) -> bool:
+        return is_token_of_this_host(token, self._storage.outside)
 
     def left_by_owners(self) -> set[str]:
         """What earlier owners of the root left there, on any host. The next owner deletes it."""
@@ -157,7 +160,7 @@ class Unfinished:
         staying = set[str]()
         # A mark goes after its attempt: without it, the next start could not tell that the attempt is dead.
         for name in sorted(self._names, key=lambda name: name.startswith(ALIVE_PREFIX)):
-            path, here = os.path.join(self._root, name), is_token_of_this_host(token_of(name))
+            path, here = os.path.join(self._root, name), self._is_of_this_host(token_of(name))
             if not here and name not in fenced:
                 continue
             try:

@@ -13,10 +13,12 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
+from typing import Any
 
 from ...errors import CheckpointFencedError, CheckpointSaveError
+from ..outside import OUTSIDE, Outside
 from ..processes.running import ProcessName
 from ..storage.folder_identity import same_folder
 from ..storage.locate import is_url
@@ -46,6 +48,7 @@ class Owner:
         released: whether the run has ended, though its process may be alive
         earlier: tokens of the runs before it, the last one first: until this one has a snapshot of its own in memory,
             the newest may be theirs
+        outside: of the process that asks about it; not stored
     """
 
     generation: int
@@ -57,6 +60,7 @@ class Owner:
     started: int = 0
     released: bool = False
     earlier: tuple[str, ...] = ()
+    outside: Outside = field(default=OUTSIDE, compare=False, repr=False)
 
     @property
     def lineage(self) -> tuple[str, ...]:
@@ -66,7 +70,7 @@ class Owner:
     @property
     def process(self) -> ProcessName:
         """The process of its leading rank."""
-        return ProcessName(self.host, self.pid, self.space, self.started)
+        return ProcessName(self.host, self.pid, self.space, self.started, self.outside)
 
     @property
     def alive(self) -> bool | None:
@@ -76,11 +80,19 @@ class Owner:
     @property
     def is_of_this_process(self) -> bool:
         """Whether a manager of this process is the owner, or was until it was closed."""
-        return self.process == ProcessName.current()
+        return self.process == ProcessName.current(self.outside)
+
+    def to_plain(self) -> dict[str, Any]:
+        """What the owner file has."""
+        return {name: getattr(self, name) for name in _STORED}
 
     def __str__(self) -> str:
         when = datetime.fromtimestamp(self.since).isoformat(" ", "seconds")
         return f"process {self.pid} on {self.host} since {when}"
+
+
+#: The names of what the owner file has.
+_STORED = tuple(each.name for each in fields(Owner) if each.name != "outside")
 
 
 class FencingToken:
@@ -149,10 +161,12 @@ class FencingToken:
     def _take(self, predecessor: Owner | None) -> None:
         self._fenced = self._unfinished().left_by_owners()
         generation = 1 if predecessor is None else predecessor.generation + 1
-        this = ProcessName.current()
-        now = self._storage.outside.date()
+        outside = self._storage.outside
+        this, now = ProcessName.current(outside), outside.date()
         earlier = () if predecessor is None else (predecessor.token, *predecessor.earlier)[:_MOST_EARLIER]
-        claim = Owner(generation, self.token, this.host, this.pid, now, this.space, this.started, earlier=earlier)
+        claim = Owner(
+            generation, self.token, this.host, this.pid, now, this.space, this.started, earlier=earlier, outside=outside
+        )
         if not self.root_exists:
             self._storage.make_folders(self._root)
         elif not self._storage.is_folder(self._root):
@@ -167,7 +181,7 @@ class FencingToken:
             logger.log(level, text, self._root, who, " (still running)" if alive else "")
 
     def _write(self, owner: Owner) -> None:
-        self._storage.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
+        self._storage.write_over(os.path.join(self._root, OWNER), json.dumps(owner.to_plain()).encode() + b"\n")
 
     def _check(self, owner: Owner | None) -> None:
         """Raise an error unless the root is the one that was taken, and this run owns it still."""
@@ -233,8 +247,8 @@ def read_owner(storage: Storage, root: str) -> Owner | None:
     path = os.path.join(root, OWNER)
     try:
         values = json.loads(storage.read(path, _MAX_BYTES))
-        known = {field.name: values[field.name] for field in fields(Owner) if field.name in values}
-        owner = Owner(**{**known, "earlier": tuple(known.get("earlier", ()))})
+        known = {name: values[name] for name in _STORED if name in values}
+        owner = Owner(**{**known, "earlier": tuple(known.get("earlier", ())), "outside": storage.outside})
         numbers = (owner.generation, owner.pid, owner.started)
         texts = (owner.token, owner.host, owner.space, *owner.earlier)
         if not (

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 
-from ..outside import Latch, Thread
+from ..outside import OUTSIDE, Latch, Outside, Thread
 from ..processes.running import ProcessName
 from ..storage.new_names import new_token
 from ..storage.storage import LocalFolders, Storage
@@ -56,7 +56,7 @@ class AttemptLock:
         self._lock = _locked(storage, attempt.staging) if isinstance(storage, LocalFolders) else None
         if self._lock is None:
             holder = holder or new_token(storage.outside)
-            name = f"{ALIVE_PREFIX}{attempt.token}.{ProcessName.current().key}.{holder}"
+            name = f"{ALIVE_PREFIX}{attempt.token}.{ProcessName.current(storage.outside).key}.{holder}"
             self._mark = os.path.join(self._root, name)
             try:
                 storage.close(storage.create(self._mark))
@@ -69,7 +69,7 @@ class AttemptLock:
         """Whether another live process holds a lock on the attempt, or on this host has marked it."""
         if self._lock is None:
             marks = _marks(self._root, self._storage.names(self._root), self._attempt.token)
-            return any(_is_running(mark) for mark in marks if mark != self._mark)
+            return any(_is_running(mark, self._storage.outside) for mark in marks if mark != self._mark)
         files, fd = self._lock
         try:
             return try_lock(files, fd, fcntl.LOCK_EX, self._attempt.staging) is False
@@ -141,13 +141,17 @@ class LifeSigns:
             return True
         marks = _marks(self.root, self.names, token)
         # A process that was about to mark itself has the time of `is_young` for it, as it has to lock the folder.
-        if not here or (locked is None and not (marks and all(map(_has_ended, marks)))):
+        if not here or (locked is None and not (marks and all(map(self._has_ended, marks)))):
             marks.append(path)
         return any(not self.is_quiet(mark) for mark in marks)
 
     def is_quiet(self, path: str) -> bool:
         """Whether the owner of a file, or a folder with its entries, must be dead: it ended, or was silent for long."""
-        return _has_ended(path) or self.is_silent(path)
+        return self._has_ended(path) or self.is_silent(path)
+
+    def _has_ended(self, path: str) -> bool:
+        """Whether a path names a process that would be seen here and does not exist; False if unknown or unnamed."""
+        return _is_running(path, self._storage.outside) is False
 
     def is_silent(self, path: str) -> bool:
         """Whether a file, or a folder with its entries, was last changed long ago."""
@@ -226,12 +230,13 @@ def marked_attempt(name: str) -> str | None:
 
 def living_marks(storage: Storage, root: str) -> list[str]:
     """The marks under a root, in a storage without locks, of running processes of this host."""
-    return [name for name in storage.names(root) if name.startswith(ALIVE_PREFIX) and _is_running(name)]
+    marks = [name for name in storage.names(root) if name.startswith(ALIVE_PREFIX)]
+    return [name for name in marks if _is_running(name, storage.outside)]
 
 
-def marking_process(mark: str) -> ProcessName | None:
+def marking_process(mark: str, outside: Outside = OUTSIDE) -> ProcessName | None:
     """The process of this host that a mark names; None: it names none."""
-    return ProcessName.of_key(mark.rpartition(".")[0].rpartition(".")[2])
+    return ProcessName.of_key(mark.rpartition(".")[0].rpartition(".")[2], outside)
 
 
 def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
@@ -239,14 +244,9 @@ def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
     return [os.path.join(root, name) for name in names if marked_attempt(name) == token]
 
 
-def _has_ended(mark: str) -> bool:
-    """Whether a path names a process that would be seen here and does not exist; False if unknown, or it names none."""
-    return _is_running(mark) is False
-
-
-def _is_running(mark: str) -> bool | None:
+def _is_running(mark: str, outside: Outside) -> bool | None:
     """Whether the process that a path names is running; None: it is unknown, or the path names none."""
-    process = marking_process(mark)
+    process = marking_process(mark, outside)
     return None if process is None else process.running
 
 

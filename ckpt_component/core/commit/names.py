@@ -115,9 +115,9 @@ def is_token(name: object) -> bool:
     return isinstance(name, str) and _TOKEN.fullmatch(name) is not None
 
 
-def is_token_of_this_host(token: str) -> bool:
+def is_token_of_this_host(token: str, outside: Outside = OUTSIDE) -> bool:
     """Whether a process of this host made this token."""
-    return is_token(token) and token.startswith(f"{host_token()}-")
+    return is_token(token) and token.startswith(f"{host_token(outside)}-")
 
 
 def token_of(name: str) -> str:
