@@ -143,7 +143,7 @@ class HostTier:
         if server is None:
             return
         until = self._ranks.outside.now() + (self._timeouts.close if waits else 0.0)
-        while server.holders and not server.ended.is_set() and self._ranks.outside.now() < until:
+        while server.holders and not server.ended.is_set and self._ranks.outside.now() < until:
             self._ranks.outside.sleep(_PAUSE_SECONDS)
         server.close()
 
@@ -161,8 +161,12 @@ class HostTier:
             try_to_write(self._fs, self._folder, self._named)
             trial = leave_trial(self._fs, self._folder, self._named)
         addresses = dict(zip(names, reachable([*names.values()], self._ranks.outside), strict=True))
-        secret = self._ranks.outside.random_bytes(32).hex()
-        return {"root": self._folder, "secret": secret, "addresses": addresses, "trial": trial}
+        return {
+            "root": self._folder,
+            "secret": self._ranks.outside.random_bytes(32).hex(),
+            "addresses": addresses,
+            "trial": trial,
+        }
 
     def _serve(self, begun: Mapping[str, Any], *, saves: bool) -> _Served:
         """On the first rank of a host: serve its folder, and look whether it is that of the leading rank."""
@@ -172,9 +176,11 @@ class HostTier:
             try_to_write(self._fs, self._folder, self._named)
             is_shared = self._sees(trial)
             trial = None if is_shared else leave_trial(self._fs, self._folder, self._named)
-        entrance = PeerEntrance(begun["addresses"][self._hosts.names[rank]], begun["secret"])
+        outside = self._ranks.outside
+        entrance = PeerEntrance(begun["addresses"][self._hosts.names[rank]], begun["secret"], outside)
         served = FolderKeeper(self._fs, self._folder, begun["root"])
-        self._server = KeeperServer(served, memory_root(begun["root"], new_token(self._fs.outside)), rank, dict)
+        root = memory_root(begun["root"], new_token(self._fs.outside))
+        self._server = KeeperServer(served, root, rank, dict, outside=outside)
         self._server.open(entrance)
         return _Served(rank, entrance.port, trial, is_shared)
 
@@ -193,7 +199,12 @@ class HostTier:
         """Use the folders of all hosts."""
         own, secret = self._hosts.names[self._ranks.rank], begun["secret"]
         self._keepers = [
-            PeerKeeper(PeerAddress(host, begun["addresses"][host], each.port, each.rank), secret, now=False)
+            PeerKeeper(
+                PeerAddress(host, begun["addresses"][host], each.port, each.rank),
+                secret,
+                now=False,
+                outside=self._ranks.outside,
+            )
             for host, each in served.items()
             if host != own
         ]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
+
 from ckpt_component.callers import PersistentCaller
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
@@ -30,11 +31,9 @@ from ckpt_component.factory import recovery
 from ckpt_component.managing import peer_memory, run_memory
 from ckpt_component.managing.restore import Found
 from ckpt_component.managing.run_context import RunContext
-from ckpt_component.saving import at_peers
 from ckpt_component.saving.at_peers import SnapshotsAtPeers
 from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
-from ckpt_component.testing.simulated_threading import SimulatedThreading
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 from ckpt_component.writers.dcp import DcpWriter
 
@@ -214,7 +213,6 @@ def _simulated(job: _PeerJob) -> Iterator[None]:
 
     with ExitStack() as until_measured:
         for module, name, value in (
-            (at_peers, "threading", SimulatedThreading(running)),
             (recovery, "MemoryCaller", _NoKeeper),
             (recovery, "offered_address", lambda outside: "10.100.100.100"),
             (run_memory, "kept_run", _kept_run),
