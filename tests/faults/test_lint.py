@@ -32,10 +32,9 @@ EXCEPTIONS = {
     "core/storage/memory/keeper_sockets.py": "sockets, and their folders",
     "core/storage/faults/operation_log.py": "the log in which the tests count operations; unset in production",
     "core/memory/huge_pages.py": "memory (memfd), no file",
-    "core/processes/framing.py": "sends bytes over a socket",
     "core/sockets.py": "sends bytes over a socket",
     "core/processes/priority.py": "a setting of the kernel for a process",
-    "core/writing/keeper.py": "/dev/null, for its output",
+    "core/outside.py": "/dev/null, for the output of a process",
     "compat/host_image.py": "memory (memfd), no file",
     "core/memory/scratch.py": "memory (memfd), no file",
     "core/storage/safe_open.py": "opens for reading",
@@ -51,18 +50,15 @@ WAITS = {"wait", "result", "exception", "join", "acquire", "shutdown"}
 BOUNDED = ("self", "saver", "checkpointer", "_manager", "ownership", "FencingToken(fs, root.path, names)")
 #: Where such calls are all the same, and why.
 WITHOUT_DEADLINE = {
-    "background/uploader.py": "the process waits for its next job; the end of the trainer is one",
     "compat/checkpoint_process.py": "the parent kills the process at the deadline; and a future that is done",
     "compat/spawn.py": "torch's spawn waits for its processes",
     "core/outside.py": "a lock that was just made",
     "core/image/copy.py": "copies of memory, which do not block",
     "core/memory/huge_pages.py": "about a millisecond",
     "core/storage/bucket_set.py": "requests have the deadlines of the store's client",
-    "core/writing/keeper.py": "a thread waits until a newer run says so, or the process ends; lanes have their saves' deadlines",
     "core/writing/range_writer.py": "memory is read, and summed, by threads of the same process",
     "publishing/delta_application.py": "a tensor in memory is changed and written, by threads of the same process",
     "publishing/whole_files.py": "requests have the deadlines of the store's client",
-    "managing/purge.py": "deletions take as long as their storage; `close` has waited for `timeouts.close` before",
     "saving/pipeline.py": "a future that is done",
 }
 #: Rooms that no checkpoint of a user's passes through: the commands write result files, reports and recipes, and what

@@ -28,25 +28,9 @@ IMPLEMENT = {
     "core/sockets.py": "connections",
 }
 #: Others that need it, and why; at most twelve.
-MAY: dict[str, str] = {}
-#: Those that have not moved yet.
-NOT_YET = {
-    # Connections and keepers.
-    *("core/processes/framing.py", "core/processes/priority.py", "core/processes/serve.py"),
-    *("core/processes/start.py", "core/storage/memory/connected_keeper.py"),
-    *("core/storage/memory/entrances.py", "core/storage/memory/host_memory.py"),
-    *("core/storage/memory/job_keepers.py", "core/storage/memory/keeper_server.py"),
-    *("core/storage/memory/keeper_sockets.py", "core/storage/memory/kept_files.py"),
-    *("core/storage/memory/peer_keeper.py", "core/storage/memory/peer_sockets.py"),
-    *("core/storage/memory/remote_keeper.py", "core/writing/copy_sender.py"),
-    *("core/writing/copy_taker.py", "core/writing/keeper.py", "core/writing/process.py"),
-    *("core/writing/worker.py",),
-    # Processes, uploads, exports and publishing.
-    *("background/exports.py", "background/part_uploader.py", "background/publishing.py"),
-    *("background/request_queue.py", "background/run_watch.py", "background/upload_child.py"),
-    *("background/upload_process.py", "background/uploader.py", "background/uploading.py"),
-    *("compat/async_callers.py", "compat/file_system_writer_async.py", "compat/spawn.py"),
-    *("compat/worker_main.py", "compat/worker_process.py"),
+MAY = {
+    "compat/spawn.py": "a user's function runs in processes of multiprocessing, as torch.multiprocessing.spawn has it",
+    "compat/file_system_writer_async.py": "results come from a `queue.Queue`, as those of NVRx do",
 }
 
 
@@ -81,16 +65,14 @@ def starts_of(tree: ast.Module) -> Iterator[str]:
 
 def test_the_package_takes_time_threads_and_connections_from_an_outside() -> None:
     found = {name: uses for name, tree in below_the_faces() if (uses := sorted({*uses_of(tree)}))}
-    assert {name: uses for name, uses in found.items() if name not in {*IMPLEMENT, *MAY, *NOT_YET}} == {}
+    assert {name: uses for name, uses in found.items() if name not in {*IMPLEMENT, *MAY}} == {}
     assert {*IMPLEMENT, *MAY} <= found.keys(), "an exception that is not needed any more"
     assert len(MAY) <= 12
 
 
 def test_one_class_starts_threads() -> None:
     found = {name: starts for name, tree in below_the_faces() if (starts := {*starts_of(tree)})}
-    assert {name: starts for name, starts in found.items() if name not in NOT_YET} == {
-        "core/outside.py": {"threading.Thread", "ThreadPoolExecutor"}
-    }
+    assert found == {"core/outside.py": {"threading.Thread", "ThreadPoolExecutor"}}
 
 
 def test_what_is_forbidden_is_seen() -> None:
