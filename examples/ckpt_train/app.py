@@ -62,8 +62,8 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float | list[float] | N
         _skip(refusal, swept, ranks)
         return None
     # Imported late, because importing torch takes seconds.
-    from .job import TrainingJob
     from .loop import run
+    from .training_job import TrainingJob
 
     job = TrainingJob(config, launch_dir, ranks)
     try:

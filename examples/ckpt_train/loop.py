@@ -12,8 +12,8 @@ from ckpt_component.cli.reports.sweep_figures import earlier_saves
 from ckpt_component.factory.graph import build_manager
 
 from .changes import warn_of_changes
-from .job import StepResult, TrainingJob
 from .report import Stopwatch, Summary, time_fence
+from .training_job import StepResult, TrainingJob
 
 logger = logging.getLogger(__name__)
 

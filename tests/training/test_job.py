@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckpt_train.job import TrainingJob
 from ckpt_train.loop import run
 from ckpt_train.report import Summary
+from ckpt_train.training_job import TrainingJob
 from omegaconf import DictConfig
 
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckpt_train.job import TrainingJob
 from ckpt_train.loop import run
 from ckpt_train.report import Summary
+from ckpt_train.training_job import TrainingJob
 from omegaconf import DictConfig
 
 from ckpt_component import stored_metrics

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ckpt_train.job import TrainingJob
 from ckpt_train.loop import run
+from ckpt_train.training_job import TrainingJob
 from omegaconf import DictConfig
 from ranks import run_ranks
 from safetensors.torch import load_model

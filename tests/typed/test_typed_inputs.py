@@ -60,7 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("NOPE", raising=False)
-    monkeypatch.setattr("ckpt_train.job.Job.__init__", reach)
+    monkeypatch.setattr("ckpt_train.training_job.TrainingJob.__init__", reach)
     monkeypatch.setattr(bench_app, "Runner", reach)
     handlers, level = logging.root.handlers[:], logging.root.level
     disabled = {name: logger.disabled for name, logger in _loggers().items()}

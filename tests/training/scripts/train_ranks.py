@@ -8,10 +8,10 @@ from typing import Any
 
 import hydra
 import torch
-from ckpt_train.job import TrainingJob
 from ckpt_train.loop import run
 from ckpt_train.ranks import Ranks
 from ckpt_train.schema import register
+from ckpt_train.training_job import TrainingJob
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
