@@ -52,9 +52,10 @@ class PeerMemory(RunMemory):
             return []
 
     def _here(self) -> Iterator[list[Any]]:
+        outside = self._run.ranks.outside
         for token in dict.fromkeys([self._run.events.run, *self._lineage]):
             kept = self._kept(token)
-            for keeper in each_of([] if kept is None else keepers_of(kept.memory)):
+            for keeper in each_of([] if kept is None else keepers_of(kept.memory, outside)):
                 with contextlib.suppress(ConnectionError):  # it has ended
                     about = keeper.about()
                     peer = about.get("peer")

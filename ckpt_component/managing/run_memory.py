@@ -91,7 +91,9 @@ class RunMemory:
     def _look(self) -> tuple[RunContext, Scan] | None:
         owner = read_owner(self._run.fs, self._run.root)
         lineage = () if owner is None else owner.lineage
-        for token in sorted({*tokens_at(self._run.root)}.difference(lineage, [self._run.events.run])):
+        for token in sorted(
+            {*tokens_at(self._run.root, self._run.ranks.outside)}.difference(lineage, [self._run.events.run])
+        ):
             why = "no owner file" if owner is None else f"another owner ({owner})"
             text = "snapshots of run %s in memory are not used: %s has %s"
             logger.info(text, token, self._run.root, why)
@@ -114,7 +116,8 @@ class RunMemory:
 
     def _kept(self, token: str) -> KeptRun | None:
         """A run that owns the folder, or did, with keepers on this host; not one of whose folder this one is a copy."""
-        kept, run = kept_run(token), self._run
+        run = self._run
+        kept = kept_run(token, run.ranks.outside)
         here = run.fs.here(run.root)
         if kept is None or not is_copy(here, kept.folder, token, run.elsewhere):
             return kept
@@ -124,7 +127,7 @@ class RunMemory:
 
     def _hold(self, root: str) -> None:
         """Have this host's keepers of a root stay from now on."""
-        for keeper in keepers_of(root):
+        for keeper in keepers_of(root, self._run.ranks.outside):
             self._held.append(keeper)
             with contextlib.suppress(ConnectionError):  # it has ended since it was found
                 keeper.hold()
@@ -172,7 +175,7 @@ class RunMemory:
 
     def _keepers(self, path: str) -> Iterable[Keeper]:
         """The keepers that may have a part of a snapshot."""
-        return each_of(keepers_of(path))
+        return each_of(keepers_of(path, self._run.ranks.outside))
 
     def drop_after(self, step: int | None) -> None:
         """Delete the snapshots of steps that follow this one; None: all."""
@@ -192,18 +195,19 @@ class RunMemory:
             return
         self._is_first = True
         self.let_go()
+        outside = self._run.ranks.outside
         for token in self._lineage:
             try:
                 kept = None if token == self._run.events.run else self._kept(token)
-                for keeper in each_of([] if kept is None else keepers_of(kept.memory)):
+                for keeper in each_of([] if kept is None else keepers_of(kept.memory, outside)):
                     with contextlib.suppress(ConnectionError):  # it has ended
                         keeper.end()
             except OSError as error:
                 logger.warning("a keeper of run %s, which is over, ends with its lease: %s", token, error)
         try:
-            for token in tokens_at(self._run.root):
+            for token in tokens_at(self._run.root, outside):
                 if token not in (self._run.events.run, *self._lineage):
-                    for _ in each_of(keepers_of(memory_root(self._run.root, token))):
+                    for _ in each_of(keepers_of(memory_root(self._run.root, token), outside)):
                         pass  # it is connected to, which removes the sockets of the dead
         except OSError as error:
             logger.info("sockets of dead keepers may stay: %s", error)

@@ -441,9 +441,9 @@ class HostPatches:
         patch.setattr(keeper_module, "KeeperWorker", OutlivingWorker)
         patch.setattr(keeper_module, "KeeperServer", lambda *args, **named: self._made().serve(*args, **named))
         patch.setattr(os, "urandom", lambda size: self._set().simulation.random.randbytes(size))  # a seed is a life
-        patch.setattr(run_memory, "keepers_of", lambda path: self._set().keepers_at(path))
-        patch.setattr(run_memory, "tokens_at", lambda root: self._set().tokens)
-        patch.setattr(run_memory, "kept_run", lambda token: self._set().kept_run(token))
+        patch.setattr(run_memory, "keepers_of", lambda path, outside: self._set().keepers_at(path))
+        patch.setattr(run_memory, "tokens_at", lambda root, outside: self._set().tokens)
+        patch.setattr(run_memory, "kept_run", lambda token, outside: self._set().kept_run(token))
         return self
 
     def __exit__(self, *_: object) -> None:

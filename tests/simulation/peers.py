@@ -155,7 +155,7 @@ class ClusterPatches(HostPatches):
             patch.setattr(module, "dist", Current(lambda: self.cluster.gloo, None))
         patch.setattr(read_once, "distributed", lambda: self.cluster.gloo)
         patch.setattr(keeper_module, "CopyTaker", self._taker)
-        patch.setattr(peer_memory, "keepers_of", lambda path: self._set().keepers_at(path))
+        patch.setattr(peer_memory, "keepers_of", lambda path, outside: self._set().keepers_at(path))
         patch.setattr(job_keepers, "HostKeepers", lambda outside: Here(self))
         patch.setattr(recovery, "HostKeepers", lambda besides, outside: self._besides(besides))
         patch.setattr(recovery, "RemoteKeeper", lambda place, rank, now: OwnKeeper(self._set(), self._running()))
@@ -352,7 +352,7 @@ class PeerJob(one_host.Job):
         connection = StoreConnection(self.store.connect(process), TIMEOUTS.heartbeat, opens=False, outside=outside)
         store = RankStore(connection, rank, len(self.hosts), f"{self.number}/")
         ranks = StoreCoordinator(store, TIMEOUTS.heartbeat, TIMEOUTS.stall)
-        parts = SnapshotParts(_SETTINGS)
+        parts = SnapshotParts(_SETTINGS, outside)
         storage_of = parts.with_memory(lambda path: plain)
         events = TellingEvents(self, rank)
         run = parts.begin(
