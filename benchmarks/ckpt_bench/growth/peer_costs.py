@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
-
 from ckpt_component.callers import PersistentCaller
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import RecoveryMode, ResolvedTimeouts
+from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.memory.job_keepers import JobKeepers
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
 from ckpt_component.core.storage.memory.kept_runs import KeptRun
@@ -198,7 +198,7 @@ class _NoKeeper:
         """Nothing is open."""
 
 
-def _kept_run(token: str) -> KeptRun | None:
+def _kept_run(token: str, _: Outside) -> KeptRun | None:
     """The run before, which has keepers on each host."""
     return KeptRun(token, memory_root(_ROOT, token), _ROOT) if token == _TOKEN else None
 
@@ -216,7 +216,7 @@ def _simulated(job: _PeerJob) -> Iterator[None]:
             (recovery, "MemoryCaller", _NoKeeper),
             (recovery, "offered_address", lambda outside: "10.100.100.100"),
             (run_memory, "kept_run", _kept_run),
-            (peer_memory, "keepers_of", lambda _: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
+            (peer_memory, "keepers_of", lambda *_: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
         ):
             until_measured.enter_context(patch.object(module, name, value))
         until_measured.callback(logger.setLevel, logger.level)
