@@ -23,7 +23,7 @@ from ..config.quantities import BYTES
 from ..config.schema import Checkpoint
 from ..core.formats.checkpoints import Root
 from ..core.options import RecoveryMode
-from ..core.processes.running import host_name
+from ..core.outside import OUTSIDE
 from ..core.storage.locate import absolute, expanded, is_url, storage_at
 from ..errors import CheckpointConfigError
 from .config_words import add_config, is_override, with_unit
@@ -91,7 +91,7 @@ def _job(parsed: argparse.Namespace) -> JobPlace | None:
     if hosts is not None:
         names = host_names(hosts)
     else:  # peers need others, and all else works on this host alone
-        names = () if config.settings.recovery.mode is RecoveryMode.peers else (host_name(),)
+        names = () if config.settings.recovery.mode is RecoveryMode.peers else (OUTSIDE.host_name(),)
     state, ranks, source = _state(parsed, config.settings)
     if ranks is not None and ranks < len(names):
         raise CheckpointConfigError(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.formats.checkpoints import NEWEST, Root
-from ..core.processes.running import host_name
+from ..core.outside import OUTSIDE
 from ..core.spelling import closest
 from ..core.storage.locate import absolute, storage_at
 from ..core.storage.space import amount
@@ -64,7 +64,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
 def _list(parsed: argparse.Namespace, output: Output) -> None:
     runs = runs_in_memory() if parsed.root is None else runs_of(parsed.root, absolute(parsed.root), parsed.options)
     rows = {run.token: [*_rows(run)] for run in runs}
-    host = host_name()
+    host = OUTSIDE.host_name()
     data = {"host": host, "keepers": [row for each in rows.values() for row in each]}
     output.result(data, _lines(runs, rows, host, output))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.processes.running import host_name
+from ...core.outside import OUTSIDE
 from ...core.storage.locate import absolute, is_url
 
 #: How many jobs a message names one by one.
@@ -54,7 +54,7 @@ def disk_of(folder: str) -> str:
     if ":" in source or source.startswith("//"):  # server:/export
         return source
     name = source if source.startswith("/dev/") else f"{source} {number}".strip()
-    return f"{name} of {host_name()}"
+    return f"{name} of {OUTSIDE.host_name()}"
 
 
 def _mount_source(number: str) -> str:

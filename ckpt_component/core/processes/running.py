@@ -66,8 +66,3 @@ class ProcessName:
         if started is None or (self.started and started != self.started):
             return False
         return True if self.started else None
-
-
-def host_name() -> str:
-    """The name of this host."""
-    return OUTSIDE.host_name()
