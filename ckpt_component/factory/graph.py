@@ -78,7 +78,7 @@ def build_checkpointer(
     alone: bool = False,
     ranks: Coordinator | None = None,
     storage_of: Callable[[str], Storage] | None = None,
-    outside: Outside = OUTSIDE,
+    outside: Outside | None = None,
 ) -> Checkpointer:
     """Build the checkpointer of a config.
 
@@ -90,7 +90,8 @@ def build_checkpointer(
         ranks: the ranks that save together, which the checkpointer closes; None: those of `torch.distributed`
         storage_of: returns the storage of an absolute path or URL, the same for the same place; None: files, and
             buckets by their scheme, as `checkpoint.durability`, `commit` and `storage.options` say
-        outside: where time and threads come from; a test may simulate them, with `ranks` and storages of the same
+        outside: where time, threads and connections come from; a test may simulate them, with `ranks` and storages of
+            the same. None: the real ones.
 
     Returns:
         A `SyncCheckpointer` if the caller is `inline`, else an `AsyncCheckpointer`.
@@ -98,7 +99,7 @@ def build_checkpointer(
     Raises:
         CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built
     """
-    settings = resolve_config(config, overrides)
+    outside, settings = outside or OUTSIDE, resolve_config(config, overrides)
     if not settings.enabled:
         raise HydraConfigError(
             "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
@@ -129,7 +130,7 @@ def build_manager(
     *,
     dir: str | os.PathLike[str] | None = None,
     storage_of: Callable[[str], Storage] | None = None,
-    outside: Outside = OUTSIDE,
+    outside: Outside | None = None,
     ranks: Coordinator | None = None,
 ) -> CheckpointManager:
     """Build the manager for a training loop, with its checkpointer.
@@ -159,7 +160,7 @@ def build_manager(
         settings.dir = _folder(dir)
         refuse_bad_tiers(settings)  # again, with this folder
     launch = Launch.of_process(preset, config, overrides)
-    return manager_of(settings, launch, storage_of=storage_of, outside=outside, ranks=ranks)
+    return manager_of(settings, launch, storage_of=storage_of, outside=outside or OUTSIDE, ranks=ranks)
 
 
 def manager_of(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from outsides import OnHost
 from rank_threads import rank_threads
 from thread_gloo import reading_together
 
@@ -69,7 +70,7 @@ def load_together(
     with build_checkpointer("sync") as checkpointer:
         checkpointer.save(state_of(2), folder / "one")
     building, loaded = threading.Lock(), dict[int, dict[str, torch.Tensor]]()
-    with reading_together(2) as gloo, rank_threads(2) as on_all:
+    with reading_together(2) as gloo, rank_threads(2, [OnHost("a"), OnHost("b")]) as on_all:
         gloo.flips, gloo.silent = flips, silent
 
         def load(ranks: StoreCoordinator) -> None:

@@ -29,6 +29,16 @@ class AheadTime(Outside):
         self.now = lambda: time.monotonic() + self.ahead
 
 
+class OnHost(Outside):
+    """As on a host of this name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def host_name(self) -> str:
+        return self._name
+
+
 class Ending(Outside):
     """A system that starts no threads of some names any more, or an interpreter that ends.
 

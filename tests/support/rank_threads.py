@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,17 +11,25 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
-from ckpt_component.core.coordination.connection import another_connection
+from ckpt_component.core.coordination.connection import StoreConnection, another_connection
+from ckpt_component.core.outside import OUTSIDE, Outside
 
 
 @contextlib.contextmanager
-def rank_threads(world_size: int) -> Iterator[Callable[[Callable[[StoreCoordinator], Any]], list[Any]]]:
-    """Gives a function that calls another one on all ranks, and returns what it returns or raises there, by rank."""
+def rank_threads(
+    world_size: int, outsides: Sequence[Outside] | None = None
+) -> Iterator[Callable[[Callable[[StoreCoordinator], Any]], list[Any]]]:
+    """Gives a function that calls another one on all ranks, and returns what it returns or raises there, by rank.
+
+    Args:
+        world_size: how many there are
+        outsides: what each of them runs in; None: the real one
+    """
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    ranks = [
-        StoreCoordinator(RankStore(another_connection(dist, store), rank, world_size, "test/"))
-        for rank in range(world_size)
-    ]
+    ranks = list[StoreCoordinator]()
+    for rank, outside in enumerate(outsides or [OUTSIDE] * world_size):
+        connection = StoreConnection(another_connection(dist, store), 60.0, opens=False, outside=outside)
+        ranks.append(StoreCoordinator(RankStore(connection, rank, world_size, "test/")))
 
     def on_all(call: Callable[[StoreCoordinator], Any]) -> list[Any]:
         def run(coordinator: StoreCoordinator) -> Any:

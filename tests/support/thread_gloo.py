@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 import time
@@ -121,11 +120,10 @@ class _Work:
 
 @contextmanager
 def reading_together(world_size: int) -> Iterator[ThreadGloo]:
-    """Inside the block, ranks are on hosts of their own, and read together over this."""
-    gloo, numbers = ThreadGloo(world_size), itertools.count()
+    """Inside the block, ranks that are on several hosts read together over this."""
+    gloo = ThreadGloo(world_size)
     with pytest.MonkeyPatch.context() as patch:
         for module in (messages, read_once):
             patch.setattr(module, "dist", gloo)
         patch.setattr(read_once, "distributed", lambda: gloo)
-        patch.setattr(read_once, "host_name", lambda: f"host{next(numbers)}")
         yield gloo
