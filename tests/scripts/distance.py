@@ -17,6 +17,8 @@ import torch
 
 #: The folder of the package; that of a checkout, which may have an environment in it, has the same name.
 PACKAGE = f"{find_spec('ckpt_component').submodule_search_locations[0]}/"  # type: ignore[union-attr,index]
+#: Stand where the standard library stood, whose functions do not count either: time, threads, connections.
+OUTSIDE = ("core/outside.py", "core/sockets.py")
 #: Threads that delete old checkpoints, and that make memory for the first save.
 ASIDE = ("ckpt-purge", "ckpt-early")
 visited: set[tuple[str, str, int]] | None = None
@@ -40,7 +42,7 @@ def note(frame: FrameType, event: str, _: object) -> None:
     trip = visited
     if trip is not None and event == "call" and not threading.current_thread().name.startswith(ASIDE):
         _, found, path = frame.f_code.co_filename.partition(PACKAGE)
-        if found and frame.f_code.co_name[0] != "<":  # neither comprehensions nor lambdas
+        if found and path not in OUTSIDE and frame.f_code.co_name[0] != "<":  # neither comprehensions nor lambdas
             trip.add((path, frame.f_code.co_name, frame.f_code.co_firstlineno))
 
 
