@@ -234,7 +234,7 @@ class _WriterProcessCaller(ConnectedCaller):
             if process is not None:
                 logger.warning("the checkpoint writer process (pid %d) had ended; starting a new one", process.pid)
                 process.close(timeout)
-            self._owned = process = ByteProcess(timeout, self._keeper)
+            self._owned = process = ByteProcess(timeout, self._keeper, self.outside)
             # By the trainer, because the process has no psutil.
             lower_priority(process.pid, self._nice, self._io_priority)
             return process

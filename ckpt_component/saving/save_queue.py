@@ -56,9 +56,10 @@ class SaveQueue:
         self._failures = ConsecutiveFailures(context.policy.give_up_after, context.ranks.outside)
         #: A job's arguments would keep a snapshot alive until the job has ended.
         self._staged: deque[tuple[SaveHandle, Staged]] = deque()
-        self._timeout, timeouts = context.timeouts.close, context.timeouts
+        self._timeout = context.timeouts.close
         # If a script does not call close(), or Ctrl-C ends that, the interpreter waits for what was begun.
-        self._lane = Lane(name, context.ranks.outside, at_exit=timeouts.whole_save + timeouts.close)
+        at_exit = context.timeouts.whole_save + self._timeout
+        self._lane = Lane(name, context.ranks.outside, at_exit=at_exit)
 
     def submit(self, staged: Staged) -> SaveHandle:
         """Complete a save after those so far.
