@@ -86,7 +86,9 @@ class RequestQueue:
         else:
             self._job.give_up("was given up")
         # One that runs and one that waits; each ends by itself at its deadline.
-        self._lane.drain(self._outside.now() + 2 * (self._timeout + _LEAVE_SECONDS))
+        outside, until = self._outside, self._outside.now() + 2 * (self._timeout + _LEAVE_SECONDS)
+        with outside.waits.on(f"{self._name} of {last[0]}", until) as wait:
+            wait.for_all(lambda seconds: self._lane.drain(outside.now() + seconds))
 
     def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """On the thread: have a process do something, and return its answer.

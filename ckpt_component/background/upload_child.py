@@ -76,8 +76,10 @@ class UploadChild:
             return  # the lane goes on reading; if the program ends, the process does not
         if not self._lane.drain(outside.now() + 0.2):
             logger.info("waiting up to %g s for uploads to %s", self._policy.finish_seconds, self._policy.target)
-        if not self._lane.close(outside.now() + self._policy.finish_seconds + _LEAVE_SECONDS):
-            process.kill()
+        until = outside.now() + self._policy.finish_seconds + _LEAVE_SECONDS
+        with outside.waits.on(f"uploads to {self._policy.target}", until) as wait:
+            if not wait.for_all(lambda seconds: self._lane.drain(outside.now() + seconds)):
+                process.kill()
 
     def _launch(self) -> Child:
         log = partial(logger.warning, "the process of the uploads: %s")

@@ -130,7 +130,9 @@ class WorkerClient:
             return self.finish()  # called by a request, which must not wait for later ones
         deadline = math.inf if timeout is None else self._outside.now() + timeout
         self._owner.closed = True
-        if not self._lane.drain(deadline):
+        with self._outside.waits.on("requests of a worker process", deadline) as wait:
+            are_done = wait.for_all(lambda seconds: self._lane.drain(self._outside.now() + seconds))
+        if not are_done:
             self._stopped = reason
             self._job.give_up(reason)
             if not self._lane.drain(self._outside.now() + STOP_SECONDS):
