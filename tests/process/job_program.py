@@ -44,6 +44,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "sleep":
         try:
+            Path(request["leaves"]).with_suffix(".began").touch()
             time.sleep(60)
         finally:
             Path(request["leaves"]).touch()

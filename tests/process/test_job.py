@@ -142,7 +142,7 @@ def test_what_refuses_to_start_is_raised(make: Callable[..., AnyJob]) -> None:
         Job("test process", refuse).ask({}, 1, "it")
 
 
-def test_the_request_that_runs_fails_when_the_job_is_given_up(make: Callable[..., AnyJob]) -> None:
+def test_the_request_that_runs_fails_when_the_job_is_given_up(make: Callable[..., AnyJob], tmp_path: Path) -> None:
     job = make()
     pid = ask(job, "pid")["pid"]
     thread = threading.Timer(0.2, job.give_up, ("was given up",))
@@ -150,7 +150,7 @@ def test_the_request_that_runs_fails_when_the_job_is_given_up(make: Callable[...
     thread.start()
     for _ in range(2):
         with pytest.raises(CheckpointSaveError, match=r"^request sleep was given up\.$"):
-            ask(job, "sleep", leaves=os.devnull)
+            ask(job, "sleep", leaves=str(tmp_path / "left"))
     thread.join()
     job.give_up("again")
     assert time.monotonic() - began < 10 and is_gone(pid) and job.end(1) is None
@@ -169,13 +169,13 @@ def test_the_end_is_bounded_and_may_come_twice(make: Callable[..., AnyJob]) -> N
     assert open_fds() == before
 
 
-def test_the_end_reaches_a_request_from_another_thread(make: Callable[..., AnyJob]) -> None:
+def test_the_end_reaches_a_request_from_another_thread(make: Callable[..., AnyJob], tmp_path: Path) -> None:
     job = make()
     ask(job, "pid")
     thread = threading.Timer(0.2, job.kill)
     thread.start()
     with pytest.raises(WorkerDiedError, match="while it ran request sleep"):
-        ask(job, "sleep", leaves=os.devnull)
+        ask(job, "sleep", leaves=str(tmp_path / "left"))
     thread.join()
 
 
@@ -195,12 +195,21 @@ def test_each_request_may_have_a_process_of_its_own_which_ends_with_the_answer(o
         ask(once, "kill", how="once")
 
 
-def test_one_that_is_late_or_given_up_may_leave(once: AnyJob, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointTimeoutError, match="did not finish request sleep within 0.5 s"):
-        ask(once, "sleep", 0.5, how="once", leaves=str(tmp_path / "late"))
-    thread = threading.Timer(0.5, once.give_up, ("was given up",))
+def test_one_that_is_late_is_told_apart_from_one_that_died(once: AnyJob, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointTimeoutError, match="did not finish request sleep within 0.2 s"):
+        ask(once, "sleep", 0.2, how="once", leaves=str(tmp_path / "left"))
+
+
+def test_one_that_is_given_up_may_leave(once: AnyJob, tmp_path: Path) -> None:
+    began, left = tmp_path / "left.began", tmp_path / "left"
+
+    def give_up() -> None:
+        eventually(began.exists)
+        once.give_up("was given up")
+
+    thread = threading.Thread(target=give_up)
     thread.start()
     with pytest.raises(CheckpointSaveError, match="request sleep was given up"):
-        ask(once, "sleep", how="once", leaves=str(tmp_path / "given_up"))
+        ask(once, "sleep", how="once", leaves=str(left))
     thread.join()
-    assert sorted(os.listdir(tmp_path)) == ["given_up", "late"]
+    assert left.exists() and once.pid is None
