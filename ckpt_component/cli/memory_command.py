@@ -27,7 +27,7 @@ from . import show_command
 from .memory_runs import RunInMemory, runs_in_memory, runs_of
 from .output import Output
 from .roots import shown
-from .text import Table, age_text, counted
+from .text import Table, age_text, counted, wait_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +79,8 @@ def _rows(run: RunInMemory) -> Iterator[dict[str, Any]]:
             **{"root": run.root, "token": run.token, "rank": rank, "answers": about is not None},
             **{"steps": [] if about is None else run.steps_of(rank), **known},
             "copies": [] if about is None else run.copies_of(rank),
+            # Keepers of earlier releases do not say it.
+            "waits": [] if about is None else about.get("waits", []),
         }
 
 
@@ -105,6 +107,8 @@ def _lines(
             Table([("rank", "step", "size", "trainer"), *cells], left=(3,)),
             ["" if row["answers"] else "red" for row in rows[run.token]],
         )
+        for row in rows[run.token]:
+            yield from (f"  rank {row['rank']}'s keeper {wait_text(wait)}" for wait in row["waits"])
         copies = [
             (str(copy.rank), copy.host or "another", _listed(copy.steps), amount(copy.bytes), f"rank {row['rank']}'s")
             for row in rows[run.token]

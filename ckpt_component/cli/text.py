@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import printable
 
@@ -90,6 +91,13 @@ def shortened(text: str, room: int) -> str:
 def counted(count: int, what: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def wait_text(wait: Mapping[str, Any]) -> str:
+    """`has waited 12.0 s for rank 1, at most 48.0 s more`, of a wait as `LongWait.plain` gives it."""
+    now = time.time()
+    limit = "" if wait["until"] is None else f", at most {duration(max(wait['until'] - now, 0))} more"
+    return f"has waited {duration(max(now - wait['since'], 0))} for {wait['for']}{limit}"
 
 
 def age_text(seconds: float) -> str:

@@ -16,11 +16,13 @@ import torch
 from ckpt_component import build_manager
 from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.commit.names import OWNER
+from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.memory.keeper_server import KeeperServer
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.space import amount
+from ckpt_component.core.waits import Waits
 
 Ckpt = Callable[..., Any]
 
@@ -45,6 +47,7 @@ class Kept:
 
     Attributes:
         keepers: what each keeps
+        outside: of the first one's process
         token: of the run
     """
 
@@ -57,8 +60,9 @@ class Kept:
         self.memory = memory_root(str(root), self.token)
         about = {"root": str(root), "world_size": 2, "since": time.time(), "lease": 500.0, "homes": {"7": "node7"}}
         alive, dead = {"alive": True, "gone": None}, {"alive": False, "gone": time.time() - 61}
+        self.outside = Outside()
         self._servers = [
-            KeeperServer(self.keepers[0], self.memory, 0, lambda: {**about, **alive}),
+            KeeperServer(self.keepers[0], self.memory, 0, lambda: {**about, **alive}, outside=self.outside),
             KeeperServer(self.keepers[1], self.memory, 1, lambda: {**about, **dead}),
         ]
 
@@ -285,3 +289,16 @@ def test_a_copy_of_a_folder_has_nothing_in_memory(ckpt: Ckpt, root: Path, kept: 
     for action in ("ls", "drop"):
         assert "This host has no snapshot of" in ckpt("memory", action, copy).err
     assert ckpt("memory", "drop", root, "--json").json["dropped"]
+
+
+def test_ls_says_for_whom_a_keeper_waits(ckpt: Ckpt, root: Path, kept: Kept) -> None:
+    seconds = [0.0]
+    kept.outside.waits = Waits(lambda: seconds[0], time.time)
+    with kept.outside.waits.on("rank 3, which has not voted", 60.0) as wait:
+        seconds[0] = 12.0
+        wait.look()
+        (line,) = [line for line in ckpt("memory", "ls", root).out.splitlines() if "waited" in line]
+        (first, second) = ckpt("memory", "ls", root, "--json").json["keepers"]
+    assert line.startswith("  rank 0's keeper has waited 12.") and "for rank 3, which has not voted, at most 4" in line
+    assert first["waits"][0]["for"] == "rank 3, which has not voted" and second["waits"] == []
+    assert "waited" not in ckpt("memory", "ls", root).out

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.storage.space import amount, rate
-from ..text import Element, Table, clock_text, counted, duration
+from ..text import Element, Table, clock_text, counted, duration, wait_text
 from .page import write_page
 from .run_records import Run
 from .run_timeline import picture_of
@@ -109,12 +109,9 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
 
 def _waits(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Of waits that last longer than usual. One whose deadline is over has ended, and so has its process."""
-    now = time.time()
     for wait in found:
-        left = None if wait["until"] is None else wait["until"] - now
-        if left is None or left > -_GRACE_SECONDS:
-            limit = "" if left is None else f", at most {duration(max(left, 0))} more"
-            yield f"rank {wait['rank']} has waited {duration(max(now - wait['since'], 0))} for {wait['for']}{limit}"
+        if wait["until"] is None or wait["until"] > time.time() - _GRACE_SECONDS:
+            yield f"rank {wait['rank']} {wait_text(wait)}"
 
 
 def _peers(found: Mapping[str, Any] | None) -> Iterator[str]:

@@ -255,6 +255,14 @@ class Channel:
         """Whether something has arrived, or the other process has hung up."""
         return self.outside.ready(self._sock, 0)
 
+    def has_input_within(self, seconds: float) -> bool:
+        """Wait at most so long; returns whether something has arrived, or the other process has ended."""
+        try:
+            self.await_input(self.outside.now() + seconds)
+        except TimeoutError:
+            return False
+        return True
+
     def await_input(self, deadline: float) -> bool:
         """Wait until the other process has sent something or hung up; False: it has died.
 

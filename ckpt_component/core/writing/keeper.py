@@ -224,13 +224,15 @@ class SnapshotKeeper:
 
         Both stay if rank 0's keeper is gone or did not decide: a restore finds out which of them all ranks have.
         """
-        attempt = undecided.request.attempt
+        attempt, outside = undecided.request.attempt, self.storage.outside
         try:
             undecided.lock.close()  # a lock is for those who write or decide
-            while self.still_writing({0}) and not is_over(attempt):
-                if self.storage.outside.now() > undecided.until:
-                    return
-                self.storage.outside.sleep(_POLL_SECONDS)
+            with outside.waits.on(f"rank 0's decision on {attempt.target}", undecided.until) as wait:
+                while self.still_writing({0}) and not is_over(attempt):
+                    if outside.now() > undecided.until:
+                        return
+                    wait.look()
+                    outside.sleep(_POLL_SECONDS)
             if is_over(attempt) and attempt.protocol.is_committed(attempt):
                 self.retire([*self._older, attempt.target])
         except (CheckpointError, OSError) as error:

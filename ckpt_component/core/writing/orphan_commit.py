@@ -80,22 +80,25 @@ class UndecidedSave:
         """
         request, fs, staging = self.request, self.request.fs, self.request.attempt.staging
         votes: dict[int, Mapping[str, Any]] = {request.rank: self.result}
-        alive_at, changed = fs.outside.now(), (0.0, 0.0)
-        while True:
-            missing = {*range(request.world_size)} - votes.keys()
-            # Ask first: the vote of a rank that has just ended is there by then.
-            writing = missing if still_writing is None or not missing else still_writing(missing)
-            votes.update({rank: vote for rank in missing if (vote := _vote(fs, staging, rank)) is not None})
-            if len(votes) == request.world_size:
-                return [votes[rank] for rank in range(request.world_size)]
-            if not missing - votes.keys() <= {*writing}:
-                return None
-            now, newest = fs.outside.now(), (fs.modified(staging), self.lock.touched_by_others())
-            if newest != changed or self.lock.held_by_others():
-                alive_at, changed = now, newest
-            if now - alive_at > request.timeouts.heartbeat or now > self.until:
-                return None
-            fs.outside.sleep(_POLL_SECONDS)
+        alive_at, changed, missing = fs.outside.now(), (0.0, 0.0), set[int]()
+        whom = lambda: f"the votes of ranks {sorted(missing)} on {request.attempt.target}"  # noqa: E731
+        with fs.outside.waits.on(whom, self.until) as wait:
+            while True:
+                missing = {*range(request.world_size)} - votes.keys()
+                # Ask first: the vote of a rank that has just ended is there by then.
+                writing = missing if still_writing is None or not missing else still_writing(missing)
+                votes.update({rank: vote for rank in missing if (vote := _vote(fs, staging, rank)) is not None})
+                if len(votes) == request.world_size:
+                    return [votes[rank] for rank in range(request.world_size)]
+                if not missing - votes.keys() <= {*writing}:
+                    return None
+                now, newest = fs.outside.now(), (fs.modified(staging), self.lock.touched_by_others())
+                if newest != changed or self.lock.held_by_others():
+                    alive_at, changed = now, newest
+                if now - alive_at > request.timeouts.heartbeat or now > self.until:
+                    return None
+                wait.look()
+                fs.outside.sleep(_POLL_SECONDS)
 
 
 def _vote(fs: Storage, staging: str, rank: int) -> Mapping[str, Any] | None:

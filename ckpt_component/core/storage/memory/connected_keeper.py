@@ -22,8 +22,6 @@ logger = logging.getLogger("ckpt_component.storage")
 
 #: How long a keeper may take to answer.
 ANSWER_SECONDS = 10.0
-#: A wait that lasts longer is logged.
-_SHOWN_SECONDS = 3.0
 
 
 class ConnectedKeeper(Keeper):
@@ -131,14 +129,11 @@ class ConnectedKeeper(Keeper):
         return channel, *self._received(channel)
 
     def _received(self, channel: Channel) -> Frame:
-        began = self._outside.now()
+        until = self._outside.now() + self._seconds
         try:
-            try:
-                channel.await_input(began + min(_SHOWN_SECONDS, self._seconds))
-            except TimeoutError:
-                if self._seconds > _SHOWN_SECONDS:
-                    logger.info("waiting up to %g s for an answer from %s", self._seconds, self._name)
-            frame = channel.receive(began + self._seconds)
+            with self._outside.waits.on(f"an answer from {self._name}", until) as wait:
+                wait.for_all(channel.has_input_within)
+                frame = channel.receive(until)
         except TimeoutError:
             raise self._silent() from None
         except ConnectionAbortedError:

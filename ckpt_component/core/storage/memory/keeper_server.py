@@ -199,6 +199,7 @@ class KeeperServer:
             "pid": self._outside.pid(),
             "bytes": self._kept.nbytes,
             "holders": self.holders,
+            "waits": [wait.plain() for wait in self._outside.waits.long()],
         }
 
 
