@@ -27,7 +27,7 @@ from ..core.state.paths import key_of
 from ..core.state.structure import Structure
 from ..core.storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from ..core.writing.request import EncodedSave, WriteOptions
-from ..core.writing.write_table import FileSpec, Lane, WriteTable, places_of
+from ..core.writing.write_table import Extent, FileSpec, WriteTable, places_of
 from ..errors import CheckpointConfigError, CheckpointStageError
 
 logger = logging.getLogger(__name__)
@@ -157,19 +157,19 @@ def refuse_parts(structure: Structure, writer: str) -> None:
         )
 
 
-def make_table(writer: Writer, layout: Layout, lanes: Sequence[Sequence[Lane]], *, keys: bool = True) -> WriteTable:
+def make_table(writer: Writer, layout: Layout, extents: Sequence[Sequence[Extent]], *, keys: bool = True) -> WriteTable:
     """Make the write table of a layout.
 
     Args:
         writer: the format
         layout: layout of the image
-        lanes: the lanes of each parallel writer
+        extents: the extents of each parallel writer
         keys: False for a format that has its own index of keys. With keys, the objects must be the items of the object
             blobs, in the same order.
     """
     files = [FileSpec(file.name, file.base, file.size) for file in layout.files]
     description = _describe(layout, writer.format, keys).encode()
-    return WriteTable(next(_table_numbers), files, lanes, len(layout.items), description, writer.algorithm)
+    return WriteTable(next(_table_numbers), files, extents, len(layout.items), description, writer.algorithm)
 
 
 def _describe(layout: Layout, format_name: str, keys: bool) -> str:
@@ -257,19 +257,19 @@ def groups_of_files(
     ]
 
 
-def lanes_by_bytes(layout: Layout, workers: int) -> list[list[Lane]]:
+def extents_by_bytes(layout: Layout, workers: int) -> list[list[Extent]]:
     """Split a single-file image into at most `workers` ranges of about equal size, at the starts of items."""
     (file,) = layout.files
     items = layout.items
     offsets = [item.offset for item in items]
     goals = [file.size * worker // workers for worker in range(1, workers)]
     cuts = sorted({0, len(items), *(bisect.bisect_left(offsets, goal) for goal in goals)})
-    lanes = []
+    extents = []
     for first, last in itertools.pairwise(cuts):
         start = 0 if first == 0 else offsets[first]
         end = file.size if last == len(items) else offsets[last]
         places = places_of((item.offset, item.length) for item in items[first:last])
-        lanes.append([Lane(0, start, end, first, places)])
+        extents.append([Extent(0, start, end, first, places)])
     if not items and file.size:
-        lanes.append([Lane(0, 0, file.size, 0, places_of([]))])
-    return lanes
+        extents.append([Extent(0, 0, file.size, 0, places_of([]))])
+    return extents

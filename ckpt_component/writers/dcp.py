@@ -23,7 +23,7 @@ from ..core.state.paths import key_of
 from ..core.state.structure import Stored, Structure
 from ..core.state.tensor_parts import CONTEXT
 from ..core.writing.request import EncodedSave, ObjectBlob
-from ..core.writing.write_table import Lane, WriteTable, places_of
+from ..core.writing.write_table import Extent, WriteTable, places_of
 from ..errors import CheckpointConfigError
 from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
 from .metadata_pickle import metadata_of
@@ -123,18 +123,18 @@ class _DcpPlan(FormatPlan):
     ) -> None:
         self.layout = layout_of_archives(structure, structure.stored, files, first_unchanged)
         # For each parallel writer one of the first files, and of those that may be shared a part.
-        lanes: list[list[Lane]] = [[] for _ in range(max(first_unchanged, writer.workers))]
-        loads = [0] * len(lanes)
+        extents: list[list[Extent]] = [[] for _ in range(max(first_unchanged, writer.workers))]
+        loads = [0] * len(extents)
         first = 0
         for file, (_, numbers) in enumerate(files):
             items = self.layout.items[first : first + len(numbers)]
             places = places_of((item.offset, item.length) for item in items)
             size = self.layout.files[file].size
-            lane = file if file < first_unchanged else loads.index(min(loads))
-            lanes[lane].append(Lane(file, 0, size, first, places))
-            loads[lane] += size
+            extent = file if file < first_unchanged else loads.index(min(loads))
+            extents[extent].append(Extent(file, 0, size, first, places))
+            loads[extent] += size
             first += len(numbers)
-        self._make_table = partial(make_table, writer, self.layout, [group for group in lanes if group])
+        self._make_table = partial(make_table, writer, self.layout, [group for group in extents if group])
         self._table: WriteTable | None = None
         self._object_keys = [key_of(path) for path in structure.object_paths]
         #: Keys of what tensors made of tensors are beside these. Many are alike, and stay so from save to save.

@@ -22,9 +22,9 @@ from ..core.state.structure import Relation, Stored, Structure
 from ..core.state.tensor_parts import CONTEXT
 from ..core.storage.safe_open import is_plain_name
 from ..core.writing.request import EncodedSave, ObjectBlob
-from ..core.writing.write_table import Lane
+from ..core.writing.write_table import Extent
 from ..errors import CheckpointStageError
-from .base import FormatPlan, Writer, lanes_by_bytes, make_table
+from .base import FormatPlan, Writer, extents_by_bytes, make_table
 from .safetensors import SafetensorsPlan
 from .torch_save import TorchSavePlan
 
@@ -59,7 +59,7 @@ class _FilesPlan(FormatPlan):
         files: list[ImageFile] = []
         constants: list[tuple[int, bytes]] = []
         relations: list[Relation] = []
-        lanes: list[list[Lane]] = [[] for _ in range(writer.workers)]
+        extents: list[list[Extent]] = [[] for _ in range(writer.workers)]
         first_stored: list[int] = []
         base = 0
         for name in dict.fromkeys(path[0] for path in paths if path):
@@ -75,8 +75,8 @@ class _FilesPlan(FormatPlan):
                 plan = TorchSavePlan(writer, part, name, unchanged=True)
             self._plans[name] = plan
             layout, (image,) = plan.layout, plan.layout.files
-            for group, more in zip(lanes, lanes_by_bytes(layout, writer.workers), strict=False):
-                group += [replace(lane, file=len(files), first=lane.first + len(items)) for lane in more]
+            for group, more in zip(extents, extents_by_bytes(layout, writer.workers), strict=False):
+                group += [replace(extent, file=len(files), first=extent.first + len(items)) for extent in more]
             items += [item._replace(stored=item.stored + len(stored), file=len(files)) for item in layout.items]
             relations += [(numbers[tensor], numbers[other], distance) for tensor, other, distance in layout.relations]
             constants += [(base + position, data) for position, data in layout.constants]
@@ -101,7 +101,7 @@ class _FilesPlan(FormatPlan):
             self._forget,
             tuple(relations),
         )
-        self._table = make_table(writer, self.layout, [group for group in lanes if group], keys=False)
+        self._table = make_table(writer, self.layout, [group for group in extents if group], keys=False)
 
     def _forget(self) -> None:
         for plan in self._plans.values():

@@ -17,7 +17,7 @@ from ..core.state.structure import Structure
 from ..core.state.tensor_parts import CONTEXT
 from ..core.writing.request import EncodedSave
 from ..errors import CheckpointStageError
-from .base import FormatPlan, Writer, dtype_name, lanes_by_bytes, make_table, refuse_parts
+from .base import FormatPlan, Writer, dtype_name, extents_by_bytes, make_table, refuse_parts
 
 
 def file_name(rank: int) -> str:
@@ -68,7 +68,7 @@ class SafetensorsPlan(FormatPlan):
             size += nbytes
         file = ImageFile(name, 0, size)
         self.layout = Layout(structure, tuple(stored), (file,), items, size, ((0, header),))
-        self._encoded = EncodedSave(make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers)))
+        self._encoded = EncodedSave(make_table(writer, self.layout, extents_by_bytes(self.layout, writer.workers)))
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
         """There are no objects, so the result is always the same."""

@@ -25,7 +25,7 @@ from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.structure import Structure
 from ..core.writing.request import EncodedSave, ObjectBlob
 from ..errors import CheckpointConfigError, CheckpointStageError
-from .base import FormatPlan, Writer, lanes_by_bytes, make_table
+from .base import FormatPlan, Writer, extents_by_bytes, make_table
 
 #: Storages of up to this many bytes are written with the pickle, so that a number more does not need a new plan.
 _SMALL_BYTES = 4096
@@ -133,7 +133,7 @@ class _TorchFilePlan(FormatPlan):
             position = align(payload + entry.nbytes, ITEM_ALIGNMENT)
         file = ImageFile(writer.single_file, 0, position)
         self.layout = Layout(structure, tuple(structure.stored), (file,), items, position, tuple(headers))
-        self._table = make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers), keys=False)
+        self._table = make_table(writer, self.layout, extents_by_bytes(self.layout, writer.workers), keys=False)
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
         """Put pickle and directory after the storages."""

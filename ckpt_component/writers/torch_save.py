@@ -25,7 +25,7 @@ from ..core.state.flatten import unflatten
 from ..core.state.paths import Path, key_of
 from ..core.state.structure import Relation, Stored, Structure, contiguous_stride
 from ..core.writing.request import EncodedSave, ObjectBlob
-from .base import FormatPlan, Writer, lanes_by_bytes, make_table, refuse_parts
+from .base import FormatPlan, Writer, extents_by_bytes, make_table, refuse_parts
 from .torch_items import STORAGES
 
 
@@ -129,7 +129,7 @@ class TorchSavePlan(FormatPlan):
             path: _TensorRef(storages[number], stored[number].dtype, offset, shape, stride)
             for path, (number, offset, shape, stride) in zip(structure.tensor_paths, views, strict=True)
         }
-        self._table = make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers), keys=False)
+        self._table = make_table(writer, self.layout, extents_by_bytes(self.layout, writer.workers), keys=False)
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
         """Pickle the nested state with references for tensors; pickle and directory follow the payloads."""

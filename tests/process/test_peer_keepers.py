@@ -23,7 +23,7 @@ from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.process import ByteProcess
 from ckpt_component.core.writing.request import ObjectBlob, WriteOptions, WriteRequest
-from ckpt_component.core.writing.write_table import FileSpec, Lane, WriteTable, places_of
+from ckpt_component.core.writing.write_table import Extent, FileSpec, WriteTable, places_of
 from ckpt_component.errors import CheckpointSaveError
 from ckpt_component.testing.conformance.leftovers import memfds, nothing_left
 
@@ -59,9 +59,9 @@ def save(caller: MemoryCaller, rank: int, step: int, arena: Arena) -> None:
     begin(attempt)
     places = places_of([(0, ITEM), (ITEM, ITEM)])
     files = [FileSpec("__0_0", 0, 2 * ITEM), FileSpec("__0_1", 2 * ITEM, 2 * ITEM)]
-    lanes = [[Lane(0, 0, 2 * ITEM, 0, places)], [Lane(1, 0, 2 * ITEM, 2, places)]]
+    extents = [[Extent(0, 0, 2 * ITEM, 0, places)], [Extent(1, 0, 2 * ITEM, 2, places)]]
     objects = ObjectBlob("__0_1", 2 * ITEM, memoryview(b"an object"), [(2 * ITEM, 9)])
-    table = WriteTable(step, files, lanes, 4, b"[]")
+    table = WriteTable(step, files, extents, 4, b"[]")
     caller.run(
         WriteRequest(own, attempt, rank, 2, table, [objects], arena, WriteOptions(), {}, ResolvedTimeouts()),
         time.monotonic() + 60,

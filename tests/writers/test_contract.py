@@ -113,8 +113,8 @@ class Gapped(DcpWriter):
 
         def encode(objects: Sequence[Any]) -> EncodedSave:
             encoded = plan.encode_objects(objects)
-            lanes = [[replace(lane, end=lane.end - 1) for lane in group] for group in encoded.table.lanes]
-            return replace(encoded, table=replace(encoded.table, lanes=lanes))
+            extents = [[replace(extent, end=extent.end - 1) for extent in group] for group in encoded.table.extents]
+            return replace(encoded, table=replace(encoded.table, extents=extents))
 
         return Changed(plan, encode=encode)
 
@@ -141,8 +141,8 @@ class Alone(DcpWriter):
 
         def encode(objects: Sequence[Any]) -> EncodedSave:
             encoded = plan.encode_objects(objects)
-            lanes = [[lane for group in encoded.table.lanes for lane in group]]
-            return replace(encoded, table=replace(encoded.table, lanes=lanes))
+            extents = [[extent for group in encoded.table.extents for extent in group]]
+            return replace(encoded, table=replace(encoded.table, extents=extents))
 
         return Changed(plan, encode=encode)
 
@@ -163,8 +163,8 @@ class Unchecked(DcpWriter):
 
         def encode(objects: Sequence[Any]) -> EncodedSave:
             encoded = plan.encode_objects(objects)
-            lanes = [[replace(lane, places=places_of(())) for lane in group] for group in encoded.table.lanes]
-            return replace(encoded, table=replace(encoded.table, lanes=lanes))
+            extents = [[replace(extent, places=places_of(())) for extent in group] for group in encoded.table.extents]
+            return replace(encoded, table=replace(encoded.table, extents=extents))
 
         return Changed(plan, encode=encode)
 

@@ -141,7 +141,12 @@ def test_a_table_comes_to_the_writer_process_as_it_is() -> None:
     found = WriteTable.from_parts(plain, [memoryview(bytes(part)) for part in parts])
     assert (found.files, found.item_count, found.checksum) == (table.files, table.item_count, table.checksum)
     assert bytes(found.description) == table.description and json.loads(bytes(found.description))["format"] == "dcp"
-    for one, other in zip(found.lanes, table.lanes, strict=True):
-        for lane, known in zip(one, other, strict=True):
-            assert (lane.file, lane.start, lane.end, lane.first) == (known.file, known.start, known.end, known.first)
-            assert list(lane.places) == list(known.places)
+    for one, other in zip(found.extents, table.extents, strict=True):
+        for extent, known in zip(one, other, strict=True):
+            assert (extent.file, extent.start, extent.end, extent.first) == (
+                known.file,
+                known.start,
+                known.end,
+                known.first,
+            )
+            assert list(extent.places) == list(known.places)

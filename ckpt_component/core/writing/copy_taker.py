@@ -24,7 +24,7 @@ from ..storage.memory.file_sums import sum_between
 from ..storage.memory.kept_files import ImageRange, KeptFiles
 from .copy_memory import CopyBlock, CopyMemory
 from .range_writer import SumCursor
-from .write_table import Lane as WrittenRange
+from .write_table import Extent
 
 #: How long a copy's next bytes may take, and the end of a connection over which one was refused.
 _STALL_SECONDS = 10.0
@@ -135,7 +135,7 @@ class CopyTaker:
         places, right = numbers[: len(numbers) * 2 // 3], numbers[len(numbers) * 2 // 3 :]
         checksum = find_checksum(header["algorithm"] or "crc32", self._checksum_home())
         found = [checksum.of(memoryview(b""))] * len(right)
-        cursor = SumCursor(WrittenRange(0, 0, length, 0, memoryview(places)), checksum, found)
+        cursor = SumCursor(Extent(0, 0, length, 0, memoryview(places)), checksum, found)
         incoming = _IncomingFile(channel, block, (base, base + length), path, until, cursor)
         helper = Lane("ckpt-copy", self._outside)
         try:

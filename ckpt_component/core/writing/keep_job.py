@@ -19,7 +19,7 @@ from ..storage.memory.kept_files import KeptFiles
 from .range_writer import SumCursor
 from .request import ReusedFile, WriteRequest, WriteResult
 from .write_job import sizes_of, sum_objects, write_integrity
-from .write_table import Lane, WriteTable
+from .write_table import Extent, WriteTable
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.
 _CHUNK_BYTES = 4 << 20
@@ -90,9 +90,11 @@ def _descriptor(shared: ReusedFile) -> int:
 def _sums_of(table: WriteTable, file: int, sums: Sequence[int]) -> FileSums:
     """The checksums of a file of the table."""
     places, values = array("Q"), array("Q")
-    for lane in sorted((lane for group in table.lanes for lane in group if lane.file == file), key=attrgetter("start")):
-        places.frombytes(lane.places.cast("B"))
-        values.extend(sums[lane.first : lane.first + len(lane.places) // 2])
+    for extent in sorted(
+        (extent for group in table.extents for extent in group if extent.file == file), key=attrgetter("start")
+    ):
+        places.frombytes(extent.places.cast("B"))
+        values.extend(sums[extent.first : extent.first + len(extent.places) // 2])
     return FileSums(table.checksum, places, values)
 
 
@@ -105,16 +107,16 @@ def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:
             sums[number] = value
     known = {each.file for each in request.shared}
 
-    def sum_lanes(lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
-            if lane.file in known:
+    def sum_extents(extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            if extent.file in known:
                 continue
-            base, cursor = table.files[lane.file].base, SumCursor(lane, checksum, sums)
-            for start in range(lane.start, lane.end, _CHUNK_BYTES):
-                end = min(start + _CHUNK_BYTES, lane.end)
+            base, cursor = table.files[extent.file].base, SumCursor(extent, checksum, sums)
+            for start in range(extent.start, extent.end, _CHUNK_BYTES):
+                end = min(start + _CHUNK_BYTES, extent.end)
                 cursor.feed(request.source.buffers(base + start, base + end))
 
-    threads = min(len(os.sched_getaffinity(0)), max(len(table.lanes), 1))
+    threads = min(len(os.sched_getaffinity(0)), max(len(table.extents), 1))
     with request.fs.outside.pool(threads, "ckpt-sum") as pool:
-        list(pool.map(sum_lanes, table.lanes))
+        list(pool.map(sum_extents, table.extents))
     return sums

@@ -16,7 +16,7 @@ from ..memory.huge_pages import align, align_down
 from ..outside import OUTSIDE, Future, Outside, Pool
 from ..storage.checksum import Checksum, Stream
 from .request import WriteRequest
-from .write_table import Lane
+from .write_table import Extent
 
 _Result = TypeVar("_Result")
 
@@ -25,7 +25,7 @@ _CACHED_BYTES = 512 << 10
 
 
 class Throttle:
-    """Limits the combined write rate of all lanes.
+    """Limits the combined write rate of all extents.
 
     Args:
         bytes_per_second: None: no limit
@@ -48,7 +48,7 @@ class Throttle:
 
 
 class LaneWriter:
-    """Writes the lanes of one request.
+    """Writes the extents of one request.
 
     Args:
         request: which bytes go where, and how
@@ -83,76 +83,78 @@ class LaneWriter:
         self._failed: list[BaseException] = []
 
     def run(self) -> None:
-        """Write all lanes: the groups in parallel, the lanes of a group in order.
+        """Write all extents: the groups in parallel, the extents of a group in order.
 
         Raises:
             OSError: the first failure; the other writers stop at their next block
         """
-        written = [[lane for lane in lanes if lane.file in self._descriptors] for lanes in self._table.lanes]
-        groups: Sequence[Sequence[Lane]] = [lanes for lanes in written if lanes]
+        written = [
+            [extent for extent in extents if extent.file in self._descriptors] for extents in self._table.extents
+        ]
+        groups: Sequence[Sequence[Extent]] = [extents for extents in written if extents]
         if self._fs.streams:
             groups = _by_file(groups)
         # Without a device to wait for, checksum threads would compete with the copying threads for too few cores.
         alone = self._in_memory and len(os.sched_getaffinity(0)) < 2 * len(groups)
         with self._outside.pool(len(groups), "ckpt-write") as pool:
-            for lanes in groups:
-                pool.submit(self._run_group, lanes, alone)
+            for extents in groups:
+                pool.submit(self._run_group, extents, alone)
         if self._failed:
             raise self._failed[0]
 
-    def _run_group(self, lanes: Sequence[Lane], alone: bool) -> None:
+    def _run_group(self, extents: Sequence[Extent], alone: bool) -> None:
         try:
             # A second thread computes checksums (zlib: 2 GB/s) and gathers live tensors while this one writes; each of
             # the three takes about as long as the others.
             with self._outside.pool(1, "ckpt-sum") as helper:
-                for lane in lanes:
+                for extent in extents:
                     if alone:
-                        self._write_alone(lane)
+                        self._write_alone(extent)
                     else:
-                        self._write(lane, helper)
+                        self._write(extent, helper)
         except BaseException as error:
             self._failed.append(error)
 
-    def _ranges(self, lane: Lane, nbytes: int) -> list[tuple[int, int]]:
-        """Split a lane into the ranges of successive write calls."""
-        start, stop = lane.start, lane.end
+    def _ranges(self, extent: Extent, nbytes: int) -> list[tuple[int, int]]:
+        """Split an extent into the ranges of successive write calls."""
+        start, stop = extent.start, extent.end
         if self._direct:
             start, stop = align_down(start), align(stop)
         return [(at, min(at + nbytes, stop)) for at in range(start, stop, nbytes)]
 
-    def _pieces(self, lane: Lane, start: int, end: int) -> list[memoryview]:
-        """Return the bytes of a range of a lane's file."""
-        base = self._table.files[lane.file].base
+    def _pieces(self, extent: Extent, start: int, end: int) -> list[memoryview]:
+        """Return the bytes of a range of an extent's file."""
+        base = self._table.files[extent.file].base
         pieces = self._source.buffers(base + start, base + end, whole=self._direct)
         if self._fs.streams and not self._source.lasting:
             pieces = [memoryview(b"".join(pieces))]
         return pieces
 
-    def _write_alone(self, lane: Lane) -> None:
-        """Write and checksum a lane in one thread, while data is in cache: on two cores 1.2 times as fast as in two."""
-        descriptor, cursor = self._descriptors[lane.file], SumCursor(lane, self._checksum, self._sums)
-        for position, end in self._ranges(lane, min(self._block_bytes, _CACHED_BYTES)):
+    def _write_alone(self, extent: Extent) -> None:
+        """Write and checksum an extent in one thread, while data is in cache: on two cores 1.2 times as fast as in two."""
+        descriptor, cursor = self._descriptors[extent.file], SumCursor(extent, self._checksum, self._sums)
+        for position, end in self._ranges(extent, min(self._block_bytes, _CACHED_BYTES)):
             if self._failed:
                 return
-            pieces = self._pieces(lane, position, end)
+            pieces = self._pieces(extent, position, end)
             self._throttle.wait(end - position)
             self._fs.write(descriptor, pieces, position)
-            cursor.feed(_within(pieces, position, lane.start, lane.end))
+            cursor.feed(_within(pieces, position, extent.start, extent.end))
 
-    def _write(self, lane: Lane, helper: Pool) -> None:
-        descriptor, cursor = self._descriptors[lane.file], SumCursor(lane, self._checksum, self._sums)
-        ranges = self._ranges(lane, self._block_bytes)
-        next_pieces = helper.submit(self._pieces, lane, *ranges[0]) if ranges else None
+    def _write(self, extent: Extent, helper: Pool) -> None:
+        descriptor, cursor = self._descriptors[extent.file], SumCursor(extent, self._checksum, self._sums)
+        ranges = self._ranges(extent, self._block_bytes)
+        next_pieces = helper.submit(self._pieces, extent, *ranges[0]) if ranges else None
         last_sum: Future[None] | None = None
         for number, (position, end) in enumerate(ranges, 1):
             if self._failed or next_pieces is None:
                 return
             pieces = self._result(next_pieces)
             if last_sum is not None:
-                last_sum.result(0)  # done, as it was submitted before this fetch; a failure ends the lane here
+                last_sum.result(0)  # done, as it was submitted before this fetch; a failure ends the extent here
             # From the image, not from the file, so that it also covers the write. The helper keeps the order of blocks.
-            last_sum = helper.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
-            next_pieces = helper.submit(self._pieces, lane, *ranges[number]) if number < len(ranges) else None
+            last_sum = helper.submit(cursor.feed, _within(pieces, position, extent.start, extent.end))
+            next_pieces = helper.submit(self._pieces, extent, *ranges[number]) if number < len(ranges) else None
             self._throttle.wait(end - position)
             self._fs.write(descriptor, pieces, position)
             if not self._direct:
@@ -167,14 +169,14 @@ class LaneWriter:
 
 
 class SumCursor:
-    """Takes the bytes of a lane in order and records one checksum per item; skips the bytes between items."""
+    """Takes the bytes of an extent in order and records one checksum per item; skips the bytes between items."""
 
-    def __init__(self, lane: Lane, checksum: Checksum, sums: list[int]) -> None:
-        self._places = lane.places
-        self._number = lane.first
-        self._last = lane.first + len(lane.places) // 2
-        self._first = lane.first
-        self._position = lane.start
+    def __init__(self, extent: Extent, checksum: Checksum, sums: list[int]) -> None:
+        self._places = extent.places
+        self._number = extent.first
+        self._last = extent.first + len(extent.places) // 2
+        self._first = extent.first
+        self._position = extent.start
         self._checksum = checksum
         self._sums = sums
         #: Checksum of the item in which the last piece ended.
@@ -209,11 +211,11 @@ class SumCursor:
         self._number = number
 
 
-def _by_file(groups: Sequence[Sequence[Lane]]) -> list[list[Lane]]:
-    """The lanes of each file, in the order of its bytes."""
-    files: dict[int, list[Lane]] = {}
-    for lane in sorted(itertools.chain.from_iterable(groups), key=lambda lane: lane.start):
-        files.setdefault(lane.file, []).append(lane)
+def _by_file(groups: Sequence[Sequence[Extent]]) -> list[list[Extent]]:
+    """The extents of each file, in the order of its bytes."""
+    files: dict[int, list[Extent]] = {}
+    for extent in sorted(itertools.chain.from_iterable(groups), key=lambda extent: extent.start):
+        files.setdefault(extent.file, []).append(extent)
     return list(files.values())
 
 

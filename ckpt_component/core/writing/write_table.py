@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Lane:
+class Extent:
     """A range for one parallel writer: bytes [start, end) of a file, and the items in it.
 
     Attributes:
@@ -59,31 +59,33 @@ class WriteTable:
     Attributes:
         number: unique to the table
         files: the files whose bytes come from the image
-        lanes: what each parallel writer writes, in order
-        item_count: number of items in all lanes
+        extents: what each parallel writer writes, in order
+        item_count: number of items in all extents
         description: JSON text that describes items and keys for readers; copied unchanged into the integrity file
         checksum: algorithm of the items' checksums
     """
 
     number: int
     files: Sequence[FileSpec]
-    lanes: Sequence[Sequence[Lane]]
+    extents: Sequence[Sequence[Extent]]
     item_count: int
     description: bytes | memoryview
     checksum: str = "crc32"
 
     def items_of(self, file: int) -> list[int]:
         """Numbers of a file's items."""
-        lanes = [lane for group in self.lanes for lane in group if lane.file == file]
-        return [lane.first + place for lane in lanes for place in range(len(lane.places) // 2)]
+        extents = [extent for group in self.extents for extent in group if extent.file == file]
+        return [extent.first + place for extent in extents for place in range(len(extent.places) // 2)]
 
     def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
         """Return plain values for JSON, and the large parts as bytes, not copied."""
-        places = [lane.places.cast("B") for group in self.lanes for lane in group]
+        places = [extent.places.cast("B") for group in self.extents for extent in group]
         plain = {
             "number": self.number,
             "files": [vars(spec) for spec in self.files],
-            "lanes": [[[lane.file, lane.start, lane.end, lane.first] for lane in group] for group in self.lanes],
+            "extents": [
+                [[extent.file, extent.start, extent.end, extent.first] for extent in group] for group in self.extents
+            ],
             "item_count": self.item_count,
             "checksum": self.checksum,
             "sizes": [len(self.description), *(data.nbytes for data in places)],
@@ -99,8 +101,8 @@ class WriteTable:
             plain["number"],
             [FileSpec(**spec) for spec in plain["files"]],
             [
-                [Lane(file, start, end, first, next(lists)) for file, start, end, first in lanes]
-                for lanes in plain["lanes"]
+                [Extent(file, start, end, first, next(lists)) for file, start, end, first in extents]
+                for extents in plain["extents"]
             ],
             plain["item_count"],
             description,

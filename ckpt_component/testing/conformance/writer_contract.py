@@ -103,10 +103,10 @@ class WriterContract:
             assert item.payload + item.nbytes <= ends[item.file] <= layout.files[item.file].size
         assert {item.stored for item in layout.items} == {*range(len(layout.stored))}
         assert len(layout.items) == len(layout.stored) == table.item_count
-        lanes = sorted((lane.file, lane.start, lane.end) for group in table.lanes for lane in group)
+        extents = sorted((extent.file, extent.start, extent.end) for group in table.extents for extent in group)
         written = dict.fromkeys(range(len(layout.files)), 0)
-        for number, start, stop in lanes:
-            assert start == written[number], "a byte that no lane writes, or that two write"
+        for number, start, stop in extents:
+            assert start == written[number], "a byte that no extent writes, or that two write"
             written[number] = stop
         assert written == {number: file.size for number, file in enumerate(layout.files)}
 
@@ -125,7 +125,7 @@ class WriterContract:
 
     def test_workers_share_the_bytes(self, writer: Writer, tmp_path: Path) -> None:
         _, encoded = self._plan(writer, {f"weight{number}": torch.ones(5000) for number in range(8)})
-        shares = [sum(lane.end - lane.start for lane in group) for group in encoded.table.lanes]
+        shares = [sum(extent.end - extent.start for extent in group) for group in encoded.table.extents]
         assert len(shares) == writer.workers == 2
         assert max(shares) < 0.7 * sum(shares), f"bytes of each worker: {shares}"
 
