@@ -131,7 +131,7 @@ class LaneWriter:
         return pieces
 
     def _write_alone(self, extent: Extent) -> None:
-        """Write and checksum an extent in one thread, while data is in cache: on two cores 1.2 times as fast as in two."""
+        """Write and checksum an extent in one thread, from the cache: on two cores 1.2 times as fast as in two."""
         descriptor, cursor = self._descriptors[extent.file], SumCursor(extent, self._checksum, self._sums)
         for position, end in self._ranges(extent, min(self._block_bytes, _CACHED_BYTES)):
             if self._failed:
