@@ -45,7 +45,7 @@ class RequestQueue:
         self._timeout, self._setting, self._outside = timeout, setting, outside
         self._lane = Lane(name, outside)
         self._lock = outside.lock()
-        launch = partial(start_in_background, module)
+        launch = partial(start_in_background, module, outside=outside)
         self._job = Job(f"{name} process", launch, outside, once=True, leave_seconds=_LEAVE_SECONDS)
         #: What is worked on now, and what waits, in order.
         self._pending: dict[Future[None], SaveReport] = {}

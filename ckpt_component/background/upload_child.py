@@ -83,7 +83,7 @@ class UploadChild:
 
     def _launch(self) -> Child:
         log = partial(logger.warning, "the process of the uploads: %s")
-        self._process = process = start_in_background(_PROCESS, asdict(self._policy), log)
+        self._process = process = start_in_background(_PROCESS, asdict(self._policy), log, self._outside)
         return process
 
     def _follow_all(self, process: Child) -> None:

@@ -56,7 +56,7 @@ class Uploading(ABC):
         self._local = cast(FileStorage, (storage_of or partial(storage_at, process="upload"))(policy.source))
         self._storage = (storage_of or partial(_target_of, policy))(policy.target)
         self._outside = self._local.outside
-        self._throttle = Throttle(policy.max_bytes_per_second)
+        self._throttle = Throttle(policy.max_bytes_per_second, self._outside)
         self._sent = SentFiles(self._local, self._storage)
 
     def run(self) -> None:

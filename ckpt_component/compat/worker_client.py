@@ -55,7 +55,7 @@ class WorkerClient:
         **options: Any,
     ) -> None:
         self._outside, self._close_timeout, self._farewell = outside, close_timeout, farewell
-        self._owner = OwnerProcess("worker")
+        self._owner = OwnerProcess("worker", outside)
         self._job = worker_job(loop, args, outside=outside, **options)
         # Before other handlers of the exit, which close what requests need.
         self._lane = Lane("ckpt-worker-client", outside, at_exit=math.inf)
