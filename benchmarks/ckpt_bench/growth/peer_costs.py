@@ -170,7 +170,7 @@ class _CountedArrivals(EventRecorder):
 class _NoKeeper:
     """In the place of a `MemoryCaller`, and of a keeper that the next run finds on a host."""
 
-    def __init__(self, rank: Any = 0) -> None:
+    def __init__(self, rank: Any = 0, outside: Any = None) -> None:
         self.rank = rank
 
     def prepare(self, timeout: float) -> None:
