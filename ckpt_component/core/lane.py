@@ -72,7 +72,7 @@ class Lane:
     @property
     def waiting(self) -> int:
         """How many jobs have not ended."""
-        return len(self._pending)
+        return sum(not future.done() for future in [*self._pending])
 
     @property
     def is_here(self) -> bool:

@@ -250,15 +250,18 @@ def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> 
     Returns:
         What is unfinished there now.
     """
+    living = (unfinished := Unfinished(fs, root, names)).living()
+    if not living:
+        return unfinished
     deadline = fs.outside.now() + limit
-    living = list[str]()
     with fs.outside.waits.on(lambda: f"another process that is finishing {', '.join(living)}", deadline) as wait:
-        while living := (unfinished := Unfinished(fs, root, names)).living():
+        while living:
             if fs.outside.now() > deadline:
                 logger.warning("%s is still being written by another process; continuing without it", living)
                 break
             wait.look()
             fs.outside.sleep(0.05)
+            living = (unfinished := Unfinished(fs, root, names)).living()
     return unfinished
 
 

@@ -24,10 +24,12 @@ def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float, stor
     Raises:
         CheckpointTimeoutError: it did not become visible in time
     """
+    if is_visible():
+        return
     outside = OUTSIDE if storage is None else storage.outside
     deadline, pause = outside.now() + seconds, _FIRST_PAUSE
     with outside.waits.on(f"{what}, which another rank made, to be seen here", deadline) as wait:
-        while not is_visible():
+        while True:
             remaining = deadline - outside.now()
             if remaining <= 0:
                 late = f" after {seconds:g} s (timeouts.visible)" if seconds else ""
@@ -37,4 +39,6 @@ def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float, stor
                 )
             wait.look()
             outside.sleep(min(pause, remaining))
+            if is_visible():
+                return
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -164,14 +164,18 @@ class RankStore:
         Raises:
             CheckpointTimeoutError: it returned False until the deadline; the text says what was missing
         """
+        if ready():
+            return
         pause = max(_FIRST_POLL, _FIRST_POLL_PER_RANK * self.world_size)
         with self.outside.waits.on(what, deadline) as wait:
-            while not ready():
+            while True:
                 remaining = deadline - self.outside.now()
                 if remaining <= 0:
                     raise CheckpointTimeoutError(f"Timed out waiting for {what()}.")
                 wait.look()
                 self.outside.sleep(min(pause, remaining))
+                if ready():
+                    return
                 pause = min(pause * 1.5, max(_LONGEST_POLL, pause))
 
     def _over(self, connection: StoreConnection | MadeHere, deadline: float = math.inf) -> RankStore:
