@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import pytest
-from simulation.clocks import SimulatedTime
 
 import ckpt_component.core.writing.keeper as keeper_module
 import ckpt_component.managing.run_memory as run_memory
@@ -428,11 +427,10 @@ class HostPatches:
 
     def __init__(self) -> None:
         self.host: Host | None = None
-        self.time = SimulatedTime()
         self._patch = pytest.MonkeyPatch()
 
     def use(self, host: Host) -> None:
-        self.host, self.time.simulation = host, host.simulation
+        self.host = host
 
     def __enter__(self) -> HostPatches:
         patch = self._patch
@@ -440,7 +438,6 @@ class HostPatches:
         patch.setattr(keeper_module, "HostKeepers", lambda besides, outside: self._find())
         patch.setattr(keeper_module, "KeeperWorker", OutlivingWorker)
         patch.setattr(keeper_module, "KeeperServer", lambda *args, **named: self._made().serve(*args, **named))
-        patch.setattr(os, "urandom", lambda size: self._set().simulation.random.randbytes(size))  # a seed is a life
         patch.setattr(run_memory, "keepers_of", lambda path, outside: self._set().keepers_at(path))
         patch.setattr(run_memory, "tokens_at", lambda root, outside: self._set().tokens)
         patch.setattr(run_memory, "kept_run", lambda token, outside: self._set().kept_run(token))

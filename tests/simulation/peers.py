@@ -140,7 +140,7 @@ class ClusterPatches(HostPatches):
     cluster: Cluster
 
     def use_cluster(self, cluster: Cluster) -> None:
-        self.cluster, self.time.simulation = cluster, cluster.life.simulation
+        self.cluster = cluster
 
     def _set(self) -> Host:
         for host in self.cluster.hosts.values():
