@@ -136,6 +136,8 @@ class Simulation:
             process.end()
         while self._events:
             self._step()
+        if "folder" in vars(self):  # it was made
+            shutil.rmtree(self.folder, ignore_errors=True)
         if self.failures:
             raise self.failures[0]
         return ended
