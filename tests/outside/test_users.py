@@ -75,6 +75,37 @@ def test_one_class_starts_threads() -> None:
     assert found == {"core/outside.py": {"threading.Thread", "ThreadPoolExecutor"}}
 
 
+#: What only one class does, by the calls that do it -> where they are.
+ONCE = {
+    "Popen": {"core/outside.py"},
+    # The contract of torch.multiprocessing.spawn, for a user's functions.
+    "Process": {"compat/spawn.py"},
+    # Frames; and the handshake that tells whether there will be any.
+    "sendall": {"core/processes/framing.py", "core/storage/memory/peer_sockets.py"},
+    "send_descriptors": {"core/processes/framing.py"},
+    "send_file": {"core/processes/framing.py", "core/storage/memory/keeper_server.py", "core/writing/copy_sender.py"},
+    "answer_requests": {
+        *("background/run_watch.py", "compat/worker_main.py"),
+        *("core/storage/memory/keeper_server.py", "core/writing/worker.py"),
+    },
+}
+
+
+def calls_of(tree: ast.Module) -> Iterator[str]:
+    """The last names of what a module calls."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and "psutil" not in ast.unparse(node.func):
+            yield ast.unparse(node.func).rpartition(".")[2]
+
+
+def test_one_class_starts_processes_and_one_sends_frames() -> None:
+    found = dict[str, set[str]]()
+    for name, tree in below_the_faces():
+        for call in ONCE.keys() & {*calls_of(tree)}:
+            found.setdefault(call, set()).add(name)
+    assert found == ONCE
+
+
 def test_what_is_forbidden_is_seen() -> None:
     code = (
         "import time, os.path\nfrom time import sleep, perf_counter\nfrom concurrent.futures import wait\nos.urandom(4)"
