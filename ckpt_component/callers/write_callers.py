@@ -236,7 +236,7 @@ class _WriterProcessCaller(ConnectedCaller):
                 process.close(timeout)
             self._owned = process = ByteProcess(timeout, self._keeper, self.outside)
             # By the trainer, because the process has no psutil.
-            lower_priority(process.pid, self._nice, self._io_priority)
+            lower_priority(process.pid, self._nice, self._io_priority, self.outside)
             return process
 
     def close(self, timeout: float = 60.0) -> None:

@@ -218,6 +218,8 @@ class Outside(Sockets):
     random_bytes: Callable[[int], bytes] = staticmethod(os.urandom)
     #: The environment variables of this process.
     environment: MutableMapping[str, str] = os.environ
+    #: Returns the storage of a path, where disks and buckets are simulated; None: they are what they are.
+    storage_of: Callable[[str], Any] | None = None
 
     def at_exit(self, function: Callable[[], object]) -> None:
         """Call a function when the interpreter ends: the last one first. Threads run until then."""

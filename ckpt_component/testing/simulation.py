@@ -28,7 +28,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,6 +63,7 @@ class Simulation:
         random: the source of all choices
         turns: how often a thread was resumed
         network: between the hosts
+        storage_of: returns what a process sees of the storage of a path; None: storages are not simulated
         failures: exceptions that a thread did not catch
     """
 
@@ -80,6 +81,7 @@ class Simulation:
         self._current: SimulatedThread | None = None
         self._processes: list[SimulatedProcess] = []
         self.network = SimulatedNetwork(self)
+        self.storage_of: Callable[[SimulatedProcess, str], Any] | None = None
         #: Threads of `SimulatedProcess.start` that have not ended.
         self.running = 0
 
@@ -502,6 +504,12 @@ class SimulatedOutside(SimulatedSockets, Outside):
     def is_ending(self) -> bool:
         """See `at_exit`."""
         return False
+
+    @property
+    def storage_of(self) -> Callable[[str], Any] | None:  # type: ignore[override]
+        """The storages of the simulation, as the process sees them."""
+        storage_of = self._process.simulation.storage_of
+        return None if storage_of is None else partial(storage_of, self._process)
 
     @property
     def _own(self) -> SimulatedProcess:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypedDict
 from ..commit.protocol import Attempt
 from ..commit.protocols import attempt_here
 from ..options import ResolvedTimeouts
+from ..outside import Outside
 from ..storage.locate import storage_at
 from ..storage.storage import Held, Storage
 from .write_table import WriteTable
@@ -259,9 +260,12 @@ class WriteRequest:
         )
 
 
-def storage_in(plain: Mapping[str, Any]) -> Storage:
-    """The storage of a request from `to_parts`, made in the writer process."""
-    return storage_at(
+def storage_in(plain: Mapping[str, Any], outside: Outside) -> Storage:
+    """The storage of a request from `to_parts`, made in the writer process, which runs in an outside."""
+    if outside.storage_of is not None:
+        storage: Storage = outside.storage_of(plain["attempt"]["target"])
+        return storage
+    storage = storage_at(
         plain["attempt"]["target"],
         durable=plain["durable"],
         atomic_rename=plain["atomic_rename"],
@@ -269,3 +273,5 @@ def storage_in(plain: Mapping[str, Any]) -> Storage:
         home=plain["storage_home"],
         process="writer",
     )
+    storage.outside = outside
+    return storage

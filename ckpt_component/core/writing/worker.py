@@ -177,8 +177,7 @@ class ByteWorker:
         kind = [plain[name] for name in ("storage_options", "storage_home")]
         kept = self._storage
         if kept is None or kept[0] != kind or not kept[1].holds(plain["attempt"]["target"]):
-            storage = storage_in(plain)
-            storage.outside = self._trainer.outside
+            storage = storage_in(plain, self._trainer.outside)
             kept = (kind, storage)
             self._storage = kept if plain["storage_home"] else None
         return kept[1]
