@@ -8,9 +8,10 @@ from typing import cast
 
 from simulation.keepers import HostKeeper
 from simulation.peers import ClusterHost, PeerLife
-from simulation.recovery import ROOT
+from simulation.recovery import ROOT, TIMEOUTS
 from simulation.troubles import OLD
 
+from ckpt_component.core.commit.liveness import QUIET_SECONDS
 from ckpt_component.core.coordination import Hosts
 from ckpt_component.core.storage.memory.keeper_sockets import memory_root
 from ckpt_component.core.storage.memory.kept_files import KeptFiles
@@ -50,6 +51,8 @@ def lose_host(life: PeerLife, rank: int) -> None:
     life.hosts = [f"{host}'" if host == name else host for host in life.hosts]
     life.lose(name)
     life.cluster.network.lose(name)
+    # Nobody sees from another host that a process there has ended, so what it was at counts as alive for a while.
+    life.excused.append((life.simulation.now, life.simulation.now + QUIET_SECONDS + TIMEOUTS.close))
 
 
 def cut_link(life: PeerLife, rank: int) -> None:
