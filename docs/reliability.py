@@ -18,6 +18,7 @@ _MEANING = {
     "simulated faults": "an operation of a simulated disk fails (once or from then on), is done but unanswered, or is cut short",
     "simulated requests": "a request to a simulated bucket fails, is done twice, loses its answer, or its client is killed",
     "schedules": "two to four simulated ranks save: messages get lost or late, ranks stop and die, storage fails",
+    "lives": "one to four simulated ranks meet one trouble of processes, storages, messages or memory, or two",
     "recoveries": "two simulated ranks come back from memory, while one or two troubles meet each phase of saves and restores",
     "histories": "a random history of saves, faults, damage, restarts, rewinds, copies, deletions",
     "published versions": "weights are published and followed, while simulated publishers and receivers die, fail and are damaged",

@@ -65,7 +65,18 @@ ROOMS = (
     *("core/commit", "core/coordination", "core/storage/memory", *_HOSTS, *_WRITING),
     *("core/state/parameter_names.py", *_LOADING, "publishing", "managing", "saving"),
 )
-_OF_ROOMS = ("simulation", "faults", "saving", "coordination", "storage", "loading", "resume", "publishing", "recovery")
+_OF_ROOMS = (
+    "world",
+    "simulation",
+    "faults",
+    "saving",
+    "coordination",
+    "storage",
+    "loading",
+    "resume",
+    "publishing",
+    "recovery",
+)
 _AROUND = ("process", "stagers", "callers", "events", "config", "cli", "megatron")
 TESTS = tuple(f"tests/{name}" for name in (*_OF_ROOMS, *_AROUND))
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.

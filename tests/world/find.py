@@ -1,0 +1,44 @@
+"""Look for a life with something wrong: `python -m world.find "disk a train" kill answer_lost`, in the folder tests."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import sys
+
+from world.cases import every_place, wrong_in
+from world.world import Case, World
+
+#: Troubles that find most, the quickest first.
+USUAL = ("power_cut", "answer_lost", "kill", "fails", "second_run", "message_lost", "answer_of_store_lost", "stop")
+
+
+def find(world: str, *kinds: str) -> int:
+    """Print the first that is found.
+
+    Args:
+        world: storage, hosts and script of the lives
+        kinds: of the troubles; none: the usual ones
+
+    Returns:
+        1; 0 if there is none.
+    """
+    logging.disable(logging.CRITICAL)
+    storage, hosts, script = world.split()
+    if wrong := World(Case(storage, hosts, script)).live():
+        print("violation without a trouble:", wrong[0])
+        return 1
+    found = [[*every_place(kind, storage, hosts, script)] for kind in kinds or USUAL]
+    for places in found:
+        random.Random(1).shuffle(places)
+    # By turns.
+    for number, trouble in enumerate(filter(None, itertools.chain(*itertools.zip_longest(*found)))):
+        if wrong := wrong_in([Case(storage, hosts, script, (trouble,), number)]):
+            print("violation:", wrong[0])
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(find(*sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""What the jobs of a world do: training scripts, and what people do beside them.
+
+The first job of a script does what comes first; troubles may come in any of them. What a script gives up, or damages,
+it says to the world, so that the verdict knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_component.core.commit.awaited_parts import wait_for_parts
+from ckpt_component.core.commit.cleanup import Unfinished, discard
+from ckpt_component.core.commit.commit import new_attempt
+from ckpt_component.core.commit.copying import Continued, copy_checkpoint, copy_part
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.host_parts import part_of
+from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.part_notes import Beat, PartNote, note_path, write_note
+
+if TYPE_CHECKING:
+    from world.world import Rank, World
+
+
+@dataclass(frozen=True)
+class Script:
+    """See the top of this file.
+
+    Attributes:
+        run: what each rank does
+        preset: of the config
+        overrides: of it
+        keep: how many checkpoints stay
+        jobs: how many jobs follow each other, at least, before the last one
+        between: what happens between the first two
+        has_base: whether the state has weights that do not change
+        keeps_best: whether the best checkpoint is kept beside the newest
+        has_run: whether managers are there, which have a pointer and own the folder
+        in_memory: whether each step is kept in memory, and only every second one is saved
+    """
+
+    run: Callable[[Rank], None]
+    preset: str = "sync"
+    overrides: tuple[str, ...] = ()
+    keep: int = 1
+    jobs: int = 2
+    between: Callable[[World], None] = lambda world: None
+    has_base: bool = False
+    keeps_best: bool = False
+    has_run: bool = True
+    in_memory: bool = False
+
+    def kept(self, steps: Collection[int]) -> set[int]:
+        """Which of these steps are kept."""
+        best = sorted(steps, key=lambda step: (loss_of(step), step))[: self.keeps_best]
+        return {*sorted(steps)[-self.keep :], *best}
+
+
+def loss_of(step: int) -> float:
+    """Of the steps of a life, the first one is the best, until the fifth."""
+    return {1: 0.5, 5: 0.1}.get(step, 0.9)
+
+
+def train(rank: Rank) -> None:
+    """Go on from where the last job was, and save some steps."""
+    with rank.manager() as manager:
+        last = rank.restore(manager)
+        for step in range(last + 1, last + (4 if rank.job.number == 1 else 3)):
+            rank.sleep(1.0)
+            rank.save(manager, step, metrics={"loss": loss_of(step)})
+
+
+def go_back(rank: Rank) -> None:
+    """The second job gives up all steps but the first."""
+    path = rank.path_of(1)
+    if rank.job.number != 2 or 1 not in rank.world.committed:
+        train(rank)
+        return
+    rank.world.gives_up([step for _, step in rank.world.saved if step > 1])
+    with rank.manager(f"checkpoint.resume={path}", "checkpoint.rewind=true") as manager:
+        assert rank.restore(manager, least=0) == 1, "it goes back to another step"
+        rank.save(manager, 2, metrics={"loss": loss_of(2)})
+
+
+def save_by_path(rank: Rank) -> None:
+    """Save without a manager, to the first free path."""
+    step = max(rank.world.committed, default=0) + 1
+    with rank.checkpointer() as checkpointer:
+        rank.save_to(checkpointer, step)
+
+
+def delete(rank: Rank) -> None:
+    """Between two jobs, somebody deletes a checkpoint: `ckpt rm`."""
+    if rank.job.number != 2:
+        train(rank)
+    elif rank.number == 0:
+        rank.world.gives_up([2])
+        with rank.call("command"):
+            discard(rank.storage(""), rank.path_of(2))
+
+
+def collect(rank: Rank) -> None:
+    """Between two jobs, somebody deletes what dead runs have left: `ckpt gc`."""
+    if rank.job.number != 2:
+        train(rank)
+    elif rank.number == 0:
+        with rank.call("command"):
+            Unfinished(rank.storage(""), rank.world.root, MEGATRON).sweep()
+
+
+def copy(rank: Rank) -> None:
+    """Between two jobs, somebody copies a checkpoint: `ckpt cp`."""
+    world, files = rank.world, rank.storage("")
+    if rank.job.number != 2:
+        train(rank)
+    elif rank.number == 0 and world.committed:
+        step = world.committed[-1]
+        source, target = rank.path_of(step), rank.path_of(step + 10)
+        world.copies[step + 10] = step
+        with rank.call("command", step + 10):
+            manifest = read_manifest(files, source)
+            assert manifest is not None
+            copy_checkpoint(files, source, manifest, files, target, lambda staging, kept: None)
+        world.acknowledged(next(job for job, saved in reversed(world.saved) if saved == step), step + 10)
+
+
+def copy_from_hosts(rank: Rank) -> None:
+    """The same where the files are on two hosts: each copies its own, and one commits; after a failure they go on."""
+    world, files = rank.world, rank.storage("")
+    if rank.job.number != 2:
+        train(rank)
+    elif rank.number == 0 and world.committed:
+        step = world.committed[-1]
+        source, target = rank.path_of(step), rank.path_of(step + 10)
+        world.copies[step + 10] = step
+        with rank.call("command", step + 10):
+            found, ownership = read_manifest(files, source), FencingToken(files, world.root)
+            assert found is not None
+            names = [entry["name"] for entry in found["files"]]
+            manifest = {**found, "hosts": {"one": names[::2], "two": names[1::2]}}
+            attempt = new_attempt(files, target, manifest["attempt"])
+
+            def others(staging: str, kept: Collection[str]) -> None:
+                note = note_path(attempt, manifest, "two")
+                with Beat(attempt, note) as beat:
+                    copy_part(files, source, part_of(manifest, "two"), attempt, lambda nbytes: beat.moved())
+                write_note(files, note, PartNote(attempt=attempt.token))
+                wait_for_parts(attempt, manifest, "one", 0.0, lambda part: None)
+
+            continued = Continued(attempt.token, ownership, lambda nbytes: None, host="one")
+            for tries_left in (1, 0):
+                try:
+                    copy_checkpoint(files, source, manifest, files, target, others, continued=continued)
+                    break
+                except OSError:
+                    if not tries_left:
+                        raise
+        world.acknowledged(next(job for job, saved in reversed(world.saved) if saved == step), step + 10)
+
+
+def flip(world: World) -> None:
+    """A bit of the newest checkpoint has changed."""
+    world.flip()
+
+
+def train_in_memory(rank: Rank) -> None:
+    """Go on from where the last job was; each step is kept in memory, and each second one is saved, too."""
+    with rank.manager() as manager:
+        last = rank.restore(manager)
+        for step in range(last + 1, last + (5 if rank.job.number == 1 else 4)):
+            rank.sleep(1.0)
+            rank.keep(manager, step)
+        rank.waits_for_its_end()  # a manager that is closed leaves nothing in memory
+
+
+SCRIPTS: Mapping[str, Script] = {
+    "train": Script(train),
+    "goes_on": Script(train, overrides=("checkpoint.on_error=warn",), keep=2),
+    "tries_again": Script(train, overrides=("checkpoint.on_error=retry", "checkpoint.retry.backoff_seconds=1")),
+    "shared": Script(train, overrides=("checkpoint.reuse.frozen=[shared.base]",), keep=2, has_base=True),
+    "best": Script(train, overrides=("checkpoint.keep.best.metric=loss",), keeps_best=True),
+    "damaged": Script(train, keep=2, between=flip),
+    "rewind": Script(go_back, keep=3),
+    "by_path": Script(save_by_path, keep=9, has_run=False),
+    "delete": Script(delete, keep=3),
+    "collect": Script(collect, keep=3),
+    "copy": Script(copy, keep=4),
+    "copy_from_hosts": Script(copy_from_hosts, keep=4),
+    "memory": Script(
+        train_in_memory,
+        preset="async_persistent",
+        overrides=(
+            "checkpoint/recovery=host",
+            "checkpoint.recovery.every_steps=1",
+            "checkpoint.save.every_steps=2",
+            "checkpoint.overlap=wait",
+        ),
+        keep=2,
+        in_memory=True,
+    ),
+}

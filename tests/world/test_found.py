@@ -1,0 +1,17 @@
+"""Lives in which something was wrong once."""
+
+from __future__ import annotations
+
+import pytest
+from world.cases import wrong_in
+from world.world import Case
+
+FOUND = [
+    # The first rank waited 20 s to see a commit in the memory of its keeper, which had ended.
+    "disk aaa memory 99 kill:save:2525:-1",
+]
+
+
+@pytest.mark.parametrize("text", FOUND)
+def test_what_was_wrong_once_is_not(text: str) -> None:
+    assert not wrong_in([Case.of(text)])

@@ -1,0 +1,58 @@
+"""A run goes on whatever happens once: to one rank at about every operation, to three and four at many."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from evidence import Record
+from strides import in_turn
+from world.cases import every_script, may_happen, once, wrong_in
+from world.storages import KINDS as STORAGES
+from world.troubles import KINDS
+
+pytestmark = pytest.mark.turns(3)
+#: How many lives there are of each kind of trouble.
+OF_ONE, OF_MANY = 120, 30
+#: The hosts of three and four ranks, and what they do.
+MANY = [*itertools.product(("aab", "abc", "abba"), ("train", "goes_on")), ("aaa", "memory"), ("aaaa", "memory")]
+CASES = [
+    (storage, hosts, script, kind)
+    for (hosts, script), storage, kind in itertools.product(MANY, STORAGES, KINDS)
+    if may_happen(kind, storage, hosts, script)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("storage", "script", "kind"), [*every_script()])
+def test_one_rank_goes_on_whatever_happens_once(storage: str, script: str, kind: str, record_property: Record) -> None:
+    cases = [*once(kind, storage, "a", script, OF_ONE)]
+    record_property("lives", len(cases))
+    wrong = wrong_in(cases)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("storage", "hosts", "script", "kind"), CASES)
+def test_ranks_go_on_whatever_happens_once(
+    storage: str, hosts: str, script: str, kind: str, record_property: Record
+) -> None:
+    cases = [*once(kind, storage, hosts, script, OF_MANY)]
+    record_property("lives", len(cases))
+    wrong = wrong_in(cases)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("storage", in_turn(("disk", "mounted"), 2))
+@pytest.mark.parametrize("kind", ["power_cut", "answer_lost"])
+def test_what_is_acknowledged_lasts(kind: str, storage: str) -> None:
+    wrong = wrong_in(once(kind, storage, "a", "train", 30))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("storage", "hosts", "script", "kind"), in_turn(CASES, len(CASES) // 8))
+def test_some_ranks_go_on_whatever_happens_once(storage: str, hosts: str, script: str, kind: str) -> None:
+    wrong = wrong_in(once(kind, storage, hosts, script, 2))
+    assert not wrong, "\n".join(wrong)

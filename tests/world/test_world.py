@@ -1,0 +1,53 @@
+"""The world itself: a case is a life, its text leads to it again, and nothing of the package is patched for it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from world.cases import undisturbed
+from world.scripts import SCRIPTS
+from world.storages import KINDS as STORAGES
+from world.troubles import KINDS, Trouble
+from world.world import Case, World
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_nothing_is_wrong_where_nothing_happens(storage: str, script: str) -> None:
+    world = undisturbed(storage, "a", script)
+    assert world.saved and not any(told.error for told in world.told)
+
+
+def test_without_durability_nothing_is_synced() -> None:
+    assert not any("sync_folder" in operation.name for operation in undisturbed("unsynced", "a", "train").operations)
+
+
+def test_a_case_is_a_life() -> None:
+    def lived(text: str) -> tuple[int, list[tuple[int, int]], list[float]]:
+        world = World(Case.of(text))
+        world.live()
+        return world.simulation.turns, world.saved, [told.until for told in world.told]
+
+    case = Case("disk", "ab", "train", (Trouble("kill", "save", 40, 1), Trouble("message_late", "restore", 9)), 7)
+    assert Case.of(str(case)) == case
+    assert lived(str(case)) == lived(str(case))
+    assert lived(str(case)) != lived(str(case).replace(" 7 ", " 8 "))
+
+
+def test_a_trouble_comes_where_its_case_says() -> None:
+    world = World(Case("disk", "a", "train", (Trouble("kill", "save", 40),)))
+    assert not world.live()
+    assert [trouble.kind for trouble in world.happened] == ["kill"]
+    assert world.jobs[0].ranks[0].process.is_killed and len(world.jobs) == 3
+
+
+def test_each_kind_of_trouble_is_explained() -> None:
+    assert all(kind.befall.__doc__ for kind in KINDS.values())
+
+
+def test_nothing_of_the_package_is_patched() -> None:
+    for path in Path(__file__).parent.glob("*.py"):
+        if path.name != Path(__file__).name:
+            assert not re.search(r"monkeypatch|MonkeyPatch|setattr\(|mock", path.read_text()), path

@@ -1,0 +1,216 @@
+"""What must hold, whatever has happened: one verdict on a life.
+
+- *Bytes.* What was acknowledged is there, or a newer step that takes its place; each checkpoint that a program finds has
+  the bytes of one step of one job on all ranks. What was told to have failed is not there.
+- *Ranks.* All ranks of a job go on from the same step, no older than the newest that was acknowledged.
+- *Words.* What is refused is refused by a `CheckpointError`; anything else that a rank raises ends the simulation.
+- *Time.* A call takes no longer than `PATIENCE`, and the deadlines of what really failed: who waits for a process that
+  has died, or for one that waits for it, waits too long. At the end a job comes to its end.
+- *Leftovers.* After the last job nothing is in the folder but checkpoints, the pointer and the owner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from world.states import differences, said_in
+
+from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
+from ckpt_component.core.commit.names import (
+    ALIVE_PREFIX,
+    MANIFEST,
+    MEGATRON,
+    OWNER,
+    QUARANTINE_PREFIX,
+    STAGING_PREFIX,
+    TRASH_PREFIX,
+    TRIAL_PREFIX,
+)
+from ckpt_component.core.commit.scan import Scan, scan_steps
+from ckpt_component.core.storage.new_names import NEW_PREFIX
+from ckpt_component.errors import CheckpointCorruptError
+from ckpt_component.loading.reader import Reader
+
+if TYPE_CHECKING:
+    from world.world import Told, World
+
+#: For so long a call may take where nothing happens, in seconds.
+PATIENCE = 5.0
+#: Errors of a rank that has not heard how a save ended.
+UNKNOWN = ("has not answered", "cannot reach the store", "to decide", "sent no heartbeat", "Could not find out")
+_OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)
+_FIXED = {MEGATRON.pointer, OWNER}
+
+
+def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
+    """What is wrong at the end of a life."""
+    if not has_ended:
+        yield "a call hangs"
+    elif not world.is_in_peace and not _is_refused(world):
+        yield f"no job came to its end: {[str(rank.error) for rank in world.jobs[-1].ranks]}"
+    yield from _of_ranks(world)
+    yield from _of_time(world)
+    if world.is_in_peace:
+        yield from _left_behind(world)
+
+
+def wrong_in_folder(world: World) -> Iterator[str]:
+    """What is wrong in the folder of the run after a job."""
+    files, root = world.files, world.root
+    found = scan_steps(files, root, MEGATRON)
+    committed = [step for step in found.committed if step not in world.damaged]
+    acknowledged = {step: job for job, step in world.saved if step not in world.free}
+    missing = world.script.kept({*acknowledged, *committed, *world.damaged}) - {*committed, *world.damaged}
+    if missing:
+        yield f"steps {sorted(missing)} must be kept, and there are {committed}"
+    for step, why in {**found.damaged, **found.torn, **found.unusable}.items():
+        if step not in world.damaged:
+            yield f"step {step}: {why}"
+    for step in committed:
+        yield from _wrong_in_step(world, step, acknowledged.get(step))
+    for name in files.names(root):
+        if MEGATRON.step(name) is None and not name.startswith(_OURS) and name not in _FIXED:
+            yield f"{name} is nothing of ours"
+    yield from _false_failures(world, found)
+
+
+class Fence:
+    """Who owns the folder: a run that was replaced commits nothing more, once it has done anything else for a save.
+
+    It looks at the owner file after all that, so only what happens between this look and the commit escapes it.
+
+    Args:
+        root: the folder
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._count = 0
+        #: When a job has taken the folder, and last changed something of an attempt: numbers of changes.
+        self._taken, self._worked = dict[int, int](), dict[int, int]()
+
+    def changed(self, job: int, name: str, path: str) -> Iterator[str]:
+        """A job has changed something; yields what is wrong with that."""
+        self._count += 1
+        below = os.path.relpath(path, self._root)
+        first, _, rest = below.partition("/")
+        if first == OWNER and job not in self._taken:
+            self._taken[job] = self._count
+        is_step = MEGATRON.step(first) is not None
+        if (is_step and rest == MANIFEST) or (is_step and not rest and name == "rename_new"):
+            replaced = max((when for other, when in self._taken.items() if other != job), default=0)
+            if self._taken.get(job, replaced) < replaced < self._worked.get(job, 0) and name not in (
+                "unlink",
+                "delete",
+            ):
+                yield f"job {job} has committed {first}, and another job had replaced it"
+        elif (is_step and rest) or first.startswith(STAGING_PREFIX):
+            self._worked[job] = self._count
+
+
+def _wrong_in_step(world: World, step: int, owner: int | None) -> Iterator[str]:
+    """What is wrong with a checkpoint; `owner`: the job to which it was acknowledged."""
+    path = os.path.join(world.root, MEGATRON.folder(step))
+    try:
+        state = Reader(storage_of=lambda _: world.files).read(path)[0]
+    except CheckpointCorruptError as error:
+        yield f"step {step} does not load: {error}"
+        return
+    yield from (f"step {step}: {text}" for text in _wrong_in_state(world, step, state))
+    job, _ = said_in(state)
+    if owner is not None and job != owner:
+        yield f"step {step} is that of job {job}, and was acknowledged to job {owner}"
+
+
+def _wrong_in_state(world: World, step: int, state: Any) -> Iterator[str]:
+    job, said = said_in(state)
+    if said != world.copies.get(step, step):
+        yield f"its state is that of step {said}"
+    elif step and not {(job, said, rank) for rank in range(world.ranks)} <= world.begun:
+        yield f"not all ranks of job {job} had saved it"
+    else:
+        found = [*differences(state, world.state(job, said))]
+        yield from found if len(found) > world.flips else ()
+
+
+def _false_failures(world: World, found: Scan) -> Iterator[str]:
+    """Saves that were told to have failed, and are there; unless undoing them failed, too."""
+    if world.undoing_may_fail:
+        return
+    for told in world.told:
+        if told.step in {*found.committed} - {*world.damaged} and told.error is not None and not _is_unsure(told):
+            state = Reader(storage_of=lambda _: world.files).read(f"{world.root}/{MEGATRON.folder(told.step)}")[0]
+            if said_in(state)[0] == told.job:
+                yield f"step {told.step} was told to have failed on rank {told.rank}, and is there: {told.error}"
+
+
+def _is_unsure(told: Told) -> bool:
+    return any(text in str(told.error) for text in UNKNOWN)
+
+
+def _of_ranks(world: World) -> Iterator[str]:
+    for job in {each.job for each in world.resumed}:
+        there = [each for each in world.resumed if each.job == job]
+        if len({each.step for each in there}) > 1:
+            yield f"job {job} begins at other steps on other ranks: {[each.step for each in there]}"
+        for each in there:
+            name = f"rank {each.rank} of job {job} at step {each.step}"
+            if (each.step or 0) < each.least:
+                yield f"{name}, and step {each.least} was acknowledged"
+            yield from (f"{name}: {text}" for text in _wrong_in_state(world, each.step or 0, each.state))
+
+
+def _of_time(world: World) -> Iterator[str]:
+    for told in world.told:
+        seconds = told.until - told.since
+        if seconds > PATIENCE:
+            seconds -= _covered(world.excused(told), told.since, told.until)
+        if seconds > PATIENCE:
+            yield f"rank {told.rank} of job {told.job} waited {seconds:.1f} s too long in its {told.call}: {told.error}"
+
+
+def _covered(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:
+    """How much of a time lies in any of these."""
+    total = 0.0
+    for start, end in sorted(spans):
+        start, end = max(start, since), min(end, until)
+        total += max(end - start, 0.0)
+        since = max(since, end)
+    return total
+
+
+def _is_refused(world: World) -> bool:
+    """Whether nothing that is there can be used, and all ranks say so."""
+    errors = [rank.error for rank in world.jobs[-1].ranks]
+    return bool(world.damaged) and all(isinstance(error, CheckpointCorruptError) for error in errors)
+
+
+def _left_behind(world: World) -> Iterator[str]:
+    files, root = world.files, world.root
+    found = scan_steps(files, root, MEGATRON).committed
+    expected = {MEGATRON.folder(step) for step in found} | (_FIXED if world.script.has_run else set())
+    names = {*files.names(root)}
+    left = {name for name in names - expected if not _is_set_aside(world, name)}
+    if left:
+        yield f"left behind: {sorted(left)}"
+    if expected - names:
+        yield f"missing: {sorted(expected - names)}"
+    elif world.script.has_run and files.read(f"{root}/{MEGATRON.pointer}", 100) != str(found[-1]).encode():
+        yield "the pointer does not say the newest step"
+    for step in found:
+        folder = f"{root}/{MEGATRON.folder(step)}"
+        more = [name for name in attempts_in(files, folder) if not is_quarantined(files, f"{folder}/{name}")]
+        if len(more) > 1:
+            yield f"left behind in {folder}: {more}"
+    if {*found} != world.script.kept(found) | ({*world.damaged} & {*found}):
+        yield f"too many are kept: {found}"
+
+
+def _is_set_aside(world: World, name: str) -> bool:
+    """Whether it holds what was damaged, or what followed when a run went back: that is kept."""
+    folder = f"{world.root}/{name}"
+    return name.startswith(QUARANTINE_PREFIX) or any(
+        is_quarantined(world.files, f"{folder}/{each}") for each in attempts_in(world.files, folder)
+    )

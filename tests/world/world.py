@@ -1,0 +1,591 @@
+"""A world: hosts, processes, storages and a launcher, in which one run lives a life while troubles come.
+
+    wrong = World(Case("disk", "ab", "train", (Trouble("kill", "save", 17),), seed=3)).live()
+
+What runs is the package as a user has it: `build_manager` builds each rank's manager from a config. Simulated are what
+is outside of it: time, threads, connections and processes (`SimulatedOutside`), the disks and buckets, and the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from kept_configs import compose_once
+from world.scripts import SCRIPTS
+from world.states import part_of, state_of
+from world.storages import new_storage, seen_by
+from world.troubles import DEADLINE, LONG, UNNOTICED, VISIBLE, Hit, Trouble
+from world.verdict import PATIENCE, Fence, wrong_in, wrong_in_folder
+
+from ckpt_component import Checkpointer, CheckpointError, CheckpointManager
+from ckpt_component.config import Checkpoint, resolve_config
+from ckpt_component.core.commit.liveness import QUIET_SECONDS
+from ckpt_component.core.commit.manifest import data_folder
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.coordination import RankStore, StoreCoordinator
+from ckpt_component.core.coordination.connection import StoreConnection
+from ckpt_component.core.storage.storage import Storage
+from ckpt_component.factory.graph import build_checkpointer, manager_of
+from ckpt_component.factory.launch import Launch
+from ckpt_component.testing import DiskFile, Fault, SimulatedBucket
+from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
+from ckpt_component.testing.simulation import SimulatedProcess, Simulation
+
+T = TypeVar("T")
+
+ROOT = "/runs/one"
+#: Simulated seconds.
+HEARTBEAT, STALL = 10.0, 30.0
+USUAL = (
+    "checkpoint.save.every_steps=1000000",
+    "checkpoint.save.at_end=false",
+    "checkpoint.writer.workers=1",
+    "checkpoint.events=false",
+    "checkpoint.timeouts.stage=20",
+    "checkpoint.timeouts.write=60",
+    "checkpoint.timeouts.close=20",
+    f"checkpoint.timeouts.visible={VISIBLE:g}",
+    f"checkpoint.timeouts.heartbeat={HEARTBEAT:g}",
+    f"checkpoint.timeouts.stall={STALL:g}",
+)
+#: A launcher starts no more jobs, and a life is over, after so many; the last one may end before all that was to happen.
+MOST_JOBS, LIFETIME = 6, 3600.0
+#: How often a launcher looks after its job, and how long it takes to notice that a rank has ended.
+_POLL, _NOTICES = 0.5, 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that decides a life; it is the same each time.
+
+    Attributes:
+        storage: of the run's folder: one of `storages.KINDS`
+        hosts: the host of each rank, a letter each
+        script: what the jobs do: a name in `scripts.SCRIPTS`
+        troubles: what happens, one after the other
+        seed: of the schedule
+    """
+
+    storage: str
+    hosts: str
+    script: str
+    troubles: tuple[Trouble, ...] = ()
+    seed: int = 1
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether the launcher lets the ranks that are left end by themselves, after one has died."""
+        return self.seed % 2 == 0
+
+    def __str__(self) -> str:
+        return " ".join([self.storage, self.hosts, self.script, str(self.seed), *map(str, self.troubles)])
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """The inverse of `str`."""
+        storage, hosts, script, seed, *troubles = text.split()
+        return cls(storage, hosts, script, tuple(map(Trouble.of, troubles)), int(seed))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that a process does outside of itself.
+
+    Attributes:
+        call: what its rank is doing: `begin`, `restore`, `save`, `close`, `command`; empty: nothing of the package;
+            `orphan`: it has died, and a process that it had launched has not
+        kind: `look` or `change` of a storage, `message` to the store, or `wire`: use of another connection
+        name: of what is done there
+        path: where
+    """
+
+    call: str
+    kind: str
+    name: str = ""
+    path: str = ""
+
+
+@dataclass
+class Told:
+    """What a call has told a rank: from when until when it took, its step if it is a save, and its error."""
+
+    job: int
+    rank: int
+    call: str
+    since: float
+    step: int = 0
+    until: float = 0.0
+    error: BaseException | None = None
+
+
+@dataclass
+class Resumed:
+    """What a restore has told a rank: a step with a state.
+
+    Attributes:
+        least: the newest step that was acknowledged before it
+    """
+
+    job: int
+    rank: int
+    step: int | None
+    state: Mapping[str, Any]
+    least: int
+
+
+@functools.cache
+def settings_of(preset: str, *overrides: str) -> Checkpoint:
+    """A config, which is read once."""
+    return resolve_config(compose_once(preset, [*USUAL, *overrides]))
+
+
+def memory_files() -> Iterator[tuple[int, int]]:
+    """The memory of images, of all simulated processes: inodes, and a descriptor of each."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
+                yield os.fstat(int(name)).st_ino, int(name)
+
+
+class World:
+    """See the top of this file.
+
+    Args:
+        case: what happens
+
+    Attributes:
+        simulation: time, and the processes
+        files: the storage of the run's folder, as no process sees it
+        jobs: that were started, in their order
+        operations: how often each was done
+        told: what calls have told the ranks
+        resumed: what restores have given them
+        saved: the job and step of each save that was acknowledged, in order
+        begun: the job, step and rank of each save that began
+        damaged: steps whose bytes were damaged, and in which job; a later one may save them anew
+        free: steps that were given up: they may be there or not
+        copies: which step was copied to the name of another one
+        kept: the newest step in memory that must be there; 0: there is none, or it may be lost
+        flips: how many bits of the memory were flipped, which nobody notices who has yet to sum them
+        happened: the troubles that came
+        excuses: from when until when who waits may wait, and for what
+        is_in_peace: whether a job came to its end, and nothing more was to happen
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.script, self.root = case, SCRIPTS[case.script], ROOT
+        self.simulation = Simulation(case.seed)
+        self.simulation.storage_of = self.storage
+        self.simulation.network.operation = lambda sock: self.operation(cast(SimulatedProcess, sock.process), "wire")
+        self.files = new_storage(case.storage)
+        self.files.make_folders(ROOT)
+        self.jobs = list[Job]()
+        self.operations = Counter[Operation]()
+        self.told, self.resumed = list[Told](), list[Resumed]()
+        self.saved, self.begun = list[tuple[int, int]](), set[tuple[int, int, int]]()
+        self.damaged, self.free, self.copies = dict[int, int](), set[int](), dict[int, int]()
+        self.kept = self.flips = 0
+        self._earlier = {*memory_files()}
+        self.happened, self.excuses = list[Trouble](), list[tuple[float, float]]()
+        self.is_in_peace = False
+        #: Folders that are open, and of which process.
+        self.folders = dict[int, SimulatedProcess]()
+        self._wrong, self._fence = list[str](), Fence(self.root)
+        #: What every later change of a storage meets, until the job has ended.
+        self.lasting: Fault | None = None
+        self._pending, self._since = [*case.troubles], 0
+        self._rank_of = dict[SimulatedProcess, Rank]()
+
+    def live(self) -> list[str]:
+        """Live this life; returns what was wrong."""
+        launcher = self.simulation.process("launcher")
+        launcher.start(self._launch, launcher)
+        with torch.no_grad():  # one thread of torch is all simulated ones
+            has_ended = self.simulation.run(LIFETIME)
+            return [*self._wrong, *wrong_in(self, has_ended=has_ended)]
+
+    def start(self, name: str = "job", after: float = 0.0) -> Job:
+        """Start the next job."""
+        job = Job(self, len(self.jobs) + 1, name)
+        self.jobs.append(job)
+        self._rank_of.update({rank.process: rank for rank in job.ranks})
+        for rank in job.ranks:
+            rank.process.start(rank.live, after=after)
+        return job
+
+    def _launch(self, launcher: SimulatedProcess) -> None:
+        """Start jobs one after the other, as torchrun does, until one has come to its end and nothing more happens."""
+        is_over = False
+        while not is_over and len(self.jobs) < MOST_JOBS:
+            is_over = self._has_run(launcher) and len(self.jobs) >= self.script.jobs and not self._pending
+            launcher.outside.sleep(1.0)
+        launcher.outside.sleep(LONG)  # longer than a lease
+        self.lose_memory()
+        self.is_in_peace = self._has_run(launcher)
+
+    def _has_run(self, launcher: SimulatedProcess) -> bool:
+        """Run a job; returns whether it came to its end."""
+        job = self.start()
+        while not job.is_over:
+            launcher.outside.sleep(_POLL)
+        launcher.outside.sleep(_NOTICES)
+        while self.case.is_patient and not job.has_ended:
+            launcher.outside.sleep(_POLL)
+        is_whole = job.is_whole
+        job.kill()
+        self.lasting = None
+        if isinstance(self.files, SimulatedBucket):
+            self.files.disk.lag = 0  # what follows sees what is there
+        launcher.outside.sleep(0.0)  # what has ended lets go of its locks
+        if job.number == 1:
+            self.script.between(self)
+        self._wrong += [f"after job {job.number}: {text}" for text in wrong_in_folder(self)]
+        return is_whole
+
+    def storage(self, process: SimulatedProcess, path: str) -> Storage:
+        """The storage of a path, as a process sees it."""
+        return seen_by(process, self, self.files)
+
+    def rank_of(self, process: SimulatedProcess | None) -> Rank | None:
+        """The rank whose process it is, or whose process has launched it."""
+        while process is not None and process not in self._rank_of:
+            process = process.parent
+        return None if process is None else self._rank_of[process]
+
+    # What happens
+
+    def operation(self, process: SimulatedProcess, kind: str, name: str = "", path: str = "") -> Any:
+        """A process is about to do something; returns the fault that this meets, if any."""
+        rank = self.rank_of(process)
+        if rank is None:
+            return None
+        call = rank.doing if not rank.process.is_dead else "orphan"
+        operation = Operation(call, kind, name, path)
+        self.operations[Operation(call, kind, name)] += 1
+        if self._pending and self._pending[0].fits(operation):
+            self._since += 1
+            if self._since == self._pending[0].number:
+                trouble, self._since = self._pending.pop(0), 0
+                self.happened.append(trouble)
+                victim = rank if trouble.rank < 0 else rank.job.ranks[trouble.rank % len(rank.job.ranks)]
+                hit = process if trouble.rank < 0 else victim.process
+                fault = trouble.befall(Hit(self, victim, hit, operation))
+                if fault is not None:
+                    return fault
+        return self.lasting if kind == "change" else None
+
+    def changed(self, process: SimulatedProcess, name: str, path: str) -> None:
+        """A process has changed something."""
+        rank = self.rank_of(process)
+        if rank is not None:
+            self._wrong += self._fence.changed(rank.job.number, name, path)
+
+    def choice(self, *values: T) -> T:
+        """One of these."""
+        return self.simulation.random.choice(values)
+
+    def excuse(self, seconds: float) -> None:
+        """From now on, who waits may wait so long."""
+        self.excuses.append((self.simulation.now, self.simulation.now + seconds))
+
+    def has_died(self) -> None:
+        """A process has died, or left something: without locks, it counts as alive for a while."""
+        if not self.files.atomic_rename:
+            self.excuse(QUIET_SECONDS + 2 * PATIENCE)
+
+    def gives_up(self, steps: Iterable[int]) -> None:
+        """These steps may be there or not from now on."""
+        self.free.update(steps)
+
+    def acknowledged(self, job: int, step: int, *, in_memory: bool = False) -> None:
+        """A rank was told that a step is saved, or kept in memory."""
+        if in_memory:
+            self.kept = max(self.kept, step)
+        elif (job, step) not in self.saved:
+            self.saved.append((job, step))
+            self.free.discard(step)
+            if self.damaged.get(step, job) < job:
+                del self.damaged[step]
+
+    def flip(self) -> None:
+        """Flip a bit of the newest checkpoint, in the middle of its largest file."""
+        found = scan_steps(self.files, self.root, MEGATRON)
+        if found.committed:
+            step = found.committed[-1]
+            folder = data_folder(self.files, f"{self.root}/{MEGATRON.folder(step)}", found.manifests[step])
+            files = [path for path in self.files.disk.walk(folder) if path.endswith(".distcp")]
+            file = max(map(self.files.disk.file, files), key=lambda file: file.size)
+            file.data[file.size * 37 // 100] ^= 1
+            file.sync()
+            self.damaged |= {each: len(self.jobs) for each in found.committed if self._has(each, file)}
+
+    def lose_memory(self) -> None:
+        """What is in memory may be lost."""
+        self.kept = 0
+
+    def keepers(self) -> list[SimulatedProcess]:
+        """The processes that ranks have launched, which live."""
+        return [each for each in self.simulation.processes if each.parent in self._rank_of and not each.is_dead]
+
+    def flip_memory(self) -> None:
+        """Flip a bit of the memory that snapshots are in."""
+        found = sorted({*memory_files()} - self._earlier)
+        if found:
+            descriptor = self.choice(*found)[1]
+            at = self.simulation.random.randrange(os.fstat(descriptor).st_size)
+            os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 1 << self.choice(*range(8))]), at)
+            self.flips += 1
+            self.lose_memory()
+
+    def _has(self, step: int, file: DiskFile) -> bool:
+        """Whether a checkpoint has a file, which several may share."""
+        below = self.files.disk.walk(f"{self.root}/{MEGATRON.folder(step)}")
+        return any(path.endswith(".distcp") and self.files.disk.file(path) is file for path in below)
+
+    def excused(self, told: Told) -> Iterator[tuple[float, float]]:
+        """From when until when a call may wait for what has failed."""
+        yield from self.excuses
+        died = min(rank.process.ended_at for rank in self.jobs[told.job - 1].ranks)
+        if died < told.until:  # each call notices it anew, and who has not begun may still be starting
+            since = max(died, told.since)
+            yield since, since + (DEADLINE if told.call == "begin" else UNNOTICED)
+
+    # What must be
+
+    @property
+    def undoing_may_fail(self) -> bool:
+        """Whether what failed could not be undone, as more failed."""
+        return any(trouble.kind == "fails_from_then_on" for trouble in self.happened)
+
+    def state(self, job: int, step: int) -> dict[str, Any]:
+        """What all ranks know together after a step of a job; step 0: the target of a restore."""
+        return state_of(job, step, self.ranks, has_base=self.script.has_base)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks a job has."""
+        return len(self.case.hosts)
+
+    @property
+    def newest(self) -> int:
+        """The newest step that was acknowledged and must be there."""
+        durable = (step for _, step in self.saved if step not in self.damaged.keys() | self.free)
+        return max([self.kept, *durable])
+
+    @property
+    def committed(self) -> list[int]:
+        """The steps that a program finds."""
+        return scan_steps(self.files, self.root, MEGATRON).committed
+
+
+class Job:
+    """A run of all ranks, which a launcher starts.
+
+    Args:
+        world: where
+        number: which it is, from 1
+        name: of its processes
+
+    Attributes:
+        ranks: its ranks
+        agent: the process that holds the store: it is torchrun's
+    """
+
+    def __init__(self, world: World, number: int, name: str) -> None:
+        self.world, self.number, self.name = world, number, name
+        self.agent = world.simulation.process(f"agent of {name} {number}", world.case.hosts[0])
+        self.store = WorldStore(world, self.agent)
+        self.ranks = [Rank(self, rank) for rank in range(world.ranks)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a rank has died, or all have done what they were to do."""
+        return self.has_ended or any(rank.process.is_dead for rank in self.ranks)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no rank does anything any more."""
+        return all(rank.process.is_dead or rank.is_done for rank in self.ranks)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks have done what they were to do."""
+        return all(rank.is_done for rank in self.ranks)
+
+    def kill(self) -> None:
+        """End what is left of it."""
+        for process in (*(rank.process for rank in self.ranks), self.agent):
+            if not process.is_dead:
+                process.kill()
+
+
+class Rank:
+    """One rank of a job: what a training script has in its hands.
+
+    Args:
+        job: the job
+        number: its rank
+
+    Attributes:
+        doing: the call that it is in
+        is_done: whether it has come to its end
+        error: why it has not
+    """
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.job, self.world, self.number = job, job.world, number
+        self.host = self.world.case.hosts[number]
+        self.process = self.world.simulation.process(f"rank {number} of {job.name} {job.number}", self.host)
+        self.doing, self.is_done = "", False
+        self.error: BaseException | None = None
+
+    def live(self) -> None:
+        """Do what the script says."""
+        try:
+            self.world.script.run(self)
+            self.is_done = True
+        except CheckpointError as error:
+            self.error = error
+            self.process.kill()
+
+    def waits_for_its_end(self) -> None:
+        """It has come to its end, and the launcher kills it."""
+        self.is_done = True
+        self.sleep(LIFETIME)
+
+    def sleep(self, seconds: float) -> None:
+        """Train for so long."""
+        self.process.outside.sleep(seconds)
+
+    @contextlib.contextmanager
+    def call(self, name: str, step: int = 0) -> Iterator[None]:
+        """A call of the package."""
+        told = Told(self.job.number, self.number, name, self.world.simulation.now, step)
+        self.doing = name
+        try:
+            yield
+        except CheckpointError as error:
+            told.error = error
+            raise
+        except OSError as error:
+            if name != "command":
+                raise
+            told.error = error  # which `ckpt` says in words
+            raise CheckpointError(str(error)) from error
+        finally:
+            self.doing = ""
+            told.until = self.world.simulation.now
+            if not self.process.is_dead:
+                self.world.told.append(told)
+
+    @contextlib.contextmanager
+    def manager(self, *overrides: str) -> Iterator[CheckpointManager]:
+        """The manager of this rank; it is closed at the end."""
+        with self.call("begin"):
+            settings = replace(self._settings(*overrides), dir=self.world.root)
+            manager = manager_of(settings, Launch(), **self._parts())
+        try:
+            yield manager
+        finally:
+            if not self.process.is_dead:
+                with self.call("close"):
+                    manager.__exit__(*sys.exc_info())
+
+    @contextlib.contextmanager
+    def checkpointer(self) -> Iterator[Checkpointer]:
+        """What saves and loads without a manager."""
+        with self.call("begin"):
+            checkpointer = build_checkpointer(self._settings(), **self._parts())
+        with checkpointer:
+            yield checkpointer
+
+    def _settings(self, *overrides: str) -> Checkpoint:
+        script, commit = self.world.script, "rename" if self.world.files.atomic_rename else "manifest"
+        usual = (f"checkpoint.commit={commit}", f"checkpoint.keep.last={script.keep}")
+        return settings_of(script.preset, *usual, *script.overrides, *overrides)
+
+    def _parts(self) -> dict[str, Any]:
+        """What a manager or checkpointer is given instead of the real ones."""
+        return {"storage_of": self.storage, "outside": self.process.outside, "ranks": self._ranks()}
+
+    def storage(self, path: str) -> Storage:
+        """The storage of a path."""
+        return self.world.storage(self.process, path)
+
+    def path_of(self, step: int) -> str:
+        """Where a step is, or would be."""
+        return os.path.join(self.world.root, MEGATRON.folder(step))
+
+    def _ranks(self) -> StoreCoordinator | None:
+        """The ranks of the job, as those of `torch.distributed`; None: it is one."""
+        if self.world.ranks == 1:
+            return None
+        connection = StoreConnection(
+            self.job.store.connect(self.process), HEARTBEAT, opens=False, outside=self.process.outside
+        )
+        store = RankStore(connection, self.number, self.world.ranks, "ckpt/")
+        return StoreCoordinator(store, HEARTBEAT, STALL)
+
+    def restore(self, manager: CheckpointManager, least: int | None = None) -> int:
+        """Restore; returns the step, which is to be this one at least, or the newest that was acknowledged."""
+        world, state = self.world, self.world.state(0, 0)
+        before = world.newest
+        with self.call("restore"):
+            step = manager.restore(state)
+        least = min(before, world.newest) if least is None else least  # what was lost meanwhile need not be there
+        world.resumed.append(Resumed(self.job.number, self.number, step, state, least))
+        return step or 0
+
+    def save(self, manager: CheckpointManager, step: int, **options: Any) -> None:
+        """Save a step, and wait for it."""
+        state = self._part(step)
+        with self.call("save", step):
+            manager.save(step, state, **options)
+            manager.wait()
+        if manager.reports[-1].outcome == "committed":
+            self.world.acknowledged(self.job.number, step)
+
+    def keep(self, manager: CheckpointManager, step: int) -> None:
+        """Take a step of the training loop, which is kept in memory or saved, and wait for that."""
+        state = self._part(step)
+        with self.call("save", step):
+            manager.maybe_save(step, state)
+            manager.wait()
+        for report in manager.reports:
+            if report.step == step and report.outcome == "committed":
+                self.world.acknowledged(self.job.number, step, in_memory=report.memory)
+
+    def save_to(self, checkpointer: Checkpointer, step: int) -> None:
+        """Save to the path of a step, and wait for it."""
+        state = self._part(step)
+        with self.call("save", step):
+            checkpointer.save(state, self.path_of(step))
+            checkpointer.wait()
+        self.world.acknowledged(self.job.number, step)
+
+    def _part(self, step: int) -> dict[str, Any]:
+        """What this rank saves at a step."""
+        self.world.begun.add((self.job.number, step, self.number))
+        return part_of(self.number, self.world.state(self.job.number, step))
+
+
+class WorldStore(SimulatedStore):
+    """The store of a job, each request to which is an operation of who makes it."""
+
+    def __init__(self, world: World, agent: SimulatedProcess) -> None:
+        super().__init__(agent)
+        self._world = world
+
+    def fault(self) -> MessageFault | None:
+        """What happens to the next request."""
+        fault = self._world.operation(self._world.simulation.current.process, "message")
+        return fault if isinstance(fault, MessageFault) else None
