@@ -31,8 +31,7 @@ from ckpt_component.loading.reader import Reader
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
 from ckpt_component.testing.simulated_pool import SimulatedPool
 
-from .workloads import damage
-from .world import OURS, ROOT, is_counted, is_set_aside, manager_on, settings_of
+from .disks import OURS, ROOT, damage, is_counted, is_set_aside, manager_on, settings_of
 
 ELSEWHERE = "/runs/elsewhere"
 #: After so long, what was not finished is deleted, and the owner of a mark without a touch is considered dead.
