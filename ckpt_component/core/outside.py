@@ -221,6 +221,10 @@ class Outside(Sockets):
     #: Returns the storage of a path, where disks and buckets are simulated; None: they are what they are.
     storage_of: Callable[[str], Any] | None = None
 
+    def __reduce__(self) -> str:
+        """The real one is pickled by its name, as the storage that has it is: there it is the one of that process."""
+        return "OUTSIDE"
+
     def at_exit(self, function: Callable[[], object]) -> None:
         """Call a function when the interpreter ends: the last one first. Threads run until then."""
         atexit.register(function)

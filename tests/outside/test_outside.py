@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
 
-from ckpt_component.core.outside import Future, Outside
+from ckpt_component.core.outside import OUTSIDE, Future, Outside
+from ckpt_component.core.storage.files import FileStorage
 
 Run = Callable[[Callable[[Outside], None]], None]
 
@@ -126,3 +129,14 @@ def test_names_of_a_process_and_its_random_bytes(run: Run) -> None:
         assert len(outside.random_bytes(8)) == 8 and outside.random_bytes(8) != outside.random_bytes(8)
 
     run(script)
+
+
+def test_the_real_one_is_itself_in_what_is_copied_or_pickled() -> None:
+    storage = FileStorage()
+    storage.outside = OUTSIDE
+    with OUTSIDE.waits.on("nobody"):  # what has been used by others, too
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(storage, protocol)).outside is OUTSIDE
+    assert copy.deepcopy(storage).outside is OUTSIDE
+    with pytest.raises(pickle.PicklingError, match="OUTSIDE"):
+        pickle.dumps(Outside())
