@@ -246,17 +246,24 @@ def errno_of(error: BaseException | None) -> int | None:
 
 
 def error_as_plain(error: BaseException) -> dict[str, Any]:
-    """Convert an error to JSON values, to send it to another rank; see `error_from_plain`."""
-    plain: dict[str, Any] = {"kind": type(error).__name__, "text": _shortened(str(error)), "errno": errno_of(error)}
+    """Convert an error to JSON values, to tell it to another rank or process; see `error_from_plain`."""
+    plain: dict[str, Any] = {"error": _shortened(describe_error(error)), "errno": errno_of(error)}
     if isinstance(error, RanksError):
         plain["failures"] = {str(rank): _shortened(text) for rank, text in error.failures.items()}
         plain["causes"] = {str(rank): cause for rank, cause in error.causes.items()}
     return plain
 
 
+def kind_and_text(plain: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of the type of an error, and its text, from what `error_as_plain` returned."""
+    kind, _, text = plain["error"].partition(": ")
+    return kind, text
+
+
 def error_from_plain(plain: Mapping[str, Any]) -> CheckpointError:
     """The inverse of `error_as_plain`; an error that is not of this package becomes a CheckpointSaveError."""
-    kind, text, code = globals().get(plain["kind"]), plain["text"], plain["errno"]
+    name, text = kind_and_text(plain)
+    kind, code = globals().get(name), plain["errno"]
     if kind is RanksError:
         failures = {int(rank): failure for rank, failure in plain["failures"].items()}
         return RanksError(text, code, failures, {int(rank): cause for rank, cause in plain["causes"].items()})
@@ -268,7 +275,7 @@ def error_from_plain(plain: Mapping[str, Any]) -> CheckpointError:
         and kind not in (MissingKeysError, UnexpectedKeysError)
     ):
         return kind(text)
-    return CheckpointSaveError(f"On the leading rank: {plain['kind']}: {text}", code)
+    return CheckpointSaveError(f"On the leading rank: {name}: {text}", code)
 
 
 def ranks_failed(

@@ -16,8 +16,15 @@ from typing import Any
 from ..core.coordination import PolledCoordinator, RankStore, distributed
 from ..core.coordination.heartbeat import FailureDetector
 from ..core.outside import OUTSIDE, Future
-from ..core.processes.remote_error import error_as_plain
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError, ranks_failed
+from ..errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointTimeoutError,
+    RanksError,
+    describe_error,
+    errno_of,
+    ranks_failed,
+)
 from .worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -281,5 +288,4 @@ def as_save_error(error: BaseException | None) -> Exception | None:
     """An error of this package with the type of the original in its message."""
     if error is None or isinstance(error, CheckpointError):
         return error
-    plain = error_as_plain(error)
-    return CheckpointSaveError(plain["error"], plain["errno"])
+    return CheckpointSaveError(describe_error(error), errno_of(error))

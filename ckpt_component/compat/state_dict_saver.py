@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..core.coordination import distributed
-from ..core.processes.remote_error import error_as_plain
-from ..errors import CheckpointConfigError, CheckpointError, RanksError, ranks_failed
+from ..errors import CheckpointConfigError, CheckpointError, RanksError, describe_error, errno_of, ranks_failed
 from .file_system_writer_async import FileSystemWriterAsync, log_once
 from .peers import as_save_error
 from .plan_cache import CheckpointMetadataCache, Known, digest_of, fingerprint_of
@@ -259,5 +258,4 @@ def _as_rank_0(action: Callable[..., Any], *args: Any) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
-        failure = error_as_plain(error)
-        raise ranks_failed({0: failure["error"]}, failure["errno"]) from error
+        raise ranks_failed({0: describe_error(error)}, errno_of(error)) from error

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core.outside import Socket
 from ..core.processes.framing import Channel
-from ..core.processes.remote_error import error_as_plain
+from ..core.processes.remote_error import failed_frame
 from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
 from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
 
@@ -48,7 +48,7 @@ def serve(sock: Socket, make_handler: Callable[[], Callable[[Any], Any]]) -> Non
         except _LEAVING:
             raise
         except BaseException as error:
-            parent.send({"kind": "failed", **error_as_plain(error)})
+            parent.send(failed_frame(error))
             return
         parent.send({"kind": "ready"})
         answer = partial(_answer, handler)
@@ -64,7 +64,7 @@ def _answer(handler: Callable[[Any], Any], request: FrameRequest) -> Iterator[Re
     except _LEAVING:
         raise
     except BaseException as error:
-        yield Reply({"kind": "failed", **error_as_plain(error)})
+        yield Reply(failed_frame(error))
     del asked
     gc.collect()  # free a state dict in a reference cycle before the next request
 
@@ -97,7 +97,7 @@ def enter(index: int, sock: Socket, parents_end: Socket | None, work: Work) -> N
     try:
         loop, args = pickle.loads(work) if isinstance(work, bytes) else work
     except Exception as error:
-        _channel_to_parent(sock).send({"kind": "failed", **error_as_plain(error)})
+        _channel_to_parent(sock).send(failed_frame(error))
         return
     loop(sock, *args)
 

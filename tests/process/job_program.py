@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_component.core.processes.framing import Channel
-from ckpt_component.core.processes.remote_error import error_as_plain
+from ckpt_component.core.processes.remote_error import failed_frame
 from ckpt_component.core.processes.request_loop import Reply, answer_requests
 from ckpt_component.core.processes.serve import serve
 
@@ -27,7 +27,7 @@ def answer_all(job: dict[str, Any], parent: Channel) -> dict[str, Any] | None:
     elif job["how"] == "leave":
         sys.exit(3)
     elif job["how"] == "fail":
-        parent.send({"kind": "failed", **error_as_plain(ValueError("not today"))})
+        parent.send(failed_frame(ValueError("not today")))
     elif job["how"] != "silent":
         parent.send({})
     answer_requests(parent, {}, lambda each: iter([Reply(work(each.header), [each.blob])]), field="request")

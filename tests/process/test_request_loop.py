@@ -10,8 +10,9 @@ import pytest
 
 from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.core.processes.framing import Channel, FrameSignatures
-from ckpt_component.core.processes.remote_error import as_local_error, as_os_error
+from ckpt_component.core.processes.remote_error import as_local_error, as_os_error, failed_frame
 from ckpt_component.core.processes.request_loop import END, FrameRequest, Reply, answer_requests
+from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError, error_as_plain, error_from_plain
 from ckpt_component.testing.simulation import Simulation
 
 Script = Callable[[Outside], None]
@@ -127,3 +128,14 @@ def test_a_frame_that_was_damaged_is_refused_in_words(run: Callable[[Script], No
             channel.close()
 
     run(script)
+
+
+def test_an_error_is_told_in_one_way_and_comes_back_with_its_type_or_as_a_text() -> None:
+    for error in (CheckpointExistsError("it: is there"), CheckpointSaveError("", 28)):
+        frame = failed_frame(error, id=3)
+        back = error_from_plain(frame)
+        assert (type(back), str(back), getattr(back, "errno", None)) == (type(error), str(error), error.errno)
+        assert {"kind": "failed", "id": 3, **error_as_plain(error)}.items() <= frame.items()
+    assert str(error_from_plain(error_as_plain(KeyError("x")))) == "On the leading rank: KeyError: 'x'"
+    # Of another release, which tells less.
+    assert str(as_os_error({"kind": "failed", "errno": 13, "error": "no", "path": None})) == "[Errno 13] no"

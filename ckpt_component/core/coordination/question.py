@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...errors import CheckpointTimeoutError, RanksError, name_ranks, ranks_failed
+from ...errors import CheckpointTimeoutError, RanksError, kind_and_text, name_ranks, ranks_failed
 from .heartbeat import FailureDetector
 from .rank_store import RankStore
 
@@ -137,8 +137,9 @@ class Question:
         failures = {rank: vote["error"] for rank, vote in votes.items() if "error" in vote}
         if failures or lost:
             errno = next((plain["errno"] for plain in failures.values() if plain["errno"] is not None), None)
-            causes = {rank: str(plain["kind"]) for rank, plain in failures.items()} | detector.causes(lost)
-            raise ranks_failed({rank: plain["text"] for rank, plain in failures.items()} | lost, errno, causes)
+            told = {rank: kind_and_text(plain) for rank, plain in failures.items()}
+            causes = {rank: kind for rank, (kind, _) in told.items()} | detector.causes(lost)
+            raise ranks_failed({rank: text for rank, (_, text) in told.items()} | lost, errno, causes)
         return [vote["work"] for vote in votes.values()]
 
 

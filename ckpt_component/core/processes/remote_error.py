@@ -1,4 +1,7 @@
-"""Pass errors between processes as text: an exception may not be picklable, or its type unknown to the receiver."""
+"""Pass errors between processes as text: an exception may not be picklable, or its type unknown to the receiver.
+
+A frame of the kind `failed` has what `error_as_plain` returns, and what only processes of one host need.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,22 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import CheckpointSaveError, RemoteTraceback, describe_error, errno_of
+from ...errors import CheckpointSaveError, RemoteTraceback, error_as_plain
 
 
-def error_as_plain(error: BaseException, *, traced: bool = True) -> dict[str, Any]:
-    """Describe an exception as plain values, with the errno of the first OSError in its chain.
+def failed_frame(error: BaseException, *, traced: bool = True, **answered: Any) -> dict[str, Any]:
+    """The frame that tells another process of an exception.
 
     Args:
         error: the exception
         traced: with its traceback, which takes a while; only then `as_local_error` is its inverse
+        **answered: further fields, which say what has failed
     """
-    plain = {
-        "error": describe_error(error),
-        "errno": errno_of(error),
-        "reason": getattr(error, "strerror", None),
-        "path": getattr(error, "filename", None),
-    }
+    frame = {"kind": "failed", **answered, **error_as_plain(error)}
+    frame.update(reason=getattr(error, "strerror", None), path=getattr(error, "filename", None))
     if traced:
-        plain["traceback"] = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return plain
+        frame["traceback"] = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return frame
 
 
 def as_local_error(plain: Mapping[str, Any], what: str) -> CheckpointSaveError:

@@ -8,8 +8,8 @@
         answer_requests(parent, {"write": worker.write, "close": lambda _: END}, notes={"newest": worker.note})
 
 A frame says by its field `kind` which handler it is for. What that returns is sent back, with `kind` `done`, and `id`
-if the frame has one; what it raises, as `failed` with what `error_as_plain` gives, and the loop goes on. Notes get no
-answer, and what their handlers raise ends the loop. A handler may also give several answers, and send bytes after one.
+if the frame has one; what it raises, as a `failed_frame`, and the loop goes on. Notes get no answer, and what their
+handlers raise ends the loop. A handler may also give several answers, and send bytes after one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from .framing import Blobs, Channel, Frame
-from .remote_error import error_as_plain
+from .remote_error import failed_frame
 
 
 class FrameRequest(NamedTuple):
@@ -93,7 +93,7 @@ def answer_requests(
         try:
             frame = channel.receive() if receive is None else receive()
         except ConnectionAbortedError as error:
-            channel.send(_failed({}, error, traced), _deadline(channel, seconds))
+            channel.send(failed_frame(error, traced=traced), _deadline(channel, seconds))
             raise
         if frame is None:
             return False
@@ -112,11 +112,7 @@ def answer_requests(
                 channel.send(header, _deadline(channel, seconds), answer.blobs, answer.fds)
         except Exception as error:
             # If the other side does not take the answer in time, this raises, and the connection ends.
-            channel.send(_failed(answered, error, traced), _deadline(channel, seconds))
-
-
-def _failed(answered: Mapping[str, Any], error: Exception, traced: bool) -> dict[str, Any]:
-    return {"kind": "failed", **answered, **error_as_plain(error, traced=traced)}
+            channel.send(failed_frame(error, traced=traced, **answered), _deadline(channel, seconds))
 
 
 def _deadline(channel: Channel, seconds: float | None) -> float:

@@ -18,7 +18,7 @@ from ..memory.available import available_bytes
 from ..memory.huge_pages import align
 from ..outside import OUTSIDE, Outside
 from ..processes.framing import Channel
-from ..processes.remote_error import error_as_plain
+from ..processes.remote_error import failed_frame
 from ..storage.checksum import find_checksum
 from ..storage.memory.file_sums import sum_between
 from ..storage.memory.kept_files import ImageRange, KeptFiles
@@ -76,8 +76,7 @@ class CopyTaker:
             yield from self._taken(channel, header, blob)
         except Exception as error:
             # Said now, as who sends looks for it; what is on its way would hide it if the connection ended at once.
-            failed = {"kind": "failed", **error_as_plain(error, traced=False)}
-            channel.send(failed, self._outside.now() + _STALL_SECONDS)
+            channel.send(failed_frame(error, traced=False), self._outside.now() + _STALL_SECONDS)
             _discard(channel, self._outside.now() + _STALL_SECONDS)
             raise ConnectionResetError(errno.ECONNRESET, "a copy was refused") from error
 

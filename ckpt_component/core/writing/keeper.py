@@ -29,7 +29,7 @@ from ...errors import CheckpointError, CheckpointFencedError
 from ..commit.commit import is_over
 from ..outside import OUTSIDE, Outside, Thread
 from ..processes.framing import Channel
-from ..processes.remote_error import error_as_plain
+from ..processes.remote_error import failed_frame
 from ..processes.request_loop import FrameRequest, Handler
 from ..processes.serve import ParentChannel, serve
 from ..storage.memory.entrances import PeerEntrance
@@ -340,7 +340,7 @@ def _work(job: Mapping[str, Any], trainer: Channel) -> None:
     try:
         keeper.start()
     except (CheckpointError, OSError) as error:
-        trainer.send({"kind": "failed", "id": None, **error_as_plain(error)})
+        trainer.send(failed_frame(error, id=None))
         return
     # What reaches a process with a session of its own ends everything there is: a service, a job of Slurm.
     outside.on_signal(signal.SIGTERM, keeper.end_soon)
