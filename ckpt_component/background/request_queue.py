@@ -43,12 +43,12 @@ class RequestQueue:
     ) -> None:
         self._name, self._work = name, work
         self._timeout, self._setting, self._outside = timeout, setting, outside
-        self._lane = Lane(name, outside)
         self._lock = outside.lock()
         launch = partial(start_in_background, module, outside=outside)
         self._job = Job(f"{name} process", launch, outside, once=True, leave_seconds=_LEAVE_SECONDS)
         #: What is worked on now, and what waits, in order.
-        self._pending: dict[Future[None], SaveReport] = {}
+        self._pending = pending = dict[Future[None], SaveReport]()
+        self._lane = Lane(name, outside, jobs=partial(_in_words, name, pending))
         self._given_up = False
 
     def add(self, report: SaveReport) -> list[SaveReport]:
@@ -86,9 +86,7 @@ class RequestQueue:
         else:
             self._job.give_up("was given up")
         # One that runs and one that waits; each ends by itself at its deadline.
-        outside, until = self._outside, self._outside.now() + 2 * (self._timeout + _LEAVE_SECONDS)
-        with outside.waits.on(f"{self._name} of {last[0]}", until) as wait:
-            wait.for_all(lambda seconds: self._lane.drain(outside.now() + seconds))
+        self._lane.drain(self._outside.now() + 2 * (self._timeout + _LEAVE_SECONDS))
 
     def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """On the thread: have a process do something, and return its answer.
@@ -108,3 +106,7 @@ class RequestQueue:
         if "error" in answer:
             raise CheckpointSaveError(answer["error"])
         return answer
+
+
+def _in_words(name: str, pending: Mapping[Any, SaveReport]) -> str:
+    return f"{name} of {', '.join(report.path for report in [*pending.values()])}"

@@ -42,7 +42,7 @@ class UploadChild:
         outside: Outside = OUTSIDE,
     ) -> None:
         self._policy, self._take, self._again_after, self._outside = policy, take, again_after, outside
-        self._lane = Lane("ckpt-upload", outside)
+        self._lane = Lane("ckpt-upload", outside, jobs=f"uploads to {policy.target}")
         self._lock = outside.lock()
         self._process: Child | None = None
         self._ended = outside.latch()
@@ -68,18 +68,16 @@ class UploadChild:
         self._ended.set()
         with self._lock:
             self._lane.stop(cancel=False)
-            process, outside = self._process, self._outside
+            process, outside, limit = self._process, self._outside, self._policy.finish_seconds
         if process is None:
             return
         process.hang_up()
         if not finish:
             return  # the lane goes on reading; if the program ends, the process does not
         if not self._lane.drain(outside.now() + 0.2):
-            logger.info("waiting up to %g s for uploads to %s", self._policy.finish_seconds, self._policy.target)
-        until = outside.now() + self._policy.finish_seconds + _LEAVE_SECONDS
-        with outside.waits.on(f"uploads to {self._policy.target}", until) as wait:
-            if not wait.for_all(lambda seconds: self._lane.drain(outside.now() + seconds)):
-                process.kill()
+            logger.info("waiting up to %g s for uploads to %s", limit, self._policy.target)
+        if not self._lane.drain(outside.now() + limit + _LEAVE_SECONDS):
+            process.kill()
 
     def _launch(self) -> Child:
         log = partial(logger.warning, "the process of the uploads: %s")

@@ -58,7 +58,7 @@ class WorkerClient:
         self._owner = OwnerProcess("worker", outside)
         self._job = worker_job(loop, args, outside=outside, **options)
         # Before other handlers of the exit, which close what requests need.
-        self._lane = Lane("ckpt-worker-client", outside, at_exit=math.inf)
+        self._lane = Lane("ckpt-worker-client", outside, at_exit=math.inf, jobs="requests of a worker process")
         self._stopped = ""  # why everything was stopped
         at_the_end_of(self, _EXIT_PRIORITY, _close_at_exit, weakref.ref(self))
 
@@ -130,9 +130,7 @@ class WorkerClient:
             return self.finish()  # called by a request, which must not wait for later ones
         deadline = math.inf if timeout is None else self._outside.now() + timeout
         self._owner.closed = True
-        with self._outside.waits.on("requests of a worker process", deadline) as wait:
-            are_done = wait.for_all(lambda seconds: self._lane.drain(self._outside.now() + seconds))
-        if not are_done:
+        if not self._lane.drain(deadline):
             self._stopped = reason
             self._job.give_up(reason)
             if not self._lane.drain(self._outside.now() + STOP_SECONDS):

@@ -2,7 +2,7 @@
 
 - *Errors* of a job are those of its future. Nobody asks for the future of `post`, so its errors are logged.
 - *Jobs that may be lost* are dropped while too many wait, and waited for once: `may_lose`.
-- *Waiting.* `submit` never waits. `drain` and `close` wait for jobs, until a deadline.
+- *Waiting.* `submit` never waits. `drain` and `close` wait for jobs, until a deadline, and a long wait is shown.
 - *A thread that cannot start*, as the system has no more of them or the interpreter is ending, is an error of `submit`,
   and the job is not done. `post` does it itself, as nobody would hear of it.
 - *A fork* copies a lane without its thread: it takes no jobs there, and there is nothing to wait for.
@@ -38,6 +38,7 @@ class Lane:
         may_lose: for jobs that may be lost: `post` drops those that come while so many wait, and `drain` does not wait
             again for those that it has given up; None: none may be lost
         at_exit: seconds that the end of the interpreter waits for the jobs; None: it does not
+        jobs: what they are, where a wait for them is shown, or what returns that; None: `jobs of` the name
     """
 
     #: What is logged of a posted job that fails.
@@ -51,7 +52,9 @@ class Lane:
         newest_only: bool = False,
         may_lose: int | None = None,
         at_exit: float | None = None,
+        jobs: str | Callable[[], str] | None = None,
     ) -> None:
+        self._what = jobs or f"jobs of {name}"
         self._name, self._outside, self._newest_only, self._may_lose = name, outside, newest_only, may_lose
         self._failure = self.failure.replace("%s", name)
         self._owner = OwnerProcess("background thread", outside)
@@ -140,8 +143,9 @@ class Lane:
             return len(pending) <= 1
         if self._late is not None and not self._late.done():
             return False
-        if self._outside.wait_for(pending, deadline - self._outside.now()):
-            return True
+        with self._outside.waits.on(self._what, deadline) as wait:
+            if wait.for_all(partial(self._outside.wait_for, pending)):
+                return True
         if self._may_lose is not None:
             self._late = pending[-1]
             self._given_up()

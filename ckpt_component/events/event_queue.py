@@ -25,14 +25,14 @@ class EventQueue(Lane):
     failure = "an event could not be recorded"
 
     def __init__(self, name: str, what: str, outside: Outside) -> None:
-        super().__init__(name, outside, may_lose=_WAITING)
-        self._what = what
+        super().__init__(name, outside, may_lose=_WAITING, jobs=what)
+        self._whom = what
         self._full = False
 
     def _dropped(self) -> None:
         if not self._full:
-            logger.warning("%d events are waiting for %s; newer ones are dropped", _WAITING, self._what)
+            logger.warning("%d events are waiting for %s; newer ones are dropped", _WAITING, self._whom)
         self._full = True
 
     def _given_up(self) -> None:
-        logger.warning("not waiting any longer for %s (checkpoint.timeouts.close)", self._what)
+        logger.warning("not waiting any longer for %s (checkpoint.timeouts.close)", self._whom)

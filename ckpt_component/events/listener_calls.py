@@ -55,13 +55,13 @@ class ListenerCalls(EventQueue):
         took = self._outside.now() - began
         if took > limit:
             self._slow_seconds = 2 * took
-            logger.warning("%s has returned from %s after %.1f s", self._what, method, took)
+            logger.warning("%s has returned from %s after %.1f s", self._whom, method, took)
 
     def _warn(self, method: str, limit: float, returned: Latch) -> None:
         """On the thread that watches: say so if a call does not return."""
         if not returned.wait(limit):
             text = "%s has not returned from %s for %g s; saves continue, and its later events wait"
-            logger.warning(text, self._what, method, limit)
+            logger.warning(text, self._whom, method, limit)
 
     def _report(self, method: str, error: BaseException) -> None:
         """Log the first failure of the listener."""
@@ -69,4 +69,4 @@ class ListenerCalls(EventQueue):
             self._failed = True
             text = "%s failed in %s (%s); it is still called for later events, and its further errors not logged"
             expected = isinstance(error, CheckpointError)
-            logger.error(text, self._what, method, describe_error(error), exc_info=not expected)
+            logger.error(text, self._whom, method, describe_error(error), exc_info=not expected)

@@ -37,7 +37,8 @@ class Purge:
         self._found: Scan | None = None
         self._damaged: set[int] = set()
         self._outside = run.ranks.outside
-        self._lane = Lane("ckpt-purge", self._outside, at_exit=run.timeouts.close)
+        limit = run.timeouts.close
+        self._lane = Lane("ckpt-purge", self._outside, at_exit=limit, jobs="older checkpoints to be deleted")
 
     def found(self, scan: Scan) -> None:
         """Take over what a scan of the folder has found, so that the next purge does not examine it once more."""

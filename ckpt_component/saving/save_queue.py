@@ -59,7 +59,7 @@ class SaveQueue:
         self._timeout = context.timeouts.close
         # If a script does not call close(), or Ctrl-C ends that, the interpreter waits for what was begun.
         at_exit = context.timeouts.whole_save + self._timeout
-        self._lane = Lane(name, context.ranks.outside, at_exit=at_exit)
+        self._lane = Lane(name, context.ranks.outside, at_exit=at_exit, jobs="saves, and what follows them")
 
     def submit(self, staged: Staged) -> SaveHandle:
         """Complete a save after those so far.

@@ -17,6 +17,8 @@ from waiting import eventually
 from ckpt_component import CheckpointError
 from ckpt_component.core.lane import Lane
 from ckpt_component.core.outside import OUTSIDE, CancelledError, Outside
+from ckpt_component.core.waits import LongWait
+from ckpt_component.testing.simulation import Simulation
 
 Run = Callable[[Callable[[Outside], None]], None]
 
@@ -84,6 +86,30 @@ def test_drain_and_close_have_a_deadline(run: Run) -> None:
         assert lane.close(outside.now() + 60) and job.result(0)
 
     run(script)
+
+
+def test_a_long_wait_for_jobs_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    def script(outside: Outside) -> None:
+        lane, told = Lane("lane", outside, jobs=lambda: "copies of step 2"), list[LongWait]()
+        outside.waits.tell(told.append)
+        lane.submit(outside.sleep, 4.0)
+        assert lane.drain(outside.now() + 60) and not told
+        lane.submit(outside.sleep, 20.0)
+        assert not lane.drain(outside.now() + 1) and not told
+        assert lane.drain(outside.now() + 30) and [wait.whom for wait in told] == 2 * ["copies of step 2"]
+        other = Lane("ckpt-other", outside)
+        other.submit(outside.sleep, 20.0)
+        assert not other.close(outside.now() + 8) and told[-1].whom == "jobs of ckpt-other"
+
+    with caplog.at_level(logging.INFO):
+        process = Simulation(seed=1).process("one")
+        process.start(script, process.outside)
+        assert process.simulation.run(600.0)
+    shown = (
+        "waiting for copies of step 2, for at most 25 s more",
+        "waiting for jobs of ckpt-other, for at most 3 s more",
+    )
+    assert caplog.messages == [*shown]
 
 
 def test_the_thread_has_ended_when_a_lane_is_closed() -> None:

@@ -49,7 +49,7 @@ class EarlyArenas:
         self._started = outside.latch()
         self._outside = outside
         # The end of the interpreter waits for it, as it may be in a call of a CUDA driver.
-        self._lane = Lane("ckpt-early", outside, at_exit=_STOP_SECONDS)
+        self._lane = Lane("ckpt-early", outside, at_exit=_STOP_SECONDS, jobs="memory for the first saves")
         self._begin(least=0)
 
     def _begin(self, least: int) -> None:
