@@ -10,7 +10,11 @@
   All three may be called twice, and from any thread; the others from one thread at a time.
 
 The process is a `Child`, or has its methods, as `compat.worker_process` has, where a user's functions are called. Who
-shall not wait for an answer asks on a `Lane`. The writer process would be one, too: its `write` is a request.
+shall not wait for an answer asks on a `Lane`.
+
+The writer process is no job (`core/writing/process.py`). A save is several frames, and which of them are sent depends
+on what this very process was sent before, so it must not be replaced between them. A keeper has several connections: a
+late answer ends one of them, or the process. What a late write has open is looked up before the process is ended.
 """
 
 from __future__ import annotations
