@@ -13,7 +13,7 @@ from world.troubles import KINDS
 
 pytestmark = pytest.mark.turns(3)
 #: How many lives there are of each kind of trouble.
-OF_ONE, OF_MANY = 120, 30
+OF_ONE, OF_MANY = 40, 12
 #: The hosts of three and four ranks, and what they do.
 MANY = [*itertools.product(("aab", "abc", "abba"), ("train", "goes_on")), ("aaa", "memory"), ("aaaa", "memory")]
 CASES = [

@@ -73,6 +73,9 @@ def wrong_in_folder(world: World) -> Iterator[str]:
     for name in files.names(root):
         if MEGATRON.step(name) is None and not name.startswith(_OURS) and name not in _FIXED:
             yield f"{name} is nothing of ours"
+    pointer = f"{root}/{MEGATRON.pointer}"
+    if files.atomic_rename and files.exists(pointer) and not files.read(pointer, 100).isdigit():
+        yield f"the pointer says {files.read(pointer, 100)!r}"
     yield from _false_failures(world, found)
 
 

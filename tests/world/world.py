@@ -231,6 +231,8 @@ class World:
         launcher.outside.sleep(LONG)  # longer than a lease
         self.lose_memory()
         self.is_in_peace = self._has_run(launcher)
+        for job in self.jobs:  # also a second run
+            job.kill()
 
     def _has_run(self, launcher: SimulatedProcess) -> bool:
         """Run a job; returns whether it came to its end."""
@@ -317,16 +319,24 @@ class World:
                 del self.damaged[step]
 
     def flip(self) -> None:
-        """Flip a bit of the newest checkpoint, in the middle of its largest file."""
+        """Flip a bit of the newest checkpoint, in the middle of a tensor."""
         found = scan_steps(self.files, self.root, MEGATRON)
-        if found.committed:
-            step = found.committed[-1]
-            folder = data_folder(self.files, f"{self.root}/{MEGATRON.folder(step)}", found.manifests[step])
-            files = [path for path in self.files.disk.walk(folder) if path.endswith(".distcp")]
-            file = max(map(self.files.disk.file, files), key=lambda file: file.size)
-            file.data[file.size * 37 // 100] ^= 1
-            file.sync()
-            self.damaged |= {each: len(self.jobs) for each in found.committed if self._has(each, file)}
+        if not found.committed:
+            return
+        step = found.committed[-1]
+        said = self.copies.get(step, step)
+        states = [self.state(job, said) for job, begun, rank in sorted(self.begun) if begun == said and not rank]
+        name = self.choice("weight", "base") if self.script.has_base else "weight"
+        tensors = [state["shared"][name].numpy().tobytes() for state in states]
+        folder = data_folder(self.files, f"{self.root}/{MEGATRON.folder(step)}", found.manifests[step])
+        for path in self.files.disk.walk(folder):
+            file = self.files.disk.file(path)
+            for at in [file.data.find(tensor) for tensor in tensors]:
+                if at >= 0:
+                    file.data[at + 600] ^= 1
+                    file.sync()
+                    self.damaged |= {each: len(self.jobs) for each in found.committed if self._has(each, file)}
+                    return
 
     def lose_memory(self) -> None:
         """What is in memory may be lost."""
