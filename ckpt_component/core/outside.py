@@ -40,6 +40,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from .memory.available import available_bytes
 from .sockets import Address, Socket, Sockets
 from .waits import Waits
 
@@ -304,6 +305,10 @@ class Outside(Sockets):
     def parent(self) -> int:
         """The ID of the process that has started this one; it changes when that one has ended."""
         return os.getppid()
+
+    def free_memory(self) -> int:
+        """How many bytes of memory are available on this host; raises as `available_bytes`."""
+        return available_bytes()
 
     def space(self) -> str:
         """Identifies the processes that this one sees: of one boot of one host, in one container; empty: unknown."""

@@ -63,6 +63,7 @@ class Simulation:
         random: the source of all choices
         turns: how often a thread was resumed
         network: between the hosts
+        free_memory: how many bytes of memory a host has left
         storage_of: returns what a process sees of the storage of a path; None: storages are not simulated
         failures: exceptions that a thread did not catch
     """
@@ -81,6 +82,7 @@ class Simulation:
         self._current: SimulatedThread | None = None
         self._processes: list[SimulatedProcess] = []
         self.network = SimulatedNetwork(self)
+        self.free_memory: Callable[[str], int] = lambda host: 1 << 40
         self.storage_of: Callable[[SimulatedProcess, str], Any] | None = None
         #: Threads of `SimulatedProcess.start` that have not ended.
         self.running = 0
@@ -561,6 +563,10 @@ class SimulatedOutside(SimulatedSockets, Outside):
     def host_name(self) -> str:
         """The name of the process's host."""
         return self._process.host
+
+    def free_memory(self) -> int:
+        """That of the host, as the simulation has it."""
+        return self._process.simulation.free_memory(self._process.host)
 
     def parent(self) -> int:
         """The ID of its parent; 1: there is none any more."""

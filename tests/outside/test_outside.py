@@ -123,6 +123,13 @@ def test_a_pool_of_one_thread_does_its_tasks_in_their_order(run: Run) -> None:
     run(script)
 
 
+def test_a_host_has_memory_left(run: Run) -> None:
+    def script(outside: Outside) -> None:
+        assert outside.free_memory() > 0
+
+    run(script)
+
+
 def test_names_of_a_process_and_its_random_bytes(run: Run) -> None:
     def script(outside: Outside) -> None:
         assert outside.pid() == outside.pid() > 0

@@ -168,7 +168,7 @@ class ClusterPatches(HostPatches):
     def network(self) -> SimulatedNetwork:
         return self.cluster.network
 
-    def _taker(self, files: Any, root: str, name: str, home: Any, outside: Any) -> Any:
+    def _taker(self, files: Any, root: str, name: str, home: Any, free_memory: Any, outside: Any) -> Any:
         available = partial(self.cluster.available, outside.host_name())
         return CopyTaker(files, root, name, home, available, outside)
 

@@ -73,9 +73,8 @@ class SnapshotKeeper:
     ) -> None:
         self._outside = outside
         self.files = KeptFiles(outside)
-        self._copies = CopyTaker(
-            self.files, root, keeper_name(rank, outside), lambda: self._checksum_home, outside=outside
-        )
+        name = keeper_name(rank, outside)
+        self._copies = CopyTaker(self.files, root, name, lambda: self._checksum_home, outside.free_memory, outside)
         self._others = HostKeepers(besides=rank, outside=outside)
         self.storage = HostMemory(self._others, own=self.files, outside=outside)
         self._root = root
