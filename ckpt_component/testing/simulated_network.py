@@ -590,7 +590,8 @@ class SimulatedSockets(Sockets):
         else:
             listener = network.listeners.get(address)
             if (owner := network.takes_over.get(address)) is not None:
-                listener = next((each for each in network.listeners.values() if each.process is owner), None)
+                others = (each for each in network.listeners.values() if isinstance(each.place, tuple))
+                listener = next((each for each in others if each.process is owner), None)
             here = process.host
             link = network.link(here, "" if listener is None else listener.process.host)
         ours, theirs = _connection(process, link, (address, (here, 1)), is_local=is_local)
