@@ -27,9 +27,10 @@ def undisturbed(storage: str, hosts: str, script: str) -> World:
 
 def may_happen(kind: str, storage: str, hosts: str, script: str) -> bool:
     """Whether there is such a trouble: a storage that knows it, ranks that send messages, or snapshots in memory."""
-    needs = KINDS[kind]
-    has_messages, in_memory = len(hosts) > 1, SCRIPTS[script].in_memory
-    return storage in needs.storages and (has_messages or needs.at != ("message",)) and in_memory >= needs.needs_memory
+    needs, done = KINDS[kind], SCRIPTS[script]
+    has_messages = len(hosts) > 1 or needs.at != ("message",)
+    has_memory = done.in_memory >= needs.needs_memory and done.at_peers >= needs.needs_peers
+    return storage in needs.storages and has_messages and has_memory
 
 
 def every_place(kind: str, storage: str, hosts: str, script: str) -> Iterator[Trouble]:
@@ -70,8 +71,8 @@ def wrong_in(cases: Iterable[Case]) -> list[str]:
 
 
 def every_script() -> Iterator[tuple[str, str, str]]:
-    """Each script on each storage, with the troubles that may happen to one rank."""
-    for script in SCRIPTS:
+    """Each script of one rank on each storage, with the troubles that may happen to it."""
+    for script in (name for name, script in SCRIPTS.items() if not script.at_peers):
         for storage in STORAGES:
             for kind in KINDS:
                 if may_happen(kind, storage, "a", script):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt_component import CheckpointListener, SaveReport
 from ckpt_component.core.commit.awaited_parts import wait_for_parts
 from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.commit import new_attempt
@@ -39,6 +40,7 @@ class Script:
         keeps_best: whether the best checkpoint is kept beside the newest
         has_run: whether managers are there, which have a pointer and own the folder
         in_memory: whether each step is kept in memory, and only every second one is saved
+        at_peers: whether hosts have copies of what is in the memory of others
     """
 
     run: Callable[[Rank], None]
@@ -51,6 +53,7 @@ class Script:
     keeps_best: bool = False
     has_run: bool = True
     in_memory: bool = False
+    at_peers: bool = False
 
     def kept(self, steps: Collection[int]) -> set[int]:
         """Which of these steps are kept."""
@@ -175,6 +178,28 @@ def train_in_memory(rank: Rank) -> None:
         rank.waits_for_its_end()  # a manager that is closed leaves nothing in memory
 
 
+class Arrivals(CheckpointListener):
+    """Tells the world which snapshots have copies at peers."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def on_at_peers(self, report: SaveReport) -> None:
+        job = self._rank.job
+        job.world.memory.is_at_peers(job.number, report.step or 0, job.hosts)
+
+
+def train_with_peers(rank: Rank) -> None:
+    """The same with copies at peers. What the first job has last is in memory alone."""
+    with rank.manager() as manager:
+        manager.add_listener(Arrivals(rank))
+        last = rank.restore(manager)
+        for step in range(last + 1, last + (6 if rank.job.number == 1 else 4)):
+            rank.sleep(1.0)
+            rank.keep(manager, step)
+        rank.waits_for_its_end()
+
+
 SCRIPTS: Mapping[str, Script] = {
     "train": Script(train),
     "goes_on": Script(train, overrides=("checkpoint.on_error=warn",), keep=2),
@@ -199,5 +224,19 @@ SCRIPTS: Mapping[str, Script] = {
         ),
         keep=2,
         in_memory=True,
+    ),
+    "peers": Script(
+        train_with_peers,
+        preset="async_persistent",
+        overrides=(
+            "checkpoint/recovery=peers",
+            "checkpoint.recovery.every_steps=1",
+            "checkpoint.save.every_steps=2",
+            "checkpoint.overlap=wait",
+            "checkpoint.read_once=off",  # what reads once is `torch.distributed`, which no simulation has
+        ),
+        keep=2,
+        in_memory=True,
+        at_peers=True,
     ),
 }

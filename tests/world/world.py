@@ -12,16 +12,18 @@ import contextlib
 import functools
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 from kept_configs import compose_once
+from world.memory import Memory
 from world.scripts import SCRIPTS
 from world.states import part_of, state_of
 from world.storages import new_storage, seen_by
+from world.strangers import Strangers
 from world.troubles import DEADLINE, LONG, UNNOTICED, VISIBLE, Hit, Trouble
 from world.verdict import PATIENCE, Fence, wrong_in, wrong_in_folder
 
@@ -174,7 +176,10 @@ class World:
         damaged: steps whose bytes were damaged, and in which job; a later one may save them anew
         free: steps that were given up: they may be there or not
         copies: which step was copied to the name of another one
-        kept: the newest step in memory that must be there; 0: there is none, or it may be lost
+        hosts: of the ranks of the next job: where one was lost, another one has its place
+        memory: what must still be in the memory of hosts
+        strangers: other runs on the same hosts
+        full_until: until when a host has no memory for copies
         flips: how many bits of the memory were flipped, which nobody notices who has yet to sum them
         happened: the troubles that came
         excuses: from when until when who waits may wait, and for what
@@ -185,6 +190,7 @@ class World:
         self.case, self.script, self.root = case, SCRIPTS[case.script], ROOT
         self.simulation = Simulation(case.seed)
         self.simulation.storage_of = self.storage
+        self.simulation.free_memory = lambda host: 1 << 40 if self.simulation.now >= self.full_until[host] else 0
         self.simulation.network.operation = lambda sock: self.operation(cast(SimulatedProcess, sock.process), "wire")
         self.files = new_storage(case.storage)
         self.files.make_folders(ROOT)
@@ -193,7 +199,9 @@ class World:
         self.told, self.resumed = list[Told](), list[Resumed]()
         self.saved, self.begun = list[tuple[int, int]](), set[tuple[int, int, int]]()
         self.damaged, self.free, self.copies = dict[int, int](), set[int](), dict[int, int]()
-        self.kept = self.flips = 0
+        self.hosts, self.memory, self.flips = (*case.hosts,), Memory(), 0
+        self.strangers = list[Strangers]()
+        self.full_until = defaultdict[str, float](float)
         self._earlier = {*memory_files()}
         self.happened, self.excuses = list[Trouble](), list[tuple[float, float]]()
         self.is_in_peace = False
@@ -255,7 +263,16 @@ class World:
 
     def storage(self, process: SimulatedProcess, path: str) -> Storage:
         """The storage of a path, as a process sees it."""
+        for each in self.strangers:
+            if process in each.processes or process.parent in each.processes:
+                return each.storage(process)
         return seen_by(process, self, self.files)
+
+    def settings(self, root: str, *overrides: str) -> Checkpoint:
+        """The config of a run in a folder."""
+        commit = "rename" if self.files.atomic_rename else "manifest"
+        usual = (f"checkpoint.commit={commit}", f"checkpoint.keep.last={self.script.keep}")
+        return replace(settings_of(self.script.preset, *usual, *self.script.overrides, *overrides), dir=root)
 
     def rank_of(self, process: SimulatedProcess | None) -> Rank | None:
         """The rank whose process it is, or whose process has launched it."""
@@ -311,7 +328,7 @@ class World:
     def acknowledged(self, job: int, step: int, *, in_memory: bool = False) -> None:
         """A rank was told that a step is saved, or kept in memory."""
         if in_memory:
-            self.kept = max(self.kept, step)
+            self.memory.is_kept(job, step, self.jobs[job - 1].hosts)
         elif (job, step) not in self.saved:
             self.saved.append((job, step))
             self.free.discard(step)
@@ -338,9 +355,9 @@ class World:
                     self.damaged |= {each: len(self.jobs) for each in found.committed if self._has(each, file)}
                     return
 
-    def lose_memory(self) -> None:
-        """What is in memory may be lost."""
-        self.kept = 0
+    def lose_memory(self, *hosts: str) -> None:
+        """What is in the memory of hosts may be lost; of all, if none is given."""
+        self.memory.lose(self.simulation.now, hosts or {host for job in self.jobs for host in job.hosts})
 
     def keepers(self) -> list[SimulatedProcess]:
         """The processes that ranks have launched, which live."""
@@ -385,11 +402,12 @@ class World:
         """How many ranks a job has."""
         return len(self.case.hosts)
 
-    @property
-    def newest(self) -> int:
-        """The newest step that was acknowledged and must be there."""
-        durable = (step for _, step in self.saved if step not in self.damaged.keys() | self.free)
-        return max([self.kept, *durable])
+    def newest(self, since: float) -> int:
+        """The newest step that was acknowledged and must be there; `since` when somebody looks for it."""
+        durable = max((step for _, step in self.saved if step not in self.damaged.keys() | self.free), default=0)
+        is_unwell = self.memory.is_unwell(since, self.simulation.now)
+        is_unwell |= any(when >= since for when in self.simulation.network.flipped)
+        return durable if is_unwell else max(self.memory.newest, durable)
 
     @property
     def committed(self) -> list[int]:
@@ -406,13 +424,16 @@ class Job:
         name: of its processes
 
     Attributes:
+        began: when, in simulated seconds
+        hosts: of its ranks
         ranks: its ranks
         agent: the process that holds the store: it is torchrun's
     """
 
     def __init__(self, world: World, number: int, name: str) -> None:
         self.world, self.number, self.name = world, number, name
-        self.agent = world.simulation.process(f"agent of {name} {number}", world.case.hosts[0])
+        self.began, self.hosts = world.simulation.now, world.hosts
+        self.agent = world.simulation.process(f"agent of {name} {number}", self.hosts[0])
         self.store = WorldStore(world, self.agent)
         self.ranks = [Rank(self, rank) for rank in range(world.ranks)]
 
@@ -453,7 +474,7 @@ class Rank:
 
     def __init__(self, job: Job, number: int) -> None:
         self.job, self.world, self.number = job, job.world, number
-        self.host = self.world.case.hosts[number]
+        self.host = job.hosts[number]
         self.process = self.world.simulation.process(f"rank {number} of {job.name} {job.number}", self.host)
         self.doing, self.is_done = "", False
         self.error: BaseException | None = None
@@ -501,8 +522,7 @@ class Rank:
     def manager(self, *overrides: str) -> Iterator[CheckpointManager]:
         """The manager of this rank; it is closed at the end."""
         with self.call("begin"):
-            settings = replace(self._settings(*overrides), dir=self.world.root)
-            manager = manager_of(settings, Launch(), **self._parts())
+            manager = manager_of(self.world.settings(self.world.root, *overrides), Launch(), **self._parts())
         try:
             yield manager
         finally:
@@ -514,14 +534,9 @@ class Rank:
     def checkpointer(self) -> Iterator[Checkpointer]:
         """What saves and loads without a manager."""
         with self.call("begin"):
-            checkpointer = build_checkpointer(self._settings(), **self._parts())
+            checkpointer = build_checkpointer(self.world.settings(self.world.root), **self._parts())
         with checkpointer:
             yield checkpointer
-
-    def _settings(self, *overrides: str) -> Checkpoint:
-        script, commit = self.world.script, "rename" if self.world.files.atomic_rename else "manifest"
-        usual = (f"checkpoint.commit={commit}", f"checkpoint.keep.last={script.keep}")
-        return settings_of(script.preset, *usual, *script.overrides, *overrides)
 
     def _parts(self) -> dict[str, Any]:
         """What a manager or checkpointer is given instead of the real ones."""
@@ -548,10 +563,12 @@ class Rank:
     def restore(self, manager: CheckpointManager, least: int | None = None) -> int:
         """Restore; returns the step, which is to be this one at least, or the newest that was acknowledged."""
         world, state = self.world, self.world.state(0, 0)
-        before = world.newest
+        before = world.newest(self.job.began)
         with self.call("restore"):
             step = manager.restore(state)
-        least = min(before, world.newest) if least is None else least  # what was lost meanwhile need not be there
+        if least is None:
+            least = min(before, world.newest(self.job.began))  # what was lost meanwhile need not be there
+        world.memory.has_resumed(self.job.number, step or 0)
         world.resumed.append(Resumed(self.job.number, self.number, step, state, least))
         return step or 0
 
@@ -585,6 +602,7 @@ class Rank:
     def _part(self, step: int) -> dict[str, Any]:
         """What this rank saves at a step."""
         self.world.begun.add((self.job.number, step, self.number))
+        self.world.memory.taken(self.job.number, step, self.world.simulation.now)
         return part_of(self.number, self.world.state(self.job.number, step))
 
 
