@@ -489,9 +489,10 @@ class Rank:
             self.process.kill()
 
     def waits_for_its_end(self) -> None:
-        """It has come to its end, and the launcher kills it."""
+        """It has come to its end, and the launcher kills it; or somebody else, if no launcher knows of it."""
         self.is_done = True
-        self.sleep(LIFETIME)
+        self.sleep(LONG / 10)
+        self.process.kill()
 
     def sleep(self, seconds: float) -> None:
         """Train for so long."""
