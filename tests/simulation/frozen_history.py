@@ -12,8 +12,8 @@ from faults.invariants import state_of
 from ckpt_component.core.commit.manifest import data_folder, read_manifest
 from ckpt_component.testing import DiskFile
 
-from .disks import largest_file
 from .history import Event, History, OpenRun, path_of
+from .workloads import largest_file
 
 #: Elements of a weight: four are worth a file of their own.
 _SIZE = 66_000

@@ -31,7 +31,8 @@ from ckpt_component.loading.reader import Reader
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
 from ckpt_component.testing.simulated_pool import SimulatedPool
 
-from .disks import OURS, ROOT, damage, is_counted, is_set_aside, manager_on, settings_of
+from .workloads import damage
+from .world import OURS, ROOT, is_counted, is_set_aside, manager_on, settings_of
 
 ELSEWHERE = "/runs/elsewhere"
 #: After so long, what was not finished is deleted, and the owner of a mark without a touch is considered dead.

@@ -1,19 +1,23 @@
-"""Ranks that save together on a simulated disk, over a simulated store, without managers: there may be thousands."""
+"""Ranks that save together on a simulated disk or bucket, over a simulated store; what happens, and what must hold."""
 
 from __future__ import annotations
 
+import copy
 import os
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from simulation.rank_writer import RankWriter, content, snapshot
+from strides import first_of
 
 from ckpt_component import CheckpointError, CheckpointSaveError
 from ckpt_component.core.commit.commit import new_attempt, refuse_existing
-from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.fencing import FencingToken, read_owner
 from ckpt_component.core.commit.manifest import data_folder
-from ckpt_component.core.commit.names import MEGATRON, owned_token
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON, OWNER, owned_token
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
@@ -169,4 +173,160 @@ def unsafe(files: SimulatedFiles | SimulatedBucket, *jobs: Job) -> list[str]:
             manifest = found.manifests.get(each.step, {})
             if each.error is None and (each.step not in found.committed or manifest["run"] != job.name):
                 wrong.append(f"step {each.step} was reported by {job.name} {each.rank}, and is not there")
+    return wrong
+
+
+def lasting(files: SimulatedFiles | SimulatedBucket, seed: int, *jobs: Job) -> list[str]:
+    """What a power cut changes about it; nothing in a bucket."""
+    if isinstance(files, SimulatedBucket):
+        return []
+    disk = copy.deepcopy(files.disk)
+    disk.cut_power(seed)
+    after = SimulatedFiles(disk, atomic_rename=files.atomic_rename)
+    return [f"after a power cut: {text}" for text in unsafe(after, *jobs)]
+
+
+def stuck(job: Job) -> list[str]:
+    """Ranks whose last save failed, after all trouble."""
+    return [f"not alive: {each}" for each in job.outcomes if each.step == LAST and each.error is not None]
+
+
+def late(job: Job, bound: float = LONGEST_SAVE) -> list[str]:
+    """Calls that took longer than they may."""
+    return [
+        f"step {each.step} on {job.name} {each.rank} took {each.ended - each.began:.0f} s: {each.error}"
+        for each in job.outcomes
+        if each.ended - each.began > bound
+    ]
+
+
+class Schedule:
+    """A run of one to four ranks in which something happens; a seed is a schedule.
+
+    Attributes:
+        what: what happens
+        wrong: what is wrong then
+    """
+
+    def __init__(self, seed: int, protocol: str) -> None:
+        choice = random.Random(seed)
+        self.what, self.wrong, self._storage = list[str](), list[str](), dict[int, Fault]()
+        simulation, files = Simulation(seed), files_of(protocol, self._storage)
+        job = Job(simulation, files, choice.choice((1, 2, 2, 3, 3, 4, 4)))
+        job.start()
+        jobs = [job]
+        self._trouble(job, choice)
+        if choice.random() < 0.2:  # another run takes over, while this one is there or stopped
+            when = choice.uniform(1.0, 4.0)
+            other = Job(simulation, files, choice.randint(1, 3), name="other")
+            other.start(when)
+            jobs.append(other)
+            self.what.append(f"another run from {when:.2f}")
+        if isinstance(files, SimulatedBucket):
+            files.disk.lag, files.disk.lag_seconds = choice.choice((0, 0, 3, 20)), choice.choice((0.1, 2.0))
+        if not simulation.run(LIMIT):
+            self.wrong.append("it has not ended")
+        if isinstance(files, SimulatedBucket):
+            files.disk.lag = 0
+        self.wrong += (
+            unsafe(files, *jobs) + lasting(files, seed, *jobs) + [text for each in jobs for text in late(each)]
+        )
+        killed = any(process.is_killed for process in job.processes)
+        if len(jobs) == 2:
+            self.wrong += overtaken(files, *jobs)
+        elif not killed:
+            self.wrong += stuck(job)
+        if all(text.startswith(("lost", "unanswered", "date", "storage")) for text in self.what):
+            self.wrong += late(job, SOON)
+        elif all(text.startswith(("kill", "date")) for text in self.what):
+            self.wrong += late(job, TIMEOUTS.heartbeat + SOON)
+        self.wrong += self._next_run(seed, files)
+
+    def _next_run(self, seed: int, files: SimulatedFiles | SimulatedBucket) -> list[str]:
+        """What is wrong with the run that follows: it saves, and deletes what was left."""
+        self._storage.clear()
+        files.disk.now += 600
+        after = Job(Simulation(seed), files, 1 + seed % 4, steps=(21,), name="next")
+        after.start()
+        after.simulation.run(LIMIT)
+        wrong = [f"the next run: {each}" for each in after.outcomes if each.error is not None]
+        wrong += [f"the next run: {text}" for text in late(after, SOON)]
+        left = [name for name in files.names(ROOT) if MEGATRON.step(name) is None and name != OWNER]
+        left += [
+            f"{name}/{inside}"
+            for name in files.names(ROOT)
+            if MEGATRON.step(name) is not None and not files.exists(os.path.join(ROOT, name, MANIFEST))
+            for inside in files.names(os.path.join(ROOT, name))
+        ]
+        return wrong + [f"left behind: {left}"] * bool(left)
+
+    def _trouble(self, job: Job, choice: random.Random) -> None:
+        """Let something happen to a run before its last save."""
+        simulation = job.simulation
+        for _ in range(choice.choice((1, 1, 2, 3))):
+            when, rank = choice.uniform(0.9, 4.0), choice.randrange(job.world_size)
+            process = job.processes[rank]
+            kind = choice.choice(("kill", "stop", "slow", "date", "storage", "message", "message", "message"))
+            if kind == "kill":
+                simulation.at(when, process.kill)
+            elif kind == "stop":
+                seconds = choice.choice((0.5, 5.0, 15.0, 40.0, 100.0))
+                kind = f"stop for {seconds} s"
+                simulation.at(when, partial(process.stop, seconds))
+            elif kind == "slow":
+                process.slowness = choice.choice((3.0, 30.0))
+                simulation.at(20.0, partial(setattr, process, "slowness", 1.0))
+            elif kind == "date":
+                simulation.at(when, partial(setattr, process, "date_offset", choice.choice((-1e6, 1e6))))
+            elif kind == "storage":
+                number, fails = (
+                    choice.randrange(5, 60 * job.world_size),
+                    choice.choice(("fail", "lost", *["twice"] * isinstance(job.files, SimulatedBucket))),
+                )
+                self._storage[number] = Fault(fails)
+                simulation.at(CALM - 1.0, self._storage.clear)
+                kind = f"storage: operation {number} {fails}"
+            else:
+                number = choice.randrange(1, 150 * job.world_size)
+                fault = MessageFault(choice.choice(("lost", "unanswered", "late")), choice.choice((0.1, 3.0, 20.0)))
+                job.faults[number] = fault
+                kind = f"{fault.kind}: request {number}, {fault.seconds} s"
+            self.what.append(f"{kind} (rank {rank}, at {when:.2f})")
+
+
+def overtaken(files: SimulatedFiles | SimulatedBucket, *jobs: Job) -> list[str]:
+    """What a run has committed that was replaced before it looked at the owner file for the last time."""
+    owner, path = read_owner(files, ROOT), os.path.join(ROOT, OWNER)
+    old = [job.name for job in jobs if owner is not None and job.token != owner.token]
+    replaced = max(number for number, (name, at) in enumerate(files.operations) if at == path and name != "get")
+    wrong = []
+    for step, manifest in scan_steps(files, ROOT, MEGATRON).manifests.items():
+        # The last operation before that look; in a bucket, it is the put of the draft.
+        draft = f"{manifest['attempt']}/{MANIFEST}.draft"
+        last = [
+            at.endswith(draft) if name == "put" else name == "sync_folder" and manifest["attempt"] in at
+            for name, at in files.operations
+        ]
+        if manifest["run"] in old and any(last[replaced:]):
+            wrong.append(f"step {step} was committed by {manifest['run']}, which another run had replaced")
+    return wrong
+
+
+def each_request(kind: str, protocol: str, world_size: int = 2, stride: int = 1) -> list[str]:
+    """What is wrong if one request is lost, unanswered or late, or its sender stopped or killed: each n-th of a save."""
+
+    def job(number: int, *steps: int) -> Job:
+        # The same seed, so that all is the same up to this request.
+        made = Job(Simulation(1), files_of(protocol), world_size, steps, {number: MessageFault(kind, 20.0)})
+        made.start()
+        assert made.simulation.run(LIMIT)
+        return made
+
+    wrong = []
+    for number in range(first_of(stride), job(0, 1).store.requests + 1, stride):
+        done = job(number, 1, LAST)
+        bound = {"late": LONGEST_SAVE, "stopped": LONGEST_SAVE, "killed": TIMEOUTS.heartbeat + SOON}.get(kind, SOON)
+        found = unsafe(done.files, done) + late(done, bound) + (stuck(done) if kind != "killed" else [])
+        # A rank that has never sent a heartbeat may still be starting, so it is waited for.
+        wrong += [f"request {number} {kind}: {text}" for text in found if "it has sent no heartbeat" not in text]
     return wrong

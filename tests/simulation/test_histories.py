@@ -21,9 +21,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from simulation.disks import one_thread
 from simulation.frozen_history import CHANGES, FrozenHistory
 from simulation.history import LONG, Event, History
+from simulation.world import one_thread
 
 from ckpt_component.testing import Fault
 

@@ -10,8 +10,8 @@ import zlib
 from typing import Any, cast
 
 import pytest
-from simulation.disks import storage_on
 from simulation.ranks import ROOT, TIMEOUTS
+from simulation.world import storage_on
 from strides import in_turn
 
 from ckpt_component.core.commit import commit

@@ -12,7 +12,7 @@ from ckpt_component import build_checkpointer
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.testing import Disk, SimulatedFiles
 
-from .disks import one_thread, settings_of
+from .world import one_thread, settings_of
 
 CHECKPOINTS, MODEL = "/run", "/model"
 #: Checkpoints whose weights differ in some elements. After these: one like the last of them, one that differs
