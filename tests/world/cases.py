@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
-from strides import STRIDE_OFFSET
 from world.scripts import SCRIPTS
 from world.storages import KINDS as STORAGES
 from world.troubles import KINDS, Trouble
 from world.world import Case, World
 
+T = TypeVar("T")
+
+#: Which of many places and pairs are tried. The same for each commit, as long as not all of them have been tried once.
+SEED = int(os.environ.get("CKPT_WORLD_SEED", "0"))
 #: What a rank may be doing; the empty one is none of these.
 CALLS = ("begin", "restore", "save", "close", "command", "orphan", "")
 
@@ -42,17 +47,21 @@ def every_place(kind: str, storage: str, hosts: str, script: str) -> Iterator[Tr
         yield from (Trouble(kind, call, number) for number in range(1, count + 1))
 
 
+def some(cases: Sequence[T], count: int) -> list[T]:
+    """About so many of these."""
+    stride = max(len(cases) // count, 1)
+    return [*cases[SEED % stride :: stride]]
+
+
 def once(kind: str, storage: str, hosts: str, script: str, count: int) -> Iterator[Case]:
-    """About so many of the lives in which a trouble comes once; other ones for each commit."""
-    found = [*every_place(kind, storage, hosts, script)]
-    stride = max(len(found) // count, 1)
-    for number in range(STRIDE_OFFSET % stride, len(found), stride):
-        yield Case(storage, hosts, script, (found[number],), number)
+    """About so many of the lives in which a trouble comes once; other ones for each seed."""
+    for trouble in some([*every_place(kind, storage, hosts, script)], count):
+        yield Case(storage, hosts, script, (trouble,), trouble.number)
 
 
 def twice(first: str, second: str, storage: str, hosts: str, script: str, count: int) -> Iterator[Case]:
-    """So many lives in which two troubles come, one after the other; other ones for each commit."""
-    chosen = random.Random(f"{first} {second} {storage} {hosts} {script} {STRIDE_OFFSET}")
+    """So many lives in which two troubles come, one after the other; other ones for each seed."""
+    chosen = random.Random(f"{first} {second} {storage} {hosts} {script} {SEED}")
     before, after = ([*every_place(kind, storage, hosts, script)] for kind in (first, second))
     for _ in range(count if before and after else 0):
         troubles = (chosen.choice(before[: len(before) * 2 // 3] or before), chosen.choice(after))

@@ -6,13 +6,11 @@ import itertools
 
 import pytest
 from evidence import Record
-from strides import in_turn
-from world.cases import every_script, may_happen, once, wrong_in
+from world.cases import every_script, may_happen, once, some, wrong_in
 from world.scripts import SCRIPTS
 from world.storages import KINDS as STORAGES
 from world.troubles import KINDS
 
-pytestmark = pytest.mark.turns(3)
 #: How many lives there are of each kind of trouble; a life with peers takes longest.
 OF_ONE, OF_MANY, WITH_PEERS = 40, 12, 4
 #: The hosts of three and four ranks, and what they do.
@@ -25,7 +23,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("storage", "script", "kind"), [*every_script()])
 def test_one_rank_goes_on_whatever_happens_once(storage: str, script: str, kind: str, record_property: Record) -> None:
@@ -35,7 +33,7 @@ def test_one_rank_goes_on_whatever_happens_once(storage: str, script: str, kind:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("storage", "hosts", "script", "kind"), CASES)
 def test_ranks_go_on_whatever_happens_once(
@@ -47,14 +45,14 @@ def test_ranks_go_on_whatever_happens_once(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("storage", in_turn(("disk", "mounted"), 2))
+@pytest.mark.parametrize("storage", ("disk", "mounted"))
 @pytest.mark.parametrize("kind", ["power_cut", "answer_lost"])
 def test_what_is_acknowledged_lasts(kind: str, storage: str) -> None:
-    wrong = wrong_in(once(kind, storage, "a", "train", 30))
+    wrong = wrong_in(once(kind, storage, "a", "train", 15))
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("storage", "hosts", "script", "kind"), in_turn(CASES, len(CASES) // 8))
+@pytest.mark.parametrize(("storage", "hosts", "script", "kind"), some(CASES, 8))
 def test_some_ranks_go_on_whatever_happens_once(storage: str, hosts: str, script: str, kind: str) -> None:
     wrong = wrong_in(once(kind, storage, hosts, script, 2))
     assert not wrong, "\n".join(wrong)

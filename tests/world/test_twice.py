@@ -1,4 +1,4 @@
-"""A run of two ranks goes on whatever happens twice: each pair of troubles, at places that are others for each commit."""
+"""A run of two ranks goes on whatever happens twice: each pair of troubles, at some places."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 from evidence import Record
-from strides import STRIDE_OFFSET, in_turn
-from world.cases import twice, wrong_in
+from world.cases import SEED, some, twice, wrong_in
 from world.storages import KINDS as STORAGES
 from world.troubles import KINDS
 
@@ -23,17 +22,16 @@ def wrong_in_pair(first: str, second: str, lives: int) -> list[str]:
     """What is wrong in lives of two ranks, on one host or on two."""
     wrong = list[str]()
     for number, storage in enumerate(STORAGES):
-        turn = STRIDE_OFFSET + number + PAIRS.index((first, second))
+        turn = SEED + number + PAIRS.index((first, second))
         script, hosts = SCRIPTS[turn % len(SCRIPTS)], ("ab", "aa")[turn % 2]
         wrong += wrong_in(twice(first, second, storage, hosts, script, lives))
     wrong += wrong_in(twice(first, second, "disk", "aa", "memory", lives))
-    hosts = WITH_PEERS[(STRIDE_OFFSET + PAIRS.index((first, second))) % len(WITH_PEERS)]
+    hosts = WITH_PEERS[(SEED + PAIRS.index((first, second))) % len(WITH_PEERS)]
     wrong += wrong_in(twice(first, second, "disk", hosts, "peers", 1))
     return wrong
 
 
-@pytest.mark.slow
-@pytest.mark.turns(3)
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_two_ranks_go_on_whatever_happens_twice(first: str, second: str, record_property: Record) -> None:
@@ -42,7 +40,7 @@ def test_two_ranks_go_on_whatever_happens_twice(first: str, second: str, record_
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("first", "second"), in_turn(PAIRS, len(PAIRS) // 3))
+@pytest.mark.parametrize(("first", "second"), some(PAIRS, 3))
 def test_some_ranks_go_on_whatever_happens_twice(first: str, second: str) -> None:
     wrong = wrong_in_pair(first, second, 1)
     assert not wrong, "\n".join(wrong)
