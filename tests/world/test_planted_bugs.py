@@ -253,6 +253,14 @@ BUGS = [
         "bucket ab train",
     ),
     Bug(
+        "the_copies_of_a_host_are_on_the_host_itself",
+        "core/coordination/hosts.py",
+        "        for peer in self.peers_of(name, given, replicas):\n",
+        "        for peer in [name]:\n",
+        "disk ab peers",
+        ("lose_host",),
+    ),
+    Bug(
         "the_owner_is_read_before_the_last_work_on_an_attempt",
         "core/commit/commit.py",
         "    manifest = encode_manifest(content)\n",
