@@ -238,6 +238,7 @@ class World:
             launcher.outside.sleep(1.0)
         launcher.outside.sleep(LONG)  # longer than a lease
         self.lose_memory()
+        self._pending = []  # jobs that failed at once were too few for all troubles
         self.is_in_peace = self._has_run(launcher)
         for job in self.jobs:  # also a second run
             job.kill()
