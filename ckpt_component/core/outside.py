@@ -40,7 +40,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from .memory.available import available_bytes
+from .available_memory import available_bytes
 from .sockets import Address, Socket, Sockets
 from .waits import Waits
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.core.memory import available
+from ckpt_component.core import available_memory
 from ckpt_component.core.memory.page_cache import share_in_memory
 from ckpt_component.core.storage.safe_open import is_on_disk
 from ckpt_component.core.writing import cached_files
@@ -108,18 +108,18 @@ def test_what_is_plentiful_heeds_the_limit_of_a_container(tmp_path: Path, monkey
             place = group / path.removeprefix("/sys/fs/cgroup/")
         return genuine(place, **how)
 
-    monkeypatch.setattr(available, "open", opened, raising=False)
-    assert available.available_bytes() == 8000 << 10
-    assert available.is_plentiful(2000 << 10) and not available.is_plentiful(2001 << 10)
+    monkeypatch.setattr(available_memory, "open", opened, raising=False)
+    assert available_memory.available_bytes() == 8000 << 10
+    assert available_memory.is_plentiful(2000 << 10) and not available_memory.is_plentiful(2001 << 10)
     (group / "memory.max").write_text("5000000\n")
     (group / "memory.current").write_text("4000000\n")
     (group / "memory.stat").write_text("anon 1\nactive_file 500000\ninactive_file 1000000\n")
     # The group of this process may be deeper; those above it count as well.
-    assert available.available_bytes() == 2_500_000
+    assert available_memory.available_bytes() == 2_500_000
     (group / "memory.max").write_text("max\n")
-    assert available.available_bytes() == 8000 << 10
+    assert available_memory.available_bytes() == 8000 << 10
     meminfo.unlink()
-    assert not available.is_plentiful(1)
+    assert not available_memory.is_plentiful(1)
 
 
 def test_a_checkpoint_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +127,10 @@ def test_a_checkpoint_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch:
     from types import SimpleNamespace
 
     request = SimpleNamespace(fs=SimpleNamespace(has_direct_io=True), source=SimpleNamespace(nbytes=1000), world_size=8)
-    monkeypatch.setattr(available, "available_bytes", lambda: 32_000)
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: 32_000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert cached_files.CachedFiles.fit(request)  # type: ignore[arg-type]
-    monkeypatch.setattr(available, "available_bytes", lambda: 31_999)
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: 31_999)
     assert not cached_files.CachedFiles.fit(request)  # type: ignore[arg-type]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert cached_files.CachedFiles.fit(request)  # type: ignore[arg-type]

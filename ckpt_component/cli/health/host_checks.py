@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from ...config.image_count import ImageCount
 from ...config.schema import Checkpoint
+from ...core.available_memory import available_bytes
 from ...core.coordination.hosts import Hosts
-from ...core.memory.available import available_bytes
 from ...core.options import RecoveryMode
 from ...core.storage.files import FileStorage
 from ...core.storage.locate import absolute, is_url

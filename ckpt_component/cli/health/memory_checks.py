@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ...config.image_count import ImageCount
-from ...core.memory.available import available_bytes
+from ...core.available_memory import available_bytes
 from ...core.storage.locate import file_storage
 from ...core.storage.memory.keeper_sockets import runtime_folder
 from ...core.storage.new_names import new_token

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..memory.available import is_plentiful
+from ..available_memory import is_plentiful
 from ..storage.safe_open import forget, is_on_disk, open_regular
 from .request import WriteRequest, WriteResult
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..available_memory import available_bytes
 from ..lane import Lane
-from ..memory.available import available_bytes
 from ..memory.huge_pages import align
 from ..outside import OUTSIDE, Outside
 from ..processes.framing import Channel
