@@ -19,6 +19,6 @@ def test_the_way_of_a_save_and_of_a_restore(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     found = json.loads(done.stdout)
-    assert found["step"] == 4
+    assert found["step"] == 7
     for trip, bounds in (("save", SAVE), ("restore", RESTORE)):
         assert all(found[trip][what] <= bound for what, bound in bounds.items()), (trip, found[trip], bounds)
