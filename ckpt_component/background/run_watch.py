@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -47,7 +46,7 @@ class RunWatch:
             receive = partial(self._receive, run, report)
             answer_requests(run, {}, _refuse, notes={"committed": self._note}, receive=receive)
         finally:
-            os._exit(0)  # as if it was killed, whatever the storage is doing
+            self._outside.exit()  # as if it was killed, whatever the storage is doing
 
     def _note(self, committed: FrameRequest) -> None:
         self.newest = committed.header["step"] or self.newest

@@ -33,10 +33,11 @@ def main(outside: Outside = OUTSIDE) -> None:
 def _upload(job: dict[str, Any], parent: Channel) -> None:
     logging.disable(logging.WARNING)  # the run logs what matters
     policy = UploadPolicy.of(job)
-    run, report = RunWatch(policy), parent.send
+    storage_of, report = parent.outside.storage_of, parent.send
+    run = RunWatch(policy, None if storage_of is None else storage_of(policy.source))
     parent.outside.start("ckpt-run-watch", run.watch, parent, report)
     try:
-        (Uploader if policy.leads else PartUploader)(policy, run, report).run()
+        (Uploader if policy.leads else PartUploader)(policy, run, report, storage_of).run()
     except CheckpointFencedError as error:
         report({"fenced": str(error)})
     except (CheckpointError, OSError) as error:

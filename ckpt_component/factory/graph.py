@@ -37,7 +37,7 @@ from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.frozen_weights import FrozenWeights
 from ..core.state.unchanged_tensors import UnchangedTensors
 from ..core.storage.files import FileStorage, local_files
-from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text, storage_at
+from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
 from ..events import EventFile, EventRecorder
@@ -477,9 +477,7 @@ def _storages(settings: Checkpoint, outside: Outside) -> Callable[[str], Storage
 
 
 def _local(settings: Checkpoint, outside: Outside) -> Storage:
-    storage = storage_at(settings.local.dir or ".", durable=settings.durability is Durability.power_cut)
-    storage.outside = outside
-    return storage
+    return Storages(durable=settings.durability is Durability.power_cut, outside=outside).of(settings.local.dir or ".")
 
 
 def _claims(job: MultirunJob, storages: Sequence[Storage], roots: Sequence[str]) -> list[str]:

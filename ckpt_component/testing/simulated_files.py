@@ -159,6 +159,13 @@ class SimulatedFiles(FileStorage):
     def open_again(self, path: str) -> int:
         return self._do("open_again", path, lambda: self._opened(path, self.disk.file(path)))
 
+    def open_to_serve(self, path: str) -> int:
+        """A real descriptor, of a file that has what is there now."""
+        data = self.read(path, 1 << 30)
+        descriptor = os.memfd_create("file of a simulated disk", os.MFD_CLOEXEC)
+        os.write(descriptor, data)
+        return descriptor
+
     def open_append(self, path: str) -> int:
         raise NotImplementedError  # `append` is one operation here
 
@@ -348,6 +355,10 @@ class SimulatedFiles(FileStorage):
             if node is None:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             return node.modified
+
+    def identity(self, path: str) -> tuple[int, int]:
+        with self.at_disk() as disk:
+            return id(disk), id(disk.file(path))
 
     def is_open_elsewhere(self, path: str) -> bool:
         with self.at_disk() as disk:

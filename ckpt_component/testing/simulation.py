@@ -618,6 +618,11 @@ class SimulatedOutside(SimulatedSockets, Outside):
         """Call this when `SimulatedProcess.signal` sends a signal."""
         self._process.handlers[number] = action
 
+    def exit(self) -> None:
+        """End it as with the simulation."""
+        self._process.end()
+        raise Killed
+
     def leave_folder(self) -> None:
         """It is in none."""
 

@@ -28,7 +28,6 @@ from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import Prove, Verify
-from ckpt_component.core.storage import folder_keeper
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.writing.request import WriteRequest
@@ -69,22 +68,12 @@ class FolderPatches(ClusterPatches):
     def __enter__(self) -> FolderPatches:
         super().__enter__()
         patch = self._patch
-        patch.setattr(folder_keeper, "open_regular", self._open)
         offered = lambda outside: self.network.address_of(self._name())  # noqa: E731
         patch.setattr(host_tier, "offered_address", offered)
         return self
 
     def _name(self) -> str:
         return self.cluster.life.simulation.current.process.host
-
-    def _open(self, path: str) -> int:
-        """A descriptor with what a file of the host's disk has now."""
-        host = self._set()
-        data = cast(FolderLife, self.cluster.life).disk_of(self._name()).read(path, 1 << 30)
-        descriptor = os.memfd_create("file of a simulated disk")
-        host.copies.append((descriptor, os.fstat(descriptor).st_ino))
-        os.write(descriptor, data)
-        return descriptor
 
 
 class InTurn(AtOnce):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..storage.new_names import new_path
-from .safe_open import kind_of, read_regular
+from .safe_open import kind_of, open_regular, read_regular
 from .storage import Held, LocalFolders, Storage, StoredFile
 from .tree_removal import named, remove_tree
 
@@ -129,6 +129,10 @@ class FileStorage(LocalFolders):
     def open_again(self, path: str) -> int:
         """Open a file to read ranges of it, and to change them by `write`; returns its descriptor."""
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def open_to_serve(self, path: str) -> int:
+        """Open a regular file, for those to whom its descriptor is sent; raises as `open_regular`."""
+        return open_regular(path)
 
     def open_append(self, path: str) -> int:
         """Open a file for `write` at its end, whatever the offset says, and create it if necessary."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from .files import FileStorage
 from .memory.keepers import KeptFile, LocalPiece, ServedKeeper
 from .object_folders import FOLDER_MARK
-from .safe_open import open_regular
 
 #: Errors of the deletion of a folder that has entries, or that another one has deleted.
 _STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
@@ -125,7 +124,7 @@ class FolderKeeper(ServedKeeper):
             for name in self._fs.names(here):
                 path = os.path.join(here, name)
                 if self._fs.file_at(path) is not None:
-                    fd = open_regular(path)
+                    fd = self._fs.open_to_serve(path)
                     until_closed.callback(os.close, fd)
                     opened.files[name] = LocalPiece(fd, 0, os.fstat(fd).st_size)
             opened.until_closed = until_closed.pop_all()

@@ -6,7 +6,7 @@ import os
 import posixpath
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from ...errors import CheckpointConfigError, CheckpointTypeError
 from ..outside import OUTSIDE, Outside
@@ -138,6 +138,8 @@ class Storages:
 
     def of(self, path: str) -> Storage:
         """The storage of an absolute path. Raises the errors of `storage_at`."""
+        if self._outside.storage_of is not None:
+            return cast(Storage, self._outside.storage_of(path))
         root = "/".join(path.split("/", 3)[:3]) if is_url(path) else ""
         with self._lock:
             if root not in self._made:
