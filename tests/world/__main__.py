@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # as pytest has it
 
 from world.world import Case, World
 

@@ -9,6 +9,7 @@ is outside of it: time, threads, connections and processes (`SimulatedOutside`),
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import sys
@@ -151,10 +152,11 @@ def settings_of(preset: str, *overrides: str) -> Checkpoint:
 
 
 def memory_files() -> Iterator[tuple[int, int]]:
-    """The memory of images, of all simulated processes: inodes, and a descriptor of each."""
+    """The memory of images, of all simulated processes: inodes, and a descriptor of each by which it is written."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
+            is_writable = fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+            if is_writable and os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
                 yield os.fstat(int(name)).st_ino, int(name)
 
 
