@@ -288,7 +288,8 @@ class End(_Woken):
     @property
     def may_send(self) -> bool:
         """Whether a call of `poll` for room returns."""
-        return bool(self.room) or self.has_ended or self.sends_no_more or self.other.reads_no_more or self.has_hung_up
+        is_refused = not self.link.is_cut(self.now) and (not self.other.is_open or self.other.reads_no_more)
+        return bool(self.room) or self.has_ended or self.sends_no_more or is_refused
 
     def next_change(self, until: float) -> float:
         """When something may change by itself."""
