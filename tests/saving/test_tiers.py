@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from inside import uploaded
+from waiting import eventually
 
 from ckpt_component import (
     CheckpointConfigError,
@@ -30,6 +31,7 @@ from ckpt_component.core.commit.names import MEGATRON, OWNER
 from ckpt_component.core.commit.retention import BestPolicy, RetentionPolicy
 from ckpt_component.core.commit.scan import Scan
 from ckpt_component.core.processes.start import start_in_background
+from ckpt_component.events import read_events
 from ckpt_component.managing.manager import CheckpointManager
 
 
@@ -130,6 +132,8 @@ def test_a_dead_target_is_a_warning_with_the_lag_and_an_error_by_policy(
             manager.save(step, state)
         manager.wait()
         assert manager.steps()[-1] == 5
+        # A process that has not begun to upload when the run ends is not waited for as long as one that has.
+        eventually(lambda: any(event["event"] == "upload" for event in read_events(tmp_path / "fast")), 60)
     assert caplog.text.count("cannot be listed; only") == 1
     assert restored(tmp_path, "resume=5")[0] == 5
     with pytest.raises(CheckpointUnreadableError, match="resume=9, and .* may have one, but cannot be listed"):
