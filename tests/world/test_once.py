@@ -48,11 +48,11 @@ def test_ranks_go_on_whatever_happens_once(
 @pytest.mark.parametrize("storage", ("disk", "mounted"))
 @pytest.mark.parametrize("kind", ["power_cut", "answer_lost"])
 def test_what_is_acknowledged_lasts(kind: str, storage: str) -> None:
-    wrong = wrong_in(once(kind, storage, "a", "train", 15))
+    wrong = wrong_in(once(kind, storage, "a", "train", 10))
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("storage", "hosts", "script", "kind"), some(CASES, 8))
+@pytest.mark.parametrize(("storage", "hosts", "script", "kind"), some(CASES, 5))
 def test_some_ranks_go_on_whatever_happens_once(storage: str, hosts: str, script: str, kind: str) -> None:
     wrong = wrong_in(once(kind, storage, hosts, script, 2))
     assert not wrong, "\n".join(wrong)
