@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from world.scripts import SCRIPTS
 from world.storages import KINDS as STORAGES
-from world.troubles import KINDS, Trouble
+from world.trouble import KINDS, Trouble
 from world.world import Case, World
 
 T = TypeVar("T")
@@ -31,11 +31,10 @@ def undisturbed(storage: str, hosts: str, script: str) -> World:
 
 
 def may_happen(kind: str, storage: str, hosts: str, script: str) -> bool:
-    """Whether there is such a trouble: a storage that knows it, ranks that send messages, or snapshots in memory."""
+    """Whether there is such a trouble: a storage that knows it, ranks that send messages, and what it needs."""
     needs, done = KINDS[kind], SCRIPTS[script]
     has_messages = len(hosts) > 1 or needs.at != ("message",)
-    has_memory = done.in_memory >= needs.needs_memory and done.at_peers >= needs.needs_peers
-    return storage in needs.storages and has_messages and has_memory
+    return storage in needs.storages and has_messages and needs.needs <= done.has
 
 
 def every_place(kind: str, storage: str, hosts: str, script: str) -> Iterator[Trouble]:
@@ -81,7 +80,7 @@ def wrong_in(cases: Iterable[Case]) -> list[str]:
 
 def every_script() -> Iterator[tuple[str, str, str]]:
     """Each script of one rank on each storage, with the troubles that may happen to it."""
-    for script in (name for name, script in SCRIPTS.items() if not script.at_peers):
+    for script in (name for name, script in SCRIPTS.items() if "peers" not in script.has):
         for storage in STORAGES:
             for kind in KINDS:
                 if may_happen(kind, storage, "a", script):

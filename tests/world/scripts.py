@@ -6,7 +6,7 @@ it says to the world, so that the verdict knows of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,9 @@ class Script:
         has_base: whether the state has weights that do not change
         keeps_best: whether the best checkpoint is kept beside the newest
         has_run: whether managers are there, which have a pointer and own the folder
-        in_memory: whether each step is kept in memory, and only every second one is saved
-        at_peers: whether hosts have copies of what is in the memory of others
+        has: what there is besides the folder: `memory`, where each step is kept, and only every second one is saved;
+            `peers`, hosts that have copies of what is in the memory of others
+        wrong: what is wrong after a job, besides what `verdict` finds
     """
 
     run: Callable[[Rank], None]
@@ -52,8 +53,8 @@ class Script:
     has_base: bool = False
     keeps_best: bool = False
     has_run: bool = True
-    in_memory: bool = False
-    at_peers: bool = False
+    has: frozenset[str] = frozenset()
+    wrong: Callable[[World], Iterable[str]] = lambda world: ()
 
     def kept(self, steps: Collection[int]) -> set[int]:
         """Which of these steps are kept."""
@@ -223,7 +224,7 @@ SCRIPTS: Mapping[str, Script] = {
             "checkpoint.overlap=wait",
         ),
         keep=2,
-        in_memory=True,
+        has=frozenset({"memory"}),
     ),
     "peers": Script(
         train_with_peers,
@@ -236,7 +237,6 @@ SCRIPTS: Mapping[str, Script] = {
             "checkpoint.read_once=off",  # what reads once is `torch.distributed`, which no simulation has
         ),
         keep=2,
-        in_memory=True,
-        at_peers=True,
+        has=frozenset({"memory", "peers"}),
     ),
 }

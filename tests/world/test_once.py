@@ -9,7 +9,7 @@ from evidence import Record
 from world.cases import every_script, may_happen, once, some, wrong_in
 from world.scripts import SCRIPTS
 from world.storages import KINDS as STORAGES
-from world.troubles import KINDS
+from world.trouble import KINDS
 
 #: How many lives there are of each kind of trouble; a life with peers takes longest.
 OF_ONE, OF_MANY, WITH_PEERS = 40, 12, 4
@@ -19,7 +19,7 @@ MANY += [(hosts, "peers") for hosts in ("ab", "aab", "abc", "abba", "abcd")]
 CASES = [
     (storage, hosts, script, kind)
     for (hosts, script), storage, kind in itertools.product(MANY, STORAGES, KINDS)
-    if may_happen(kind, storage, hosts, script) and (storage == "disk" or not SCRIPTS[script].at_peers)
+    if may_happen(kind, storage, hosts, script) and (storage == "disk" or "peers" not in SCRIPTS[script].has)
 ]
 
 
@@ -39,7 +39,7 @@ def test_one_rank_goes_on_whatever_happens_once(storage: str, script: str, kind:
 def test_ranks_go_on_whatever_happens_once(
     storage: str, hosts: str, script: str, kind: str, record_property: Record
 ) -> None:
-    cases = [*once(kind, storage, hosts, script, WITH_PEERS if SCRIPTS[script].at_peers else OF_MANY)]
+    cases = [*once(kind, storage, hosts, script, WITH_PEERS if "peers" in SCRIPTS[script].has else OF_MANY)]
     record_property("lives", len(cases))
     wrong = wrong_in(cases)
     assert not wrong, "\n".join(wrong)

@@ -8,7 +8,7 @@ import pytest
 from evidence import Record
 from world.cases import SEED, some, twice, wrong_in
 from world.storages import KINDS as STORAGES
-from world.troubles import KINDS
+from world.trouble import KINDS
 
 #: How many lives there are of each pair, on each storage.
 LIVES = 3

@@ -11,13 +11,13 @@ from strides import in_turn
 from world.cases import undisturbed
 from world.scripts import SCRIPTS
 from world.storages import KINDS as STORAGES
-from world.troubles import KINDS, Trouble
+from world.trouble import KINDS, Trouble
 from world.world import Case, World
 
 
 @pytest.mark.parametrize(("script", "storage"), in_turn(itertools.product(SCRIPTS, STORAGES), 5))
 def test_nothing_is_wrong_where_nothing_happens(script: str, storage: str) -> None:
-    world = undisturbed(storage, "ab" if SCRIPTS[script].at_peers else "a", script)
+    world = undisturbed(storage, "ab" if "peers" in SCRIPTS[script].has else "a", script)
     assert world.saved and not any(told.error for told in world.told)
 
 
@@ -49,6 +49,6 @@ def test_each_kind_of_trouble_is_explained() -> None:
 
 
 def test_nothing_of_the_package_is_patched() -> None:
-    for path in Path(__file__).parent.glob("*.py"):
+    for path in Path(__file__).parent.rglob("*.py"):
         if path.name != Path(__file__).name:
             assert not re.search(r"monkeypatch|MonkeyPatch|setattr\(|mock", path.read_text()), path

@@ -19,13 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
+import world.troubles  # noqa: F401  the kinds of trouble, which this lists
 from kept_configs import compose_once
 from world.memory import Memory
-from world.scripts import SCRIPTS
+from world.scripts import SCRIPTS, Script
 from world.states import part_of, state_of
 from world.storages import new_storage, seen_by
 from world.strangers import Strangers
-from world.troubles import DEADLINE, LONG, UNNOTICED, VISIBLE, Hit, Trouble
+from world.times import DEADLINE, LONG, UNNOTICED, VISIBLE
+from world.trouble import Hit, Trouble
 from world.verdict import PATIENCE, Fence, wrong_in, wrong_in_folder
 
 from ckpt_component import Checkpointer, CheckpointError, CheckpointManager
@@ -165,6 +167,7 @@ class World:
 
     Args:
         case: what happens
+        script: what the jobs do, if it is none of `SCRIPTS`
 
     Attributes:
         simulation: time, and the processes
@@ -188,8 +191,9 @@ class World:
         is_in_peace: whether a job came to its end, and nothing more was to happen
     """
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.script, self.root = case, SCRIPTS[case.script], ROOT
+    def __init__(self, case: Case, script: Script | None = None) -> None:
+        self.case, self.root = case, ROOT
+        self.script = script or SCRIPTS[case.script]
         self.simulation = Simulation(case.seed)
         self.simulation.storage_of = self.storage
         self.simulation.free_memory = lambda host: 1 << 40 if self.simulation.now >= self.full_until[host] else 0
@@ -261,7 +265,8 @@ class World:
         launcher.outside.sleep(0.0)  # what has ended lets go of its locks
         if job.number == 1:
             self.script.between(self)
-        self._wrong += [f"after job {job.number}: {text}" for text in wrong_in_folder(self)]
+        wrong = [*wrong_in_folder(self), *self.script.wrong(self)]
+        self._wrong += [f"after job {job.number}: {text}" for text in wrong]
         return is_whole
 
     def storage(self, process: SimulatedProcess, path: str) -> Storage:

@@ -1,0 +1,38 @@
+"""What happens to snapshots in memory, and to the processes that keep them."""
+
+from __future__ import annotations
+
+from world.times import LEASE, UNNOTICED
+from world.trouble import ANYWHERE, Hit, happens
+
+
+@happens(*ANYWHERE, needs=("memory",))
+def kill_keeper(hit: Hit) -> None:
+    """A process that keeps snapshots in memory gets SIGKILL."""
+    for keeper in hit.world.keepers()[:1]:
+        hit.world.lose_memory(keeper.host)
+        keeper.kill()
+
+
+@happens(*ANYWHERE, needs=("memory",))
+def stop_keeper(hit: Hit) -> None:
+    """A process that keeps snapshots in memory does nothing for a while."""
+    for keeper in hit.world.keepers()[:1]:
+        hit.world.lose_memory()
+        keeper.stop(25.0)
+        hit.world.excuse(25.0 + UNNOTICED)
+
+
+@happens(*ANYWHERE, needs=("memory",))
+def lease_over(hit: Hit) -> None:
+    """The time is over for which snapshots stay in memory without a run."""
+    for keeper in hit.world.keepers():
+        now, outside = keeper.outside.now, keeper.outside
+        outside.now = lambda now=now: now() + LEASE  # type: ignore[misc]
+    hit.world.lose_memory()
+
+
+@happens(*ANYWHERE, needs=("memory",))
+def flip_memory(hit: Hit) -> None:
+    """A bit of a snapshot in memory changes."""
+    hit.world.flip_memory()
