@@ -31,7 +31,7 @@ class Bug:
 
     Attributes:
         lives: storage, hosts and script
-        kinds: of the troubles; none: those that find most
+        kinds: of the troubles, as of `find`; none: those that find most
     """
 
     name: str
@@ -209,6 +209,7 @@ BUGS = [
         "            self._post_answer(question, result=result)\n",
         "            question.answer(result=result)\n",
         "disk ab train",
+        ("message_lost:save",),
     ),
     Bug(
         "a_vote_that_is_not_counted_is_waited_for",  # ours
@@ -216,6 +217,7 @@ BUGS = [
         "            against(question.store)\n",
         "            raise\n",
         "disk ab train",
+        ("message_lost:save",),
     ),
     Bug(
         "a_vote_whose_rank_died_before_it_was_counted_is_waited_for",  # ours

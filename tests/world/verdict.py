@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 #: For so long a call may take where nothing happens, in seconds.
 PATIENCE = 5.0
-#: Errors of a rank that has not heard how a save ended.
-UNKNOWN = ("has not answered", "cannot reach the store", "to decide", "sent no heartbeat", "Could not find out")
+#: Errors of a rank that has not heard how a save ended: of rank 0, which commits; and of the others, besides.
+UNKNOWN_TO_ALL = ("Could not find out",)
+UNKNOWN = (*UNKNOWN_TO_ALL, "has not answered", "cannot reach the store", "to decide", "sent no heartbeat")
 _OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)
 _FIXED = {MEGATRON.pointer, OWNER}
 
@@ -150,7 +151,7 @@ def _false_failures(world: World, found: Scan) -> Iterator[str]:
 
 
 def _is_unsure(told: Told) -> bool:
-    return any(text in str(told.error) for text in UNKNOWN)
+    return any(text in str(told.error) for text in (UNKNOWN if told.rank else UNKNOWN_TO_ALL))
 
 
 def _of_ranks(world: World) -> Iterator[str]:
