@@ -209,14 +209,14 @@ BUGS = [
         "            self._post_answer(question, result=result)\n",
         "            question.answer(result=result)\n",
         "disk ab train",
-        ("message_lost:save",),
+        ("store_stopped:save",),
     ),
     Bug(
         "a_vote_that_is_not_counted_is_waited_for",  # ours
         "core/coordination/store_coordinator.py",
         "            against(question.store)\n",
         "            raise\n",
-        "disk ab train",
+        "disk ab goes_on",
         ("message_lost:save",),
     ),
     Bug(
