@@ -246,6 +246,7 @@ BUGS = [
         "            attempt.protocol.join(attempt, self._timeouts.visible)\n",
         "            attempt.protocol.join(attempt, 0.0)\n",
         "bucket ab train",
+        ("stale:save",),
     ),
     Bug(
         "a_manifest_replaces_that_of_another_run",

@@ -3,7 +3,8 @@
 - *Bytes.* What was acknowledged is there, or a newer step that takes its place; each checkpoint that a program finds has
   the bytes of one step of one job on all ranks. What was told to have failed is not there.
 - *Ranks.* All ranks of a job go on from the same step, no older than the newest that was acknowledged.
-- *Words.* What is refused is refused by a `CheckpointError`; anything else that a rank raises ends the simulation.
+- *Words.* What is refused is refused by a `CheckpointError`; anything else that a rank raises ends the simulation. Where
+  only harmless things happen, no call fails.
 - *Time.* A call takes no longer than `PATIENCE`, and the deadlines of what really failed: who waits for a process that
   has died, or for one that waits for it, waits too long. At the end a job comes to its end.
 - *Leftovers.* After the last job nothing is in the folder but checkpoints, the pointer and the owner.
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from world.states import differences, said_in
+from world.trouble import KINDS
 
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import (
@@ -51,6 +53,8 @@ def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
         yield "a call hangs"
     elif not world.is_in_peace and not _is_refused(world):
         yield f"no job came to its end: {[str(rank.error) for rank in world.jobs[-1].ranks]}"
+    if all(KINDS[trouble.kind].is_harmless for trouble in world.happened):
+        yield from (f"rank {told.rank} failed in its {told.call}: {told.error}" for told in world.told if told.error)
     yield from _of_ranks(world)
     yield from _of_time(world)
     if world.is_in_peace:
