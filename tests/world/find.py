@@ -32,8 +32,8 @@ def find(world: str, *kinds: str) -> int:
         return 1
     found = list[list[Trouble]]()
     for kind, _, call in (text.partition(":") for text in kinds or USUAL):
-        places = every_place(kind, storage, hosts, script)
-        found.append([place for place in places if call in ("", place.call)])
+        everywhere = every_place(kind, storage, hosts, script)
+        found.append([place for place in everywhere if call in ("", place.call)])
     for places in found:
         random.Random(1).shuffle(places)
     # By turns.
