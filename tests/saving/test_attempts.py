@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 from rank_threads import rank_threads
-from simulation.rank_writer import RankWriter, snapshot
+from rank_writer import RankWriter, snapshot
 
 from ckpt_component import CheckpointSaveError, CheckpointStorageFullError, RanksError, TornSnapshotError
 from ckpt_component.core.commit.cleanup import Unfinished

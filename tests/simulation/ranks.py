@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from simulation.rank_writer import RankWriter, content, snapshot
+from rank_writer import RankWriter, content, snapshot
 from strides import first_of
 
 from ckpt_component import CheckpointError, CheckpointSaveError

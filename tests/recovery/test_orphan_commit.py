@@ -7,11 +7,10 @@ import itertools
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
-from simulation.ranks import ROOT, TIMEOUTS
-from simulation.world import storage_on
 from strides import in_turn
 
 from ckpt_component.core.commit import commit
@@ -20,6 +19,7 @@ from ckpt_component.core.commit.manifest import check_files, data_folder, read_m
 from ckpt_component.core.commit.names import MEGATRON, integrity_name
 from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.commit.protocols import protocol_of
+from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.orphan_commit import UndecidedSave
 from ckpt_component.core.writing.request import WriteOptions, WriteRequest
@@ -28,8 +28,22 @@ from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedBucket, Simul
 from ckpt_component.testing.process_files import ProcessFiles
 from ckpt_component.testing.simulation import Simulation
 
+ROOT = "/runs/one"
 TARGET = os.path.join(ROOT, MEGATRON.folder(1))
+TIMEOUTS = ResolvedTimeouts(stage=20.0, write=60.0, heartbeat=10.0, stall=60.0, visible=20.0)
 Files = SimulatedFiles | SimulatedBucket
+
+
+def storage_on(disk: Disk | SimulatedObjects, protocol: str, faults: Mapping[int, Fault] | None = None) -> Files:
+    """A client of a disk or bucket, whose operations below the folder of the run are counted."""
+
+    def is_counted(path: str) -> bool:
+        return path.startswith(ROOT)
+
+    if isinstance(disk, SimulatedObjects):
+        return SimulatedBucket(disk, faults, counts=is_counted)
+    rename = protocol == "rename"
+    return SimulatedFiles(disk, faults, atomic_rename=rename, locks=rename, counts=is_counted)
 
 
 def written(files: Files, rank: int, attempt: Attempt) -> dict[str, Any]:

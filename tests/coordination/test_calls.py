@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from simulation.test_decisions import after, outcomes
+from simulated_ranks import after, outcomes
 
 from ckpt_component import CheckpointTimeoutError, RanksError
 from ckpt_component.core.coordination import RankStore, StepQuestions, StoreCoordinator

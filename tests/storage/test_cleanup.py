@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from simulation.trials import ROOT, TARGET
+from commit_trials import ROOT, TARGET
 
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished, discard

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from simulation.trials import FAULTS, FILES, ROOT, SEEDS, TARGET, Trial, delete, lives, save, seen, set_aside
+from commit_trials import FAULTS, FILES, ROOT, SEEDS, TARGET, Trial, delete, lives, save, seen, set_aside
 
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine, sweep_attempts

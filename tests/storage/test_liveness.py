@@ -7,7 +7,7 @@ import logging
 import os
 
 import pytest
-from simulation.trials import ROOT, TARGET
+from commit_trials import ROOT, TARGET
 
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulation.test_decisions import after
+from simulated_ranks import after
 
 from ckpt_component import RanksError
 from ckpt_component.core.coordination import RankStore, StoreCoordinator

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulation.test_decisions import after, outcomes
+from simulated_ranks import after, outcomes
 from strides import in_turn
 
 from ckpt_component import CheckpointError, CheckpointSaveError, RanksError
