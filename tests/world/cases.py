@@ -102,3 +102,16 @@ def twice_each() -> Iterator[tuple[str, str, str, str, str]]:
             fit = [world for world in fit if may_happen(first, *world) and may_happen(second, *world)]
             if fit and bool(part) == bool(needs):
                 yield *fit[(SEED + number) % len(fit)], first, second
+
+
+def wandering(storage: str, hosts: str, script: str, seed: int) -> Case:
+    """A life of jobs that do anything, in which three to six troubles of any kinds come."""
+    chosen = random.Random(f"{storage} {hosts} {script} {seed}")
+    kinds = [kind for kind in KINDS if may_happen(kind, storage, hosts, script)]
+    troubles = [
+        Trouble(
+            chosen.choice(kinds), chosen.choice(("begin", "restore", *["save"] * 3, "close")), chosen.randint(1, 60)
+        )
+        for _ in range(chosen.randint(3, 6))
+    ]
+    return Case(storage, hosts, script, (*troubles,), seed)

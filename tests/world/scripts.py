@@ -10,17 +10,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from world.commands import copy_step, remove, sweep
+from world.states import loss_of
 from world.storages import KINDS
+from world.wander_scripts import JOBS, wander
 
 from ckpt_component import CheckpointListener, SaveReport
 from ckpt_component.core.commit.awaited_parts import wait_for_parts
-from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.copying import Continued, copy_checkpoint, copy_part
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.host_parts import part_of
 from ckpt_component.core.commit.manifest import read_manifest
-from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.part_notes import Beat, PartNote, note_path, write_note
 
 if TYPE_CHECKING:
@@ -36,12 +37,14 @@ class Script:
         preset: of the config
         overrides: of it
         keep: how many checkpoints stay
+        keeps_every: and each so-manieth step; 0: none
         jobs: how many jobs follow each other, at least, before the last one
+        most_jobs: the launcher starts no more than these
         between: what happens between the first two
         has_base: whether the state has weights that do not change
         keeps_best: whether the best checkpoint is kept beside the newest
         has_run: whether managers are there, which have a pointer and own the folder
-        hosts: of the ranks of the lives that are enumerated: a letter each
+        hosts: of the ranks of the lives that are enumerated: a letter each; none: `test_histories` has this one
         storages: where the folder of the run is in these
         has: what there is besides the folder: `memory`, where each step is kept, and only every second one is saved;
             `peers`, hosts that have copies of what is in the memory of others
@@ -52,7 +55,9 @@ class Script:
     preset: str = "sync"
     overrides: tuple[str, ...] = ()
     keep: int = 1
+    keeps_every: int = 0
     jobs: int = 2
+    most_jobs: int = 6
     between: Callable[[World], None] = lambda world: None
     has_base: bool = False
     keeps_best: bool = False
@@ -65,12 +70,8 @@ class Script:
     def kept(self, steps: Collection[int]) -> set[int]:
         """Which of these steps are kept."""
         best = sorted(steps, key=lambda step: (loss_of(step), step))[: self.keeps_best]
-        return {*sorted(steps)[-self.keep :], *best}
-
-
-def loss_of(step: int) -> float:
-    """Of the steps of a life, the first one is the best, until the fifth."""
-    return {1: 0.5, 5: 0.1}.get(step, 0.9)
+        every = [step for step in steps if self.keeps_every and step % self.keeps_every == 0]
+        return {*sorted(steps)[-self.keep :], *best, *every}
 
 
 def train(rank: Rank) -> None:
@@ -102,38 +103,28 @@ def save_by_path(rank: Rank) -> None:
 
 
 def delete(rank: Rank) -> None:
-    """Between two jobs, somebody deletes a checkpoint: `ckpt rm`."""
+    """The second job is a person who deletes a checkpoint."""
     if rank.job.number != 2:
         train(rank)
     elif rank.number == 0:
-        rank.world.gives_up([2])
-        with rank.call("command"):
-            discard(rank.storage(""), rank.path_of(2))
+        remove(rank, 2)
 
 
 def collect(rank: Rank) -> None:
-    """Between two jobs, somebody deletes what dead runs have left: `ckpt gc`."""
+    """The second job is a person who deletes what dead runs have left."""
     if rank.job.number != 2:
         train(rank)
     elif rank.number == 0:
-        with rank.call("command"):
-            Unfinished(rank.storage(""), rank.world.root, MEGATRON).sweep()
+        sweep(rank)
 
 
 def copy(rank: Rank) -> None:
-    """Between two jobs, somebody copies a checkpoint: `ckpt cp`."""
-    world, files = rank.world, rank.storage("")
+    """The second job is a person who copies the newest checkpoint."""
     if rank.job.number != 2:
         train(rank)
-    elif rank.number == 0 and world.committed:
-        step = world.committed[-1]
-        source, target = rank.path_of(step), rank.path_of(step + 10)
-        world.copies[step + 10] = step
-        with rank.call("command", step + 10):
-            manifest = read_manifest(files, source)
-            assert manifest is not None
-            copy_checkpoint(files, source, manifest, files, target, lambda staging, kept: None)
-        world.acknowledged(next(job for job, saved in reversed(world.saved) if saved == step), step + 10)
+    elif rank.number == 0 and rank.world.committed:
+        step = rank.world.committed[-1]
+        copy_step(rank, step, step + 10)
 
 
 def copy_from_hosts(rank: Rank) -> None:
@@ -222,6 +213,16 @@ SCRIPTS: Mapping[str, Script] = {
     "collect": Script(collect, keep=3),
     "copy": Script(copy, keep=4),
     "copy_from_hosts": Script(copy_from_hosts, keep=4),
+    "wander": Script(wander, keep=2, jobs=JOBS, most_jobs=9, hosts=()),
+    "wander_best": Script(
+        wander,
+        overrides=("checkpoint.keep.best.metric=loss", "checkpoint.keep.every_steps=4"),
+        keeps_best=True,
+        keeps_every=4,
+        jobs=JOBS,
+        most_jobs=9,
+        hosts=(),
+    ),
     "memory": Script(
         train_in_memory,
         preset="async_persistent",

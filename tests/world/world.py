@@ -62,8 +62,8 @@ USUAL = (
     f"checkpoint.timeouts.heartbeat={HEARTBEAT:g}",
     f"checkpoint.timeouts.stall={STALL:g}",
 )
-#: A launcher starts no more jobs, and a life is over, after so many; the last one may end before all that was to happen.
-MOST_JOBS, LIFETIME = 6, 3600.0
+#: A life is over after so many.
+LIFETIME = 3600.0
 #: How often a launcher looks after its job, and how long it takes to notice that a rank has ended.
 _POLL, _NOTICES = 0.5, 2.0
 
@@ -239,7 +239,7 @@ class World:
     def _launch(self, launcher: SimulatedProcess) -> None:
         """Start jobs one after the other, as torchrun does, until one has come to its end and nothing more happens."""
         is_over = False
-        while not is_over and len(self.jobs) < MOST_JOBS:
+        while not is_over and len(self.jobs) < self.script.most_jobs:
             is_over = self._has_run(launcher) and len(self.jobs) >= self.script.jobs and not self._pending
             launcher.outside.sleep(1.0)
         launcher.outside.sleep(LONG)  # longer than a lease
@@ -267,6 +267,7 @@ class World:
             self.script.between(self)
         wrong = [*wrong_in_folder(self), *self.script.wrong(self)]
         self._wrong += [f"after job {job.number}: {text}" for text in wrong]
+        self.gives_up({step for _, step in self.saved} - {*self.committed})  # what is gone now does not come back
         return is_whole
 
     def storage(self, process: SimulatedProcess, path: str) -> Storage:
@@ -343,12 +344,12 @@ class World:
             if self.damaged.get(step, job) < job:
                 del self.damaged[step]
 
-    def flip(self) -> None:
-        """Flip a bit of the newest checkpoint, in the middle of a tensor."""
+    def flip(self, step: int | None = None) -> None:
+        """Flip a bit of a checkpoint, in the middle of a tensor; None: of the newest."""
         found = scan_steps(self.files, self.root, MEGATRON)
         if not found.committed:
             return
-        step = found.committed[-1]
+        step = found.committed[-1] if step is None else step
         said = self.copies.get(step, step)
         states = [self.state(job, said) for job, begun, rank in sorted(self.begun) if begun == said and not rank]
         name = self.choice("weight", "base") if self.script.has_base else "weight"
@@ -433,6 +434,7 @@ class Job:
 
     Attributes:
         began: when, in simulated seconds
+        found: the steps that were committed then
         hosts: of its ranks
         ranks: its ranks
         agent: the process that holds the store: it is torchrun's
@@ -440,7 +442,7 @@ class Job:
 
     def __init__(self, world: World, number: int, name: str) -> None:
         self.world, self.number, self.name = world, number, name
-        self.began, self.hosts = world.simulation.now, world.hosts
+        self.began, self.found, self.hosts = world.simulation.now, world.committed, world.hosts
         self.agent = world.simulation.process(f"agent of {name} {number}", self.hosts[0])
         self.store = WorldStore(world, self.agent)
         self.ranks = [Rank(self, rank) for rank in range(world.ranks)]

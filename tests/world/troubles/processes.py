@@ -24,6 +24,23 @@ def stop(hit: Hit) -> None:
     hit.world.excuse(seconds + UNNOTICED + VISIBLE)
 
 
+@happens(*ANYWHERE)
+def stop_and_kill(hit: Hit) -> None:
+    """A process does nothing for a while, and then it gets SIGKILL: meanwhile all others have gone as far as they can."""
+    world, process, seconds = hit.world, hit.process, hit.world.choice(0.5, 5.0)
+    process.stop(seconds + 1.0)
+
+    def end() -> None:
+        if not process.is_dead:
+            harm(hit)
+            process.kill()
+            world.has_died()
+
+    world.simulation.at(world.simulation.now + seconds, end)
+    harm(hit)
+    world.excuse(seconds)
+
+
 @happens(*ANYWHERE, is_harmless=True)
 def slow(hit: Hit) -> None:
     """What a process does takes thirty times as long, until its job is over."""

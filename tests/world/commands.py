@@ -1,0 +1,39 @@
+"""What people do to the folder of a run, beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_component.core.commit.cleanup import Unfinished, discard
+from ckpt_component.core.commit.copying import copy_checkpoint
+from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.names import MEGATRON
+
+if TYPE_CHECKING:
+    from world.world import Rank
+
+
+def remove(rank: Rank, step: int) -> None:
+    """Somebody deletes a checkpoint: `ckpt rm`."""
+    rank.world.gives_up([step])
+    with rank.call("command"):
+        discard(rank.storage(""), rank.path_of(step))
+
+
+def sweep(rank: Rank) -> None:
+    """Somebody deletes what dead runs have left: `ckpt gc`."""
+    with rank.call("command"):
+        Unfinished(rank.storage(""), rank.world.root, MEGATRON).sweep()
+
+
+def copy_step(rank: Rank, step: int, target: int) -> None:
+    """Somebody copies a checkpoint: `ckpt cp`."""
+    world, files = rank.world, rank.storage("")
+    world.copies[target] = world.copies.get(step, step)
+    with rank.call("command", target):
+        manifest = read_manifest(files, rank.path_of(step))
+        assert manifest is not None
+        copy_checkpoint(files, rank.path_of(step), manifest, files, rank.path_of(target), lambda staging, kept: None)
+    if step not in world.free:
+        for job in [job for job, saved in world.saved if saved == step][-1:]:
+            world.acknowledged(job, target)
