@@ -1,6 +1,6 @@
 """File operations of a save fail, once and for good; short writes; a block of one of two writers.
 
-`tests/simulation` has each operation of a save in one process fail.
+`tests/world` has each operation of a save in one process fail.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def test_all_is_durable_before_it_is_visible(kind: str, commands: Forker, templa
 @pytest.mark.parametrize(
     ("kind", "action", "stride"),
     [
-        pytest.param("mv", "raise:EIO", 8, marks=pytest.mark.slow),  # cp, rm and gc: tests/simulation
+        pytest.param("mv", "raise:EIO", 8, marks=pytest.mark.slow),  # cp, rm and gc: tests/world
         pytest.param("mv across", "raise:ENOSPC", 12, marks=pytest.mark.slow),
         *(
             pytest.param(kind, action, 1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])

@@ -1,6 +1,6 @@
 """Kill -9 at file operations of a save with retirement, until a run ends before its number comes up.
 
-`tests/simulation` visits every operation of a save in one process, and this the border between trainer and writer.
+`tests/world` visits every operation of a save in one process, and this the border between trainer and writer.
 """
 
 from __future__ import annotations

@@ -67,7 +67,6 @@ ROOMS = (
 )
 _OF_ROOMS = (
     "world",
-    "simulation",
     "faults",
     "saving",
     "coordination",

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from kept_configs import compose_once
 
 from ckpt_component import build_checkpointer
+from ckpt_component.config.hydra.resolve import resolve_config
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.testing import Disk, SimulatedFiles
-
-from .world import one_thread, settings_of
 
 CHECKPOINTS, MODEL = "/run", "/model"
 #: Checkpoints whose weights differ in some elements. After these: one like the last of them, one that differs
@@ -35,7 +35,18 @@ class Trained:
         self._disk = Disk()
         files = SimulatedFiles(self._disk)
         self.weights: list[Mapping[str, bytes]] = []
-        with one_thread(), build_checkpointer(settings_of(), storage_of=lambda path: files) as checkpointer:
+        config = resolve_config(
+            compose_once(
+                "sync",
+                [
+                    "checkpoint.save.at_end=false",
+                    "checkpoint.writer.workers=1",
+                    "checkpoint.events=false",
+                    "checkpoint.timeouts.close=20",
+                ],
+            )
+        )
+        with build_checkpointer(config, storage_of=lambda path: files) as checkpointer:
             for number, model in enumerate(_models()):
                 optimizer = {f"exp_avg.{name}": tensor.float() * 2 for name, tensor in model.items()}
                 state = {"model": model, "optimizer": optimizer, "step": number, "note": f"checkpoint {number}"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from world.commands import copy_step, remove, sweep
 from world.states import loss_of
 from world.storages import KINDS
-from world.wander_scripts import JOBS, wander
+from world.wander_scripts import JOBS, wander, wander_frozen
 
 from ckpt_component import CheckpointListener, SaveReport
 from ckpt_component.core.commit.awaited_parts import wait_for_parts
@@ -223,6 +223,7 @@ SCRIPTS: Mapping[str, Script] = {
         most_jobs=9,
         hosts=(),
     ),
+    "wander_frozen": Script(wander_frozen, keep=2, jobs=JOBS, most_jobs=9, hosts=(), has_base=True),
     "memory": Script(
         train_in_memory,
         preset="async_persistent",

@@ -181,6 +181,7 @@ class World:
         damaged: steps whose bytes were damaged, and in which job; a later one may save them anew
         free: steps that were given up: they may be there or not
         copies: which step was copied to the name of another one
+        bases: the weights that do not change at each step, at a step of a job; at 0 of 0, those to restore into
         hosts: of the ranks of the next job: where one was lost, another one has its place
         memory: what must still be in the memory of hosts
         strangers: other runs on the same hosts
@@ -205,6 +206,7 @@ class World:
         self.told, self.resumed = list[Told](), list[Resumed]()
         self.saved, self.begun = list[tuple[int, int]](), set[tuple[int, int, int]]()
         self.damaged, self.free, self.copies = dict[int, int](), set[int](), dict[int, int]()
+        self.bases = dict[tuple[int, int], Mapping[str, torch.Tensor]]()
         self.hosts, self.memory, self.flips = (*case.hosts,), Memory(), 0
         self.strangers = list[Strangers]()
         self.full_until = defaultdict[str, float](float)
@@ -353,7 +355,9 @@ class World:
         said = self.copies.get(step, step)
         states = [self.state(job, said) for job, begun, rank in sorted(self.begun) if begun == said and not rank]
         name = self.choice("weight", "base") if self.script.has_base else "weight"
-        tensors = [state["shared"][name].numpy().tobytes() for state in states]
+        found_in = [state["shared"][name] for state in states]
+        which = [each if isinstance(each, torch.Tensor) else each[self.choice(*each)] for each in found_in]
+        tensors = [tensor.numpy().tobytes() for tensor in which]
         folder = data_folder(self.files, f"{self.root}/{MEGATRON.folder(step)}", found.manifests[step])
         for path in self.files.disk.walk(folder):
             file = self.files.disk.file(path)
@@ -404,7 +408,10 @@ class World:
 
     def state(self, job: int, step: int) -> dict[str, Any]:
         """What all ranks know together after a step of a job; step 0: the target of a restore."""
-        return state_of(job, step, self.ranks, has_base=self.script.has_base)
+        state = state_of(job, step, self.ranks, has_base=self.script.has_base)
+        if (job, step) in self.bases:
+            state["shared"]["base"] = {name: tensor.clone() for name, tensor in self.bases[job, step].items()}
+        return state
 
     @property
     def ranks(self) -> int:
@@ -583,9 +590,15 @@ class Rank:
         world.resumed.append(Resumed(self.job.number, self.number, step, state, least))
         return step or 0
 
-    def save(self, manager: CheckpointManager, step: int, **options: Any) -> None:
-        """Save a step, and wait for it."""
+    def save(
+        self, manager: CheckpointManager, step: int, base: Mapping[str, torch.Tensor] | None = None, **options: Any
+    ) -> None:
+        """Save a step, and wait for it. `base`: see `World.bases`."""
+        if base is not None:
+            self.world.bases[self.job.number, step] = {name: tensor.clone() for name, tensor in base.items()}
         state = self._part(step)
+        if base is not None:
+            state["shared"]["base"] = base
         with self.call("save", step):
             manager.save(step, state, **options)
             manager.wait()
