@@ -32,7 +32,8 @@ def copy_step(rank: Rank, step: int, target: int) -> None:
     world.copies[target] = world.copies.get(step, step)
     with rank.call("command", target):
         manifest = read_manifest(files, rank.path_of(step))
-        assert manifest is not None
+        if manifest is None:
+            return  # somebody has deleted it meanwhile
         copy_checkpoint(files, rank.path_of(step), manifest, files, rank.path_of(target), lambda staging, kept: None)
     if step not in world.free:
         for job in [job for job, saved in world.saved if saved == step][-1:]:
