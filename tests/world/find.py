@@ -6,7 +6,6 @@ import itertools
 import logging
 import random
 import sys
-from collections.abc import Iterator
 
 from world.cases import every_place, wrong_in
 from world.trouble import Trouble
@@ -21,8 +20,7 @@ def find(world: str, *kinds: str) -> int:
 
     Args:
         world: storage, hosts and script of the lives
-        kinds: of the troubles, and perhaps the call: `message_lost:save`; with one that comes after it in the same life:
-            `flip_link:save+lose_host`; none: the usual ones
+        kinds: of the troubles, and perhaps the call: `message_lost:save`; none: the usual ones
 
     Returns:
         1; 0 if there is none.
@@ -32,22 +30,18 @@ def find(world: str, *kinds: str) -> int:
     if wrong := World(Case(storage, hosts, script)).live():
         print("violation without a trouble:", wrong[0])
         return 1
-    found = [[*zip(*places_of(text, storage, hosts, script), strict=False)] for text in kinds or USUAL]
+    found = list[list[Trouble]]()
+    for kind, _, call in (text.partition(":") for text in kinds or USUAL):
+        everywhere = every_place(kind, storage, hosts, script)
+        found.append([place for place in everywhere if call in ("", place.call)])
+    for places in found:
+        random.Random(1).shuffle(places)
     # By turns.
-    for number, troubles in enumerate(filter(None, itertools.chain(*itertools.zip_longest(*found)))):
-        if wrong := wrong_in([Case(storage, hosts, script, troubles, number)]):
+    for number, trouble in enumerate(filter(None, itertools.chain(*itertools.zip_longest(*found)))):
+        if wrong := wrong_in([Case(storage, hosts, script, (trouble,), number)]):
             print("violation:", wrong[0])
             return 1
     return 0
-
-
-def places_of(text: str, storage: str, hosts: str, script: str) -> Iterator[list[Trouble]]:
-    """Where each of the kinds that are named may come, in random order."""
-    for number, each in enumerate(text.split("+")):
-        kind, _, call = each.partition(":")
-        places = [place for place in every_place(kind, storage, hosts, script) if call in ("", place.call)]
-        random.Random(number + 1).shuffle(places)
-        yield places
 
 
 if __name__ == "__main__":

@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING
 from world.commands import copy_step, remove, sweep
 from world.states import loss_of
 from world.storages import KINDS
+from world.times import LONG
 from world.wander_scripts import JOBS, wander, wander_frozen
 
 from ckpt_component import CheckpointListener, SaveReport
 from ckpt_component.core.commit.awaited_parts import wait_for_parts
-from ckpt_component.core.commit.commit import new_attempt
+from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.copying import Continued, copy_checkpoint, copy_part
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.host_parts import part_of
 from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.part_notes import Beat, PartNote, note_path, write_note
+from ckpt_component.core.storage.new_names import new_token
 
 if TYPE_CHECKING:
     from world.world import Rank, World
@@ -161,6 +164,22 @@ def copy_from_hosts(rank: Rank) -> None:
         world.acknowledged(next(job for job, saved in reversed(world.saved) if saved == step), step + 10)
 
 
+def leave_debris(world: World) -> None:
+    """Two saves are cut off, some time ago."""
+    dead, launcher = world.simulation.process("a dead run", world.hosts[0]), world.simulation.current.process
+    files = world.storage(dead, world.root)
+
+    def save() -> None:
+        for step in (7, 8):
+            attempt = new_attempt(files, f"{world.root}/{MEGATRON.folder(step)}", new_token(files.outside))
+            begin(attempt)
+            files.write_new(f"{attempt.staging}/data", b"half of it")
+        dead.kill()
+
+    dead.start(save)
+    launcher.outside.sleep(LONG)
+
+
 def flip(world: World) -> None:
     """A bit of the newest checkpoint has changed."""
     world.flip()
@@ -210,7 +229,7 @@ SCRIPTS: Mapping[str, Script] = {
     "rewind": Script(go_back, keep=3),
     "by_path": Script(save_by_path, keep=9, has_run=False),
     "delete": Script(delete, keep=3),
-    "collect": Script(collect, keep=3),
+    "collect": Script(collect, keep=3, between=leave_debris),
     "copy": Script(copy, keep=4),
     "copy_from_hosts": Script(copy_from_hosts, keep=4),
     "wander": Script(wander, keep=2, jobs=JOBS, most_jobs=9, hosts=()),

@@ -274,6 +274,16 @@ BUGS = [
         "disk ab train",
         ("second_run",),
     ),
+    Bug(
+        "who_follows_a_decision_counts_as_one_who_votes",  # ours: two keepers wait for each other
+        "core/writing/keeper.py",
+        "            undecided.finish(keeper.still_writing)\n        keeper.writes_no_more(self)\n",
+        "            undecided.finish()\n"
+        "        keeper.writes_no_more(self)\n"
+        "        undecided.lock.close = lambda: None\n",
+        "disk aaa memory",
+        ("stop_and_kill:save",),
+    ),
 ]
 #: Ends by itself after so many seconds of CPU, or when it has hung for so long.
 PROGRAM = f"""

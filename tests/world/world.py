@@ -180,6 +180,7 @@ class World:
         begun: the job, step and rank of each save that began
         damaged: steps whose bytes were damaged, and in which job; a later one may save them anew
         free: steps that were given up: they may be there or not
+        refused: errors that calls had to raise
         copies: which step was copied to the name of another one
         bases: the weights that do not change at each step, at a step of a job; at 0 of 0, those to restore into
         hosts: of the ranks of the next job: where one was lost, another one has its place
@@ -207,6 +208,7 @@ class World:
         self.saved, self.begun = list[tuple[int, int]](), set[tuple[int, int, int]]()
         self.damaged, self.free, self.copies = dict[int, int](), set[int](), dict[int, int]()
         self.bases = dict[tuple[int, int], Mapping[str, torch.Tensor]]()
+        self.refused = list[BaseException]()
         self.hosts, self.memory, self.flips = (*case.hosts,), Memory(), 0
         self.strangers = list[Strangers]()
         self.full_until = defaultdict[str, float](float)
@@ -269,7 +271,7 @@ class World:
             self.script.between(self)
         wrong = [*wrong_in_folder(self), *self.script.wrong(self)]
         self._wrong += [f"after job {job.number}: {text}" for text in wrong]
-        self.gives_up({step for _, step in self.saved} - {*self.committed})  # what is gone now does not come back
+        self.gives_up(())
         return is_whole
 
     def storage(self, process: SimulatedProcess, path: str) -> Storage:
@@ -333,8 +335,8 @@ class World:
             self.excuse(QUIET_SECONDS + 2 * PATIENCE)
 
     def gives_up(self, steps: Iterable[int]) -> None:
-        """These steps may be there or not from now on."""
-        self.free.update(steps)
+        """These steps may be there or not from now on; and so may those that have been deleted, as newer ones were there."""
+        self.free |= {*steps} | {step for _, step in self.saved} - {*self.committed}
 
     def acknowledged(self, job: int, step: int, *, in_memory: bool = False) -> None:
         """A rank was told that a step is saved, or kept in memory."""

@@ -55,10 +55,10 @@ def slow_link(hit: Hit) -> None:
 
 @happens(*ANYWHERE, needs=("peers",))
 def flip_link(hit: Hit) -> None:
-    """The next packet between a host and its peer comes with a bit flipped; or the next one of an image, or twenty."""
-    count, least = hit.world.choice((1, 1), (1, IMAGE_BYTES), (20, IMAGE_BYTES))
+    """The next packet between a host and its peer comes with a bit flipped; or the next one of an image."""
+    least = hit.world.choice(1, IMAGE_BYTES)
     for link in links_of(hit):
-        link.flips, link.flips_from = link.flips + count, least
+        link.flips, link.flips_from = link.flips + 1, least
 
 
 @happens(*ANYWHERE, needs=("peers",))
