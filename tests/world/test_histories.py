@@ -23,7 +23,7 @@ def histories(script: str, first: int, count: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize(("number", "script"), enumerate(SCRIPTS))
+@pytest.mark.parametrize(("number", "script"), [*enumerate(SCRIPTS)])
 def test_any_history(number: int, script: str) -> None:
     wrong = wrong_in(histories(script, number, 1))
     assert not wrong, "\n".join(wrong)
