@@ -39,6 +39,8 @@ logger = logging.getLogger("ckpt_component.readers")
 #: Whether a rank has a group to pass bytes over, can make one with the others, or cannot. Then what the ranks do next:
 #: pass bytes on over their group or a new one, read by themselves, or end, as all have read.
 _READY, _NEW, _ALONE, _END = "ready", "new", "alone", "end"
+#: For each rank more, so many seconds more to make a group, in which all connect to all.
+_SECONDS_PER_RANK = 0.1
 
 
 class ReadOnce(CollectiveLoads):
@@ -95,8 +97,11 @@ class ReadOnce(CollectiveLoads):
             group.close()
 
     def _make_group(self, dist: Any) -> None:
+        # All have just met. Who has died since is known by its heartbeat alone, and who makes a group asks nobody.
+        size, timeouts = self._ranks.world_size, self._timeouts
+        seconds = min(timeouts.heartbeat + _SECONDS_PER_RANK * size, timeouts.stage)
         try:
-            self._group = GlooGroup(dist, self._ranks.rank, self._ranks.world_size, self._timeouts.stage)
+            self._group = GlooGroup(dist, self._ranks.rank, size, seconds)
         except (RuntimeError, ValueError) as error:
             self._has_failed = True
             text = "rank %d reads all by itself: no gloo group could be made (%s); see GLOO_SOCKET_IFNAME"
