@@ -42,6 +42,7 @@ from ckpt_component.core.storage.storage import Storage
 from ckpt_component.factory.graph import build_checkpointer, manager_of
 from ckpt_component.factory.launch import Launch
 from ckpt_component.testing import DiskFile, Fault, SimulatedBucket
+from ckpt_component.testing.simulated_gloo import SimulatedGloo
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
@@ -198,6 +199,7 @@ class World:
         self.simulation.storage_of = self.storage
         self.simulation.free_memory = lambda host: 1 << 40 if self.simulation.now >= self.full_until[host] else 0
         self.simulation.network.operation = lambda sock: self.operation(cast(SimulatedProcess, sock.process), "wire")
+        self.simulation.distributed = self.distributed
         self.files = new_storage(case.storage)
         self.files.make_folders(ROOT)
         self.jobs = list[Job]()
@@ -275,6 +277,11 @@ class World:
             if process in each.processes or process.parent in each.processes:
                 return each.storage(process)
         return seen_by(process, self, self.files)
+
+    def distributed(self, process: SimulatedProcess) -> SimulatedGloo | None:
+        """What a process has in the place of `torch.distributed`: only ranks have it."""
+        rank = self._rank_of.get(process)
+        return None if rank is None or self.ranks == 1 else rank.job.gloo
 
     def settings(self, root: str, *overrides: str) -> Checkpoint:
         """The config of a run in a folder."""
@@ -389,10 +396,12 @@ class World:
     def excused(self, told: Told) -> Iterator[tuple[float, float]]:
         """From when until when a call may wait for what has failed."""
         yield from self.excuses
-        died = min(rank.process.ended_at for rank in self.jobs[told.job - 1].ranks)
-        if died < told.until:  # each call notices it anew, and who has not begun may still be starting
-            since = max(died, told.since)
-            yield since, since + (DEADLINE if told.call == "begin" else UNNOTICED)
+        own = [each for each in self.told if (each.job, each.rank) == (told.job, told.rank)]
+        for died in (rank.process.ended_at for rank in self.jobs[told.job - 1].ranks):
+            # One call of each rank waits until it notices that. Who has not begun may still be starting.
+            noticed = next((each for each in own if each.until - max(died, each.since) > PATIENCE), None)
+            if told is noticed:
+                yield max(died, told.since), max(died, told.since) + (DEADLINE if told.call == "begin" else UNNOTICED)
 
     # What must be
 
@@ -436,6 +445,7 @@ class Job:
         hosts: of its ranks
         ranks: its ranks
         agent: the process that holds the store: it is torchrun's
+        gloo: over which the ranks pass on what they read
     """
 
     def __init__(self, world: World, number: int, name: str) -> None:
@@ -444,6 +454,7 @@ class Job:
         self.agent = world.simulation.process(f"agent of {name} {number}", self.hosts[0])
         self.store = WorldStore(world, self.agent)
         self.ranks = [Rank(self, rank) for rank in range(world.ranks)]
+        self.gloo = SimulatedGloo([rank.process for rank in self.ranks], lambda rank: world.operation(rank, "wire"))
 
     @property
     def is_over(self) -> bool:
