@@ -39,6 +39,7 @@ from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.storage.storage import Storage
+from ckpt_component.core.waits import SHOWN_SECONDS, LongWait
 from ckpt_component.factory.graph import build_checkpointer, manager_of
 from ckpt_component.factory.launch import Launch
 from ckpt_component.testing import DiskFile, Fault, SimulatedBucket
@@ -134,6 +135,17 @@ class Told:
 
 
 @dataclass
+class Waited:
+    """A long wait of a process, which is a rank's, or was launched by it: for whom, from when until when."""
+
+    process: SimulatedProcess
+    rank: Rank
+    whom: str
+    since: float
+    until: float
+
+
+@dataclass
 class Resumed:
     """What a restore has told a rank: a step with a state.
 
@@ -176,6 +188,7 @@ class World:
         jobs: that were started, in their order
         operations: how often each was done
         told: what calls have told the ranks
+        waited: waits of all processes that were shown
         resumed: what restores have given them
         saved: the job and step of each save that was acknowledged, in order
         begun: the job, step and rank of each save that began
@@ -190,6 +203,7 @@ class World:
         happened: the troubles that came
         excuses: from when until when who waits may wait, and for what
         is_in_peace: whether a job came to its end, and nothing more was to happen
+        lived_on: processes of ranks that lived when the last job was over
     """
 
     def __init__(self, case: Case, script: Script | None = None) -> None:
@@ -200,6 +214,7 @@ class World:
         self.simulation.free_memory = lambda host: 1 << 40 if self.simulation.now >= self.full_until[host] else 0
         self.simulation.network.operation = lambda sock: self.operation(cast(SimulatedProcess, sock.process), "wire")
         self.simulation.distributed = self.distributed
+        self.waited, self._watched = list[Waited](), set[SimulatedProcess]()
         self.files = new_storage(case.storage)
         self.files.make_folders(ROOT)
         self.jobs = list[Job]()
@@ -212,7 +227,7 @@ class World:
         self.full_until = defaultdict[str, float](float)
         self._earlier = {*memory_files()}
         self.happened, self.excuses = list[Trouble](), list[tuple[float, float]]()
-        self.is_in_peace = False
+        self.is_in_peace, self.lived_on = False, list[SimulatedProcess]()
         #: Folders that are open, and of which process.
         self.folders = dict[int, SimulatedProcess]()
         self._wrong, self._fence = list[str](), Fence(self.root)
@@ -248,6 +263,7 @@ class World:
         self.lose_memory()
         self._pending = []  # jobs that failed at once were too few for all troubles
         self.is_in_peace = self._has_run(launcher)
+        self.lived_on = self.keepers()
         for job in self.jobs:  # also a second run
             job.kill()
 
@@ -302,6 +318,8 @@ class World:
         rank = self.rank_of(process)
         if rank is None:
             return None
+        if process not in self._watched:
+            self._watch(process, rank)
         call = rank.doing if not rank.process.is_dead else "orphan"
         operation = Operation(call, kind, name, path)
         self.operations[Operation(call, kind, name)] += 1
@@ -316,6 +334,19 @@ class World:
                 if fault is not None:
                     return fault
         return self.lasting if kind == "change" else None
+
+    def _watch(self, process: SimulatedProcess, rank: Rank) -> None:
+        """Note for whom a process of a rank waits from now on, as `ckpt memory ls` shows it."""
+        began = dict[str, float]()
+
+        def note(wait: LongWait) -> None:
+            if wait.ended is None:
+                began[wait.whom] = self.simulation.now - SHOWN_SECONDS
+            else:
+                self.waited.append(Waited(process, rank, wait.whom, began.pop(wait.whom), self.simulation.now))
+
+        self._watched.add(process)
+        process.outside.waits.tell(note)
 
     def changed(self, process: SimulatedProcess, name: str, path: str) -> None:
         """A process has changed something."""

@@ -69,7 +69,7 @@ def fill_peer(hit: Hit) -> None:
         world.full_until[peer] = world.simulation.now + FULL_SECONDS
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("memory",))
 def strangers(hit: Hit) -> None:
     """An older run, whose folder was at the same path, has in memory what looks like a newer step."""
     world = hit.world
