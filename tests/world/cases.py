@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from world.scripts import SCRIPTS
-from world.storages import KINDS as STORAGES
 from world.trouble import KINDS, Trouble
 from world.world import Case, World
 
@@ -78,10 +78,27 @@ def wrong_in(cases: Iterable[Case]) -> list[str]:
     return wrong
 
 
-def every_script() -> Iterator[tuple[str, str, str]]:
-    """Each script of one rank on each storage, with the troubles that may happen to it."""
-    for script in (name for name, script in SCRIPTS.items() if "peers" not in script.has):
-        for storage in STORAGES:
-            for kind in KINDS:
-                if may_happen(kind, storage, "a", script):
-                    yield storage, script, kind
+def once_each() -> Iterator[tuple[str, str, str, str]]:
+    """Each kind of trouble in each world that is enumerated: storage, hosts, script, and the kind."""
+    for name, script in SCRIPTS.items():
+        for hosts, storage, kind in itertools.product(script.hosts, script.storages, KINDS):
+            if may_happen(kind, storage, hosts, name):
+                yield storage, hosts, name, kind
+
+
+def twice_each() -> Iterator[tuple[str, str, str, str, str]]:
+    """Each pair of kinds of trouble in a world of two ranks, and in one of each further part that one of them needs."""
+    worlds = [
+        (storage, hosts, name)
+        for name, script in SCRIPTS.items()
+        for hosts, storage in itertools.product(script.hosts, script.storages)
+        if len(hosts) == 2
+    ]
+    parts = {SCRIPTS[name].has for _, _, name in worlds}
+    for number, (first, second) in enumerate(itertools.product(KINDS, repeat=2)):
+        needs = KINDS[first].needs | KINDS[second].needs
+        for part in sorted(parts, key=sorted):
+            fit = [world for world in worlds if SCRIPTS[world[2]].has == part]
+            fit = [world for world in fit if may_happen(first, *world) and may_happen(second, *world)]
+            if fit and bool(part) == bool(needs):
+                yield *fit[(SEED + number) % len(fit)], first, second

@@ -8,6 +8,7 @@ import random
 import sys
 
 from world.cases import every_place, wrong_in
+from world.trouble import Trouble
 from world.world import Case, World
 
 #: Troubles that find most, the quickest first.
@@ -19,7 +20,7 @@ def find(world: str, *kinds: str) -> int:
 
     Args:
         world: storage, hosts and script of the lives
-        kinds: of the troubles; none: the usual ones
+        kinds: of the troubles, and perhaps the call: `message_lost:save`; none: the usual ones
 
     Returns:
         1; 0 if there is none.
@@ -29,7 +30,10 @@ def find(world: str, *kinds: str) -> int:
     if wrong := World(Case(storage, hosts, script)).live():
         print("violation without a trouble:", wrong[0])
         return 1
-    found = [[*every_place(kind, storage, hosts, script)] for kind in kinds or USUAL]
+    found = list[list[Trouble]]()
+    for kind, _, call in (text.partition(":") for text in kinds or USUAL):
+        everywhere = every_place(kind, storage, hosts, script)
+        found.append([place for place in everywhere if call in ("", place.call)])
     for places in found:
         random.Random(1).shuffle(places)
     # By turns.

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from world.storages import KINDS
+
 from ckpt_component import CheckpointListener, SaveReport
 from ckpt_component.core.commit.awaited_parts import wait_for_parts
 from ckpt_component.core.commit.cleanup import Unfinished, discard
@@ -39,6 +41,8 @@ class Script:
         has_base: whether the state has weights that do not change
         keeps_best: whether the best checkpoint is kept beside the newest
         has_run: whether managers are there, which have a pointer and own the folder
+        hosts: of the ranks of the lives that are enumerated: a letter each
+        storages: where the folder of the run is in these
         has: what there is besides the folder: `memory`, where each step is kept, and only every second one is saved;
             `peers`, hosts that have copies of what is in the memory of others
         wrong: what is wrong after a job, besides what `verdict` finds
@@ -53,6 +57,8 @@ class Script:
     has_base: bool = False
     keeps_best: bool = False
     has_run: bool = True
+    hosts: tuple[str, ...] = ("a", "ab")
+    storages: tuple[str, ...] = KINDS
     has: frozenset[str] = frozenset()
     wrong: Callable[[World], Iterable[str]] = lambda world: ()
 
@@ -201,9 +207,11 @@ def train_with_peers(rank: Rank) -> None:
         rank.waits_for_its_end()
 
 
+#: One rank, two on one host and on two, three and four.
+MANY = ("a", "aa", "ab", "aab", "abc", "abba")
 SCRIPTS: Mapping[str, Script] = {
-    "train": Script(train),
-    "goes_on": Script(train, overrides=("checkpoint.on_error=warn",), keep=2),
+    "train": Script(train, hosts=MANY),
+    "goes_on": Script(train, overrides=("checkpoint.on_error=warn",), keep=2, hosts=MANY),
     "tries_again": Script(train, overrides=("checkpoint.on_error=retry", "checkpoint.retry.backoff_seconds=1")),
     "shared": Script(train, overrides=("checkpoint.reuse.frozen=[shared.base]",), keep=2, has_base=True),
     "best": Script(train, overrides=("checkpoint.keep.best.metric=loss",), keeps_best=True),
@@ -224,6 +232,7 @@ SCRIPTS: Mapping[str, Script] = {
             "checkpoint.overlap=wait",
         ),
         keep=2,
+        hosts=("a", "aa", "aaa", "aaaa"),
         has=frozenset({"memory"}),
     ),
     "peers": Script(
@@ -236,6 +245,8 @@ SCRIPTS: Mapping[str, Script] = {
             "checkpoint.overlap=wait",
         ),
         keep=2,
+        hosts=("ab", "aab", "abc", "abba", "abcd"),
+        storages=("disk",),
         has=frozenset({"memory", "peers"}),
     ),
 }

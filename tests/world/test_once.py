@@ -1,45 +1,27 @@
-"""A run goes on whatever happens once: to one rank at about every operation, to three and four at many."""
+"""A run goes on whatever happens once, to one rank and to several; a third of these lives is lived for each commit."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from evidence import Record
-from world.cases import every_script, may_happen, once, some, wrong_in
+from world.cases import once, once_each, some, wrong_in
 from world.scripts import SCRIPTS
-from world.storages import KINDS as STORAGES
-from world.trouble import KINDS
 
-#: How many lives there are of each kind of trouble; a life with peers takes longest.
-OF_ONE, OF_MANY, WITH_PEERS = 40, 12, 4
-#: The hosts of three and four ranks, and what they do.
-MANY = [*itertools.product(("aab", "abc", "abba"), ("train", "goes_on")), ("aaa", "memory"), ("aaaa", "memory")]
-MANY += [(hosts, "peers") for hosts in ("ab", "aab", "abc", "abba", "abcd")]
-CASES = [
-    (storage, hosts, script, kind)
-    for (hosts, script), storage, kind in itertools.product(MANY, STORAGES, KINDS)
-    if may_happen(kind, storage, hosts, script) and (storage == "disk" or "peers" not in SCRIPTS[script].has)
-]
+CASES = [*once_each()]
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("storage", "script", "kind"), [*every_script()])
-def test_one_rank_goes_on_whatever_happens_once(storage: str, script: str, kind: str, record_property: Record) -> None:
-    cases = [*once(kind, storage, "a", script, OF_ONE)]
-    record_property("lives", len(cases))
-    wrong = wrong_in(cases)
-    assert not wrong, "\n".join(wrong)
+def lives_of(hosts: str, script: str) -> int:
+    """How many lives there are of each kind of trouble; of several ranks, and with what these have, a life is long."""
+    return 1 if len(hosts) > 1 else 2 if SCRIPTS[script].has else 4
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("storage", "hosts", "script", "kind"), CASES)
-def test_ranks_go_on_whatever_happens_once(
+def test_a_run_goes_on_whatever_happens_once(
     storage: str, hosts: str, script: str, kind: str, record_property: Record
 ) -> None:
-    cases = [*once(kind, storage, hosts, script, WITH_PEERS if "peers" in SCRIPTS[script].has else OF_MANY)]
+    cases = [*once(kind, storage, hosts, script, lives_of(hosts, script))]
     record_property("lives", len(cases))
     wrong = wrong_in(cases)
     assert not wrong, "\n".join(wrong)
@@ -52,7 +34,7 @@ def test_what_is_acknowledged_lasts(kind: str, storage: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("storage", "hosts", "script", "kind"), some(CASES, 5))
-def test_some_ranks_go_on_whatever_happens_once(storage: str, hosts: str, script: str, kind: str) -> None:
-    wrong = wrong_in(once(kind, storage, hosts, script, 2))
+@pytest.mark.parametrize(("storage", "hosts", "script", "kind"), some(CASES, 10))
+def test_some_runs_go_on_whatever_happens_once(storage: str, hosts: str, script: str, kind: str) -> None:
+    wrong = wrong_in(once(kind, storage, hosts, script, 1))
     assert not wrong, "\n".join(wrong)

@@ -31,7 +31,7 @@ class Bug:
 
     Attributes:
         lives: storage, hosts and script
-        kinds: of the troubles; none: those that find most
+        kinds: of the troubles, as of `find`; none: those that find most
     """
 
     name: str
@@ -209,13 +209,15 @@ BUGS = [
         "            self._post_answer(question, result=result)\n",
         "            question.answer(result=result)\n",
         "disk ab train",
+        ("store_stopped:save",),
     ),
     Bug(
         "a_vote_that_is_not_counted_is_waited_for",  # ours
         "core/coordination/store_coordinator.py",
         "            against(question.store)\n",
         "            raise\n",
-        "disk ab train",
+        "disk ab goes_on",
+        ("message_lost:save",),
     ),
     Bug(
         "a_vote_whose_rank_died_before_it_was_counted_is_waited_for",  # ours
@@ -244,6 +246,7 @@ BUGS = [
         "            attempt.protocol.join(attempt, self._timeouts.visible)\n",
         "            attempt.protocol.join(attempt, 0.0)\n",
         "bucket ab train",
+        ("stale:save",),
     ),
     Bug(
         "a_manifest_replaces_that_of_another_run",

@@ -1,46 +1,26 @@
-"""A run of two ranks goes on whatever happens twice: each pair of troubles, at some places."""
+"""A run of two ranks goes on whatever happens twice: each pair of troubles; a third of them for each commit."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from evidence import Record
-from world.cases import SEED, some, twice, wrong_in
-from world.storages import KINDS as STORAGES
-from world.trouble import KINDS
+from world.cases import some, twice, twice_each, wrong_in
 
-#: How many lives there are of each pair, on each storage.
-LIVES = 3
-PAIRS = [*itertools.product(KINDS, repeat=2)]
-#: Which ranks are on which hosts, where these have copies of what is in the memory of others.
-WITH_PEERS = ("ab", "aab", "abc")
-SCRIPTS = ("train", "goes_on", "tries_again", "shared", "best", "damaged", "rewind")
+CASES = [*twice_each()]
 
 
-def wrong_in_pair(first: str, second: str, lives: int) -> list[str]:
-    """What is wrong in lives of two ranks, on one host or on two."""
-    wrong = list[str]()
-    for number, storage in enumerate(STORAGES):
-        turn = SEED + number + PAIRS.index((first, second))
-        script, hosts = SCRIPTS[turn % len(SCRIPTS)], ("ab", "aa")[turn % 2]
-        wrong += wrong_in(twice(first, second, storage, hosts, script, lives))
-    wrong += wrong_in(twice(first, second, "disk", "aa", "memory", lives))
-    hosts = WITH_PEERS[(SEED + PAIRS.index((first, second))) % len(WITH_PEERS)]
-    wrong += wrong_in(twice(first, second, "disk", hosts, "peers", 1))
-    return wrong
-
-
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_two_ranks_go_on_whatever_happens_twice(first: str, second: str, record_property: Record) -> None:
-    record_property("lives", LIVES * len(STORAGES))
-    wrong = wrong_in_pair(first, second, LIVES)
+@pytest.mark.parametrize(("storage", "hosts", "script", "first", "second"), CASES)
+def test_a_run_goes_on_whatever_happens_twice(
+    storage: str, hosts: str, script: str, first: str, second: str, record_property: Record
+) -> None:
+    record_property("lives", 1)
+    wrong = wrong_in(twice(first, second, storage, hosts, script, 1))
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("first", "second"), some(PAIRS, 2))
-def test_some_ranks_go_on_whatever_happens_twice(first: str, second: str) -> None:
-    wrong = wrong_in_pair(first, second, 1)
+@pytest.mark.parametrize(("storage", "hosts", "script", "first", "second"), some(CASES, 10))
+def test_some_runs_go_on_whatever_happens_twice(storage: str, hosts: str, script: str, first: str, second: str) -> None:
+    wrong = wrong_in(twice(first, second, storage, hosts, script, 1))
     assert not wrong, "\n".join(wrong)

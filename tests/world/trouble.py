@@ -34,6 +34,7 @@ class Kind:
         names: of these operations; empty: all
         storages: the kinds of storages that know it
         needs: what a run must have, of `Script.has`, or `hosts`: several
+        is_harmless: whether no call may fail of it
     """
 
     befall: Callable[[Hit], Any]
@@ -41,6 +42,7 @@ class Kind:
     names: tuple[str, ...]
     storages: tuple[str, ...]
     needs: frozenset[str]
+    is_harmless: bool
 
 
 KINDS = dict[str, Kind]()
@@ -52,11 +54,12 @@ def happens(
     names: tuple[str, ...] = (),
     storages: tuple[str, ...] = STORAGES,
     needs: tuple[str, ...] = (),
+    is_harmless: bool = False,
 ) -> Callable[[Callable[[Hit], Any]], Callable[[Hit], Any]]:
     """Adds a kind of trouble to the list; arguments as of `Kind`."""
 
     def add(befall: Callable[[Hit], Any]) -> Callable[[Hit], Any]:
-        KINDS[befall.__name__] = Kind(befall, at, names, storages, frozenset(needs))
+        KINDS[befall.__name__] = Kind(befall, at, names, storages, frozenset(needs), is_harmless)
         return befall
 
     return add

@@ -3,7 +3,8 @@
 - *Bytes.* What was acknowledged is there, or a newer step that takes its place; each checkpoint that a program finds has
   the bytes of one step of one job on all ranks. What was told to have failed is not there.
 - *Ranks.* All ranks of a job go on from the same step, no older than the newest that was acknowledged.
-- *Words.* What is refused is refused by a `CheckpointError`; anything else that a rank raises ends the simulation.
+- *Words.* What is refused is refused by a `CheckpointError`; anything else that a rank raises ends the simulation. Where
+  only harmless things happen, no call fails.
 - *Time.* A call takes no longer than `PATIENCE`, and the deadlines of what really failed: who waits for a process that
   has died, or for one that waits for it, waits too long. At the end a job comes to its end.
 - *Leftovers.* After the last job nothing is in the folder but checkpoints, the pointer and the owner.
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from world.states import differences, said_in
+from world.trouble import KINDS
 
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import (
@@ -38,8 +40,9 @@ if TYPE_CHECKING:
 
 #: For so long a call may take where nothing happens, in seconds.
 PATIENCE = 5.0
-#: Errors of a rank that has not heard how a save ended.
-UNKNOWN = ("has not answered", "cannot reach the store", "to decide", "sent no heartbeat", "Could not find out")
+#: Errors of a rank that has not heard how a save ended: of rank 0, which commits; and of the others, besides.
+UNKNOWN_TO_ALL = ("Could not find out",)
+UNKNOWN = (*UNKNOWN_TO_ALL, "has not answered", "cannot reach the store", "to decide", "sent no heartbeat")
 _OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)
 _FIXED = {MEGATRON.pointer, OWNER}
 
@@ -50,6 +53,8 @@ def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
         yield "a call hangs"
     elif not world.is_in_peace and not _is_refused(world):
         yield f"no job came to its end: {[str(rank.error) for rank in world.jobs[-1].ranks]}"
+    if all(KINDS[trouble.kind].is_harmless for trouble in world.happened):
+        yield from (f"rank {told.rank} failed in its {told.call}: {told.error}" for told in world.told if told.error)
     yield from _of_ranks(world)
     yield from _of_time(world)
     if world.is_in_peace:
@@ -154,7 +159,7 @@ def _false_failures(world: World, found: Scan) -> Iterator[str]:
 
 
 def _is_unsure(told: Told) -> bool:
-    return any(text in str(told.error) for text in UNKNOWN)
+    return any(text in str(told.error) for text in (UNKNOWN if told.rank else UNKNOWN_TO_ALL))
 
 
 def _of_ranks(world: World) -> Iterator[str]:

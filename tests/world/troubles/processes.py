@@ -24,14 +24,14 @@ def stop(hit: Hit) -> None:
     hit.world.excuse(seconds + UNNOTICED + VISIBLE)
 
 
-@happens(*ANYWHERE)
+@happens(*ANYWHERE, is_harmless=True)
 def slow(hit: Hit) -> None:
     """What a process does takes thirty times as long, until its job is over."""
     hit.process.slowness = 30.0
     hit.world.excuse(LONG)
 
 
-@happens(*ANYWHERE)
+@happens(*ANYWHERE, is_harmless=True)
 def clock_jump(hit: Hit) -> None:
     """The date of a host jumps by days."""
     hit.process.date_offset = hit.world.choice(-1e6, 1e6)

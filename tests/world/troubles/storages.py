@@ -47,13 +47,13 @@ def answer_lost(hit: Hit) -> Fault:
     return Fault("lost")
 
 
-@happens("change", storages=("bucket",))
+@happens("change", storages=("bucket",), is_harmless=True)
 def done_twice(hit: Hit) -> Fault:
     """A request is done, and then once more, as its answer was lost."""
     return Fault("twice")
 
 
-@happens(*ANYWHERE, storages=("bucket",))
+@happens(*ANYWHERE, storages=("bucket",), is_harmless=True)
 def stale(hit: Hit) -> None:
     """Listings lag behind for a while."""
     objects = hit.world.files.disk
