@@ -13,12 +13,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..core.memory.libc import memory_at
 from ..core.state.dense_tensors import tensor_bytes
 from ..core.storage.checksum import Checksum
 from ..core.storage.space import amount
+from .gloo_group import GlooGroup
 
 logger = logging.getLogger("ckpt_component.readers")
 
@@ -31,13 +31,13 @@ class Messages:
 
     Args:
         rank: this rank
-        group: a process group of all ranks that has gloo
+        group: of all ranks
         checksum: of every message, for bytes that nothing else verifies; None: who takes them verifies them
         most_bytes: of a batch
         lasts: seconds that one message may last
     """
 
-    def __init__(self, rank: int, group: Any, checksum: Checksum | None, most_bytes: int, lasts: float) -> None:
+    def __init__(self, rank: int, group: GlooGroup, checksum: Checksum | None, most_bytes: int, lasts: float) -> None:
         self._rank, self._group, self._checksum, self._most_bytes = rank, group, checksum, most_bytes
         self._lasts = timedelta(seconds=lasts)
         #: Memory that nobody has a view of now.
@@ -87,7 +87,7 @@ class Messages:
         Raises:
             RuntimeError, ValueError: the connection has ended
         """
-        return dist.isend(message, to, group=self._group, tag=number)
+        return self._group.send(message, to, number)
 
     def receive(self, nbytes: int, sender: int, number: int) -> torch.Tensor:
         """Wait for the message with a batch, of so many bytes.
@@ -96,7 +96,7 @@ class Messages:
             RuntimeError, ValueError: the connection has ended, or it takes too long
         """
         message = self.blank(nbytes)
-        self.wait(dist.irecv(message, sender, group=self._group, tag=number))
+        self.wait(self._group.receive(message, sender, number))
         return message
 
     def wait(self, work: Any) -> None:

@@ -9,12 +9,12 @@ rank waits for itself through another one, and memory is bounded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ..core.outside import Outside, Thread
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet
 from .arrivals import Arrivals
+from .gloo_group import GlooGroup
 from .messages import Messages
 from .read_plan import Batch
 from .relay import Relay
@@ -26,7 +26,7 @@ class Passing:
     Args:
         plan: the batches, the same on all ranks
         rank: this rank
-        group: a process group of all ranks that has gloo
+        group: of all ranks
         open_files: opens the files that the batches are of
         checksum: of every message, for bytes that nothing else verifies; None: who takes them verifies them
         waits: seconds that a read waits for a batch; then the rank that was to send it is lost
@@ -38,7 +38,7 @@ class Passing:
         self,
         plan: Sequence[Batch],
         rank: int,
-        group: Any,
+        group: GlooGroup,
         open_files: Callable[[], FileSet],
         checksum: Checksum | None,
         *,

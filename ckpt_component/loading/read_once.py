@@ -17,14 +17,10 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from ..core.coordination import Coordinator, distributed
+from ..core.coordination import Coordinator
 from ..core.formats.index import Index
 from ..core.options import ResolvedTimeouts
 from ..core.storage.checksum import Checksum, fastest
@@ -33,6 +29,7 @@ from ..core.storage.safe_open import read_failure
 from ..core.storage.space import amount
 from ..errors import CheckpointError
 from .collective import CollectiveLoad, CollectiveLoads, OpenFiles
+from .gloo_group import GlooGroup
 from .passed_files import PassedFiles
 from .passing import Passing
 from .read_plan import Batch, Wanted, plan_reads
@@ -42,6 +39,8 @@ logger = logging.getLogger("ckpt_component.readers")
 #: Whether a rank has a group to pass bytes over, can make one with the others, or cannot. Then what the ranks do next:
 #: pass bytes on over their group or a new one, read by themselves, or end, as all have read.
 _READY, _NEW, _ALONE, _END = "ready", "new", "alone", "end"
+#: For each rank more, so many seconds more to make a group, in which all connect to all.
+_SECONDS_PER_RANK = 0.1
 
 
 class ReadOnce(CollectiveLoads):
@@ -55,7 +54,7 @@ class ReadOnce(CollectiveLoads):
     def __init__(self, ranks: Coordinator, timeouts: ResolvedTimeouts) -> None:
         super().__init__(ranks, timeouts)
         self._reads_alone = False
-        self._group: Any = None
+        self._group: GlooGroup | None = None
         self._has_failed = False
 
     def load(self, about: str, tag: str | None = None, name: str = "load") -> CollectiveLoad:
@@ -75,8 +74,8 @@ class ReadOnce(CollectiveLoads):
         Raises:
             RanksError, CheckpointTimeoutError: a rank is dead, or does not come
         """
-        now, timeouts = self._ranks.outside.now(), self._timeouts
-        has_world = distributed() is not None and dist.get_world_size() == self._ranks.world_size
+        now, timeouts, dist = self._ranks.outside.now(), self._timeouts, self._ranks.outside.distributed()
+        has_world = dist is not None and dist.get_world_size() == self._ranks.world_size
         state = _ALONE if self._has_failed or not has_world else _NEW if self._group is None or is_broken else _READY
         try:
             value = [self._ranks.outside.host_name(), state, has_read]
@@ -87,28 +86,22 @@ class ReadOnce(CollectiveLoads):
         if step == _NEW or is_broken:
             self.close()
         if step == _NEW:
-            self._make_group()
+            self._make_group(dist)
         self._reads_alone |= step == _ALONE
         return step
 
     def close(self) -> None:
         """Give the group up, and end all that still waits for something in it. Safe to call twice."""
         group, self._group = self._group, None
-        if group is None:
-            return
-        # A wait that takes too long closes all connections of a group; nothing else ends a wait for a rank that hangs.
-        byte = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(RuntimeError, ValueError):
-            other = (self._ranks.rank + 1) % self._ranks.world_size
-            work: Any = dist.irecv(byte, other, group=group, tag=(1 << 31) - 1)
-            work.wait(timedelta(milliseconds=1))
-        with contextlib.suppress(RuntimeError, ValueError):  # the program has destroyed all groups
-            dist.destroy_process_group(group)
+        if group is not None:
+            group.close()
 
-    def _make_group(self) -> None:
-        """A group of its own: what goes wrong in it does not end the connections of the program's groups."""
+    def _make_group(self, dist: Any) -> None:
+        # All have just met. Who has died since is known by its heartbeat alone, and who makes a group asks nobody.
+        size, timeouts = self._ranks.world_size, self._timeouts
+        seconds = min(timeouts.heartbeat + _SECONDS_PER_RANK * size, timeouts.stage)
         try:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeouts.stage))
+            self._group = GlooGroup(dist, self._ranks.rank, size, seconds)
         except (RuntimeError, ValueError) as error:
             self._has_failed = True
             text = "rank %d reads all by itself: no gloo group could be made (%s); see GLOO_SOCKET_IFNAME"
@@ -117,6 +110,7 @@ class ReadOnce(CollectiveLoads):
     def passing(self, plan: Sequence[Batch], open_files: Callable[[], FileSet], checksum: Checksum | None) -> Passing:
         """What passes the batches of a plan on over the group; arguments as for `Passing`."""
         waits, lasts = self._timeouts.stall, self._timeouts.stage + self._timeouts.write
+        assert self._group is not None, "who cannot tell the others what it wants shares nothing with them"
         return Passing(
             plan,
             self._ranks.rank,
@@ -130,18 +124,14 @@ class ReadOnce(CollectiveLoads):
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks; this rank's alone if they cannot be exchanged, with a warning."""
-        values: list[Any] = [None] * self._ranks.world_size
-        values[self._ranks.rank] = value
-        if self._group is None:
-            return values
-        found = [*values]
+        group = self._group
         try:
-            dist.all_gather_object(found, value, group=self._group)
+            if group is not None:
+                return group.gather(value)
         except (RuntimeError, ValueError) as error:
             logger.warning("rank %d reads all by itself: what others want cannot be told (%s)", self._ranks.rank, error)
             self.close()
-            return values
-        return found
+        return [value if rank == self._ranks.rank else None for rank in range(self._ranks.world_size)]
 
 
 def _next_step(values: Sequence[Any]) -> str:

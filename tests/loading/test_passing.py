@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from outsides import OnHost
 from rank_threads import rank_threads
-from thread_gloo import reading_together
+from thread_gloo import Reading, ThreadGloo
 
 from ckpt_component import build_checkpointer
 from ckpt_component.core.coordination import StoreCoordinator
@@ -70,8 +69,9 @@ def load_together(
     with build_checkpointer("sync") as checkpointer:
         checkpointer.save(state_of(2), folder / "one")
     building, loaded = threading.Lock(), dict[int, dict[str, torch.Tensor]]()
-    with reading_together(2) as gloo, rank_threads(2, [OnHost("a"), OnHost("b")]) as on_all:
-        gloo.flips, gloo.silent = flips, silent
+    gloo = ThreadGloo(2)
+    gloo.flips, gloo.silent = flips, silent
+    with rank_threads(2, [Reading("a", gloo), Reading("b", gloo)]) as on_all:
 
         def load(ranks: StoreCoordinator) -> None:
             gloo.of(ranks.rank)

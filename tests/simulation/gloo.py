@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,6 +70,10 @@ class SimulatedGloo:
         self._network = simulation.network
         self._groups = dict[tuple[int, int], Group]()
         self._made = defaultdict[SimulatedProcess, int](int)
+
+    @property
+    def group(self) -> SimpleNamespace:
+        return SimpleNamespace(WORLD=self)
 
     @property
     def _now(self) -> float:

@@ -48,7 +48,6 @@ from ckpt_component.core.writing.request import WriteRequest
 from ckpt_component.events import EventRecorder, SaveReport
 from ckpt_component.factory import recovery
 from ckpt_component.factory.recovery import SnapshotParts
-from ckpt_component.loading import messages, read_once
 from ckpt_component.loading.collective import CollectiveLoad
 from ckpt_component.loading.read_once import ReadOnce
 from ckpt_component.managing.policies import ResumePolicy
@@ -84,6 +83,7 @@ class Cluster:
         self.network = life.simulation.network
         self.network.operation = lambda sock: life.on_network(cast(Any, sock.process), cast(Any, sock.client))
         self.gloo = SimulatedGloo(life.simulation, self.members_of, life.on_network)
+        life.simulation.distributed = lambda process: self.gloo
         self.hosts = dict[str, Host]()
         self.full_until = dict[str, float]()
 
@@ -151,9 +151,6 @@ class ClusterPatches(HostPatches):
     def __enter__(self) -> ClusterPatches:
         super().__enter__()
         patch = self._patch
-        for module in (messages, read_once):
-            patch.setattr(module, "dist", Current(lambda: self.cluster.gloo, None))
-        patch.setattr(read_once, "distributed", lambda: self.cluster.gloo)
         patch.setattr(keeper_module, "CopyTaker", self._taker)
         patch.setattr(peer_memory, "keepers_of", lambda path, outside: self._set().keepers_at(path))
         patch.setattr(job_keepers, "HostKeepers", lambda outside: Here(self))

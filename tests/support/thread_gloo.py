@@ -6,17 +6,15 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+from outsides import OnHost
 
 from ckpt_component.core.state.dense_tensors import tensor_bytes
-from ckpt_component.loading import messages, read_once
 
 _SECONDS, _POLL_SECONDS = 20.0, 0.01
 
@@ -49,6 +47,7 @@ class ThreadGloo:
 
     def __init__(self, world_size: int) -> None:
         self.flips, self.silent = False, -1
+        self.group = SimpleNamespace(WORLD=self)
         self._world_size = world_size
         self._own = threading.local()
         self._groups: dict[int, tuple[dict[tuple[int, int, int], queue.Queue[bytes]], threading.Event]] = {}
@@ -118,12 +117,12 @@ class _Work:
         raise RuntimeError("Connection closed by peer")
 
 
-@contextmanager
-def reading_together(world_size: int) -> Iterator[ThreadGloo]:
-    """Inside the block, ranks that are on several hosts read together over this."""
-    gloo = ThreadGloo(world_size)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (messages, read_once):
-            patch.setattr(module, "dist", gloo)
-        patch.setattr(read_once, "distributed", lambda: gloo)
-        yield gloo
+class Reading(OnHost):
+    """A rank on a host, which reads together with others over this."""
+
+    def __init__(self, host: str, gloo: ThreadGloo) -> None:
+        super().__init__(host)
+        self._gloo = gloo
+
+    def distributed(self) -> ThreadGloo:
+        return self._gloo

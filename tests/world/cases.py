@@ -32,9 +32,9 @@ def undisturbed(storage: str, hosts: str, script: str) -> World:
 
 def may_happen(kind: str, storage: str, hosts: str, script: str) -> bool:
     """Whether there is such a trouble: a storage that knows it, ranks that send messages, and what it needs."""
-    needs, done = KINDS[kind], SCRIPTS[script]
+    needs, has = KINDS[kind], SCRIPTS[script].has | ({"hosts"} if len({*hosts}) > 1 else set())
     has_messages = len(hosts) > 1 or needs.at != ("message",)
-    return storage in needs.storages and has_messages and needs.needs <= done.has
+    return storage in needs.storages and has_messages and needs.needs <= has
 
 
 def every_place(kind: str, storage: str, hosts: str, script: str) -> Iterator[Trouble]:

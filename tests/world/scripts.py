@@ -264,7 +264,6 @@ SCRIPTS: Mapping[str, Script] = {
             "checkpoint.recovery.every_steps=1",
             "checkpoint.save.every_steps=2",
             "checkpoint.overlap=wait",
-            "checkpoint.read_once=off",  # what reads once is `torch.distributed`, which no simulation has
         ),
         keep=2,
         hosts=("ab", "aab", "abc", "abba", "abcd"),

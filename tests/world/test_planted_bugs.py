@@ -264,6 +264,38 @@ BUGS = [
         ("lose_host",),
     ),
     Bug(
+        "who_follows_a_decision_counts_as_one_who_votes",  # ours
+        "core/writing/keeper.py",
+        "            undecided.finish(keeper.still_writing)\n",
+        "            undecided.finish()\n",
+        "disk aaa memory",
+        ("kill",),
+    ),
+    Bug(
+        "a_keeper_that_has_no_job_is_waited_for",  # ours
+        "core/writing/keeper.py",
+        'if keeper.rank in ranks and keeper.about().get("writing"):',
+        "if keeper.rank in ranks and keeper.about():",
+        "disk aaa memory",
+        ("kill",),
+    ),
+    Bug(
+        "a_run_that_dies_in_its_first_save_hides_an_earlier_snapshot",  # ours
+        "managing/run_memory.py",
+        "        for token in lineage:\n            root",
+        "        for token in lineage[:1]:\n            root",
+        "disk aa memory",
+        ("kill",),
+    ),
+    Bug(
+        "what_is_damaged_on_its_way_between_ranks_is_loaded",
+        "loading/coalesced.py",
+        "        combines = checksum is not None and",
+        "        self._checksum = checksum = None\n        combines = checksum is not None and",
+        "disk ab train",
+        ("flip_link",),
+    ),
+    Bug(
         "the_owner_is_read_before_the_last_work_on_an_attempt",
         "core/commit/commit.py",
         "    manifest = encode_manifest(content)\n",

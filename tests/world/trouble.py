@@ -33,7 +33,7 @@ class Kind:
         at: the kinds of operations before which it may come
         names: of these operations; empty: all
         storages: the kinds of storages that know it
-        needs: what a run must have, of `Script.has`
+        needs: what a run must have, of `Script.has`, or `hosts`: several
         is_harmless: whether no call may fail of it
     """
 

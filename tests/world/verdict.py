@@ -62,6 +62,10 @@ def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
     yield from _of_time(world)
     if world.is_in_peace:
         yield from _left_behind(world)
+        # Longer than a lease has passed, and the last job has snapshots of its own.
+        last = world.jobs[-1].ranks
+        left = [each.name for each in world.lived_on if each.parent not in {rank.process for rank in last}]
+        yield from ([f"{left} live on"] if left else [])
 
 
 def wrong_in_folder(world: World) -> Iterator[str]:
@@ -180,6 +184,13 @@ def _of_time(world: World) -> Iterator[str]:
             seconds -= _covered(world.excused(told), told.since, told.until)
         if seconds > PATIENCE:
             yield f"rank {told.rank} of job {told.job} waited {seconds:.1f} s too long in its {told.call}: {told.error}"
+    for each in world.waited:
+        if each.process is not each.rank.process:  # where all ranks have died, nobody is left to wait for
+            over = max(rank.process.ended_at for rank in each.rank.job.ranks)
+            since = max(each.since, over)
+            seconds = each.until - since - _covered(world.excuses, since, each.until)
+            if seconds > PATIENCE:
+                yield f"{each.process.name} waited {seconds:.1f} s too long for {each.whom}, and its job was over"
 
 
 def _covered(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:

@@ -39,9 +39,11 @@ from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.storage.storage import Storage
+from ckpt_component.core.waits import SHOWN_SECONDS, LongWait
 from ckpt_component.factory.graph import build_checkpointer, manager_of
 from ckpt_component.factory.launch import Launch
 from ckpt_component.testing import DiskFile, Fault, SimulatedBucket
+from ckpt_component.testing.simulated_gloo import SimulatedGloo
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
@@ -133,6 +135,17 @@ class Told:
 
 
 @dataclass
+class Waited:
+    """A long wait of a process, which is a rank's, or was launched by it: for whom, from when until when."""
+
+    process: SimulatedProcess
+    rank: Rank
+    whom: str
+    since: float
+    until: float
+
+
+@dataclass
 class Resumed:
     """What a restore has told a rank: a step with a state.
 
@@ -175,6 +188,7 @@ class World:
         jobs: that were started, in their order
         operations: how often each was done
         told: what calls have told the ranks
+        waited: waits of all processes that were shown
         resumed: what restores have given them
         saved: the job and step of each save that was acknowledged, in order
         begun: the job, step and rank of each save that began
@@ -191,6 +205,7 @@ class World:
         happened: the troubles that came
         excuses: from when until when who waits may wait, and for what
         is_in_peace: whether a job came to its end, and nothing more was to happen
+        lived_on: processes of ranks that lived when the last job was over
     """
 
     def __init__(self, case: Case, script: Script | None = None) -> None:
@@ -200,6 +215,8 @@ class World:
         self.simulation.storage_of = self.storage
         self.simulation.free_memory = lambda host: 1 << 40 if self.simulation.now >= self.full_until[host] else 0
         self.simulation.network.operation = lambda sock: self.operation(cast(SimulatedProcess, sock.process), "wire")
+        self.simulation.distributed = self.distributed
+        self.waited, self._watched = list[Waited](), set[SimulatedProcess]()
         self.files = new_storage(case.storage)
         self.files.make_folders(ROOT)
         self.jobs = list[Job]()
@@ -214,7 +231,7 @@ class World:
         self.full_until = defaultdict[str, float](float)
         self._earlier = {*memory_files()}
         self.happened, self.excuses = list[Trouble](), list[tuple[float, float]]()
-        self.is_in_peace = False
+        self.is_in_peace, self.lived_on = False, list[SimulatedProcess]()
         #: Folders that are open, and of which process.
         self.folders = dict[int, SimulatedProcess]()
         self._wrong, self._fence = list[str](), Fence(self.root)
@@ -250,6 +267,7 @@ class World:
         self.lose_memory()
         self._pending = []  # jobs that failed at once were too few for all troubles
         self.is_in_peace = self._has_run(launcher)
+        self.lived_on = self.keepers()
         for job in self.jobs:  # also a second run
             job.kill()
 
@@ -281,6 +299,11 @@ class World:
                 return each.storage(process)
         return seen_by(process, self, self.files)
 
+    def distributed(self, process: SimulatedProcess) -> SimulatedGloo | None:
+        """What a process has in the place of `torch.distributed`: only ranks have it."""
+        rank = self._rank_of.get(process)
+        return None if rank is None or self.ranks == 1 else rank.job.gloo
+
     def settings(self, root: str, *overrides: str) -> Checkpoint:
         """The config of a run in a folder."""
         commit = "rename" if self.files.atomic_rename else "manifest"
@@ -300,6 +323,8 @@ class World:
         rank = self.rank_of(process)
         if rank is None:
             return None
+        if process not in self._watched:
+            self._watch(process, rank)
         call = rank.doing if not rank.process.is_dead else "orphan"
         operation = Operation(call, kind, name, path)
         self.operations[Operation(call, kind, name)] += 1
@@ -314,6 +339,19 @@ class World:
                 if fault is not None:
                     return fault
         return self.lasting if kind == "change" else None
+
+    def _watch(self, process: SimulatedProcess, rank: Rank) -> None:
+        """Note for whom a process of a rank waits from now on, as `ckpt memory ls` shows it."""
+        began = dict[str, float]()
+
+        def note(wait: LongWait) -> None:
+            if wait.ended is None:
+                began[wait.whom] = self.simulation.now - SHOWN_SECONDS
+            else:
+                self.waited.append(Waited(process, rank, wait.whom, began.pop(wait.whom), self.simulation.now))
+
+        self._watched.add(process)
+        process.outside.waits.tell(note)
 
     def changed(self, process: SimulatedProcess, name: str, path: str) -> None:
         """A process has changed something."""
@@ -396,10 +434,12 @@ class World:
     def excused(self, told: Told) -> Iterator[tuple[float, float]]:
         """From when until when a call may wait for what has failed."""
         yield from self.excuses
-        died = min(rank.process.ended_at for rank in self.jobs[told.job - 1].ranks)
-        if died < told.until:  # each call notices it anew, and who has not begun may still be starting
-            since = max(died, told.since)
-            yield since, since + (DEADLINE if told.call == "begin" else UNNOTICED)
+        own = [each for each in self.told if (each.job, each.rank) == (told.job, told.rank)]
+        for died in (rank.process.ended_at for rank in self.jobs[told.job - 1].ranks):
+            # One call of each rank waits until it notices that. Who has not begun may still be starting.
+            noticed = next((each for each in own if each.until - max(died, each.since) > PATIENCE), None)
+            if told is noticed:
+                yield max(died, told.since), max(died, told.since) + (DEADLINE if told.call == "begin" else UNNOTICED)
 
     # What must be
 
@@ -447,6 +487,7 @@ class Job:
         hosts: of its ranks
         ranks: its ranks
         agent: the process that holds the store: it is torchrun's
+        gloo: over which the ranks pass on what they read
     """
 
     def __init__(self, world: World, number: int, name: str) -> None:
@@ -455,6 +496,7 @@ class Job:
         self.agent = world.simulation.process(f"agent of {name} {number}", self.hosts[0])
         self.store = WorldStore(world, self.agent)
         self.ranks = [Rank(self, rank) for rank in range(world.ranks)]
+        self.gloo = SimulatedGloo([rank.process for rank in self.ranks], lambda rank: world.operation(rank, "wire"))
 
     @property
     def is_over(self) -> bool:

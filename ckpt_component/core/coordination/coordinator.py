@@ -13,16 +13,17 @@ With one rank, all of them are plain calls.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from ...errors import CheckpointWorldError
 from ..outside import OUTSIDE, Outside
+
+#: `torch.distributed`, for who has no ranks yet.
+distributed = OUTSIDE.distributed
 
 
 class Coordinator(ABC):
@@ -45,7 +46,7 @@ class Coordinator(ABC):
         self.rank = rank
         self.world_size = world_size
         self.meetings: Counter[str] = Counter()
-        dist = distributed()
+        dist = outside.distributed()
         # Weak, so as not to keep a destroyed process group alive.
         self._group = None if dist is None else weakref.ref(dist.group.WORLD)
 
@@ -62,7 +63,7 @@ class Coordinator(ABC):
         Raises:
             CheckpointWorldError: a process group was initialized after this was built
         """
-        dist = distributed()
+        dist = self.outside.distributed()
         if dist is None or dist.get_world_size() == self.world_size == 1:
             return
         if self._group is None:
@@ -199,11 +200,3 @@ class LocalCoordinator(Coordinator):
     def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Do the work."""
         return [work()]
-
-
-def distributed() -> ModuleType | None:
-    """Return `torch.distributed` if the script has initialized it, else None."""
-    dist = sys.modules.get("torch.distributed")  # a script that uses it has imported it
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist

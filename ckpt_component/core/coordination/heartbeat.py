@@ -145,15 +145,23 @@ class FailureDetector:
         store: the watcher's connection
         timeout: seconds without a heartbeat after which a rank is dead
         stall_timeout: seconds without a written byte after which a rank is hung; None: not checked
+        seen: by rank, its last heartbeat that anybody of this process has seen, and when first; which this adds to, so
+            that each wait for a dead rank but the first notices at once. No two heartbeats are the same.
     """
 
-    def __init__(self, store: RankStore, timeout: float, stall_timeout: float | None) -> None:
+    def __init__(
+        self,
+        store: RankStore,
+        timeout: float,
+        stall_timeout: float | None,
+        seen: dict[int, tuple[bytes | None, float]] | None = None,
+    ) -> None:
         self._store = store
         self._outside = store.outside
         self._timeout = timeout
         self._stall_timeout = stall_timeout
-        #: By rank: the last heartbeat, and the bytes written by then; and since when each has not changed.
-        self._beats: dict[int, tuple[bytes | None, float]] = {}
+        self._beats = {} if seen is None else seen
+        #: By rank: the bytes written by its last heartbeat, and since when they have not changed.
         self._bytes: dict[int, tuple[int, float]] = {}
         # Most waits are over before the first look, which takes several requests per missing rank.
         self._next = self._outside.now() + min(_LOOK_SECONDS, timeout / 4)

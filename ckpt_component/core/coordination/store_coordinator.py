@@ -48,6 +48,7 @@ class StoreCoordinator(Coordinator):
         self._stall_timeout = stall_timeout
         self._answered = AnsweredQuestions(self.outside.lock())
         self._heartbeat = Heartbeat(store.clone(), heartbeat_timeout)
+        self._seen: dict[int, tuple[bytes | None, float]] = {}
         # The heartbeat thread holds no reference to this object, and ends when it is collected.
         self._stop_heartbeat = weakref.finalize(self, self._heartbeat.stop)
 
@@ -235,7 +236,7 @@ class StoreCoordinator(Coordinator):
         return Question(self._store().until(deadline), tag)
 
     def _detector(self, stall_timeout: float | None) -> FailureDetector:
-        return FailureDetector(self._store(), self._heartbeat_timeout, stall_timeout)
+        return FailureDetector(self._store(), self._heartbeat_timeout, stall_timeout, self._seen)
 
     def _silent(self, question: Question) -> list[int]:
         """The ranks that have not posted, among those that this rank waits for."""
@@ -283,7 +284,7 @@ class StoreCoordinator(Coordinator):
     ) -> None:
         """Wait until `is_done()`. Raises RanksError if a missing rank is dead or has continued without the call."""
         store = question.store
-        detector = FailureDetector(store, self._heartbeat_timeout, None)
+        detector = FailureDetector(store, self._heartbeat_timeout, None, self._seen)
 
         def check() -> bool:
             if is_done():

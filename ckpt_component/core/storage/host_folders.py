@@ -114,9 +114,7 @@ class HostFolders(KeeperUnion, LocalFolders):
         return sorted({*self.fs.names(self.here(path)), *super().names(path)})
 
     def exists(self, path: str) -> bool:
-        return self.fs.exists(self.here(path)) or any(
-            listed for _, listed in self._answers(path, lambda keeper: keeper.listed(path))
-        )
+        return self.fs.exists(self.here(path)) or super().exists(path)
 
     def is_folder(self, path: str) -> bool:
         return self.fs.is_folder(self.here(path)) or super().is_folder(path)

@@ -1,4 +1,4 @@
-"""What happens to hosts that have copies for each other, and to what is between them."""
+"""What happens to hosts, to what is between them, and to copies that they have for each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTED = 3.0
 FULL_SECONDS = 10.0
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("hosts",))
 def lose_host(hit: Hit) -> None:
     """A host is gone with all that is on it, and the next job has another one in its place."""
     world, lost = hit.world, hit.rank.host
@@ -34,7 +34,7 @@ def lose_host(hit: Hit) -> None:
     world.excuse(QUIET_SECONDS + UNNOTICED)
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("hosts",))
 def cut_link(hit: Hit) -> None:
     """Nothing arrives at a host's peer, and at the host, for a while: longer than any deadline, or shorter."""
     world, seconds = hit.world, hit.world.choice(3.0, 12.0, 45.0, 90.0)
@@ -44,7 +44,7 @@ def cut_link(hit: Hit) -> None:
     is_unwell(hit, seconds)
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("hosts",))
 def slow_link(hit: Hit) -> None:
     """Few bytes pass between a host and its peer for a minute."""
     world, seconds, rate = hit.world, 60.0, hit.world.choice(100.0, 400.0, 4000.0)
@@ -53,7 +53,7 @@ def slow_link(hit: Hit) -> None:
     is_unwell(hit, seconds + WINDOW / rate)  # what was sent over it comes at last
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("hosts",))
 def flip_link(hit: Hit) -> None:
     """The next packet between a host and its peer comes with a bit flipped; or the next one of an image."""
     least = hit.world.choice(1, IMAGE_BYTES)
@@ -69,7 +69,7 @@ def fill_peer(hit: Hit) -> None:
         world.full_until[peer] = world.simulation.now + FULL_SECONDS
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("memory",))
 def strangers(hit: Hit) -> None:
     """An older run, whose folder was at the same path, has in memory what looks like a newer step."""
     world = hit.world

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from world.times import LEASE, UNNOTICED
+import os
+
+from world.times import LEASE, LONG, UNNOTICED
 from world.trouble import ANYWHERE, Hit, happens
+
+#: For so long nobody uses the sockets of keepers.
+OPEN_SECONDS = 10.0
 
 
 @happens(*ANYWHERE, needs=("memory",))
@@ -36,3 +41,16 @@ def lease_over(hit: Hit) -> None:
 def flip_memory(hit: Hit) -> None:
     """A bit of a snapshot in memory changes."""
     hit.world.flip_memory()
+
+
+@happens(*ANYWHERE, needs=("memory",))
+def open_to_others(hit: Hit) -> None:
+    """Others may open the folder of the keepers' sockets for a while, so nobody uses it."""
+    simulation = hit.world.simulation
+    folder, until = simulation.folder, simulation.now + OPEN_SECONDS
+    os.chmod(folder, 0o755)
+    simulation.at(until, lambda: os.chmod(folder, 0o700))
+    hit.world.memory.unwell.append((simulation.now, until))
+    # The mark of an attempt that could not be deleted meanwhile stays in a keeper that lives, and each later restore
+    # waits until `timeouts.close` for who would complete it.
+    hit.world.excuse(LONG)

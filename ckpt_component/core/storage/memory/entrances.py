@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from abc import ABC, abstractmethod
 from functools import partial
 
@@ -10,6 +11,8 @@ from ...outside import OUTSIDE, Outside, Socket
 from ...processes.framing import Channel
 from .keeper_sockets import SocketPlace
 from .peer_sockets import greet_peer, listen_to_peers
+
+logger = logging.getLogger(__name__)
 
 _REFUSAL_SECONDS = 10.0
 
@@ -71,8 +74,11 @@ class HostEntrance(Entrance):
         return channel
 
     def close(self) -> None:
-        """Remove the socket, and the folders that are then empty."""
-        self._place.remove(self._rank, self._number)
+        """Remove the socket, and the folders that are then empty; a failure is logged."""
+        try:
+            self._place.remove(self._rank, self._number)
+        except OSError as error:
+            logger.warning("the socket of rank %d's keeper stays, until somebody connects to it: %s", self._rank, error)
 
 
 class PeerEntrance(Entrance):

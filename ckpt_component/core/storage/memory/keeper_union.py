@@ -42,6 +42,9 @@ class KeeperUnion(Storage):
         below = len(path) + 1
         return sorted({file.path[below:].partition("/")[0] for file in self._listed(path)} - {FOLDER_MARK, ""})
 
+    def exists(self, path: str) -> bool:
+        return any(listed for _, listed in self._answers(path, lambda keeper: keeper.listed(path)))
+
     def is_folder(self, path: str) -> bool:
         return any(
             file.path != path for _, files in self._answers(path, lambda keeper: keeper.listed(path)) for file in files
