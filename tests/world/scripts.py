@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from world.storages import KINDS
+from world.weight_scripts import PUBLISHES, train_and_publish
 
 from ckpt_component import CheckpointListener, SaveReport
 from ckpt_component.core.commit.awaited_parts import wait_for_parts
@@ -44,7 +45,7 @@ class Script:
         hosts: of the ranks of the lives that are enumerated: a letter each
         storages: where the folder of the run is in these
         has: what there is besides the folder: `memory`, where each step is kept, and only every second one is saved;
-            `peers`, hosts that have copies of what is in the memory of others
+            `peers`, hosts that have copies of what is in the memory of others; `weights`, published ones
         wrong: what is wrong after a job, besides what `verdict` finds
     """
 
@@ -234,6 +235,13 @@ SCRIPTS: Mapping[str, Script] = {
         keep=2,
         hosts=("a", "aa", "aaa", "aaaa"),
         has=frozenset({"memory"}),
+    ),
+    "weights": Script(
+        train_and_publish,
+        overrides=PUBLISHES,
+        keep=2,
+        has=frozenset({"weights"}),
+        wrong=lambda world: world.weights.wrong(),
     ),
     "peers": Script(
         train_with_peers,

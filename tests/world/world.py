@@ -29,6 +29,7 @@ from world.strangers import Strangers
 from world.times import DEADLINE, LONG, UNNOTICED, VISIBLE
 from world.trouble import Hit, Trouble
 from world.verdict import PATIENCE, Fence, wrong_in, wrong_in_folder
+from world.weights import LOCAL, VERSIONS, Weights
 
 from ckpt_component import Checkpointer, CheckpointError, CheckpointManager
 from ckpt_component.config import Checkpoint, resolve_config
@@ -41,7 +42,8 @@ from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.factory.graph import build_checkpointer, manager_of
 from ckpt_component.factory.launch import Launch
-from ckpt_component.testing import DiskFile, Fault, SimulatedBucket
+from ckpt_component.publishing.versions import NAMES
+from ckpt_component.testing import Disk, DiskFile, Fault, SimulatedBucket, SimulatedFiles
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
@@ -107,7 +109,8 @@ class Operation:
 
     Attributes:
         call: what its rank is doing: `begin`, `restore`, `save`, `close`, `command`; empty: nothing of the package;
-            `orphan`: it has died, and a process that it had launched has not
+            `orphan`: it has died, and a process that it had launched has not; `publish`: one that makes a version;
+            `receive`: one on another host that follows these
         kind: `look` or `change` of a storage, `message` to the store, or `wire`: use of another connection
         name: of what is done there
         path: where
@@ -183,6 +186,10 @@ class World:
         copies: which step was copied to the name of another one
         hosts: of the ranks of the next job: where one was lost, another one has its place
         memory: what must still be in the memory of hosts
+        disks: of hosts
+        weights: what is published, and who receives it
+        others: processes that no rank has started, and the call that they are in
+        wrong: what was wrong so far
         strangers: other runs on the same hosts
         full_until: until when a host has no memory for copies
         flips: how many bits of the memory were flipped, which nobody notices who has yet to sum them
@@ -206,14 +213,16 @@ class World:
         self.saved, self.begun = list[tuple[int, int]](), set[tuple[int, int, int]]()
         self.damaged, self.free, self.copies = dict[int, int](), set[int](), dict[int, int]()
         self.hosts, self.memory, self.flips = (*case.hosts,), Memory(), 0
+        self.disks, self.others = dict[str, SimulatedFiles](), dict[SimulatedProcess, str]()
+        self.weights: Weights = Weights(self)
         self.strangers = list[Strangers]()
         self.full_until = defaultdict[str, float](float)
         self._earlier = {*memory_files()}
         self.happened, self.excuses = list[Trouble](), list[tuple[float, float]]()
         self.is_in_peace = False
-        #: Folders that are open, and of which process.
-        self.folders = dict[int, SimulatedProcess]()
-        self._wrong, self._fence = list[str](), Fence(self.root)
+        #: Folders that are open on each disk, and of which process.
+        self.folders = defaultdict[Disk, dict[int, SimulatedProcess]](dict)
+        self.wrong, self._fences = list[str](), [Fence(self.root), Fence(VERSIONS, NAMES)]
         #: What every later change of a storage meets, until the job has ended.
         self.lasting: Fault | None = None
         self._pending, self._since = [*case.troubles], 0
@@ -225,7 +234,7 @@ class World:
         launcher.start(self._launch, launcher)
         with torch.no_grad():  # one thread of torch is all simulated ones
             has_ended = self.simulation.run(LIFETIME)
-            return [*self._wrong, *wrong_in(self, has_ended=has_ended)]
+            return [*self.wrong, *wrong_in(self, has_ended=has_ended)]
 
     def start(self, name: str = "job", after: float = 0.0) -> Job:
         """Start the next job."""
@@ -266,7 +275,7 @@ class World:
         if job.number == 1:
             self.script.between(self)
         wrong = [*wrong_in_folder(self), *self.script.wrong(self)]
-        self._wrong += [f"after job {job.number}: {text}" for text in wrong]
+        self.wrong += [f"after job {job.number}: {text}" for text in wrong]
         return is_whole
 
     def storage(self, process: SimulatedProcess, path: str) -> Storage:
@@ -274,7 +283,15 @@ class World:
         for each in self.strangers:
             if process in each.processes or process.parent in each.processes:
                 return each.storage(process)
-        return seen_by(process, self, self.files)
+        files = self.disk_of(process.host) if path.startswith(f"{LOCAL}/") else self.files
+        return seen_by(process, self, files)
+
+    def disk_of(self, host: str) -> SimulatedFiles:
+        """The disk of a host, as no process sees it."""
+        if host not in self.disks:
+            self.disks[host] = SimulatedFiles(Disk())
+            self.disks[host].make_folders(LOCAL)
+        return self.disks[host]
 
     def settings(self, root: str, *overrides: str) -> Checkpoint:
         """The config of a run in a folder."""
@@ -284,6 +301,8 @@ class World:
 
     def rank_of(self, process: SimulatedProcess | None) -> Rank | None:
         """The rank whose process it is, or whose process has launched it."""
+        if process in self.others:
+            return self.jobs[-1].ranks[0]
         while process is not None and process not in self._rank_of:
             process = process.parent
         return None if process is None else self._rank_of[process]
@@ -295,7 +314,9 @@ class World:
         rank = self.rank_of(process)
         if rank is None:
             return None
-        call = rank.doing if not rank.process.is_dead else "orphan"
+        call = self.others.get(process) or ("orphan" if rank.process.is_dead else rank.doing)
+        if call != "orphan" and process.name.startswith("publish_process"):
+            call = "publish"
         operation = Operation(call, kind, name, path)
         self.operations[Operation(call, kind, name)] += 1
         if self._pending and self._pending[0].fits(operation):
@@ -314,7 +335,9 @@ class World:
         """A process has changed something."""
         rank = self.rank_of(process)
         if rank is not None:
-            self._wrong += self._fence.changed(rank.job.number, name, path)
+            for fence in self._fences:
+                self.wrong += fence.changed(rank.job.number, name, path)
+        self.weights.changed(process, path)
 
     def choice(self, *values: T) -> T:
         """One of these."""
@@ -328,6 +351,10 @@ class World:
         """A process has died, or left something: without locks, it counts as alive for a while."""
         if not self.files.atomic_rename:
             self.excuse(QUIET_SECONDS + 2 * PATIENCE)
+
+    def waited(self, call: str, since: float) -> None:
+        """Somebody beside the newest job has waited until now."""
+        self.told.append(Told(self.jobs[-1].number, 0, call, since, until=self.simulation.now))
 
     def gives_up(self, steps: Iterable[int]) -> None:
         """These steps may be there or not from now on."""
@@ -403,7 +430,7 @@ class World:
 
     def state(self, job: int, step: int) -> dict[str, Any]:
         """What all ranks know together after a step of a job; step 0: the target of a restore."""
-        return state_of(job, step, self.ranks, has_base=self.script.has_base)
+        return state_of(job, step, self.ranks, has_base=self.script.has_base, has_more="weights" in self.script.has)
 
     @property
     def ranks(self) -> int:
