@@ -9,6 +9,10 @@ from world.world import Case
 FOUND = [
     # The first rank waited 20 s to see a commit in the memory of its keeper, which had ended.
     "disk aaa memory 99 kill:save:2525:-1",
+    # A publisher that ended as it began a version left an empty folder, and a gap in the numbers.
+    "mounted a weights 1 kill:publish:171:-1",
+    # A version was copied from a mirror that was damaged after the weights were written there.
+    "disk a weights 6 damage_mirror:publish:495:-1",
 ]
 
 

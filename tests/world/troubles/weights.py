@@ -75,10 +75,13 @@ def has_little_room(hit: Hit) -> None:
 
 @happens("look", "change", needs=("weights",), calls=("publish",))
 def replace_publisher(hit: Hit) -> None:
-    """A publisher does nothing for a while, in which another run takes its place."""
+    """A publisher does nothing for a while, in which another run takes its place, on the same host or on another one."""
+    world, hosts = hit.world, hit.world.hosts
     hit.process.stop(25.0)
-    hit.world.start("second run")
-    hit.world.excuse(LONG)
+    world.hosts = world.choice(hosts, tuple(f"{host}'" for host in hosts))
+    world.start("second run")
+    world.hosts = hosts
+    world.excuse(LONG)
 
 
 def _flip(hit: Hit, disk: Disk | SimulatedObjects, folder: str) -> None:
