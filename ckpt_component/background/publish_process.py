@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 from ..core.commit.fencing import check_owner
 from ..core.commit.manifest import read_manifest
@@ -13,6 +15,7 @@ from ..core.formats.checkpoints import created_of
 from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
+from ..core.storage.files import FileStorage
 from ..core.storage.locate import MEMORY, file_storage, storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointFencedError, CheckpointNotFoundError
@@ -35,25 +38,32 @@ def _publish(job: dict[str, Any], run: Channel) -> dict[str, Any]:
     memory, and nothing is there any more; or `fenced`: another run has taken over; or the `error`. `warnings` are for
     the log of the run.
     """
-    warnings = _Warnings()
-    try:
-        policy = PublishPolicy.of(job["policy"])
-        storage = storage_at(job["source"], process="publish", **policy.storage)
-        answer = _published(policy, storage, job["source"])
-    except CheckpointFencedError as error:
-        answer = {"fenced": str(error)}
-    except CheckpointError as error:
-        answer = {"error": str(error)}
+    with _Warnings() as warnings:
+        try:
+            answer = _published(PublishPolicy.of(job["policy"]), job["source"], run.outside.storage_of)
+        except CheckpointFencedError as error:
+            answer = {"fenced": str(error)}
+        except CheckpointError as error:
+            answer = {"error": str(error)}
     return {**answer, "warnings": warnings.texts}
 
 
-def _published(policy: PublishPolicy, storage: Storage, source: str) -> dict[str, Any]:
-    """Make the version; returns the answer. Raises what `Publisher.publish` does."""
+def _published(policy: PublishPolicy, source: str, simulated: Callable[[str], Storage] | None) -> dict[str, Any]:
+    """Make the version; returns the answer. Raises what `Publisher.publish` does.
+
+    Args:
+        policy: what to publish
+        source: a checkpoint
+        simulated: see `Outside.storage_of`
+    """
+    storage_of: Callable[[str], Storage] = simulated or partial(storage_at, process="publish", **policy.storage)
     # Another run may have taken over the checkpoints, and publish to another place.
-    check_owner(storage_at(policy.root, process="publish", **policy.storage), policy.root, policy.run)
-    target = storage_at(policy.to, process="publish", **policy.storage)
+    check_owner(storage_of(policy.root), policy.root, policy.run)
     files = file_storage(durable=policy.storage["durable"], process="publish")
-    publisher = Publisher(target, policy.to, policy.mirror, policy.options, policy.run, files)
+    if simulated is not None:
+        files = cast(FileStorage, simulated(policy.mirror))
+    publisher = Publisher(storage_of(policy.to), policy.to, policy.mirror, policy.options, policy.run, files)
+    storage = storage_of(source)
     if not source.startswith(MEMORY):
         return _version_of(publisher, storage, source, policy)
     root = os.path.dirname(source)
@@ -80,14 +90,19 @@ def _version_of(publisher: Publisher, storage: Storage, source: str, policy: Pub
 
 
 class _Warnings(logging.Handler):
-    """Collects the warnings of this process, which has no log of its own."""
+    """Collects the warnings of this process, which has no log of its own, while it is entered."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
-        root = logging.getLogger()
-        root.addHandler(self)
-        root.setLevel(logging.WARNING)
+        logging.getLogger().setLevel(logging.WARNING)
+
+    def __enter__(self) -> _Warnings:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger().removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())

@@ -19,7 +19,7 @@ from typing import TypeVar
 from ..core.commit.liveness import try_lock
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import NEW_PREFIX
-from ..errors import CheckpointConfigError, CheckpointExistsError, CheckpointInUseError
+from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointInUseError
 from ..exporting.blocks import BLOCK_BYTES
 from ..exporting.selection import Tensor
 from ..exporting.streaming import stream_file
@@ -195,17 +195,21 @@ class Mirror:
         return is_right
 
     def copy_of(self, weights: WeightFiles) -> WeightFiles:
-        """These weights, which it has, read from its files."""
+        """These weights, which it has, read from its files. What reads them raises CheckpointCorruptError."""
+        sums = self._sums or {}
         places = {tensor.name: (file.name, start) for file in weights.files for tensor, start in file.places}
         block = memoryview(bytearray(BLOCK_BYTES))
 
         def read(tensor: Tensor) -> Iterator[memoryview]:
-            name, start = places[tensor.name]
+            (name, start), checksum = places[tensor.name], checksum_stream()
             for offset in range(0, tensor.nbytes, BLOCK_BYTES):
                 piece = block[: tensor.nbytes - offset]
                 with self._opened(name) as fd:  # nothing is open at the `yield`, from where this may never go on
                     self._fs.read_held(fd, piece, start + offset)
+                checksum.update(piece)
                 yield piece
+            if checksum.hexdigest() != sums.get(tensor.name):
+                raise CheckpointCorruptError(f"{self._path} changed after '{tensor.name}' was written to it.")
 
         return weights._replace(read=read)
 

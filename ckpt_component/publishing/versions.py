@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core.commit.known_steps import KnownSteps
 from ..core.commit.names import ALIVE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, StepNames
+from ..core.commit.protocols import creates_targets
 from ..core.commit.scan import warn_of_skipped
 from ..core.storage.new_names import NEW_PREFIX
 from ..core.storage.storage import Storage
@@ -83,12 +84,14 @@ class Versions:
         self._versions: dict[int, Version] = {}
         self._warned = set[str]()
         self.has_debris = False
+        #: Folders in which nothing is: who makes versions in their folders may end before there is anything.
+        self._empty = set[int]()
 
     @property
     def next_number(self) -> int:
         """The number that comes after all that are taken, also by what is damaged."""
         scan = self._known.scan
-        return max(scan.steps() - scan.unfinished.keys(), default=0) + 1
+        return max(scan.steps() - scan.unfinished.keys() - self._empty, default=0) + 1
 
     @property
     def unreadable(self) -> Mapping[int, str]:
@@ -107,12 +110,17 @@ class Versions:
         # In a bucket a version's folder is there before its manifest is.
         waiting = {*scan.unfinished, *scan.foreign, *scan.torn, *scan.damaged} - new
         known.look_again(waiting)
-        self.has_debris = bool(scan.unfinished) or any(name.startswith(_LEFT) for name in names)
+        self._empty = {number for number in scan.foreign if self._is_empty(number)}
+        self.has_debris = bool(scan.unfinished or self._empty) or any(name.startswith(_LEFT) for name in names)
         warn_of_skipped(scan, self._warned)
         self._versions = {
             number: version for number in sorted(scan.committed) if (version := self._version(number)) is not None
         }
         return dict(self._versions)
+
+    def _is_empty(self, number: int) -> bool:
+        path = os.path.join(self._root, NAMES.folder(number))
+        return creates_targets(self._storage) and self._storage.is_folder(path) and not self._storage.names(path)
 
     def _version(self, number: int) -> Version | None:
         manifest = self._known.scan.manifests[number]

@@ -36,6 +36,14 @@ def is_delta(folder: Path) -> bool:
     return index.exists() and "delta_encoding" in json.loads(index.read_text())["metadata"]
 
 
+def tensors_in(blob: bytes) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The tensors of a safetensors file, and its metadata."""
+    (length,) = struct.unpack("<Q", blob[:8])
+    header = json.loads(blob[8 : 8 + length])
+    metadata, body = header.pop("__metadata__", {}), blob[8 + length :]
+    return {name: body[slice(*entry["data_offsets"])] for name, entry in header.items()}, metadata
+
+
 def changes_of(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[bytes, str]]]:
     """The metadata of a version, and the compressed changes of each tensor with the checksum of its new bytes."""
     metadata, changes = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"], {}

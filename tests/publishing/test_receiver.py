@@ -169,3 +169,17 @@ def test_the_source_may_belong_to_another_user(source: Source, folder: str) -> N
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert_at(source, folder, 3)
     assert [path.stat().st_mtime_ns for path in everything] == before and [top, *top.rglob("*")] == everything
+
+
+def test_a_whole_version_has_other_files_than_the_one_before(source: Source, folder: str) -> None:
+    source.chain(1, 2)
+    pull(source, folder)
+    source.shards = 3
+    source.whole(3, random_state(5))
+    pull(source, folder)
+    assert_at(source, folder, 3)
+    source.delta(4, stepped(source.states[3], 4))
+    source.shards = 1
+    source.whole(5, random_state(6))
+    pull(source, folder)
+    assert_at(source, folder, 5)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 #: Which of many places and pairs are tried. The same for each commit, as long as not all of them have been tried once.
 SEED = int(os.environ.get("CKPT_WORLD_SEED", "0"))
 #: What a rank may be doing; the empty one is none of these.
-CALLS = ("begin", "restore", "save", "close", "command", "orphan", "")
+CALLS = ("begin", "restore", "save", "close", "command", "publish", "receive", "orphan", "")
 
 
 @functools.cache

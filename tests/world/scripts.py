@@ -15,6 +15,7 @@ from world.states import loss_of
 from world.storages import KINDS
 from world.times import LONG
 from world.wander_scripts import JOBS, wander, wander_frozen
+from world.weight_scripts import PUBLISHES, train_and_publish
 
 from ckpt_component import CheckpointListener, SaveReport
 from ckpt_component.core.commit.awaited_parts import wait_for_parts
@@ -50,7 +51,7 @@ class Script:
         hosts: of the ranks of the lives that are enumerated: a letter each; none: `test_histories` has this one
         storages: where the folder of the run is in these
         has: what there is besides the folder: `memory`, where each step is kept, and only every second one is saved;
-            `peers`, hosts that have copies of what is in the memory of others
+            `peers`, hosts that have copies of what is in the memory of others; `weights`, published ones
         wrong: what is wrong after a job, besides what `verdict` finds
     """
 
@@ -255,6 +256,13 @@ SCRIPTS: Mapping[str, Script] = {
         keep=2,
         hosts=("a", "aa", "aaa", "aaaa"),
         has=frozenset({"memory"}),
+    ),
+    "weights": Script(
+        train_and_publish,
+        overrides=PUBLISHES,
+        keep=2,
+        has=frozenset({"weights"}),
+        wrong=lambda world: world.weights.wrong(),
     ),
     "peers": Script(
         train_with_peers,

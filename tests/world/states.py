@@ -10,8 +10,11 @@ import torch
 _WEIGHTS = 300
 
 
-def state_of(job: int, step: int, ranks: int, *, has_base: bool = False) -> dict[str, Any]:
-    """What all ranks know together after a step of a job; 0: the target of a restore. A base never changes."""
+def state_of(job: int, step: int, ranks: int, *, has_base: bool = False, has_more: bool = False) -> dict[str, Any]:
+    """What all ranks know together after a step of a job; 0: the target of a restore.
+
+    A base never changes. Of what some have more, some elements change with each step, and all with each fifth one.
+    """
     generator = torch.Generator().manual_seed(1000 * job + step)
 
     def weight(size: int) -> torch.Tensor:
@@ -21,6 +24,11 @@ def state_of(job: int, step: int, ranks: int, *, has_base: bool = False) -> dict
     if has_base:
         shared["base"] = torch.full((17_000,), 1.0 if step else 0.0)
     own = {f"rank{rank}": {"weight": weight(_WEIGHTS), "at": [job, step, rank]} for rank in range(ranks)}
+    if has_more:
+        generator.manual_seed(step - step % 5)
+        shared["slow"] = weight(4000)
+        for each in range(step - step % 5, step):
+            shared["slow"][each % 17 :: 17] += 1.0
     return {"shared": shared, **own}
 
 

@@ -13,6 +13,10 @@ FOUND = [
     "disk abc shared 264 kill:restore:264:0",
     # A keeper that could not remove its socket ended with a traceback.
     "disk aa memory 3 open_to_others:restore:30:-1",
+    # A publisher that ended as it began a version left an empty folder, and a gap in the numbers.
+    "mounted a weights 1 kill:publish:171:-1",
+    # A version was copied from a mirror that was damaged after the weights were written there.
+    "disk a weights 6 damage_mirror:publish:495:-1",
 ]
 
 

@@ -316,6 +316,30 @@ BUGS = [
         "disk aaa memory",
         ("stop_and_kill:save",),
     ),
+    Bug(
+        "a_delta_is_applied_on_another_base",
+        "publishing/delta.py",
+        "    if found != checksum:\n",
+        "    if False:\n",
+        "disk a weights",
+        ("damage_received",),
+    ),
+    Bug(
+        "a_delta_is_made_against_a_mirror_that_is_damaged",
+        "publishing/mirror.py",
+        "                    is_right &= known.get(tensor.name) == encoded.base\n",
+        "",
+        "disk a weights",
+        ("damage_mirror",),
+    ),
+    Bug(
+        "a_publisher_that_was_replaced_commits",
+        "publishing/publisher.py",
+        "owned_token(new_token(storage.outside)), self._run)\n",
+        "owned_token(new_token(storage.outside)), '')\n",
+        "disk a weights",
+        ("replace_publisher",),
+    ),
 ]
 #: Ends by itself after so many seconds of CPU, or when it has hung for so long.
 PROGRAM = f"""

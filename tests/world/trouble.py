@@ -35,6 +35,7 @@ class Kind:
         storages: the kinds of storages that know it
         needs: what a run must have, of `Script.has`, or `hosts`: several
         is_harmless: whether no call may fail of it
+        calls: in which it may come; empty: in all
     """
 
     befall: Callable[[Hit], Any]
@@ -43,6 +44,7 @@ class Kind:
     storages: tuple[str, ...]
     needs: frozenset[str]
     is_harmless: bool
+    calls: tuple[str, ...]
 
 
 KINDS = dict[str, Kind]()
@@ -55,11 +57,12 @@ def happens(
     storages: tuple[str, ...] = STORAGES,
     needs: tuple[str, ...] = (),
     is_harmless: bool = False,
+    calls: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Hit], Any]], Callable[[Hit], Any]]:
     """Adds a kind of trouble to the list; arguments as of `Kind`."""
 
     def add(befall: Callable[[Hit], Any]) -> Callable[[Hit], Any]:
-        KINDS[befall.__name__] = Kind(befall, at, names, storages, frozenset(needs), is_harmless)
+        KINDS[befall.__name__] = Kind(befall, at, names, storages, frozenset(needs), is_harmless, calls)
         return befall
 
     return add
@@ -97,6 +100,7 @@ class Trouble:
             operation.call == self.call
             and operation.kind in kind.at
             and (not kind.names or operation.name in kind.names)
+            and (not kind.calls or operation.call in kind.calls)
         )
 
     def befall(self, hit: Hit) -> Any:

@@ -29,10 +29,12 @@ from ckpt_component.core.commit.names import (
     STAGING_PREFIX,
     TRASH_PREFIX,
     TRIAL_PREFIX,
+    StepNames,
 )
 from ckpt_component.core.commit.scan import Scan, scan_steps
 from ckpt_component.core.storage.new_names import NEW_PREFIX
 from ckpt_component.errors import CheckpointCorruptError
+from ckpt_component.events.event_file import FOLDER as EVENTS
 from ckpt_component.loading.reader import Reader
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ UNKNOWN_TO_ALL = ("Could not find out",)
 UNKNOWN = (*UNKNOWN_TO_ALL, "has not answered", "cannot reach the store", "to decide", "sent no heartbeat")
 _OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)
 _FIXED = {MEGATRON.pointer, OWNER}
+#: Where a run has them.
+_MORE = {EVENTS}
 
 
 def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
@@ -83,7 +87,7 @@ def wrong_in_folder(world: World) -> Iterator[str]:
     for step in committed:
         yield from _wrong_in_step(world, step, acknowledged.get(step))
     for name in files.names(root):
-        if MEGATRON.step(name) is None and not name.startswith(_OURS) and name not in _FIXED:
+        if MEGATRON.step(name) is None and not name.startswith(_OURS) and name not in _FIXED | _MORE:
             yield f"{name} is nothing of ours"
     pointer = f"{root}/{MEGATRON.pointer}"
     if files.atomic_rename and files.exists(pointer) and not files.read(pointer, 100).isdigit():
@@ -98,10 +102,11 @@ class Fence:
 
     Args:
         root: the folder
+        names: of what is committed there
     """
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, names: StepNames = MEGATRON) -> None:
+        self._root, self._names = root, names
         self._count = 0
         #: When a job has taken the folder, and last changed something of an attempt: numbers of changes.
         self._taken, self._worked = dict[int, int](), dict[int, int]()
@@ -113,7 +118,7 @@ class Fence:
         first, _, rest = below.partition("/")
         if first == OWNER and job not in self._taken:
             self._taken[job] = self._count
-        is_step = MEGATRON.step(first) is not None
+        is_step = self._names.step(first) is not None
         if (is_step and rest == MANIFEST) or (is_step and not rest and name == "rename_new"):
             replaced = max((when for other, when in self._taken.items() if other != job), default=0)
             if self._taken.get(job, replaced) < replaced < self._worked.get(job, 0) and name not in (
@@ -214,7 +219,7 @@ def _left_behind(world: World) -> Iterator[str]:
     found = scan_steps(files, root, MEGATRON).committed
     expected = {MEGATRON.folder(step) for step in found} | (_FIXED if world.script.has_run else set())
     names = {*files.names(root)}
-    left = {name for name in names - expected if not _is_set_aside(world, name)}
+    left = {name for name in names - expected - _MORE if not _is_set_aside(world, name)}
     if left:
         yield f"left behind: {sorted(left)}"
     if expected - names:

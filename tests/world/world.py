@@ -29,6 +29,7 @@ from world.strangers import Strangers
 from world.times import DEADLINE, LONG, UNNOTICED, VISIBLE
 from world.trouble import Hit, Trouble
 from world.verdict import PATIENCE, Fence, wrong_in, wrong_in_folder
+from world.weights import LOCAL, VERSIONS, Weights
 
 from ckpt_component import Checkpointer, CheckpointError, CheckpointManager
 from ckpt_component.config import Checkpoint, resolve_config
@@ -42,7 +43,8 @@ from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.waits import SHOWN_SECONDS, LongWait
 from ckpt_component.factory.graph import build_checkpointer, manager_of
 from ckpt_component.factory.launch import Launch
-from ckpt_component.testing import DiskFile, Fault, SimulatedBucket
+from ckpt_component.publishing.versions import NAMES
+from ckpt_component.testing import Disk, DiskFile, Fault, SimulatedBucket, SimulatedFiles
 from ckpt_component.testing.simulated_gloo import SimulatedGloo
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
@@ -109,7 +111,8 @@ class Operation:
 
     Attributes:
         call: what its rank is doing: `begin`, `restore`, `save`, `close`, `command`; empty: nothing of the package;
-            `orphan`: it has died, and a process that it had launched has not
+            `orphan`: it has died, and a process that it had launched has not; `publish`: one that makes a version;
+            `receive`: one on another host that follows these
         kind: `look` or `change` of a storage, `message` to the store, or `wire`: use of another connection
         name: of what is done there
         path: where
@@ -199,6 +202,10 @@ class World:
         bases: the weights that do not change at each step, at a step of a job; at 0 of 0, those to restore into
         hosts: of the ranks of the next job: where one was lost, another one has its place
         memory: what must still be in the memory of hosts
+        disks: of hosts
+        weights: what is published, and who receives it
+        others: processes that no rank has started, and the call that they are in
+        wrong: what was wrong so far
         strangers: other runs on the same hosts
         full_until: until when a host has no memory for copies
         flips: how many bits of the memory were flipped, which nobody notices who has yet to sum them
@@ -227,14 +234,16 @@ class World:
         self.bases = dict[tuple[int, int], Mapping[str, torch.Tensor]]()
         self.refused = list[BaseException]()
         self.hosts, self.memory, self.flips = (*case.hosts,), Memory(), 0
+        self.disks, self.others = dict[str, SimulatedFiles](), dict[SimulatedProcess, str]()
+        self.weights: Weights = Weights(self)
         self.strangers = list[Strangers]()
         self.full_until = defaultdict[str, float](float)
         self._earlier = {*memory_files()}
         self.happened, self.excuses = list[Trouble](), list[tuple[float, float]]()
         self.is_in_peace, self.lived_on = False, list[SimulatedProcess]()
-        #: Folders that are open, and of which process.
-        self.folders = dict[int, SimulatedProcess]()
-        self._wrong, self._fence = list[str](), Fence(self.root)
+        #: Folders that are open on each disk, and of which process.
+        self.folders = defaultdict[Disk, dict[int, SimulatedProcess]](dict)
+        self.wrong, self._fences = list[str](), [Fence(self.root), Fence(VERSIONS, NAMES)]
         #: What every later change of a storage meets, until the job has ended.
         self.lasting: Fault | None = None
         self._pending, self._since = [*case.troubles], 0
@@ -246,7 +255,7 @@ class World:
         launcher.start(self._launch, launcher)
         with torch.no_grad():  # one thread of torch is all simulated ones
             has_ended = self.simulation.run(LIFETIME)
-            return [*self._wrong, *wrong_in(self, has_ended=has_ended)]
+            return [*self.wrong, *wrong_in(self, has_ended=has_ended)]
 
     def start(self, name: str = "job", after: float = 0.0) -> Job:
         """Start the next job."""
@@ -288,7 +297,7 @@ class World:
         if job.number == 1:
             self.script.between(self)
         wrong = [*wrong_in_folder(self), *self.script.wrong(self)]
-        self._wrong += [f"after job {job.number}: {text}" for text in wrong]
+        self.wrong += [f"after job {job.number}: {text}" for text in wrong]
         self.gives_up(())
         return is_whole
 
@@ -297,7 +306,15 @@ class World:
         for each in self.strangers:
             if process in each.processes or process.parent in each.processes:
                 return each.storage(process)
-        return seen_by(process, self, self.files)
+        files = self.disk_of(process.host) if path.startswith(f"{LOCAL}/") else self.files
+        return seen_by(process, self, files)
+
+    def disk_of(self, host: str) -> SimulatedFiles:
+        """The disk of a host, as no process sees it."""
+        if host not in self.disks:
+            self.disks[host] = SimulatedFiles(Disk())
+            self.disks[host].make_folders(LOCAL)
+        return self.disks[host]
 
     def distributed(self, process: SimulatedProcess) -> SimulatedGloo | None:
         """What a process has in the place of `torch.distributed`: only ranks have it."""
@@ -312,6 +329,8 @@ class World:
 
     def rank_of(self, process: SimulatedProcess | None) -> Rank | None:
         """The rank whose process it is, or whose process has launched it."""
+        if process in self.others:
+            return self.jobs[-1].ranks[0]
         while process is not None and process not in self._rank_of:
             process = process.parent
         return None if process is None else self._rank_of[process]
@@ -325,7 +344,9 @@ class World:
             return None
         if process not in self._watched:
             self._watch(process, rank)
-        call = rank.doing if not rank.process.is_dead else "orphan"
+        call = self.others.get(process) or ("orphan" if rank.process.is_dead else rank.doing)
+        if call != "orphan" and process.name.startswith("publish_process"):
+            call = "publish"
         operation = Operation(call, kind, name, path)
         self.operations[Operation(call, kind, name)] += 1
         if self._pending and self._pending[0].fits(operation):
@@ -357,7 +378,9 @@ class World:
         """A process has changed something."""
         rank = self.rank_of(process)
         if rank is not None:
-            self._wrong += self._fence.changed(rank.job.number, name, path)
+            for fence in self._fences:
+                self.wrong += fence.changed(rank.job.number, name, path)
+        self.weights.changed(process, path)
 
     def choice(self, *values: T) -> T:
         """One of these."""
@@ -371,6 +394,10 @@ class World:
         """A process has died, or left something: without locks, it counts as alive for a while."""
         if not self.files.atomic_rename:
             self.excuse(QUIET_SECONDS + 2 * PATIENCE)
+
+    def has_waited(self, call: str, since: float) -> None:
+        """Somebody beside the newest job has waited until now."""
+        self.told.append(Told(self.jobs[-1].number, 0, call, since, until=self.simulation.now))
 
     def gives_up(self, steps: Iterable[int]) -> None:
         """These steps may be there or not from now on; and so may those that have been deleted, as newer ones were there."""
@@ -450,7 +477,8 @@ class World:
 
     def state(self, job: int, step: int) -> dict[str, Any]:
         """What all ranks know together after a step of a job; step 0: the target of a restore."""
-        state = state_of(job, step, self.ranks, has_base=self.script.has_base)
+        has_more = "weights" in self.script.has
+        state = state_of(job, step, self.ranks, has_base=self.script.has_base, has_more=has_more)
         if (job, step) in self.bases:
             state["shared"]["base"] = {name: tensor.clone() for name, tensor in self.bases[job, step].items()}
         return state

@@ -59,9 +59,10 @@ def power_cut(hit: Hit) -> None:
     """All hosts go off, and the disk keeps what it may."""
     hit.world.lose_memory()
     hit.rank.job.kill()
-    for keeper in hit.world.keepers():
-        keeper.kill()
-    hit.world.files.disk.cut_power(hit.world.case.seed)
+    for process in [*hit.world.keepers(), *hit.world.others]:
+        process.kill()
+    for files in [hit.world.files, *hit.world.disks.values()]:
+        files.disk.cut_power(hit.world.case.seed)
     hit.world.has_died()
 
 
