@@ -80,7 +80,7 @@ def wrong_in(cases: Iterable[Case]) -> list[str]:
 
 def every_script() -> Iterator[tuple[str, str, str]]:
     """Each script of one rank on each storage, with the troubles that may happen to it."""
-    for script in (name for name, script in SCRIPTS.items() if "peers" not in script.has):
+    for script in (name for name, script in SCRIPTS.items() if "hosts" not in script.has):
         for storage in STORAGES:
             for kind in KINDS:
                 if may_happen(kind, storage, "a", script):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from world.host_disks import FINISH, LOCAL
+
 from ckpt_component import CheckpointListener, SaveReport
 from ckpt_component.core.commit.awaited_parts import wait_for_parts
 from ckpt_component.core.commit.cleanup import Unfinished, discard
@@ -40,7 +42,9 @@ class Script:
         keeps_best: whether the best checkpoint is kept beside the newest
         has_run: whether managers are there, which have a pointer and own the folder
         has: what there is besides the folder: `memory`, where each step is kept, and only every second one is saved;
-            `peers`, hosts that have copies of what is in the memory of others
+            `peers`, hosts that have copies of what is in the memory of others; `folders`, a disk of each host in front
+            of the folder; `hosts`: there is something between several of them
+        patience: for so long a call may take where nothing happens, in seconds
         wrong: what is wrong after a job, besides what `verdict` finds
     """
 
@@ -54,6 +58,7 @@ class Script:
     keeps_best: bool = False
     has_run: bool = True
     has: frozenset[str] = frozenset()
+    patience: float = 5.0
     wrong: Callable[[World], Iterable[str]] = lambda world: ()
 
     def kept(self, steps: Collection[int]) -> set[int]:
@@ -201,6 +206,13 @@ def train_with_peers(rank: Rank) -> None:
         rank.waits_for_its_end()
 
 
+def wrong_on_disks(world: World) -> Iterable[str]:
+    """What is wrong on the disks of hosts."""
+    return world.local.wrong()
+
+
+#: A disk of each host, from where steps are uploaded.
+_LOCAL = (f"checkpoint.local.dir={LOCAL}", f"checkpoint.upload.finish_seconds={FINISH:g}", "checkpoint.read_once=off")
 SCRIPTS: Mapping[str, Script] = {
     "train": Script(train),
     "goes_on": Script(train, overrides=("checkpoint.on_error=warn",), keep=2),
@@ -237,6 +249,22 @@ SCRIPTS: Mapping[str, Script] = {
             "checkpoint.read_once=off",  # what reads once is `torch.distributed`, which no simulation has
         ),
         keep=2,
-        has=frozenset({"memory", "peers"}),
+        has=frozenset({"memory", "peers", "hosts"}),
+    ),
+    "folders": Script(
+        train,
+        overrides=(*_LOCAL, "checkpoint.upload.every_steps=1000"),  # but for the last step of a run
+        keep=2,
+        has=frozenset({"folders", "hosts"}),
+        patience=10.0,  # a start looks at many files on all hosts
+        wrong=wrong_on_disks,
+    ),
+    "uploads": Script(
+        train,
+        overrides=_LOCAL,
+        keep=2,
+        has=frozenset({"folders", "hosts", "uploads"}),
+        patience=10.0,
+        wrong=wrong_on_disks,
     ),
 }

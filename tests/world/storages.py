@@ -57,14 +57,15 @@ class WorldFiles(ProcessFiles):
     def open_folder(self, path: str) -> int:
         """Open a folder; what a process has open is closed when it ends."""
         fd = super().open_folder(path)
-        self._world.folders[fd] = self.process
+        self._world.folders[self.disk][fd] = self.process
         return fd
 
     def flock(self, fd: int, how: int) -> None:
         """Lock a folder, unless one has it that lives."""
-        for other, process in [*self._world.folders.items()]:
+        opened = self._world.folders[self.disk]
+        for other, process in [*opened.items()]:
             if process.is_dead:
-                del self._world.folders[other]
+                del opened[other]
                 self.close_folder(other)
         super().flock(fd, how)
 

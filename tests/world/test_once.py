@@ -11,15 +11,17 @@ from world.scripts import SCRIPTS
 from world.storages import KINDS as STORAGES
 from world.trouble import KINDS
 
-#: How many lives there are of each kind of trouble; a life with peers takes longest.
-OF_ONE, OF_MANY, WITH_PEERS = 40, 12, 4
+#: How many lives there are of each kind of trouble; a life with something between hosts takes longest.
+OF_ONE, OF_MANY, ON_HOSTS = 40, 12, 4
 #: The hosts of three and four ranks, and what they do.
 MANY = [*itertools.product(("aab", "abc", "abba"), ("train", "goes_on")), ("aaa", "memory"), ("aaaa", "memory")]
 MANY += [(hosts, "peers") for hosts in ("ab", "aab", "abc", "abba", "abcd")]
+MANY += itertools.product(("a", "ab", "aab", "abc", "abba"), ("folders", "uploads"))
 CASES = [
     (storage, hosts, script, kind)
     for (hosts, script), storage, kind in itertools.product(MANY, STORAGES, KINDS)
-    if may_happen(kind, storage, hosts, script) and (storage == "disk" or "peers" not in SCRIPTS[script].has)
+    if may_happen(kind, storage, hosts, script)
+    and (storage == "disk" or script == "uploads" or "hosts" not in SCRIPTS[script].has)
 ]
 
 
@@ -39,7 +41,7 @@ def test_one_rank_goes_on_whatever_happens_once(storage: str, script: str, kind:
 def test_ranks_go_on_whatever_happens_once(
     storage: str, hosts: str, script: str, kind: str, record_property: Record
 ) -> None:
-    cases = [*once(kind, storage, hosts, script, WITH_PEERS if "peers" in SCRIPTS[script].has else OF_MANY)]
+    cases = [*once(kind, storage, hosts, script, ON_HOSTS if "hosts" in SCRIPTS[script].has else OF_MANY)]
     record_property("lives", len(cases))
     wrong = wrong_in(cases)
     assert not wrong, "\n".join(wrong)

@@ -13,8 +13,8 @@ from world.trouble import KINDS
 #: How many lives there are of each pair, on each storage.
 LIVES = 3
 PAIRS = [*itertools.product(KINDS, repeat=2)]
-#: Which ranks are on which hosts, where these have copies of what is in the memory of others.
-WITH_PEERS = ("ab", "aab", "abc")
+#: Which ranks are on which hosts, where there is something between these.
+ON_HOSTS = ("ab", "aab", "abc")
 SCRIPTS = ("train", "goes_on", "tries_again", "shared", "best", "damaged", "rewind")
 
 
@@ -26,8 +26,9 @@ def wrong_in_pair(first: str, second: str, lives: int) -> list[str]:
         script, hosts = SCRIPTS[turn % len(SCRIPTS)], ("ab", "aa")[turn % 2]
         wrong += wrong_in(twice(first, second, storage, hosts, script, lives))
     wrong += wrong_in(twice(first, second, "disk", "aa", "memory", lives))
-    hosts = WITH_PEERS[(SEED + PAIRS.index((first, second))) % len(WITH_PEERS)]
-    wrong += wrong_in(twice(first, second, "disk", hosts, "peers", 1))
+    hosts = ON_HOSTS[(SEED + PAIRS.index((first, second))) % len(ON_HOSTS)]
+    for script in ("peers", "folders", "uploads"):
+        wrong += wrong_in(twice(first, second, "disk", hosts, script, 1))
     return wrong
 
 

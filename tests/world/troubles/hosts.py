@@ -21,12 +21,12 @@ STARTED = 3.0
 FULL_SECONDS = 10.0
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("hosts",))
 def lose_host(hit: Hit) -> None:
     """A host is gone with all that is on it, and the next job has another one in its place."""
     world, lost = hit.world, hit.rank.host
     world.hosts = tuple(f"{host}'" if host == lost else host for host in world.hosts)
-    world.lose_memory(lost)
+    world.lose_host(lost)
     if hit.rank.job.agent.host == lost:
         world.excuse(DEADLINE)
     world.simulation.network.lose(lost)
@@ -34,7 +34,7 @@ def lose_host(hit: Hit) -> None:
     world.excuse(QUIET_SECONDS + UNNOTICED)
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("hosts",))
 def cut_link(hit: Hit) -> None:
     """Nothing arrives at a host's peer, and at the host, for a while: longer than any deadline, or shorter."""
     world, seconds = hit.world, hit.world.choice(3.0, 12.0, 45.0, 90.0)
@@ -44,7 +44,7 @@ def cut_link(hit: Hit) -> None:
     is_unwell(hit, seconds)
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("hosts",))
 def slow_link(hit: Hit) -> None:
     """Few bytes pass between a host and its peer for a minute."""
     world, seconds, rate = hit.world, 60.0, hit.world.choice(100.0, 400.0, 4000.0)
@@ -53,7 +53,7 @@ def slow_link(hit: Hit) -> None:
     is_unwell(hit, seconds + WINDOW / rate)  # what was sent over it comes at last
 
 
-@happens(*ANYWHERE, needs=("peers",))
+@happens(*ANYWHERE, needs=("hosts",))
 def flip_link(hit: Hit) -> None:
     """The next packet between a host and its peer comes with a bit flipped; or the next one of an image."""
     least = hit.world.choice(1, IMAGE_BYTES)
@@ -108,6 +108,5 @@ def links_of(hit: Hit) -> list[Link]:
 
 def is_unwell(hit: Hit, seconds: float) -> None:
     """For a while what hosts have in memory may not be found."""
-    now = hit.world.simulation.now
-    hit.world.memory.unwell.append((now, now + seconds))
+    hit.world.is_unwell(seconds)
     hit.world.excuse(seconds + UNNOTICED)

@@ -45,6 +45,8 @@ def power_cut(hit: Hit) -> None:
     for keeper in hit.world.keepers():
         keeper.kill()
     hit.world.files.disk.cut_power(hit.world.case.seed)
+    for host in {*hit.rank.job.hosts}:
+        hit.world.local.cut_power(host)
     hit.world.has_died()
 
 
