@@ -48,6 +48,8 @@ class UploadChild:
         self._lock = outside.lock()
         self._process: Child | None = None
         self._ended, self._finishes = outside.latch(), False
+        #: Whether the process was killed, and nothing has started it again.
+        self._is_killed = False
 
     def began(self, step: int) -> None:
         """The run has begun after a step."""
@@ -57,6 +59,7 @@ class UploadChild:
         """Start the process, unless it is running or the run has ended."""
         with self._lock:
             if not (self._ended.is_set or self._lane.waiting):
+                self._is_killed = False
                 self._lane.submit(self._follow_all, self._launch())
 
     def send(self, message: dict[str, Any]) -> None:
@@ -71,6 +74,8 @@ class UploadChild:
         Args:
             finish: wait for them
         """
+        if finish and self._is_killed:
+            self.start()
         self._finishes = finish
         self._ended.set()
         with self._lock:
@@ -107,7 +112,10 @@ class UploadChild:
                 pause = self._again_after
             code = process.end(_LEAVE_SECONDS)
             self._take({"ended": code})
-            if not code or is_last or (pause is None and not self._ended.is_set):
+            if not code or is_last:
+                return
+            if pause is None and not self._ended.is_set:
+                self._is_killed = True
                 return
             if is_last := self._ended.wait(pause or 0.0):
                 if not self._finishes:
