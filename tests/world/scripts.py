@@ -212,7 +212,7 @@ def wrong_on_disks(world: World) -> Iterable[str]:
 
 
 #: A disk of each host, from where steps are uploaded.
-_LOCAL = (f"checkpoint.local.dir={LOCAL}", f"checkpoint.upload.finish_seconds={FINISH:g}", "checkpoint.read_once=off")
+_LOCAL = (f"checkpoint.local.dir={LOCAL}", "checkpoint.read_once=off")
 SCRIPTS: Mapping[str, Script] = {
     "train": Script(train),
     "goes_on": Script(train, overrides=("checkpoint.on_error=warn",), keep=2),
@@ -253,7 +253,8 @@ SCRIPTS: Mapping[str, Script] = {
     ),
     "folders": Script(
         train,
-        overrides=(*_LOCAL, "checkpoint.upload.every_steps=1000"),  # but for the last step of a run
+        # Few steps are uploaded, and none when a run has ended: what is in the local folders alone counts.
+        overrides=(*_LOCAL, "checkpoint.upload.every_steps=3", "checkpoint.upload.finish_seconds=0.1"),
         keep=2,
         has=frozenset({"folders", "hosts"}),
         patience=10.0,  # a start looks at many files on all hosts
@@ -261,7 +262,7 @@ SCRIPTS: Mapping[str, Script] = {
     ),
     "uploads": Script(
         train,
-        overrides=_LOCAL,
+        overrides=(*_LOCAL, f"checkpoint.upload.finish_seconds={FINISH:g}"),
         keep=2,
         has=frozenset({"folders", "hosts", "uploads"}),
         patience=10.0,

@@ -10,15 +10,15 @@ FOUND = [
     # The first rank waited 20 s to see a commit in the memory of its keeper, which had ended.
     "disk aaa memory 99 kill:save:2525:-1",
     # The process of a host's uploads was killed while the run waited for it, and was not started again.
-    "disk ab folders 1830 kill:close:1830:-1",
+    "disk ab uploads 2 kill:close:60:-1",
     # It ended for good, as its folder was deleted when it began.
-    "disk ab folders 956 folder_lost:restore:956:-1",
+    "disk ab uploads 2 folder_lost:restore:950:1",
     # It waited for a part of a newer step that no other host has, and sent nothing else.
-    "disk ab folders 968 folder_of_another_run:begin:968:-1",
+    "disk ab uploads 2 folder_of_another_run:begin:500:-1",
     # A host had no manifest of a step, because of one bit on its way there, and never uploaded its part.
-    "disk ab folders 2099 flip_link:save:2099:-1",
+    "disk ab uploads 2 flip_link:save:350:-1",
     # All ranks waited 20 s for a folder that the first one had no room for.
-    "disk ab folders 1 stays_full:begin:1:-1",
+    "disk ab uploads 1 stays_full:begin:1:-1",
 ]
 
 

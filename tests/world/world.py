@@ -435,7 +435,8 @@ class World:
     @property
     def undoing_may_fail(self) -> bool:
         """Whether what failed could not be undone, as more failed."""
-        return any(trouble.kind == "fails_from_then_on" for trouble in self.happened)
+        kinds = {"fails_from_then_on", *({"stays_full"} if "folders" in self.script.has else ())}
+        return any(trouble.kind in kinds for trouble in self.happened)
 
     def state(self, job: int, step: int) -> dict[str, Any]:
         """What all ranks know together after a step of a job; step 0: the target of a restore."""
