@@ -31,6 +31,7 @@ class HostUploads(Follower):
 
     def start(self, step: int = 0) -> None:
         """Send what the leading host asks for, from now on; the run begins after `step`."""
+        self._child.began(step)
         self._child.start()
 
     def end(self, *, finish: bool) -> None:

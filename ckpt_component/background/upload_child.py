@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ _PROCESS = "ckpt_component.background.upload_process"
 
 #: For the process to notice that its time is over.
 _LEAVE_SECONDS = 5.0
+#: After so many, one that was killed is started again while the run waits for it.
+_AGAIN_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 300.0
 
 
@@ -30,7 +32,7 @@ class UploadChild:
         policy: what to upload
         take: called with each message, on the lane; the last one of a process is its exit code, `ended`
         again_after: seconds after which a process that was killed is started again, and twice as many the next time if
-            it said nothing; None: by the next `start`
+            it said nothing; None: by the next `start`, or when the run waits for its last upload
         outside: of the run
     """
 
@@ -45,12 +47,19 @@ class UploadChild:
         self._lane = Lane("ckpt-upload", outside, jobs=f"uploads to {policy.target}")
         self._lock = outside.lock()
         self._process: Child | None = None
-        self._ended = outside.latch()
+        self._ended, self._finishes = outside.latch(), False
+        #: Whether the process was killed, and nothing has started it again.
+        self._is_killed = False
+
+    def began(self, step: int) -> None:
+        """The run has begun after a step."""
+        self._policy = replace(self._policy, began=step)
 
     def start(self) -> None:
         """Start the process, unless it is running or the run has ended."""
         with self._lock:
             if not (self._ended.is_set or self._lane.waiting):
+                self._is_killed = False
                 self._lane.submit(self._follow_all, self._launch())
 
     def send(self, message: dict[str, Any]) -> None:
@@ -65,19 +74,23 @@ class UploadChild:
         Args:
             finish: wait for them
         """
+        if finish and self._is_killed:
+            self.start()
+        self._finishes = finish
         self._ended.set()
         with self._lock:
             self._lane.stop(cancel=False)
-            process, outside, limit = self._process, self._outside, self._policy.finish_seconds
-        if process is None:
+            outside, limit = self._outside, self._policy.finish_seconds
+        if self._process is None:
             return
-        process.hang_up()
+        self._process.hang_up()
         if not finish:
             return  # the lane goes on reading; if the program ends, the process does not
         if not self._lane.drain(outside.now() + 0.2):
             logger.info("waiting up to %g s for uploads to %s", limit, self._policy.target)
         if not self._lane.drain(outside.now() + limit + _LEAVE_SECONDS):
-            process.kill()
+            self._finishes = False
+            self._process.kill()
 
     def _launch(self) -> Child:
         log = partial(logger.warning, "the process of the uploads: %s")
@@ -92,14 +105,23 @@ class UploadChild:
             logger.exception("the process of the uploads is not listened to any more")
 
     def _follow(self, process: Child) -> None:
-        pause = self._again_after
+        pause, is_last = self._again_after, False
         while True:
             while (frame := process.receive()) is not None:
                 self._take(frame[0])
                 pause = self._again_after
             code = process.end(_LEAVE_SECONDS)
             self._take({"ended": code})
-            if not code or pause is None or self._ended.wait(pause):
+            if not code or is_last:
                 return
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if pause is None and not self._ended.is_set:
+                self._is_killed = True
+                return
+            if is_last := self._ended.wait(pause or 0.0):
+                if not self._finishes:
+                    return
+                self._outside.sleep(_AGAIN_SECONDS)
+            pause = pause and min(2 * pause, _LONGEST_PAUSE_SECONDS)
             process = self._launch()
+            if self._ended.is_set:
+                process.hang_up()

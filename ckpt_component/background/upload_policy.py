@@ -29,6 +29,7 @@ class UploadPolicy:
         keep: which checkpoints to keep in the target
         best: how checkpoints are compared; None: they are not
         run: token of the run, which is in the manifests of its checkpoints, and by which it owns both folders
+        began: the step that it began with; None: it is not known yet
         events: whether uploads are recorded beside the other events of the run
         every_steps: upload checkpoints whose step is a multiple, and the last one of the run; None: any
         max_bytes_per_second: None: no limit
@@ -48,6 +49,7 @@ class UploadPolicy:
     durable: bool = True
     atomic_rename: bool = True
     run: str = ""
+    began: int | None = None
     events: bool = False
     every_steps: int | None = None
     max_bytes_per_second: float | None = None
@@ -69,9 +71,15 @@ class UploadPolicy:
         """Whether this process begins and commits uploads."""
         return self.host == (self.hosts or ("",))[0]
 
-    def takes(self, manifest: Mapping[str, Any]) -> bool:
-        """Whether this process has files of a checkpoint to send; none if one of its hosts is not in this run."""
+    def takes(self, manifest: Mapping[str, Any], step: int) -> bool:
+        """Whether this process has files of a checkpoint to send.
+
+        None if one of its hosts is not in this run; nor of a later step than the run began with that an earlier one has
+        saved: it was not whole.
+        """
         hosts = hosts_of(manifest)
+        if self.began is not None and step > self.began and manifest.get("run") != self.run:
+            return False
         return (self.host in hosts and {*self.hosts}.issuperset(hosts)) if hosts else self.leads
 
     def is_due(self, step: int) -> bool:

@@ -65,13 +65,16 @@ class Uploading(ABC):
         Raises:
             CheckpointFencedError: another run has taken over the target
         """
-        locked, pause = self._lock_source(), _FIRST_PAUSE_SECONDS
+        locked: int | None = None
+        is_alone, pause = False, _FIRST_PAUSE_SECONDS
         try:
             while True:
                 changed = self._run.changed  # before the look: the end sets it, too
                 ended = self._run.ended.is_set
                 step: int | None = None
                 try:
+                    if not is_alone:  # an error is that of a folder that is gone, which the next save makes
+                        locked, is_alone = self._lock_source(), True
                     local = self._scan_source()
                     step = self._next(local, ended=ended)
                     if step is not None:
@@ -128,10 +131,10 @@ class Uploading(ABC):
         """The checkpoints that this process has files of; committed are those that have all of its own."""
         policy, whole = self._policy, dict[str, Mapping[str, Any]]()
         for name in self._local.names(policy.source):
-            if policy.names.step_of(name) is not None:
+            if (step := policy.names.step_of(name)) is not None:
                 with contextlib.suppress(CheckpointError):  # the scan says what is wrong with it
                     manifest = read_manifest(self._local, os.path.join(policy.source, name))
-                    if manifest is not None and policy.takes(manifest):
+                    if manifest is not None and policy.takes(manifest, step):
                         whole[name] = manifest
         parts = {name: part_of(manifest, policy.host) for name, manifest in whole.items()}
         scan = scan_steps(self._local, policy.source, policy.names, parts)

@@ -61,6 +61,7 @@ class BackgroundUploads(Follower):
     def start(self, step: int = 0) -> None:
         """Upload what earlier runs left, from now on; the run begins after `step`."""
         self._uploaded = max(self._uploaded, step)
+        self._child.began(step)
         self._start()
 
     def on_commit(self, report: SaveReport) -> None:

@@ -53,7 +53,8 @@ class WriteAccess:
             self._check_shared(deadline)
         if not run.ranks.is_leader:
             try:
-                wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible, run.fs)
+                if made:  # else there is no room for it yet
+                    wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible, run.fs)
                 self._try_to_write()
             except CheckpointError as error:
                 failure = str(error)

@@ -72,6 +72,22 @@ class Memory:
         for each in self._kept:
             each.lost |= {*hosts} & {*each.hosts}
 
+    def damage(self, now: float, host: str, step: int) -> None:
+        """What a host has of a step is damaged."""
+        self._losses.append((now, host))
+        for each in self._kept:
+            each.lost |= {host} if each.step == step else set()
+
+    def are_present(self, hosts: Collection[str]) -> None:
+        """A job begins on these hosts: what is on others is not there for it, nor need it be later."""
+        for each in self._kept:
+            each.lost |= {*each.hosts} - {*hosts}
+
+    @property
+    def there(self) -> dict[int, int]:
+        """The steps of which all must be there, and the job of each."""
+        return {each.step: each.job for each in self._kept if each.is_there}
+
     def has_resumed(self, job: int, step: int) -> None:
         """A job goes on from a step: what earlier ones had of later steps need not stay."""
         self._kept = [each for each in self._kept if each.step <= step or each.job == job]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from world.commands import copy_step, remove, sweep
+from world.host_disks import FINISH, LOCAL
 from world.states import loss_of
 from world.storages import KINDS
 from world.times import LONG
@@ -51,7 +52,9 @@ class Script:
         hosts: of the ranks of the lives that are enumerated: a letter each; none: `test_histories` has this one
         storages: where the folder of the run is in these
         has: what there is besides the folder: `memory`, where each step is kept, and only every second one is saved;
-            `peers`, hosts that have copies of what is in the memory of others; `weights`, published ones
+            `peers`, hosts that have copies of what is in the memory of others; `weights`, published ones; `folders`, a
+            disk of each host in front of the folder; `uploads` from there
+        patience: for so long a call may take where nothing happens, in seconds
         wrong: what is wrong after a job, besides what `verdict` finds
     """
 
@@ -69,6 +72,7 @@ class Script:
     hosts: tuple[str, ...] = ("a", "ab")
     storages: tuple[str, ...] = KINDS
     has: frozenset[str] = frozenset()
+    patience: float = 5.0
     wrong: Callable[[World], Iterable[str]] = lambda world: ()
 
     def kept(self, steps: Collection[int]) -> set[int]:
@@ -218,8 +222,15 @@ def train_with_peers(rank: Rank) -> None:
         rank.waits_for_its_end()
 
 
+def wrong_on_disks(world: World) -> Iterable[str]:
+    """What is wrong on the disks of hosts."""
+    return world.local.wrong()
+
+
 #: One rank, two on one host and on two, three and four.
 MANY = ("a", "aa", "ab", "aab", "abc", "abba")
+#: A disk of each host, from where steps are uploaded.
+_LOCAL = (f"checkpoint.local.dir={LOCAL}",)
 SCRIPTS: Mapping[str, Script] = {
     "train": Script(train, hosts=MANY),
     "goes_on": Script(train, overrides=("checkpoint.on_error=warn",), keep=2, hosts=MANY),
@@ -277,5 +288,26 @@ SCRIPTS: Mapping[str, Script] = {
         hosts=("ab", "aab", "abc", "abba", "abcd"),
         storages=("disk",),
         has=frozenset({"memory", "peers"}),
+    ),
+    "folders": Script(
+        train,
+        # Few steps are uploaded, and none when a run has ended: what is in the local folders alone counts.
+        overrides=(*_LOCAL, "checkpoint.upload.every_steps=3", "checkpoint.upload.finish_seconds=0.1"),
+        keep=2,
+        hosts=("a", "ab", "aab", "abc"),
+        storages=("disk",),
+        has=frozenset({"folders"}),
+        patience=10.0,  # a start looks at many files on all hosts
+        wrong=wrong_on_disks,
+    ),
+    "uploads": Script(
+        train,
+        overrides=(*_LOCAL, f"checkpoint.upload.finish_seconds={FINISH:g}"),
+        keep=2,
+        hosts=("ab", "aab"),
+        storages=("disk", "bucket"),
+        has=frozenset({"folders", "uploads"}),
+        patience=10.0,
+        wrong=wrong_on_disks,
     ),
 }

@@ -17,6 +17,16 @@ FOUND = [
     "mounted a weights 1 kill:publish:171:-1",
     # A version was copied from a mirror that was damaged after the weights were written there.
     "disk a weights 6 damage_mirror:publish:495:-1",
+    # The process of a host's uploads was killed while the run waited for it, and was not started again.
+    "disk ab uploads 2 kill:close:60:-1",
+    # It ended for good, as its folder was deleted when it began.
+    "disk ab uploads 2 folder_lost:restore:950:1",
+    # It waited for a part of a newer step that no other host has, and sent nothing else.
+    "disk ab uploads 2 folder_of_another_run:begin:500:-1",
+    # A host had no manifest of a step, because of one bit on its way there, and never uploaded its part.
+    "disk ab uploads 2 flip_link:save:350:-1",
+    # All ranks waited 20 s for a folder that the first one had no room for.
+    "disk ab uploads 1 stays_full:begin:1:-1",
 ]
 
 

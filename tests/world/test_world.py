@@ -17,7 +17,7 @@ from world.world import Case, World
 
 @pytest.mark.parametrize(("script", "storage"), in_turn(itertools.product(SCRIPTS, STORAGES), 5))
 def test_nothing_is_wrong_where_nothing_happens(script: str, storage: str) -> None:
-    world = undisturbed(storage, "ab" if "peers" in SCRIPTS[script].has else "a", script)
+    world = undisturbed(storage, "ab" if "hosts" in SCRIPTS[script].has else "a", script)
     assert world.saved and not any(told.error for told in world.told)
 
 

@@ -5,7 +5,7 @@
 - *Ranks.* All ranks of a job go on from the same step, no older than the newest that was acknowledged.
 - *Words.* What is refused is refused by a `CheckpointError`; anything else that a rank raises ends the simulation. Where
   only harmless things happen, no call fails.
-- *Time.* A call takes no longer than `PATIENCE`, and the deadlines of what really failed: who waits for a process that
+- *Time.* A call takes no longer than `Script.patience`, and the deadlines of what really failed: who waits for a process that
   has died, or for one that waits for it, waits too long. At the end a job comes to its end.
 - *Leftovers.* After the last job nothing is in the folder but checkpoints, the pointer and the owner.
 """
@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from world.states import differences, said_in
@@ -40,6 +41,8 @@ from ckpt_component.loading.reader import Reader
 if TYPE_CHECKING:
     from world.world import Told, World
 
+    from ckpt_component.core.storage.storage import Storage
+
 #: For so long a call may take where nothing happens, in seconds.
 PATIENCE = 5.0
 #: Errors of a rank that has not heard how a save ended: of rank 0, which commits; and of the others, besides.
@@ -49,6 +52,27 @@ _OURS = (QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PR
 _FIXED = {MEGATRON.pointer, OWNER}
 #: Where a run has them.
 _MORE = {EVENTS}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of checkpoints.
+
+    Attributes:
+        files: its storage, as no process sees it
+        root: its path
+        kept: which of some steps are kept in it
+        acknowledged: steps that must be there, or newer ones, and the job of each, if it is known
+        damaged: steps whose bytes were damaged
+        has_lost: whether a host was away, or lost what it had: the next start deletes what nobody can use any more
+    """
+
+    files: Storage
+    root: str
+    kept: Callable[[Collection[int]], set[int]]
+    acknowledged: Mapping[int, int | None]
+    damaged: Collection[int]
+    has_lost: bool = False
 
 
 def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
@@ -65,34 +89,35 @@ def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
     yield from _of_ranks(world)
     yield from _of_time(world)
     if world.is_in_peace:
-        yield from _left_behind(world)
+        are_cut_off = world.script.has & {"folders", "uploads"} == {"folders"}  # uploads, which the next run ends
+        for folder in world.places[are_cut_off:]:
+            yield from _left_behind(world, folder)
         # Longer than a lease has passed, and the last job has snapshots of its own.
         last = world.jobs[-1].ranks
         left = [each.name for each in world.lived_on if each.parent not in {rank.process for rank in last}]
         yield from ([f"{left} live on"] if left else [])
 
 
-def wrong_in_folder(world: World) -> Iterator[str]:
-    """What is wrong in the folder of the run after a job."""
-    files, root = world.files, world.root
+def wrong_in_folder(world: World, folder: Folder) -> Iterator[str]:
+    """What is wrong in a folder of the run after a job."""
+    files, root = folder.files, folder.root
     found = scan_steps(files, root, MEGATRON)
-    committed = [step for step in found.committed if step not in world.damaged]
-    acknowledged = {step: job for job, step in world.saved if step not in world.free}
-    missing = world.script.kept({*acknowledged, *committed, *world.damaged}) - {*committed, *world.damaged}
+    committed = [step for step in found.committed if step not in folder.damaged]
+    missing = folder.kept({*folder.acknowledged, *committed, *folder.damaged}) - {*committed, *folder.damaged}
     if missing:
-        yield f"steps {sorted(missing)} must be kept, and there are {committed}"
+        yield f"steps {sorted(missing)} must be kept in {root}, and there are {committed}"
     for step, why in {**found.damaged, **found.torn, **found.unusable}.items():
-        if step not in world.damaged:
+        if step not in folder.damaged:
             yield f"step {step}: {why}"
     for step in committed:
-        yield from _wrong_in_step(world, step, acknowledged.get(step))
+        yield from _wrong_in_step(world, folder, step)
     for name in files.names(root):
         if MEGATRON.step(name) is None and not name.startswith(_OURS) and name not in _FIXED | _MORE:
             yield f"{name} is nothing of ours"
     pointer = f"{root}/{MEGATRON.pointer}"
     if files.atomic_rename and files.exists(pointer) and not files.read(pointer, 100).isdigit():
         yield f"the pointer says {files.read(pointer, 100)!r}"
-    yield from _false_failures(world, found)
+    yield from _false_failures(world, folder, found)
 
 
 class Fence:
@@ -130,18 +155,21 @@ class Fence:
             self._worked[job] = self._count
 
 
-def _wrong_in_step(world: World, step: int, owner: int | None) -> Iterator[str]:
-    """What is wrong with a checkpoint; `owner`: the job to which it was acknowledged."""
-    path = os.path.join(world.root, MEGATRON.folder(step))
+def _wrong_in_step(world: World, folder: Folder, step: int) -> Iterator[str]:
+    """What is wrong with a checkpoint."""
     try:
-        state = Reader(storage_of=lambda _: world.files).read(path)[0]
+        state = _read(folder, step)
     except CheckpointCorruptError as error:
         yield f"step {step} does not load: {error}"
         return
     yield from (f"step {step}: {text}" for text in _wrong_in_state(world, step, state))
-    job, _ = said_in(state)
+    (job, _), owner = said_in(state), folder.acknowledged.get(step)
     if owner is not None and job != owner:
         yield f"step {step} is that of job {job}, and was acknowledged to job {owner}"
+
+
+def _read(folder: Folder, step: int) -> Any:
+    return Reader(storage_of=lambda _: folder.files).read(os.path.join(folder.root, MEGATRON.folder(step)))[0]
 
 
 def _wrong_in_state(world: World, step: int, state: Any) -> Iterator[str]:
@@ -155,15 +183,15 @@ def _wrong_in_state(world: World, step: int, state: Any) -> Iterator[str]:
         yield from found if len(found) > world.flips else ()
 
 
-def _false_failures(world: World, found: Scan) -> Iterator[str]:
+def _false_failures(world: World, folder: Folder, found: Scan) -> Iterator[str]:
     """Saves that were told to have failed, and are there; unless undoing them failed, too."""
     if world.undoing_may_fail:
         return
     for told in world.told:
-        if told.step in {*found.committed} - {*world.damaged} and told.error is not None and not _is_unsure(told):
-            state = Reader(storage_of=lambda _: world.files).read(f"{world.root}/{MEGATRON.folder(told.step)}")[0]
-            if said_in(state)[0] == told.job:
-                yield f"step {told.step} was told to have failed on rank {told.rank}, and is there: {told.error}"
+        is_there = told.step in {*found.committed} - {*folder.damaged}
+        is_told = told.error is not None and not _is_unsure(told)
+        if is_there and is_told and said_in(_read(folder, told.step))[0] == told.job:
+            yield f"step {told.step} was told to have failed on rank {told.rank}, and is there: {told.error}"
 
 
 def _is_unsure(told: Told) -> bool:
@@ -185,9 +213,9 @@ def _of_ranks(world: World) -> Iterator[str]:
 def _of_time(world: World) -> Iterator[str]:
     for told in world.told:
         seconds = told.until - told.since
-        if seconds > PATIENCE:
+        if seconds > world.script.patience:
             seconds -= _covered(world.excused(told), told.since, told.until)
-        if seconds > PATIENCE:
+        if seconds > world.script.patience:
             yield f"rank {told.rank} of job {told.job} waited {seconds:.1f} s too long in its {told.call}: {told.error}"
     for each in world.waited:
         if each.process is not each.rank.process:  # where all ranks have died, nobody is left to wait for
@@ -210,34 +238,41 @@ def _covered(spans: Iterable[tuple[float, float]], since: float, until: float) -
 
 def _is_refused(world: World) -> bool:
     """Whether nothing that is there can be used, and all ranks say so."""
-    errors = [rank.error for rank in world.jobs[-1].ranks]
-    return bool(world.damaged) and all(isinstance(error, CheckpointCorruptError) for error in errors)
+    errors, is_lost = [rank.error for rank in world.jobs[-1].ranks], bool(world.damaged)
+    if "folders" in world.script.has:
+        is_lost = not world.newest(world.simulation.now)
+    return is_lost and all(isinstance(error, CheckpointCorruptError) for error in errors)
 
 
-def _left_behind(world: World) -> Iterator[str]:
-    files, root = world.files, world.root
-    found = scan_steps(files, root, MEGATRON).committed
+def _left_behind(world: World, folder: Folder) -> Iterator[str]:
+    files, root = folder.files, folder.root
+    scan = scan_steps(files, root, MEGATRON)
+    found, names = scan.committed, {*files.names(root)}
     expected = {MEGATRON.folder(step) for step in found} | (_FIXED if world.script.has_run else set())
-    names = {*files.names(root)}
-    left = {name for name in names - expected - _MORE if not _is_set_aside(world, name)}
+    # What is left of a newer step may become whole again, as its host comes back.
+    names -= {MEGATRON.folder(step) for step in scan.parts if step > min(found, default=0)}
+    names -= {MEGATRON.folder(step) for step in {**scan.unfinished, **scan.foreign} if folder.has_lost}
+    left = {name for name in names - expected - _MORE if not _is_set_aside(folder, name)}
     if left:
-        yield f"left behind: {sorted(left)}"
+        yield f"left behind in {root}: {sorted(left)}"
     if expected - names:
-        yield f"missing: {sorted(expected - names)}"
+        yield f"missing in {root}: {sorted(expected - names)}"
     elif world.script.has_run and files.read(f"{root}/{MEGATRON.pointer}", 100) != str(found[-1]).encode():
         yield "the pointer does not say the newest step"
     for step in found:
-        folder = f"{root}/{MEGATRON.folder(step)}"
-        more = [name for name in attempts_in(files, folder) if not is_quarantined(files, f"{folder}/{name}")]
-        if len(more) > 1:
-            yield f"left behind in {folder}: {more}"
-    if {*found} != world.script.kept(found) | ({*world.damaged} & {*found}):
-        yield f"too many are kept: {found}"
+        path = f"{root}/{MEGATRON.folder(step)}"
+        more = [name for name in attempts_in(files, path) if not is_quarantined(files, f"{path}/{name}")]
+        if len(more) > 1 and not folder.has_lost:
+            yield f"left behind in {path}: {more}"
+    if {*found} != folder.kept(found) | ({*folder.damaged} & {*found}):
+        yield f"too many are kept in {root}: {found}"
 
 
-def _is_set_aside(world: World, name: str) -> bool:
-    """Whether it holds what was damaged, or what followed when a run went back: that is kept."""
-    folder = f"{world.root}/{name}"
+def _is_set_aside(folder: Folder, name: str) -> bool:
+    """Whether it holds what was damaged, or what followed when a run went back: that is kept; or nothing at all."""
+    path = f"{folder.root}/{name}"
+    if folder.has_lost and not [*folder.files.files_below(path)]:
+        return True  # an empty folder of a host that was away
     return name.startswith(QUARANTINE_PREFIX) or any(
-        is_quarantined(world.files, f"{folder}/{each}") for each in attempts_in(world.files, folder)
+        is_quarantined(folder.files, f"{path}/{each}") for each in attempts_in(folder.files, path)
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from publishing.published_format import changed, tensors_in
+from world.host_disks import SCRATCH
 from world.times import LONG
 
 from ckpt_component.core.commit.manifest import MAX_BYTES
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from world.world import Job, World
 
 #: The disk of each host, and what is there; and the folder of the versions, on the storage of the run.
-LOCAL = "/scratch"
-MIRROR, FOLDER, VERSIONS = f"{LOCAL}/mirror", f"{LOCAL}/weights", "/runs/weights"
+MIRROR, FOLDER, VERSIONS = f"{SCRATCH}/mirror", f"{SCRATCH}/weights", "/runs/weights"
 #: How many versions are kept, and after how many deltas one is whole.
 KEPT, WHOLE_EVERY = 1, 2
 #: The host that receives versions; how often its receiver looks, and when it ends for want of a new one, in seconds.
@@ -142,7 +142,7 @@ class Weights:
 
     def look(self) -> None:
         """The folder has one version, whole, and a later one each time; what is open does not change."""
-        disk, cuts = self._world.disk_of(HOST), [each.kind for each in self._world.happened].count("power_cut")
+        disk, cuts = self._world.local.disk_of(HOST), [each.kind for each in self._world.happened].count("power_cut")
         if cuts != self._cuts:  # which of the last two versions it is then is free
             self._cuts, self._number, self._seen, self._open = cuts, 0, {}, []
         seen = {name: disk.read(f"{FOLDER}/{name}", MAX_BYTES) for name in disk.names(FOLDER)}
@@ -175,7 +175,7 @@ class Weights:
 
     def _read_on(self, number: int) -> None:
         """A reader opens the files of each second version, until it opens the next ones."""
-        disk = self._world.disk_of(HOST)
+        disk = self._world.local.disk_of(HOST)
         if number % 2:
             for held, _, _ in self._open:
                 disk.release(held)
@@ -247,12 +247,12 @@ class Weights:
         world, kept = self._world, {*range(max(versions, default=0) - KEPT + 1, max(versions, default=0) + 1)}
         while bases := {base for number in kept & versions.keys() if (base := versions[number].base)} - kept:
             kept |= bases
-        here, mirror = world.disk_of(HOST), world.disk_of(world.jobs[-1].hosts[0])
+        here, mirror = world.local.disk_of(HOST), world.local.disk_of(world.jobs[-1].hosts[0])
         left = {
             VERSIONS: {*world.files.names(VERSIONS)} - {OWNER, *map(NAMES.folder, kept | self.spoilt.keys())},
             MIRROR: {*mirror.names(MIRROR)} - _OF_MIRROR,
-            LOCAL: {*here.names(LOCAL)} - {"weights", ".ckpt-pull.weights"},
-            "the folder beside it": {*here.names(f"{LOCAL}/.ckpt-pull.weights")},
+            SCRATCH: {*here.names(SCRATCH)} - {"weights", ".ckpt-pull.weights"},
+            "the folder beside it": {*here.names(f"{SCRATCH}/.ckpt-pull.weights")},
         }
         yield from (f"left behind in {path}: {sorted(names)}" for path, names in left.items() if names)
 

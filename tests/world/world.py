@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 import world.troubles  # noqa: F401  the kinds of trouble, which this lists
 from kept_configs import compose_once
+from world.host_disks import FINISH, SCRATCH, HostDisks
 from world.memory import Memory
 from world.scripts import SCRIPTS, Script
 from world.states import part_of, state_of
@@ -28,8 +29,8 @@ from world.storages import new_storage, seen_by
 from world.strangers import Strangers
 from world.times import DEADLINE, LONG, UNNOTICED, VISIBLE
 from world.trouble import Hit, Trouble
-from world.verdict import PATIENCE, Fence, wrong_in, wrong_in_folder
-from world.weights import LOCAL, VERSIONS, Weights
+from world.verdict import PATIENCE, Fence, Folder, wrong_in, wrong_in_folder
+from world.weights import VERSIONS, Weights
 
 from ckpt_component import Checkpointer, CheckpointError, CheckpointManager
 from ckpt_component.config import Checkpoint, resolve_config
@@ -44,7 +45,7 @@ from ckpt_component.core.waits import SHOWN_SECONDS, LongWait
 from ckpt_component.factory.graph import build_checkpointer, manager_of
 from ckpt_component.factory.launch import Launch
 from ckpt_component.publishing.versions import NAMES
-from ckpt_component.testing import Disk, DiskFile, Fault, SimulatedBucket, SimulatedFiles
+from ckpt_component.testing import Disk, DiskFile, Fault, SimulatedBucket
 from ckpt_component.testing.simulated_gloo import SimulatedGloo
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
@@ -201,8 +202,9 @@ class World:
         copies: which step was copied to the name of another one
         bases: the weights that do not change at each step, at a step of a job; at 0 of 0, those to restore into
         hosts: of the ranks of the next job: where one was lost, another one has its place
+        returns: those of the job after it, if one of them is away for that
         memory: what must still be in the memory of hosts
-        disks: of hosts
+        local: disks of hosts, and what must still be there
         weights: what is published, and who receives it
         others: processes that no rank has started, and the call that they are in
         wrong: what was wrong so far
@@ -233,8 +235,10 @@ class World:
         self.damaged, self.free, self.copies = dict[int, int](), set[int](), dict[int, int]()
         self.bases = dict[tuple[int, int], Mapping[str, torch.Tensor]]()
         self.refused = list[BaseException]()
-        self.hosts, self.memory, self.flips = (*case.hosts,), Memory(), 0
-        self.disks, self.others = dict[str, SimulatedFiles](), dict[SimulatedProcess, str]()
+        self.hosts, self.returns = (*case.hosts,), tuple[str, ...]()
+        self.memory, self.flips = Memory(), 0
+        self.local = HostDisks(self)
+        self.others = dict[SimulatedProcess, str]()
         self.weights: Weights = Weights(self)
         self.strangers = list[Strangers]()
         self.full_until = defaultdict[str, float](float)
@@ -262,6 +266,10 @@ class World:
         job = Job(self, len(self.jobs) + 1, name)
         self.jobs.append(job)
         self._rank_of.update({rank.process: rank for rank in job.ranks})
+        self.local.claims.are_present(job.hosts)
+        if self.returns:
+            lost = self.simulation.network.lost
+            self.hosts, self.returns = tuple(f"{host}'" if host in lost else host for host in self.returns), ()
         for rank in job.ranks:
             rank.process.start(rank.live, after=after)
         return job
@@ -296,7 +304,10 @@ class World:
         launcher.outside.sleep(0.0)  # what has ended lets go of its locks
         if job.number == 1:
             self.script.between(self)
-        wrong = [*wrong_in_folder(self), *self.script.wrong(self)]
+        if is_whole:  # its uploads have ended, too
+            self.local.uploaded.update(self.committed)
+        wrong = [text for folder in self.places for text in wrong_in_folder(self, folder)]
+        wrong += self.script.wrong(self)
         self.wrong += [f"after job {job.number}: {text}" for text in wrong]
         self.gives_up(())
         return is_whole
@@ -306,20 +317,23 @@ class World:
         for each in self.strangers:
             if process in each.processes or process.parent in each.processes:
                 return each.storage(process)
-        files = self.disk_of(process.host) if path.startswith(f"{LOCAL}/") else self.files
-        return seen_by(process, self, files)
-
-    def disk_of(self, host: str) -> SimulatedFiles:
-        """The disk of a host, as no process sees it."""
-        if host not in self.disks:
-            self.disks[host] = SimulatedFiles(Disk())
-            self.disks[host].make_folders(LOCAL)
-        return self.disks[host]
+        is_local = f"{path}/".startswith(f"{SCRATCH}/")
+        return seen_by(process, self, self.local.disk_of(process.host) if is_local else self.files)
 
     def distributed(self, process: SimulatedProcess) -> SimulatedGloo | None:
         """What a process has in the place of `torch.distributed`: only ranks have it."""
         rank = self._rank_of.get(process)
         return None if rank is None or self.ranks == 1 else rank.job.gloo
+
+    @property
+    def places(self) -> list[Folder]:
+        """The folders of the run, as no process sees them, and what must be there."""
+        script = self.script
+        acknowledged = {step: job for job, step in self.saved if step not in self.free}
+        if "folders" not in script.has:
+            return [Folder(self.files, self.root, script.kept, acknowledged, self.damaged)]
+        uploaded = dict[int, int | None].fromkeys(self.local.uploaded - self.free)
+        return [Folder(self.files, self.root, script.kept, uploaded, self.damaged), self.local.folder]
 
     def settings(self, root: str, *overrides: str) -> Checkpoint:
         """The config of a run in a folder."""
@@ -408,9 +422,10 @@ class World:
         if in_memory:
             self.memory.is_kept(job, step, self.jobs[job - 1].hosts)
         elif (job, step) not in self.saved:
+            self.local.acknowledged(job, step)
             self.saved.append((job, step))
             self.free.discard(step)
-            if self.damaged.get(step, job) < job:
+            if self.damaged.get(step, job) < job and "folders" not in self.script.has:
                 del self.damaged[step]
 
     def flip(self, step: int | None = None) -> None:
@@ -453,6 +468,16 @@ class World:
             self.flips += 1
             self.lose_memory()
 
+    def lose_host(self, host: str) -> None:
+        """What is in the memory of a host, and on its disk, is gone."""
+        self.lose_memory(host)
+        self.local.lose(host)
+
+    def is_unwell(self, seconds: float) -> None:
+        """For a while what hosts have may not be found."""
+        for each in (self.memory, self.local.claims):
+            each.unwell.append((self.simulation.now, self.simulation.now + seconds))
+
     def _has(self, step: int, file: DiskFile) -> bool:
         """Whether a checkpoint has a file, which several may share."""
         below = self.files.disk.walk(f"{self.root}/{MEGATRON.folder(step)}")
@@ -461,10 +486,12 @@ class World:
     def excused(self, told: Told) -> Iterator[tuple[float, float]]:
         """From when until when a call may wait for what has failed."""
         yield from self.excuses
+        if told.call == "close" and told.job in self.local.late:
+            yield told.since, told.since + FINISH
         own = [each for each in self.told if (each.job, each.rank) == (told.job, told.rank)]
         for died in (rank.process.ended_at for rank in self.jobs[told.job - 1].ranks):
             # One call of each rank waits until it notices that. Who has not begun may still be starting.
-            noticed = next((each for each in own if each.until - max(died, each.since) > PATIENCE), None)
+            noticed = next((each for each in own if each.until - max(died, each.since) > self.script.patience), None)
             if told is noticed:
                 yield max(died, told.since), max(died, told.since) + (DEADLINE if told.call == "begin" else UNNOTICED)
 
@@ -473,7 +500,8 @@ class World:
     @property
     def undoing_may_fail(self) -> bool:
         """Whether what failed could not be undone, as more failed."""
-        return any(trouble.kind == "fails_from_then_on" for trouble in self.happened)
+        kinds = {"fails_from_then_on", *({"stays_full"} if "folders" in self.script.has else ())}
+        return any(trouble.kind in kinds for trouble in self.happened)
 
     def state(self, job: int, step: int) -> dict[str, Any]:
         """What all ranks know together after a step of a job; step 0: the target of a restore."""
@@ -490,10 +518,12 @@ class World:
 
     def newest(self, since: float) -> int:
         """The newest step that was acknowledged and must be there; `since` when somebody looks for it."""
-        durable = max((step for _, step in self.saved if step not in self.damaged.keys() | self.free), default=0)
-        is_unwell = self.memory.is_unwell(since, self.simulation.now)
-        is_unwell |= any(when >= since for when in self.simulation.network.flipped)
-        return durable if is_unwell else max(self.memory.newest, durable)
+        is_flipped = any(when >= since for when in self.simulation.network.flipped)
+        kept = self.local.claims if "folders" in self.script.has else self.memory
+        saved = self.local.uploaded if "folders" in self.script.has else {step for _, step in self.saved}
+        durable = max(saved - self.damaged.keys() - self.free, default=0)
+        is_unwell = is_flipped or kept.is_unwell(since, self.simulation.now)
+        return durable if is_unwell else max(kept.newest, durable)
 
     @property
     def committed(self) -> list[int]:
@@ -630,7 +660,7 @@ class Rank:
 
     def _parts(self) -> dict[str, Any]:
         """What a manager or checkpointer is given instead of the real ones."""
-        return {"storage_of": self.storage, "outside": self.process.outside, "ranks": self._ranks()}
+        return {"outside": self.process.outside, "ranks": self._ranks()}
 
     def storage(self, path: str) -> Storage:
         """The storage of a path."""
@@ -658,7 +688,8 @@ class Rank:
             step = manager.restore(state)
         if least is None:
             least = min(before, world.newest(self.job.began))  # what was lost meanwhile need not be there
-        world.memory.has_resumed(self.job.number, step or 0)
+        for each in (world.memory, world.local.claims):
+            each.has_resumed(self.job.number, step or 0)
         world.resumed.append(Resumed(self.job.number, self.number, step, state, least))
         return step or 0
 
@@ -698,7 +729,8 @@ class Rank:
     def _part(self, step: int) -> dict[str, Any]:
         """What this rank saves at a step."""
         self.world.begun.add((self.job.number, step, self.number))
-        self.world.memory.taken(self.job.number, step, self.world.simulation.now)
+        for each in (self.world.memory, self.world.local.claims):
+            each.taken(self.job.number, step, self.world.simulation.now)
         return part_of(self.number, self.world.state(self.job.number, step))
 
 

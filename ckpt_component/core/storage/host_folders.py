@@ -223,7 +223,10 @@ class HostFolders(KeeperUnion, LocalFolders):
     def _put_elsewhere(self, path: str, data: bytes) -> None:
         def put(keeper: Keeper) -> None:
             try:
-                keeper.put(path, data, new=False)
+                try:
+                    keeper.put(path, data, new=False)
+                except ConnectionAbortedError:  # it was damaged on its way
+                    keeper.put(path, data, new=False)
             except OSError as error:
                 logger.warning("%s is not on all hosts: %s", path, error)
 

@@ -1,5 +1,5 @@
 """All that may happen, a function each; importing this fills `trouble.KINDS`."""
 
-from world.troubles import hosts, memory, messages, processes, storages, weights
+from world.troubles import folders, hosts, memory, messages, processes, storages, uploads, weights
 
-__all__ = ["hosts", "memory", "messages", "processes", "storages", "weights"]
+__all__ = ["folders", "hosts", "memory", "messages", "processes", "storages", "uploads", "weights"]

@@ -26,7 +26,7 @@ def lose_host(hit: Hit) -> None:
     """A host is gone with all that is on it, and the next job has another one in its place."""
     world, lost = hit.world, hit.rank.host
     world.hosts = tuple(f"{host}'" if host == lost else host for host in world.hosts)
-    world.lose_memory(lost)
+    world.lose_host(lost)
     if hit.rank.job.agent.host == lost:
         world.excuse(DEADLINE)
     world.simulation.network.lose(lost)
@@ -108,6 +108,5 @@ def links_of(hit: Hit) -> list[Link]:
 
 def is_unwell(hit: Hit, seconds: float) -> None:
     """For a while what hosts have in memory may not be found."""
-    now = hit.world.simulation.now
-    hit.world.memory.unwell.append((now, now + seconds))
+    hit.world.is_unwell(seconds)
     hit.world.excuse(seconds + UNNOTICED)

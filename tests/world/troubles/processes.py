@@ -61,8 +61,9 @@ def power_cut(hit: Hit) -> None:
     hit.rank.job.kill()
     for process in [*hit.world.keepers(), *hit.world.others]:
         process.kill()
-    for files in [hit.world.files, *hit.world.disks.values()]:
-        files.disk.cut_power(hit.world.case.seed)
+    hit.world.files.disk.cut_power(hit.world.case.seed)
+    for host in hit.world.local.hosts:
+        hit.world.local.cut_power(host)
     hit.world.has_died()
 
 

@@ -23,6 +23,8 @@ def fails(hit: Hit) -> Fault:
 def fails_from_then_on(hit: Hit) -> None:
     """So do all later ones, until the job has ended."""
     hit.world.lasting = Fault("fail")
+    hit.world.local.has_lost = True
+    hit.world.local.may_be_late()
     hit.world.has_died()
 
 
@@ -37,6 +39,8 @@ def is_full(hit: Hit) -> Fault:
 def stays_full(hit: Hit) -> None:
     """There is no room any more, until the job has ended."""
     hit.world.lasting = Fault("fail", errno.ENOSPC)
+    hit.world.local.has_lost = True
+    hit.world.local.may_be_late()
     hit.world.has_died()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from world.host_disks import SCRATCH
 from world.times import LONG, UNNOTICED
 from world.trouble import Hit, happens
-from world.weights import FOLDER, HOST, LOCAL, MIRROR
+from world.weights import FOLDER, HOST, MIRROR
 
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.publishing.copy_state import STATE
@@ -41,29 +42,29 @@ def damage_version(hit: Hit) -> None:
 @happens("look", "change", needs=("weights",), calls=("publish",), is_harmless=True)
 def damage_mirror(hit: Hit) -> None:
     """A bit of the mirror changes."""
-    _flip(hit, hit.world.disk_of(hit.rank.host).disk, MIRROR)
+    _flip(hit, hit.world.local.disk_of(hit.rank.host).disk, MIRROR)
 
 
 @happens("look", "change", needs=("weights",), calls=("publish",), is_harmless=True)
 def lose_mirror(hit: Hit) -> None:
     """The mirror is deleted."""
-    files = hit.world.disk_of(hit.rank.host)
+    files = hit.world.local.disk_of(hit.rank.host)
     if files.is_folder(MIRROR):
         files.remove_tree(MIRROR)
-        files.sync_folder(LOCAL)
+        files.sync_folder(SCRATCH)
 
 
 @happens("look", "change", needs=("weights",), calls=("receive",), is_harmless=True)
 def damage_received(hit: Hit) -> None:
     """A bit of what a host has received changes; nobody notices it before the next version comes."""
     hit.world.weights.spoil_received()
-    _flip(hit, hit.world.disk_of(HOST).disk, FOLDER)
+    _flip(hit, hit.world.local.disk_of(HOST).disk, FOLDER)
 
 
 @happens("change", names=("write", "copy"), needs=("weights",), calls=_BOTH, is_harmless=True)
 def has_little_room(hit: Hit) -> None:
     """The disk of a host is almost full for a while."""
-    world, disk = hit.world, hit.world.disk_of(hit.process.host).disk
+    world, disk = hit.world, hit.world.local.disk_of(hit.process.host).disk
     disk.bytes_free = world.choice(0, 3_000, 20_000)
 
     def has_room() -> None:
