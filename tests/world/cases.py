@@ -46,10 +46,10 @@ def every_place(kind: str, storage: str, hosts: str, script: str) -> Iterator[Tr
         yield from (Trouble(kind, call, number) for number in range(1, count + 1))
 
 
-def some(cases: Sequence[T], count: int) -> list[T]:
-    """About so many of these."""
+def some(cases: Sequence[T], count: int, turn: int = 0) -> list[T]:
+    """About so many of these; others for each seed, and each turn."""
     stride = max(len(cases) // count, 1)
-    return [*cases[SEED % stride :: stride]]
+    return [*cases[(SEED + turn) % stride :: stride]]
 
 
 def once(kind: str, storage: str, hosts: str, script: str, count: int) -> Iterator[Case]:
@@ -79,29 +79,35 @@ def wrong_in(cases: Iterable[Case]) -> list[str]:
 
 
 def once_each() -> Iterator[tuple[str, str, str, str]]:
-    """Each kind of trouble in each world that is enumerated: storage, hosts, script, and the kind."""
-    for name, script in SCRIPTS.items():
-        for hosts, storage, kind in itertools.product(script.hosts, script.storages, KINDS):
-            if may_happen(kind, storage, hosts, name):
+    """Each kind of trouble in the worlds that are enumerated: storage, hosts, script, and the kind.
+
+    One rank is on each storage, and several on one of them, by turns.
+    """
+    for number, ((name, script), kind) in enumerate(itertools.product(SCRIPTS.items(), KINDS)):
+        for hosts in script.hosts:
+            fit = [storage for storage in script.storages if may_happen(kind, storage, hosts, name)]
+            for storage in fit if len(hosts) == 1 else some(fit, 1, number):
                 yield storage, hosts, name, kind
 
 
 def twice_each() -> Iterator[tuple[str, str, str, str, str]]:
-    """Each pair of kinds of trouble in a world of two ranks, and in one of each further part that one of them needs."""
+    """Each pair of kinds of trouble, in a world of two ranks that has what they need, and no more, but by turns."""
     worlds = [
         (storage, hosts, name)
         for name, script in SCRIPTS.items()
         for hosts, storage in itertools.product(script.hosts, script.storages)
         if len(hosts) == 2
     ]
-    parts = {SCRIPTS[name].has for _, _, name in worlds}
     for number, (first, second) in enumerate(itertools.product(KINDS, repeat=2)):
         needs = KINDS[first].needs | KINDS[second].needs
-        for part in sorted(parts, key=sorted):
-            fit = [world for world in worlds if SCRIPTS[world[2]].has == part]
-            fit = [world for world in fit if may_happen(first, *world) and may_happen(second, *world)]
-            if fit and (bool(part) == bool(needs - {"hosts"}) or "hosts" in needs):
-                yield *fit[(SEED + number) % len(fit)], first, second
+        fit = [world for world in worlds if may_happen(first, *world) and may_happen(second, *world)]
+        if not needs:
+            fit = [world for world in fit if not SCRIPTS[world[2]].has]
+        # By parts, and then by worlds: a part with few worlds has as many turns as one with many.
+        parts = sorted({SCRIPTS[world[2]].has for world in fit}, key=sorted)
+        for part in some(parts, 1, number):
+            for world in some([world for world in fit if SCRIPTS[world[2]].has == part], 1, number // len(parts)):
+                yield *world, first, second
 
 
 def wandering(storage: str, hosts: str, script: str, seed: int) -> Case:
