@@ -57,7 +57,7 @@ class PassedFiles(FileSet):
     _batch_bytes = MOST_BYTES
 
     def __init__(self, folder: str, files: FileSet, rank: int, plans: Plans) -> None:
-        super().__init__(folder)
+        super().__init__(folder, files.outside)
         self._files = files
         self._rank = rank
         self._plans = plans

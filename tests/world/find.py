@@ -20,7 +20,8 @@ def find(world: str, *kinds: str) -> int:
 
     Args:
         world: storage, hosts and script of the lives
-        kinds: of the troubles, and perhaps the call: `message_lost:save`; none: the usual ones
+        kinds: of the troubles, and perhaps the call: `message_lost:save`, or two that come one after the other:
+            `flip_link:save+lose_host:save`; none: the usual ones
 
     Returns:
         1; 0 if there is none.
@@ -30,15 +31,18 @@ def find(world: str, *kinds: str) -> int:
     if wrong := World(Case(storage, hosts, script)).live():
         print("violation without a trouble:", wrong[0])
         return 1
-    found = list[list[Trouble]]()
-    for kind, _, call in (text.partition(":") for text in kinds or USUAL):
-        everywhere = every_place(kind, storage, hosts, script)
-        found.append([place for place in everywhere if call in ("", place.call)])
-    for places in found:
-        random.Random(1).shuffle(places)
+    chosen, found = random.Random(1), list[list[tuple[Trouble, ...]]]()
+    for text in kinds or USUAL:
+        places = list[list[Trouble]]()
+        for kind, _, call in (each.partition(":") for each in text.split("+")):
+            everywhere = every_place(kind, storage, hosts, script)
+            places.append([place for place in everywhere if call in ("", place.call)])
+        for each in places:
+            chosen.shuffle(each)
+        found.append([*zip(*places, strict=False)])
     # By turns.
-    for number, trouble in enumerate(filter(None, itertools.chain(*itertools.zip_longest(*found)))):
-        if wrong := wrong_in([Case(storage, hosts, script, (trouble,), number)]):
+    for number, troubles in enumerate(filter(None, itertools.chain(*itertools.zip_longest(*found)))):
+        if wrong := wrong_in([Case(storage, hosts, script, troubles, number)]):
             print("violation:", wrong[0])
             return 1
     return 0

@@ -95,7 +95,8 @@ class HostDisks:
         self.has_damage = True
         self.may_be_late()
         self.claims.damage(self._world.simulation.now, host, step)
-        if host == self._world.jobs[-1].hosts[0]:  # which does not verify what it uploads
+        # The leading host does not verify what it uploads, and another one may have done so just before.
+        if host == self._world.jobs[-1].hosts[0] or step not in self.uploaded:
             self._world.damaged[step] = len(self._world.jobs)
 
     def may_be_late(self) -> None:

@@ -296,6 +296,14 @@ BUGS = [
         ("flip_link",),
     ),
     Bug(
+        "a_replica_is_kept_without_comparison",
+        "core/writing/copy_taker.py",
+        "            if found[number] != value:\n",
+        "            if False:\n",
+        "disk ab peers",
+        ("flip_link:save+lose_host:save",),
+    ),
+    Bug(
         "the_owner_is_read_before_the_last_work_on_an_attempt",
         "core/commit/commit.py",
         "    manifest = encode_manifest(content)\n",

@@ -377,13 +377,14 @@ class World:
 
     def _watch(self, process: SimulatedProcess, rank: Rank) -> None:
         """Note for whom a process of a rank waits from now on, as `ckpt memory ls` shows it."""
-        began = dict[str, float]()
+        began = defaultdict[tuple[str, float], list[float]](list)  # several threads may wait for the same
 
         def note(wait: LongWait) -> None:
+            times = began[wait.whom, wait.since]
             if wait.ended is None:
-                began[wait.whom] = self.simulation.now - SHOWN_SECONDS
+                times.append(self.simulation.now - SHOWN_SECONDS)
             else:
-                self.waited.append(Waited(process, rank, wait.whom, began.pop(wait.whom), self.simulation.now))
+                self.waited.append(Waited(process, rank, wait.whom, times.pop(), self.simulation.now))
 
         self._watched.add(process)
         process.outside.waits.tell(note)
@@ -422,7 +423,8 @@ class World:
         if in_memory:
             self.memory.is_kept(job, step, self.jobs[job - 1].hosts)
         elif (job, step) not in self.saved:
-            self.local.acknowledged(job, step)
+            if "folders" in self.script.has:
+                self.local.acknowledged(job, step)
             self.saved.append((job, step))
             self.free.discard(step)
             if self.damaged.get(step, job) < job and "folders" not in self.script.has:

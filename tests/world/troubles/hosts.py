@@ -14,7 +14,7 @@ from ckpt_component.testing.simulated_network import WINDOW, Link
 from ckpt_component.testing.simulation import SimulatedProcess
 
 #: What has so many bytes is of an image: frames are shorter.
-IMAGE_BYTES = 1000
+IMAGE_BYTES = 2000
 #: After so long, another run has a snapshot in memory.
 STARTED = 3.0
 #: For so long a host has no memory.
