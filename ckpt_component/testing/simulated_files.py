@@ -406,7 +406,7 @@ class _SimulatedFileSet(FileSet):
     """The files of a folder of a simulated disk."""
 
     def __init__(self, files: SimulatedFiles, folder: str) -> None:
-        super().__init__(folder)
+        super().__init__(folder, files.outside)
         self._files = files
 
     def _bytes(self, name: str) -> bytes:
