@@ -83,7 +83,7 @@ def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
         yield f"no job came to its end: {[str(rank.error) for rank in world.jobs[-1].ranks]}"
     if all(KINDS[trouble.kind].is_harmless for trouble in world.happened):
         for told in world.told:
-            is_damaged = bool(world.damaged) and isinstance(told.error, CheckpointCorruptError)
+            is_damaged = world.has_damage and isinstance(told.error, CheckpointCorruptError)
             if told.error is not None and told.error not in world.refused and not is_damaged:
                 yield f"rank {told.rank} failed in its {told.call}: {told.error}"
     yield from _of_ranks(world)

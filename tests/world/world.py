@@ -197,6 +197,7 @@ class World:
         saved: the job and step of each save that was acknowledged, in order
         begun: the job, step and rank of each save that began
         damaged: steps whose bytes were damaged, and in which job; a later one may save them anew
+        has_damage: whether there were any, since the beginning
         free: steps that were given up: they may be there or not
         refused: errors that calls had to raise
         copies: which step was copied to the name of another one
@@ -234,7 +235,7 @@ class World:
         self.saved, self.begun = list[tuple[int, int]](), set[tuple[int, int, int]]()
         self.damaged, self.free, self.copies = dict[int, int](), set[int](), dict[int, int]()
         self.bases = dict[tuple[int, int], Mapping[str, torch.Tensor]]()
-        self.refused = list[BaseException]()
+        self.refused, self.has_damage = list[BaseException](), False
         self.hosts, self.returns = (*case.hosts,), tuple[str, ...]()
         self.memory, self.flips = Memory(), 0
         self.local = HostDisks(self)
@@ -449,6 +450,7 @@ class World:
                 if at >= 0:
                     file.data[at + 600] ^= 1
                     file.sync()
+                    self.has_damage = True
                     self.damaged |= {each: len(self.jobs) for each in found.committed if self._has(each, file)}
                     return
 
