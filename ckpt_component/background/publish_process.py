@@ -45,6 +45,8 @@ def _publish(job: dict[str, Any], run: Channel) -> dict[str, Any]:
             answer = {"fenced": str(error)}
         except CheckpointError as error:
             answer = {"error": str(error)}
+        except OSError as error:
+            answer = {"error": f"Could not publish {job['source']}: {error}"}
     return {**answer, "warnings": warnings.texts}
 
 

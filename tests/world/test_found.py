@@ -15,6 +15,8 @@ FOUND = [
     "disk aa memory 3 open_to_others:restore:30:-1",
     # A publisher that ended as it began a version left an empty folder, and a gap in the numbers.
     "mounted a weights 1 kill:publish:171:-1",
+    # The owner of the run could not be read, and the process of a version ended with a traceback.
+    "bucket a weights 1 unreadable:publish:1:-1",
     # A version was copied from a mirror that was damaged after the weights were written there.
     "disk a weights 6 damage_mirror:publish:495:-1",
     # The process of a host's uploads was killed while the run waited for it, and was not started again.

@@ -252,6 +252,8 @@ def _left_behind(world: World, folder: Folder) -> Iterator[str]:
     # What is left of a newer step may become whole again, as its host comes back.
     names -= {MEGATRON.folder(step) for step in scan.parts if step > min(found, default=0)}
     names -= {MEGATRON.folder(step) for step in {**scan.unfinished, **scan.foreign} if folder.has_lost}
+    if not world.script.has_run:  # what was cut off stays there until `ckpt gc`, or the next save of that path
+        names = {name for name in names if not name.startswith(_OURS)}
     left = {name for name in names - expected - _MORE if not _is_set_aside(folder, name)}
     if left:
         yield f"left behind in {root}: {sorted(left)}"
@@ -262,9 +264,10 @@ def _left_behind(world: World, folder: Folder) -> Iterator[str]:
     for step in found:
         path = f"{root}/{MEGATRON.folder(step)}"
         more = [name for name in attempts_in(files, path) if not is_quarantined(files, f"{path}/{name}")]
-        if len(more) > 1 and not folder.has_lost:
+        if len(more) > 1 and not folder.has_lost and world.script.has_run:
             yield f"left behind in {path}: {more}"
-    if {*found} != folder.kept(found) | ({*folder.damaged} & {*found}):
+    # A host that comes back may bring older ones with it.
+    if {*found} != folder.kept(found) | ({*folder.damaged} & {*found}) and not folder.has_lost:
         yield f"too many are kept in {root}: {found}"
 
 
