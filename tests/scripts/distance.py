@@ -17,8 +17,9 @@ import torch
 
 #: The folder of the package; that of a checkout, which may have an environment in it, has the same name.
 PACKAGE = f"{find_spec('ckpt_component').submodule_search_locations[0]}/"  # type: ignore[union-attr,index]
-#: Stand where the standard library stood, whose functions do not count either: time, threads, executors, connections.
-OUTSIDE = ("core/outside.py", "core/lane.py", "core/sockets.py")
+#: Stand where the standard library stood, whose functions do not count either: time, threads, executors, connections, and
+#: waiting, which a machine does or not.
+OUTSIDE = ("core/outside.py", "core/lane.py", "core/sockets.py", "core/waits.py")
 #: Threads that delete old checkpoints, and that make memory for the first save.
 ASIDE = ("ckpt-purge", "ckpt-early")
 visited: set[tuple[str, str, int]] | None = None

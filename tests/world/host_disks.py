@@ -69,7 +69,8 @@ class HostDisks:
         hosts = self._world.jobs[-1].hosts
         others = [FolderKeeper(self.disk_of(host), LOCAL, LOCAL) for host in dict.fromkeys(hosts) if host != hosts[0]]
         files = HostFolders(self.disk_of(hosts[0]), LOCAL, LOCAL, others, hosts) if others else self.disk_of(hosts[0])
-        return Folder(files, LOCAL, _kept, self.claims.there, self.damaged, self.has_lost)
+        waiting = {step for _, step, _ in self._world.begun} - {*self._world.committed}
+        return Folder(files, LOCAL, _kept, self.claims.there, self.damaged, self.has_lost, waiting)
 
     # What happens
 

@@ -264,14 +264,6 @@ BUGS = [
         ("lose_host",),
     ),
     Bug(
-        "who_follows_a_decision_counts_as_one_who_votes",  # ours
-        "core/writing/keeper.py",
-        "            undecided.finish(keeper.still_writing)\n",
-        "            undecided.finish()\n",
-        "disk aaa memory",
-        ("kill",),
-    ),
-    Bug(
         "a_keeper_that_has_no_job_is_waited_for",  # ours
         "core/writing/keeper.py",
         'if keeper.rank in ranks and keeper.about().get("writing"):',

@@ -65,6 +65,7 @@ class Folder:
         acknowledged: steps that must be there, or newer ones, and the job of each, if it is known
         damaged: steps whose bytes were damaged
         has_lost: whether a host was away, or lost what it had: the next start deletes what nobody can use any more
+        may_stay: steps that wait for their upload
     """
 
     files: Storage
@@ -73,6 +74,7 @@ class Folder:
     acknowledged: Mapping[int, int | None]
     damaged: Collection[int]
     has_lost: bool = False
+    may_stay: Collection[int] = ()
 
 
 def wrong_in(world: World, *, has_ended: bool) -> Iterator[str]:
@@ -266,8 +268,7 @@ def _left_behind(world: World, folder: Folder) -> Iterator[str]:
         more = [name for name in attempts_in(files, path) if not is_quarantined(files, f"{path}/{name}")]
         if len(more) > 1 and not folder.has_lost and world.script.has_run:
             yield f"left behind in {path}: {more}"
-    # A host that comes back may bring older ones with it.
-    if {*found} != folder.kept(found) | ({*folder.damaged} & {*found}) and not folder.has_lost:
+    if {*found} - {*folder.may_stay} != (folder.kept(found) | ({*folder.damaged} & {*found})) - {*folder.may_stay}:
         yield f"too many are kept in {root}: {found}"
 
 

@@ -40,6 +40,7 @@ from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
+from ckpt_component.core.state.dense_tensors import tensor_bytes
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.waits import SHOWN_SECONDS, LongWait
 from ckpt_component.factory.graph import build_checkpointer, manager_of
@@ -430,6 +431,8 @@ class World:
             self.free.discard(step)
             if self.damaged.get(step, job) < job and "folders" not in self.script.has:
                 del self.damaged[step]
+            if self.has_damage and self.script.has_base and not self._is_base_whole(job, step):
+                self.damaged[step] = len(self.jobs)  # a save that reuses files does not read them
 
     def flip(self, step: int | None = None) -> None:
         """Flip a bit of a checkpoint, in the middle of a tensor; None: of the newest."""
@@ -481,6 +484,14 @@ class World:
         """For a while what hosts have may not be found."""
         for each in (self.memory, self.local.claims):
             each.unwell.append((self.simulation.now, self.simulation.now + seconds))
+
+    def _is_base_whole(self, job: int, step: int) -> bool:
+        """Whether the weights that do not change are in the files of a checkpoint as they were."""
+        base = self.state(job, self.copies.get(step, step))["shared"]["base"]
+        disk, below = self.files.disk, f"{self.root}/{MEGATRON.folder(step)}"
+        files = [bytes(disk.file(path).data) for path in disk.walk(below) if path.endswith(".distcp")]
+        tensors = [base] if isinstance(base, torch.Tensor) else base.values()
+        return all(any(bytes(tensor_bytes(tensor)) in data for data in files) for tensor in tensors)
 
     def _has(self, step: int, file: DiskFile) -> bool:
         """Whether a checkpoint has a file, which several may share."""
