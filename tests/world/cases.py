@@ -6,12 +6,13 @@ import functools
 import itertools
 import os
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from world.scripts import SCRIPTS
 from world.trouble import KINDS, Trouble
-from world.world import Case, World
+from world.world import Case, Operation, World
 
 T = TypeVar("T")
 
@@ -21,13 +22,18 @@ SEED = int(os.environ.get("CKPT_WORLD_SEED", "0"))
 CALLS = ("begin", "restore", "save", "close", "command", "publish", "receive", "orphan", "")
 
 
-@functools.cache
 def undisturbed(storage: str, hosts: str, script: str) -> World:
-    """A life in which nothing happens: it says how many operations there are."""
+    """A life in which nothing happens."""
     world = World(Case(storage, hosts, script))
     wrong = world.live()
     assert not wrong, wrong
     return world
+
+
+@functools.cache
+def operations_of(storage: str, hosts: str, script: str) -> Counter[Operation]:
+    """How many operations there are in a life in which nothing happens. Of the world itself, which has files, none stays."""
+    return undisturbed(storage, hosts, script).operations
 
 
 def may_happen(kind: str, storage: str, hosts: str, script: str) -> bool:
@@ -39,7 +45,7 @@ def may_happen(kind: str, storage: str, hosts: str, script: str) -> bool:
 
 def every_place(kind: str, storage: str, hosts: str, script: str) -> Iterator[Trouble]:
     """Each place of a life where a kind of trouble may come."""
-    operations = undisturbed(storage, hosts, script).operations
+    operations = operations_of(storage, hosts, script)
     for call in CALLS if may_happen(kind, storage, hosts, script) else ():
         trouble = Trouble(kind, call, 1)
         count = sum(number for operation, number in operations.items() if trouble.fits(operation))

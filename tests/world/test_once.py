@@ -1,11 +1,12 @@
-"""A run goes on whatever happens once, to one rank and to several; a third of these lives is lived for each commit."""
+"""A run goes on whatever happens once, to one rank and to several; a ninth of these lives is lived for each commit."""
 
 from __future__ import annotations
 
 import pytest
 from evidence import Record
-from world.cases import once, once_each, some, wrong_in
+from world.cases import every_place, once, once_each, some, wrong_in
 from world.scripts import SCRIPTS
+from world.world import Case
 
 CASES = [*once_each()]
 
@@ -16,12 +17,25 @@ def lives_of(hosts: str, script: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.turns(9)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("storage", "hosts", "script", "kind"), CASES)
 def test_a_run_goes_on_whatever_happens_once(
     storage: str, hosts: str, script: str, kind: str, record_property: Record
 ) -> None:
     cases = [*once(kind, storage, hosts, script, lives_of(hosts, script))]
+    record_property("lives", len(cases))
+    wrong = wrong_in(cases)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.turns(9)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("storage", ("disk", "mounted", "bucket"))
+@pytest.mark.parametrize("kind", ["power_cut", "answer_lost", "fails", "is_full"])
+def test_a_run_goes_on_whatever_happens_at_every_operation(kind: str, storage: str, record_property: Record) -> None:
+    cases = [Case(storage, "a", "train", (trouble,)) for trouble in every_place(kind, storage, "a", "train")]
     record_property("lives", len(cases))
     wrong = wrong_in(cases)
     assert not wrong, "\n".join(wrong)

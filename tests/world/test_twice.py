@@ -1,4 +1,4 @@
-"""A run of two ranks goes on whatever happens twice: each pair of troubles; a third of them for each commit."""
+"""A run of two ranks goes on whatever happens twice: each pair of troubles; a ninth of them for each commit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ CASES = [*twice_each()]
 
 
 @pytest.mark.slow
+@pytest.mark.turns(9)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("storage", "hosts", "script", "first", "second"), CASES)
 def test_a_run_goes_on_whatever_happens_twice(
