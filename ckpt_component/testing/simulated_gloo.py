@@ -1,7 +1,8 @@
 """`SimulatedGloo`: what the ranks of a simulated job have in the place of `torch.distributed`, to pass bytes on.
 
-A message is taken when both sides are there, over the link of their hosts. Who ends hangs up on all, unless its host is
-gone; so does who waits too long, as gloo does. A group is made when all ranks have come, and nobody sees who will not.
+A message is received when both ranks wait for it, over the link of their hosts. A rank that ends closes its
+connections, unless its host is gone; so does one that times out, as gloo does. A group waits for all ranks, also for
+dead ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..core.outside import Latch
 from ..core.state.dense_tensors import tensor_bytes
 from .simulation import SimulatedProcess
 
-#: For so long nobody notices that a link is well again, or that a process has ended.
+#: How often a wait looks whether a link is up again, or a process has ended.
 _POLL = 0.1
 
 

@@ -129,6 +129,12 @@ class SimulatedNetwork:
         self._links = dict[frozenset[str], Link]()
         self._numbers, self._port = _FIRST_NUMBER, 20_000
 
+    def forget(self) -> None:
+        """Let go of all that was connected."""
+        self.operation = lambda sock: None
+        for each in (self.takes_over, self.listeners, self.sockets, self._links):
+            each.clear()
+
     def link(self, one: str, other: str) -> Link:
         """The way between two hosts."""
         hosts = frozenset((one, other))
@@ -417,7 +423,7 @@ class SimulatedSocket:
     def close(self) -> None:
         """Give it back."""
         if self._number >= 0:
-            del self.network.sockets[self._number]
+            self.network.sockets.pop(self._number, None)  # `forget` may have come first
             self._number = -1
             del self.process.sockets[self]
             if isinstance(self.end, End):

@@ -112,6 +112,12 @@ class Simulation:
         """All that there were."""
         return self._processes
 
+    def forget(self) -> None:
+        """Drop all processes, and what they have open. Finalizers of lanes keep their queues, which refer to this."""
+        self._processes, self._events = [], []
+        self.network.forget()
+        self.storage_of, self.free_memory, self.distributed = None, lambda host: 1 << 40, lambda process: None
+
     @cached_property
     def folder(self) -> str:
         """A real folder, for files that stand for the sockets of all hosts; it is deleted with this object."""
@@ -175,8 +181,9 @@ class Simulation:
         return self._current
 
     def resume(self, thread: SimulatedThread, when: float) -> None:
-        """Let the present wait of a thread end at a time, unless it ends before."""
-        heapq.heappush(self._events, (when, next(self._numbers), thread, thread.wait))
+        """Let the present wait of a thread end at a time, unless it ends before. One that has ended has none."""
+        if not thread.greenlet.dead:
+            heapq.heappush(self._events, (when, next(self._numbers), thread, thread.wait))
 
     def park(self, until: float = math.inf) -> None:
         """Let the running thread wait until it is resumed, or until a time. Raises Killed."""
@@ -390,8 +397,10 @@ class SimulatedQueue:
         """Remove the first item; waits for one."""
         while not self._items:
             self._waiting = self._simulation.current
-            self._simulation.park()
-            self._waiting = None
+            try:
+                self._simulation.park()
+            finally:  # also when the process has ended
+                self._waiting = None
         return self._items.popleft()
 
 

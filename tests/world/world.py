@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -227,7 +227,7 @@ class World:
         self.simulation.free_memory = lambda host: 1 << 40 if self.simulation.now >= self.full_until[host] else 0
         self.simulation.network.operation = lambda sock: self.operation(cast(SimulatedProcess, sock.process), "wire")
         self.simulation.distributed = self.distributed
-        self.waited, self._watched = list[Waited](), set[SimulatedProcess]()
+        self.waited, self._watched = list[Waited](), dict[SimulatedProcess, Callable[[], None]]()
         self.files = new_storage(case.storage)
         self.files.make_folders(ROOT)
         self.jobs = list[Job]()
@@ -261,7 +261,11 @@ class World:
         launcher.start(self._launch, launcher)
         with torch.no_grad():  # one thread of torch is all simulated ones
             has_ended = self.simulation.run(LIFETIME)
-            return [*self.wrong, *wrong_in(self, has_ended=has_ended)]
+            wrong = [*self.wrong, *wrong_in(self, has_ended=has_ended)]
+        for watched in self._watched.values():
+            watched()
+        self.simulation.forget()
+        return wrong
 
     def start(self, name: str = "job", after: float = 0.0) -> Job:
         """Start the next job."""
@@ -388,8 +392,7 @@ class World:
             else:
                 self.waited.append(Waited(process, rank, wait.whom, times.pop(), self.simulation.now))
 
-        self._watched.add(process)
-        process.outside.waits.tell(note)
+        self._watched[process] = process.outside.waits.tell(note)
 
     def changed(self, process: SimulatedProcess, name: str, path: str) -> None:
         """A process has changed something."""
