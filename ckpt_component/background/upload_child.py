@@ -32,7 +32,7 @@ class UploadChild:
         policy: what to upload
         take: called with each message, on the lane; the last one of a process is its exit code, `ended`
         again_after: seconds after which a process that was killed is started again, and twice as many the next time if
-            it said nothing; None: by the next `start`, or when the run waits for its last upload
+            it sent no message; None: by the next `start`, or when the run waits for its last upload
         outside: of the run
     """
 

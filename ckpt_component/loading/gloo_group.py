@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-#: Of a message that nobody sends.
+#: The tag of a message that is never sent.
 _NEVER = (1 << 31) - 1
 
 

@@ -97,7 +97,7 @@ class ReadOnce(CollectiveLoads):
             group.close()
 
     def _make_group(self, dist: Any) -> None:
-        # All have just met. Who has died since is known by its heartbeat alone, and who makes a group asks nobody.
+        # All ranks have just met. torch.distributed does not know of our heartbeats: it would wait for a dead rank.
         size, timeouts = self._ranks.world_size, self._timeouts
         seconds = min(timeouts.heartbeat + _SECONDS_PER_RANK * size, timeouts.stage)
         try:

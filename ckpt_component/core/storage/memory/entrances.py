@@ -78,7 +78,7 @@ class HostEntrance(Entrance):
         try:
             self._place.remove(self._rank, self._number)
         except OSError as error:
-            logger.warning("the socket of rank %d's keeper stays, until somebody connects to it: %s", self._rank, error)
+            logger.warning("the socket of rank %d's keeper stays until the next run: %s", self._rank, error)
 
 
 class PeerEntrance(Entrance):
