@@ -77,7 +77,8 @@ class EventRecorder:
         self._queue = EventQueue("ckpt-events", "the disk of the event file", outside)
         for listener in listeners:
             self.add_listener(listener)
-        self._end_of_waits = outside.waits.tell(self._waited)
+        # The process keeps what it tells of waits, so without a file it is told nothing.
+        self._end_of_waits = outside.waits.tell(self._waited) if file is not None else lambda: None
 
     def add_listener(self, listener: CheckpointListener) -> None:
         """Call a listener for all further events; see `CheckpointListener`.

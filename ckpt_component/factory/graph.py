@@ -203,7 +203,9 @@ def manager_of(
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
     checkpointer, restorer, followers = None, None, list[Follower]()
     tier: HostTier | None = None
-    run = RunContext(storages[0], absolute(roots[0]), names, ranks or LocalCoordinator(outside), timeouts, best)
+    events = EventRecorder(outside=outside)
+    own = ranks or LocalCoordinator(outside)
+    run = RunContext(storages[0], absolute(roots[0]), names, own, timeouts, best, events)
     if settings.enabled:
         parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
         ranks = ranks or job_ranks("checkpointer", timeouts, outside)

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-_HERE = Path(__file__).parent
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Live worlds last: some of their files stay open with the process, and `select` takes no number above 1023."""
-    items.sort(key=lambda item: _HERE in item.path.parents)
 
 
 @pytest.fixture(autouse=True)

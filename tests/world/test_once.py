@@ -17,7 +17,6 @@ def lives_of(hosts: str, script: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.turns(9)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("storage", "hosts", "script", "kind"), CASES)
 def test_a_run_goes_on_whatever_happens_once(
@@ -30,7 +29,6 @@ def test_a_run_goes_on_whatever_happens_once(
 
 
 @pytest.mark.slow
-@pytest.mark.turns(9)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("storage", ("disk", "mounted", "bucket"))
 @pytest.mark.parametrize("kind", ["power_cut", "answer_lost", "fails", "is_full"])

@@ -10,7 +10,6 @@ CASES = [*twice_each()]
 
 
 @pytest.mark.slow
-@pytest.mark.turns(9)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("storage", "hosts", "script", "first", "second"), CASES)
 def test_a_run_goes_on_whatever_happens_twice(

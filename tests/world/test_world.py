@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import re
 from pathlib import Path
 
@@ -42,6 +44,17 @@ def test_a_trouble_comes_where_its_case_says() -> None:
     assert not world.live()
     assert [trouble.kind for trouble in world.happened] == ["kill"]
     assert world.jobs[0].ranks[0].process.is_killed and len(world.jobs) == 3
+
+
+@pytest.mark.parametrize("troubles", [(), (Trouble("kill", "save", 100), Trouble("kill", "save", 60, 1))])
+def test_nothing_stays_open_after_a_life(troubles: tuple[Trouble, ...]) -> None:
+    """What a killed process had open, the kernel closes; here, it is collected."""
+    World(Case("disk", "aa", "memory")).live()  # what is made once
+    before = len(os.listdir("/proc/self/fd"))
+    World(Case("disk", "aa", "memory", troubles)).live()
+    for _ in range(2):  # the first lets go of what knows the others
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_each_kind_of_trouble_is_explained() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import weakref
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -70,7 +71,7 @@ class Slots(Sequence[torch.Tensor]):
 
 
 class Arena:
-    """One block of host memory holding a rank's image.
+    """One block of host memory holding a rank's image; freed with this object, or before by `close`.
 
     Args:
         nbytes: size in bytes; rounded up to whole pages
@@ -107,6 +108,8 @@ class Arena:
             if shared:
                 self._pages = SharedPages(self.nbytes)
                 self.fd, self.memory = self._pages.fd, self._pages.memory
+                self._close_fd = weakref.finalize(self, os.close, self.fd)
+                self._close_fd.atexit = False
             else:
                 self.memory = memoryview(map_private(self.nbytes))
         except OSError as error:
@@ -194,7 +197,7 @@ class Arena:
         self.slab, self.memory = torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(b"")
         self._pages = None
         if self.fd is not None:
-            os.close(self.fd)
+            self._close_fd()
             self.fd = None
 
     def shared_descriptor(self) -> int:

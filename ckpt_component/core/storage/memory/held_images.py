@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ..safe_open import open_to_read
 
 @dataclass
 class _HeldImage:
-    """An open image, or an open file on disk.
+    """An open image, or an open file on disk; closed with this object, or before by `close`.
 
     Attributes:
         descriptor: our own
@@ -26,6 +27,10 @@ class _HeldImage:
     inode: tuple[int, int]
     files: int = 0
     readers: int = 0
+
+    def __post_init__(self) -> None:
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+        self.close.atexit = False
 
 
 class HeldImages:
@@ -79,7 +84,7 @@ class HeldImages:
         """Close a source if it has neither files nor readers."""
         image = self._images.get(number)
         if image is not None and not (image.files or image.readers):
-            os.close(self._images.pop(number).descriptor)
+            self._images.pop(number).close()
 
     @contextlib.contextmanager
     def opened(self, numbers: Collection[int]) -> Iterator[dict[int, int]]:
