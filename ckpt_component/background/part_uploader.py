@@ -11,9 +11,10 @@ from ..core.commit.commit import new_attempt
 from ..core.commit.copying import copy_part
 from ..core.commit.fencing import check_owner, read_owner
 from ..core.commit.host_parts import part_of
-from ..core.commit.manifest import data_folder, read_manifest
+from ..core.commit.manifest import data_folder, encode_manifest, read_manifest
+from ..core.commit.manifest_commit import attempts_in
 from ..core.commit.names import MANIFEST
-from ..core.commit.part_notes import Beat, PartNote, is_called, note_path, read_note, write_note
+from ..core.commit.part_notes import Beat, PartNote, called_manifest, is_called, note_path, read_note, write_note
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, scan_steps
 from ..core.formats.verification import verify_part
@@ -50,10 +51,10 @@ class PartUploader(Uploading):
         super().__init__(policy, run, report, storage_of)
         #: Tokens of the attempts whose steps the target was seen to have.
         self._uploaded = set[str]()
-        #: Other steps with theirs, the newest first; when to look for them in the target, and after which pause then.
-        self._pending: dict[int, str] = {}
+        #: Steps of other attempts, the newest first; when to look for them in the target, and after which pause then.
+        self._pending: dict[str, int] = {}
         self._look_at, self._pause = 0.0, _FIRST_LOOK_SECONDS
-        #: When the manifests of the local folder were made.
+        #: When the folders of checkpoints in the local one have changed.
         self._seen = dict[str, float]()
         #: When to look, once the run has ended, whether anything is left to do.
         self._end_at = 0.0
@@ -61,21 +62,43 @@ class PartUploader(Uploading):
         self._owned = False
 
     def _next(self, local: Scan, *, ended: bool) -> int | None:
-        tokens = {step: str(local.manifests[step]["attempt"]) for step in reversed(local.committed)}
-        pending = {step: token for step, token in tokens.items() if token not in self._uploaded}
+        pending = {token: step for token, step in self._attempts(local).items() if token not in self._uploaded}
         if pending != self._pending:
             self._pending, self._look_at, self._pause = pending, 0.0, _FIRST_LOOK_SECONDS
         if not pending or self._outside.now() < self._look_at:
             return None
         self._look_at = self._outside.now() + self._pause
         self._pause = min(1.5 * self._pause, _LONGEST_LOOK_SECONDS)
-        for step, token in pending.items() if self._owns_target() else ():
+        for token, step in pending.items() if self._owns_target() else ():
             if read_manifest(self._storage, self._path(self._policy.target, step)) is not None:
                 self._uploaded.add(token)
                 self._end_at = 0.0
+            elif token != _attempt_in(local, step):
+                self._adopt(step, token)
             elif self._is_wanted(step, local):
                 return step
         return None
+
+    def _attempts(self, local: Scan) -> dict[str, int]:
+        """The tokens of the attempts that this host has files of, the newest step first, with their steps."""
+        found = dict[str, int]()
+        for name in self._local.names(self._policy.source):
+            if (step := self._policy.names.step_of(name)) is not None:
+                found |= dict.fromkeys(attempts_in(self._local, os.path.join(self._policy.source, name)), step)
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+    def _adopt(self, step: int, token: str) -> None:
+        """Take over the manifest of an attempt that the target waits for, if its save could not put it on this host."""
+        folder = self._path(self._policy.source, step)
+        try:
+            own = read_manifest(self._local, folder)
+        except CheckpointCorruptError:
+            own = None
+        if own is not None and own["attempt"] == token:
+            return  # its files are not here
+        manifest = called_manifest(new_attempt(self._storage, self._path(self._policy.target, step), token))
+        if manifest is not None and self._policy.takes(manifest, step):
+            self._local.write_over(os.path.join(folder, MANIFEST), encode_manifest(manifest))
 
     def _is_wanted(self, step: int, local: Scan) -> bool:
         """Whether the host that commits has begun with a step, and waits for the files of this one."""
@@ -87,6 +110,8 @@ class PartUploader(Uploading):
         return is_called(attempt)
 
     def _rest(self, local: Scan, changed: Latch, *, ended: bool) -> bool:
+        if self._has_changed():
+            return True
         if ended and self._outside.now() >= self._end_at:
             self._end_at = self._outside.now() + _LONGEST_LOOK_SECONDS
             target = scan_steps(self._storage, self._policy.target, self._policy.names)
@@ -102,13 +127,12 @@ class PartUploader(Uploading):
                 return True
 
     def _has_changed(self) -> bool:
-        """Whether the local folder has other checkpoints than at the last call. Reads nothing."""
+        """Whether the local folder has other checkpoints than at the last call, or more of one. Reads nothing."""
         before, self._seen = self._seen, {}
         for name in self._local.names(self._policy.source):
             if self._policy.names.step_of(name) is not None:
-                with contextlib.suppress(FileNotFoundError):  # it comes last, or the step has just been deleted
-                    manifest = os.path.join(self._policy.source, name, MANIFEST)
-                    self._seen[name] = self._local.modified(manifest)
+                with contextlib.suppress(FileNotFoundError):  # the step has just been deleted
+                    self._seen[name] = self._local.modified(os.path.join(self._policy.source, name))
         return self._seen != before
 
     def _owns_target(self) -> bool:
@@ -168,3 +192,8 @@ class PartUploader(Uploading):
                 with contextlib.suppress(FileNotFoundError):
                     self._storage.unlink(os.path.join(attempt.staging, entry["name"]))
             raise
+
+
+def _attempt_in(local: Scan, step: int) -> str:
+    """The token of the attempt whose manifest this host has; empty: it has none."""
+    return str(local.manifests[step]["attempt"]) if step in local.manifests else ""

@@ -21,8 +21,10 @@ from strides import first_of
 from ckpt_component import build_manager
 from ckpt_component.background.host_uploads import HostUploads
 from ckpt_component.core.commit.fencing import FencingToken
-from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.part_notes import PartNote, note_path, write_note
+from ckpt_component.core.commit.manifest import encode_manifest, read_manifest
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON
+from ckpt_component.core.commit.part_notes import PartNote, is_called, note_path, write_note
+from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import read_events
 
 HOSTS = ("host-a", "host-b", "host-c")
@@ -245,6 +247,27 @@ def test_a_newer_step_does_not_wait_for_an_older_one_that_a_host_cannot_send(
     job.start("host-b")
     job.end()
     assert job.committed() == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has", ["none", "an older one", "a damaged one"])
+def test_a_host_that_the_manifest_has_not_come_to_gets_it_from_the_target(
+    uploads: Callable[..., HostProcesses], tmp_path: Path, has: str
+) -> None:
+    """As when the rank that serves its folder dies in a commit, or the network to it is cut."""
+    job = uploads(steps=[1])
+    attempt, manifest = job.attempt(1)
+    path = tmp_path / "host-b" / MEGATRON.folder(1) / MANIFEST
+    if has == "none":
+        path.unlink()
+    else:
+        path.write_bytes(encode_manifest({**manifest, "attempt": "0" * 8 + "-older"}) if "older" in has else b"{")
+    job.start("host-a")
+    until(lambda: Path(attempt.staging).exists() and is_called(attempt))
+    job.start("host-b")
+    job.end()
+    assert job.committed() == [1] and job.told("sent") == [1]
+    assert read_manifest(FileStorage(), str(path.parent)) == manifest
 
 
 @pytest.mark.slow

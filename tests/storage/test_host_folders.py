@@ -193,8 +193,11 @@ def test_what_is_known_to_be_on_a_host_is_read_there(tmp_path: Path) -> None:
             leader.read(f"{folder}/integrity-2.json", 9)
 
 
-def test_a_deleted_checkpoint_leaves_nothing_on_any_host(cluster: Cluster) -> None:
+@pytest.mark.parametrize("host", [None, "a", "b"])
+def test_a_deleted_checkpoint_leaves_nothing_on_any_host(cluster: Cluster, host: str | None) -> None:
     path = cluster.save(3)
+    if host is not None:  # a process was killed as it put a file there
+        (cluster.folders[host] / "iter_0000003" / ".ckpt-new.manifest.json.1-2-3.01020304-0a0b0c0d").touch()
     assert discard(cluster.storages[0], path)
     for folder in cluster.folders.values():
         assert [each.name for each in folder.iterdir()] == [".ckpt-owner.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import logging
 import os
 import resource
@@ -551,6 +552,7 @@ def test_a_file_may_end_with_bytes_that_are_not_in_the_image() -> None:
 
 
 def test_memory_is_held_as_long_as_a_file_or_a_reader_needs_it() -> None:
+    gc.collect()  # what earlier tests held
     kept, before = KeptFiles(), memfds(os.getpid())
     fd = image(b"onetwo")
     kept.put_image(f"{ROOT}/iter_1/one", 1, fd, 0, 3)
@@ -573,6 +575,7 @@ def test_memory_is_held_as_long_as_a_file_or_a_reader_needs_it() -> None:
 
 
 def test_a_file_is_put_once_unless_it_is_to_be_replaced() -> None:
+    gc.collect()
     kept, before = KeptFiles(), memfds(os.getpid())
     with serving(kept):
         (remote,) = keepers_of(ROOT)

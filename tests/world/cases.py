@@ -105,7 +105,7 @@ def twice_each() -> Iterator[tuple[str, str, str, str, str]]:
         (storage, hosts, name)
         for name, script in SCRIPTS.items()
         for hosts, storage in itertools.product(script.hosts, script.storages)
-        if len(hosts) == 2 and script.in_pairs
+        if len(hosts) == 2
     ]
     for number, (first, second) in enumerate(itertools.product(KINDS, repeat=2)):
         needs = KINDS[first].needs | KINDS[second].needs

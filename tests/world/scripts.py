@@ -55,7 +55,6 @@ class Script:
             `peers`, hosts that have copies of what is in the memory of others; `weights`, published ones; `folders`, a
             disk of each host in front of the folder; `uploads` from there
         patience: for so long a call may take where nothing happens, in seconds
-        in_pairs: whether pairs of troubles are enumerated
         wrong: what is wrong after a job, besides what `verdict` finds
     """
 
@@ -73,7 +72,6 @@ class Script:
     hosts: tuple[str, ...] = ("a", "ab")
     storages: tuple[str, ...] = KINDS
     has: frozenset[str] = frozenset()
-    in_pairs: bool = True
     patience: float = 5.0
     wrong: Callable[[World], Iterable[str]] = lambda world: ()
 
@@ -309,7 +307,6 @@ SCRIPTS: Mapping[str, Script] = {
         hosts=("ab", "aab"),
         storages=("disk", "bucket"),
         has=frozenset({"folders", "uploads"}),
-        in_pairs=False,  # the end waits for what two troubles have taken, and not all of these waits are explained yet
         patience=10.0,
         wrong=wrong_on_disks,
     ),

@@ -1,4 +1,4 @@
-"""A run goes on whatever happens once, to one rank and to several; a ninth of these lives is lived for each commit."""
+"""A run goes on whatever happens once, to one rank and to several; a third of these lives is lived for each commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of two ranks goes on whatever happens twice: each pair of troubles; a ninth of them for each commit."""
+"""A run of two ranks goes on whatever happens twice: each pair of troubles; a third of them for each commit."""
 
 from __future__ import annotations
 

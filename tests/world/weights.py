@@ -167,7 +167,7 @@ class Weights:
         if number != before:
             self._is_spoilt = False
             self._read_on(number)
-        if number < before <= max(self._versions(), default=0):  # else the newer ones were deleted, or taken back
+        if number < before <= max(self._versions(), default=0) and before not in self.spoilt:  # else it was deleted
             yield f"the folder is at version {number} after {before}"
         found = {name: data for file in seen if file != STATE for name, data in tensors_in(seen[file])[0].items()}
         if not self._is_spoilt and found not in self._trained(state["step"]):

@@ -484,7 +484,8 @@ class World:
         self.local.lose(host)
 
     def is_unwell(self, seconds: float) -> None:
-        """For a while what hosts have may not be found."""
+        """For a while what hosts have may not be found, nor sent."""
+        self.local.may_be_late()
         for each in (self.memory, self.local.claims):
             each.unwell.append((self.simulation.now, self.simulation.now + seconds))
 
@@ -501,10 +502,17 @@ class World:
         below = self.files.disk.walk(f"{self.root}/{MEGATRON.folder(step)}")
         return any(path.endswith(".distcp") and self.files.disk.file(path) is file for path in below)
 
+    def _has_lost_rank(self, job: int) -> bool:
+        """Whether a rank has not come to the end of a job: then its host may not send what the others wait for."""
+        ranks = self.jobs[job - 1].ranks
+        return any(rank.process.is_killed for rank in ranks) or any(
+            each.job == job and each.error for each in self.told
+        )
+
     def excused(self, told: Told) -> Iterator[tuple[float, float]]:
         """From when until when a call may wait for what has failed."""
         yield from self.excuses
-        if told.call == "close" and told.job in self.local.late:
+        if told.call == "close" and (told.job in self.local.late or self._has_lost_rank(told.job)):
             yield told.since, told.since + FINISH
         own = [each for each in self.told if (each.job, each.rank) == (told.job, told.rank)]
         for died in (rank.process.ended_at for rank in self.jobs[told.job - 1].ranks):

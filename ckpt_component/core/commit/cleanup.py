@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ..storage.new_names import NEW_PREFIX
 from ..storage.storage import Storage
+from ..storage.tree_removal import remove_if_empty
 from .host_parts import manifests_of
 from .liveness import LifeSigns, marked_attempt
 from .manifest import read_manifest
@@ -28,7 +29,6 @@ from .names import (
     is_token_of_this_host,
     token_of,
 )
-from .protocol import remove_if_empty
 from .protocols import creates_targets, protocol_of, protocol_on_disk
 
 logger = logging.getLogger("ckpt_component.storage")

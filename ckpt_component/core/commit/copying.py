@@ -120,7 +120,7 @@ def copy_checkpoint(
             lock = AttemptLock(storage, attempt, owner)
         try:
             if part is not manifest:
-                call_for_parts(attempt)
+                call_for_parts(attempt, manifest)
             pace, share = (None, _no_share) if continued is None else (continued.pace, continued.share)
             with progress(f"copying {os.path.basename(path)}", sum(entry["size"] for entry in missing)) as advance:
                 _copy_files(source, folder, attempt, missing, advance, pace, share)

@@ -24,10 +24,11 @@ from ...errors import (
 )
 from ..storage.new_names import new_token
 from ..storage.storage import Storage
+from ..storage.tree_removal import remove_if_empty
 from .liveness import LifeSigns
 from .manifest import MAX_BYTES, data_folder, read_manifest
 from .names import MANIFEST, QUARANTINED, TRIAL_PREFIX, is_token
-from .protocol import Attempt, CommitProtocol, remove_if_empty, taken
+from .protocol import Attempt, CommitProtocol, taken
 from .visibility import wait_visible
 
 logger = logging.getLogger("ckpt_component.storage")

@@ -1,8 +1,9 @@
 """How the hosts that copy one checkpoint together agree: by notes in the folder of the attempt.
 
-The process that commits the attempt leaves a call for the parts of the others. While a host copies, its note changes
-every few seconds; at the end it says that the files are durable. It is believed only when the files are there. Before
-the commit the call and the notes are deleted. All of it is on disk, so a process that was killed goes on.
+The process that commits the attempt leaves a call for the parts of the others, and the manifest, which a save may not
+have put on each of them. While a host copies, its note changes every few seconds; at the end it says that the files are
+durable. It is believed only when the files are there. Before the commit the call and the notes are deleted. All of it
+is on disk, so a process that was killed goes on.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any
 from ..storage.new_names import NEW_PREFIX
 from ..storage.storage import Storage
 from .host_parts import hosts_of
+from .manifest import MAX_BYTES, decode_manifest, encode_manifest
 from .protocol import Attempt
 
 logger = logging.getLogger("ckpt_component.storage")
 
 _PREFIX = ".ckpt-part."
 _CALL = f"{_PREFIX}call"
+_MANIFEST = f"{_PREFIX}all"
 _MAX_BYTES = 1 << 20
 #: How often the note of a host that copies changes.
 BEAT_SECONDS = 5.0
@@ -55,8 +58,9 @@ def is_note(name: str) -> bool:
     return name.removeprefix(NEW_PREFIX).startswith(_PREFIX)
 
 
-def call_for_parts(attempt: Attempt) -> None:
-    """Durably say that the hosts are to copy their files into an attempt."""
+def call_for_parts(attempt: Attempt, manifest: Mapping[str, Any]) -> None:
+    """Durably say that the hosts are to copy their files of a checkpoint into an attempt."""
+    attempt.protocol.storage.write_over(os.path.join(attempt.staging, _MANIFEST), encode_manifest(manifest))
     attempt.protocol.storage.write_over(os.path.join(attempt.staging, _CALL), b"{}")
 
 
@@ -67,6 +71,20 @@ def is_called(attempt: Attempt) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def called_manifest(attempt: Attempt) -> dict[str, Any] | None:
+    """The manifest of the checkpoint whose files an attempt waits for; None: it waits for none.
+
+    Raises:
+        CheckpointCorruptError: it is damaged
+        OSError: from the storage
+    """
+    path = os.path.join(attempt.staging, _MANIFEST)
+    try:
+        return decode_manifest(attempt.protocol.storage.read(path, MAX_BYTES), path) if is_called(attempt) else None
+    except FileNotFoundError:
+        return None
 
 
 def note_path(attempt: Attempt, manifest: Mapping[str, Any], host: str) -> str:

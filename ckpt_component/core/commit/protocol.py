@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -192,15 +191,6 @@ class Attempt:
     def to_plain(self) -> dict[str, str]:
         """All but the protocol as JSON values, for `Attempt(protocol, **values)` in another process."""
         return {name: value for name, value in vars(self).items() if name != "protocol"}
-
-
-def remove_if_empty(storage: Storage, folder: str) -> None:
-    """Delete a folder if it is empty."""
-    try:
-        storage.remove_folder(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
 
 
 def taken(target: str) -> CheckpointExistsError:

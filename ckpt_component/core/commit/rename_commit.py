@@ -11,9 +11,10 @@ import os
 
 from ...errors import CheckpointError, CheckpointExistsError, CheckpointSaveError
 from ..storage.files import FileStorage
+from ..storage.tree_removal import remove_if_empty
 from .manifest import read_manifest
 from .names import MANIFEST, STAGING_PREFIX, quarantine_path, staging_path, trash_path
-from .protocol import Attempt, CommitProtocol, remove_if_empty, taken
+from .protocol import Attempt, CommitProtocol, taken
 
 logger = logging.getLogger("ckpt_component.storage")
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from .files import FileStorage
 from .memory.keepers import KeptFile, LocalPiece, ServedKeeper
 from .object_folders import FOLDER_MARK
-
-#: Errors of the deletion of a folder that has entries, or that another one has deleted.
-_STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+from .tree_removal import remove_if_empty
 
 
 @dataclass
@@ -91,13 +89,11 @@ class FolderKeeper(ServedKeeper):
             self._remove_empty(folder)
 
     def _remove_empty(self, folder: str) -> None:
-        try:
-            while folder != self._folder:
-                self._fs.remove_folder(folder)
-                folder = os.path.dirname(folder)
-        except OSError as error:
-            if error.errno not in _STAYS:
-                raise
+        while folder != self._folder:
+            remove_if_empty(self._fs, folder)
+            if self._fs.exists(folder):
+                break
+            folder = os.path.dirname(folder)
         with contextlib.suppress(FileNotFoundError):
             self._fs.sync_folder(folder)
 

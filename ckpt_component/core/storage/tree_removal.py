@@ -13,11 +13,25 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ..outside import Outside
+from .new_names import NEW_PREFIX
 
 #: An NFS client renames a file that is deleted while it is open, and closes files in the background.
 _OPEN = ".nfs"
 _CLOSE_SECONDS, _CLOSE_PAUSE = 1.0, 0.01
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Lists(Protocol):
+    """Deletes by path, and lists."""
+
+    def names(self, path: str) -> list[str]:
+        """The names in a folder."""
+
+    def unlink(self, path: str) -> None:
+        """Delete one file."""
+
+    def remove_folder(self, path: str) -> None:
+        """Delete one empty folder."""
 
 
 class Deletes(Protocol):
@@ -30,6 +44,20 @@ class Deletes(Protocol):
 
     def remove_folder(self, path: str, *, dir_fd: int | None = None) -> None:
         """Delete one empty folder; `dir_fd`: the folder that it is in, which is open."""
+
+
+def remove_if_empty(storage: Lists, folder: str) -> None:
+    """Delete a folder in which is nothing, or only what a killed process was about to put there."""
+    try:
+        storage.remove_folder(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
+        names = storage.names(folder) if error.errno != errno.ENOENT else []
+        if names and all(name.startswith(NEW_PREFIX) for name in names):
+            for name in names:
+                storage.unlink(os.path.join(folder, name))
+            storage.remove_folder(folder)
 
 
 def remove_tree(storage: Deletes, path: str) -> None:

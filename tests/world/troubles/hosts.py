@@ -107,6 +107,6 @@ def links_of(hit: Hit) -> list[Link]:
 
 
 def is_unwell(hit: Hit, seconds: float) -> None:
-    """For a while what hosts have in memory may not be found."""
+    """For a while what hosts have in memory may not be found. Who closes may wait for that of another host, too."""
     hit.world.is_unwell(seconds)
-    hit.world.excuse(seconds + UNNOTICED)
+    hit.world.excuse(seconds + 2 * UNNOTICED)
