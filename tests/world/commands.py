@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.formats.verification import verify_files
 
 if TYPE_CHECKING:
     from world.world import Rank
@@ -34,7 +36,11 @@ def copy_step(rank: Rank, step: int, target: int) -> None:
         manifest = read_manifest(files, rank.path_of(step))
         if manifest is None:
             return  # somebody has deleted it meanwhile
-        copy_checkpoint(files, rank.path_of(step), manifest, files, rank.path_of(target), lambda staging, kept: None)
+
+        def verify(staging: str, kept: Collection[str]) -> None:
+            verify_files(files, staging, manifest)
+
+        copy_checkpoint(files, rank.path_of(step), manifest, files, rank.path_of(target), verify)
     if step not in world.free:
         for job in [job for job, saved in world.saved if saved == step][-1:]:
             world.acknowledged(job, target)

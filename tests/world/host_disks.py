@@ -115,6 +115,7 @@ class HostDisks:
         self.lose(host)
         before = self._earlier[host]
         self._disks[host] = SimulatedFiles(copy.deepcopy(before[-2]) if len(before) > 1 else Disk())
+        self._disks[host].disk.bytes_free = None
         self._disks[host].make_folders(SCRATCH)
 
     def newest_part(self, host: str) -> str | None:
