@@ -306,7 +306,6 @@ def refused_with_flipped_bits(home: KeptFiles, positions: Callable[[int], Iterab
         with Way(peer.address) as way:
             sent(home, way.address)
         peer.files.delete([file.path for file in peer.files.listed("")])
-        gc.collect()
         memory, words = memfds(os.getpid()), set[str]()
         for position in positions(way.count):
             with Way(peer.address, flipped_at(position)) as damaged, pytest.raises(OSError) as caught:
@@ -353,7 +352,6 @@ def test_a_way_that_ends_or_stands_still_keeps_nothing(home: KeptFiles) -> None:
 
 def test_a_peer_that_dies_while_it_takes_a_copy_is_told(home: KeptFiles) -> None:
     with Peer() as peer, ThreadPoolExecutor(1) as pool:
-        gc.collect()
         memory = memfds(os.getpid())
         sending = pool.submit(sent, home, peer.address, rate=200_000.0)
         eventually(lambda: memfds(os.getpid()) - memory)  # the peer has made room for it
@@ -420,7 +418,6 @@ def test_a_copy_replaces_what_is_there_of_its_rank_and_nothing_else(home: KeptFi
         sent(home, peer.address)
         home.delete([file.path for file in home.listed("")])
         keep(home, STEP, 2)
-        gc.collect()
         memory = memfds(os.getpid())
         sent(home, peer.address)
         expected = {
@@ -432,7 +429,7 @@ def test_a_copy_replaces_what_is_there_of_its_rank_and_nothing_else(home: KeptFi
         assert len(memfds(os.getpid()) - memory) == 1
         peer.files.delete([file.path for file in peer.files.listed("")])
         sent(home, peer.address)
-        assert memfds(os.getpid()) == memory, "the next copy takes memory that has no copy any more"
+        assert not memfds(os.getpid()) - memory, "the next copy takes memory that has no copy any more"
 
 
 def test_a_copy_that_is_on_its_way_keeps_its_memory_when_the_next_of_its_rank_comes(home: KeptFiles) -> None:
@@ -460,7 +457,6 @@ def test_a_copy_that_is_on_its_way_keeps_its_memory_when_the_next_of_its_rank_co
 
 def test_copies_that_grow_and_shrink_come_into_one_block_that_fits(home: KeptFiles) -> None:
     with Peer() as peer:
-        gc.collect()
         memory = memfds(os.getpid())
         for number, items in enumerate((ITEMS, 3 * ITEMS, 5, ITEMS, ITEMS // 2 + 1, 4 * ITEMS)):
             for files in (home, peer.files):

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ckpt_component.core.commit.names import (
     TRASH_PREFIX,
     TRIAL_PREFIX,
     StepNames,
+    is_owned_token,
 )
 from ckpt_component.core.commit.scan import Scan, scan_steps
 from ckpt_component.core.storage.new_names import NEW_PREFIX
@@ -254,6 +256,7 @@ def _left_behind(world: World, folder: Folder) -> Iterator[str]:
     # What is left of a newer step may become whole again, as its host comes back.
     names -= {MEGATRON.folder(step) for step in scan.parts if step > min(found, default=0)}
     names -= {MEGATRON.folder(step) for step in {**scan.unfinished, **scan.foreign} if folder.has_lost}
+    names -= {MEGATRON.folder(step) for step in scan.unfinished if _is_of_lost_host(world, folder, step)}
     if not world.script.has_run:  # what was cut off stays there until `ckpt gc`, or the next save of that path
         names = {name for name in names if not name.startswith(_OURS)}
     left = {name for name in names - expected - _MORE if not _is_set_aside(folder, name)}
@@ -270,6 +273,13 @@ def _left_behind(world: World, folder: Folder) -> Iterator[str]:
             yield f"left behind in {path}: {more}"
     if {*found} - {*folder.may_stay} != (folder.kept(found) | ({*folder.damaged} & {*found})) - {*folder.may_stay}:
         yield f"too many are kept in {root}: {found}"
+
+
+def _is_of_lost_host(world: World, folder: Folder, step: int) -> bool:
+    """Whether a person was at work there, on a host that is gone: no other host can tell that it is over."""
+    lost = {hashlib.sha256(host.encode()).hexdigest()[:8] for host in world.simulation.network.lost}
+    tokens = attempts_in(folder.files, f"{folder.root}/{MEGATRON.folder(step)}")
+    return any(token[:8] in lost and not is_owned_token(token) for token in tokens)
 
 
 def _is_set_aside(folder: Folder, name: str) -> bool:

@@ -14,6 +14,8 @@ from .protocol import Attempt
 
 #: The beat of a host that has no note.
 _NONE = -1
+#: By then this host sees what another one has made; NFS clients remember sizes for some seconds.
+_SEEN_SECONDS = 20.0
 #: Polling intervals.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
@@ -109,10 +111,11 @@ class _AwaitedPart:
         return True
 
     def refuse_silence(self, sizes: Mapping[str, int | None], seconds: float) -> None:
-        """Raise OSError if the note was the same for so long."""
-        if self._storage.outside.now() - self._since <= seconds:
+        """Raise OSError if the note was the same for so long, or says that files are there that are not."""
+        is_done = self.sizes.keys() <= sizes.keys()
+        if self._storage.outside.now() - self._since <= (min(seconds, _SEEN_SECONDS) if is_done else seconds):
             return
-        if self.sizes.keys() <= sizes.keys():
+        if is_done:
             raise self._disbelieve(self._wrong(sizes))
         what = "begun to send" if self.note.beat == _NONE else "gone on sending"
         raise TimeoutError(f"{self._host} has not {what} {self._what} for {seconds:g} s")

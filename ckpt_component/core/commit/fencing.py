@@ -22,7 +22,7 @@ from ..outside import OUTSIDE, Outside
 from ..processes.running import ProcessName
 from ..storage.folder_identity import same_folder
 from ..storage.locate import is_url
-from ..storage.storage import Storage
+from ..storage.storage import LocalFolders, Storage
 from .cleanup import Unfinished
 from .names import MEGATRON, OWNER, StepNames
 
@@ -169,7 +169,7 @@ class FencingToken:
         )
         if not self.root_exists:
             self._storage.make_folders(self._root)
-        elif not self._storage.is_folder(self._root):
+        elif isinstance(self._storage, LocalFolders) and not self._storage.is_folder(self._root):  # else listings lag
             raise _vanished(self._root, "it is not there")
         self._write(claim)
         self._claim, self._device = claim, self._storage.device(self._root)
