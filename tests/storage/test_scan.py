@@ -11,7 +11,8 @@ from ckpt_component.core.commit.cleanup import quarantine
 from ckpt_component.core.commit.names import MEGATRON, STEP, StepNames
 from ckpt_component.core.commit.scan import committed_under_other_names, foreign_checkpoints, scan_steps
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.testing import Disk, SimulatedFiles
+from ckpt_component.core.storage.storage import Storage
+from ckpt_component.testing import Disk, SimulatedBucket, SimulatedFiles, SimulatedObjects
 
 ROOT = "/runs/one"
 
@@ -30,7 +31,7 @@ def files() -> SimulatedFiles:
     return files
 
 
-def saved(files: SimulatedFiles, step: int, names: StepNames = MEGATRON) -> str:
+def saved(files: Storage, step: int, names: StepNames = MEGATRON) -> str:
     attempt = commit.new_attempt(files, os.path.join(ROOT, names.folder(step)), new_token())
     commit.begin(attempt)
     files.write_new(os.path.join(attempt.staging, "data"), b"1234")
@@ -42,6 +43,17 @@ def test_committed_steps_are_in_order_whatever_the_listing_is_in(files: Simulate
     for step in (2, 1, 3):
         saved(files, step)
     assert scan_steps(files, ROOT, MEGATRON).committed == [1, 2, 3]
+
+
+@pytest.mark.parametrize("lag", range(1, 12))
+def test_a_listing_that_lags_makes_no_checkpoint_damaged(lag: int) -> None:
+    bucket = SimulatedBucket(SimulatedObjects())
+    for name in ("one", "two"):
+        bucket.write_new(f"{ROOT}/{name}", b"")
+    saved(bucket, 1)
+    bucket.disk.lag = lag
+    scan = scan_steps(bucket, ROOT, MEGATRON)
+    assert not scan.damaged and scan.committed == ([1] if any(bucket.names(f"{ROOT}/iter_0000001")) else [])
 
 
 def test_what_is_no_folder_is_foreign_and_what_is_gone_is_nothing(files: SimulatedFiles) -> None:

@@ -276,7 +276,13 @@ class ObjectStorage(ObjectFolders):
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
         listed = patiently(partial(self._listed, folder), folder, _LIST_SECONDS, outside=self.outside)
         found = {os.path.basename(entry["path"]): int(entry["size"]) for entry in listed["objects"]}
-        return {name: found.get(name) for name in names}
+        sizes = {name: found.get(name) for name in names}
+        for name in names:  # a listing may lag behind; one that is missing shows that it does not
+            if sizes[name] is None:
+                sizes[name] = self.size(os.path.join(folder, name))
+                if sizes[name] is None:
+                    break
+        return sizes
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
         listed = patiently(lambda: [*self._below(path)], path, _LIST_SECONDS, outside=self.outside)
