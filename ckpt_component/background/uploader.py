@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..core.commit.awaited_parts import wait_for_parts
-from ..core.commit.cleanup import discard
+from ..core.commit.cleanup import Unfinished, discard
 from ..core.commit.commit import abandon, new_attempt
 from ..core.commit.copying import Continued, copy_checkpoint
 from ..core.commit.fencing import FencingToken
@@ -52,6 +52,8 @@ class Uploader(Uploading):
         #: The upload that was cut off last, and which of its files were verified.
         self._unfinished: Attempt | None = None
         self._verified = set[str]()
+        #: Whether what dead processes left in the target was deleted.
+        self._is_swept = False
 
     def _next(self, local: Scan, *, ended: bool) -> int | None:
         return self._policy.next_step(local, self._scan_target(), ended=ended)
@@ -120,6 +122,9 @@ class Uploader(Uploading):
         remote.committed = sorted({*remote.committed, step})
         remote.manifests[step], remote.metrics[step] = local.manifests[step], local.metrics[step]
         repair_pointer(self._storage, policy.target, policy.names, remote.committed)
+        if not self._is_swept:  # no run restores there, which would have done it
+            self._is_swept = True
+            Unfinished(self._storage, policy.target, policy.names).sweep()
         for old in policy.to_delete(remote):
             if discard(self._storage, self._path(policy.target, old)):
                 remote.committed.remove(old)

@@ -84,7 +84,7 @@ class Lives:
     def life(self, victim: str, lease: int = LEASE) -> None:
         """Start a job, kill at a random time, and look at what it has said; without a victim it ends in peace."""
         self.lives += 1
-        number = self.lives
+        number, began = self.lives, time.monotonic()
         self.ranks = ranks = self.choose.choice([each for each in WORLDS if each != self.ranks])
         self.worlds[ranks] += 1
         log = str(self.folder / f"life{number}")
@@ -108,6 +108,8 @@ class Lives:
         said, who = told_by(log, ranks), f"life {number} ({victim or 'in peace'}, {ranks} ranks)"
         if not all(said):  # torchrun could not start all ranks: nothing of ours has run
             self.stillborn += 1
+            if time.monotonic() - began > LEASE / 2:
+                self.kept = 0  # the lease of what is in memory may be over
             self.wrong += [f"{who} did not start: {ended.output[-3000:]}"] * (self.stillborn > MOST_STILLBORN)
             return
         wrong = len(self.wrong)
