@@ -12,6 +12,7 @@ from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.part_notes import PartNote, is_called, note_path, read_note, write_note
+from ckpt_component.testing import SimulatedBucket
 
 
 @happens(*ANYWHERE, needs=("uploads",))
@@ -34,7 +35,8 @@ def lie(hit: Hit) -> None:
     path = note_path(attempt, manifest, host)
     if not is_called(attempt) or ((note := read_note(world.files, path)) is not None and note.attempt):
         return  # nobody waits for it, or what it has said is right
-    how = world.choice("nothing", "short", "other")
+    others = () if isinstance(world.files, SimulatedBucket) else ("other",)  # an object is whole
+    how = world.choice("nothing", "short", *others)
     for entry in manifest["files"] if how != "nothing" else ():
         if entry["name"] in manifest["hosts"][host]:
             data = b"?" * (5 if how == "short" else entry["size"])
