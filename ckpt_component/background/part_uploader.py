@@ -92,6 +92,8 @@ class PartUploader(Uploading):
         folder = self._path(self._policy.source, step)
         try:
             own = read_manifest(self._local, folder)
+        except CheckpointUnreadableError:
+            raise  # it may be whole
         except CheckpointCorruptError:
             own = None
         if own is not None and own["attempt"] == token:

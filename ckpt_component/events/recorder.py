@@ -77,7 +77,7 @@ class EventRecorder:
         self._queue = EventQueue("ckpt-events", "the disk of the event file", outside)
         for listener in listeners:
             self.add_listener(listener)
-        # The process keeps what it tells of waits, so without a file it is told nothing.
+        # Without a file there is nothing to record; the waits of the process would keep a reference to this recorder.
         self._end_of_waits = outside.waits.tell(self._waited) if file is not None else lambda: None
 
     def add_listener(self, listener: CheckpointListener) -> None:

@@ -116,7 +116,7 @@ class Simulation:
         """Drop all processes, and what they have open: finalizers keep queues and sockets, which refer to them."""
         for process in self._processes:
             process.handlers.clear()
-            vars(process.outside).pop("waits", None)  # it has been told by what ran there
+            vars(process.outside).pop("waits", None)  # they refer to recorders
         self._processes, self._events = [], []
         self.network.forget()
         self.storage_of, self.free_memory, self.distributed = None, lambda host: 1 << 40, lambda process: None

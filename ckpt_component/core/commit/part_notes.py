@@ -3,7 +3,7 @@
 The process that commits the attempt leaves a call for the parts of the others, and the manifest, which a save may not
 have put on each of them. While a host copies, its note changes every few seconds; at the end it says that the files are
 durable. It is believed only when the files are there. Before the commit the call and the notes are deleted. All of it
-is on disk, so a process that was killed goes on.
+is on disk, so the next process continues where one was killed.
 """
 
 from __future__ import annotations

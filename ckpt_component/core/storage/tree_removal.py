@@ -10,28 +10,18 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..outside import Outside
 from .new_names import NEW_PREFIX
+
+if TYPE_CHECKING:
+    from .storage import Storage
 
 #: An NFS client renames a file that is deleted while it is open, and closes files in the background.
 _OPEN = ".nfs"
 _CLOSE_SECONDS, _CLOSE_PAUSE = 1.0, 0.01
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-
-class Lists(Protocol):
-    """Deletes by path, and lists."""
-
-    def names(self, path: str) -> list[str]:
-        """The names in a folder."""
-
-    def unlink(self, path: str) -> None:
-        """Delete one file."""
-
-    def remove_folder(self, path: str) -> None:
-        """Delete one empty folder."""
 
 
 class Deletes(Protocol):
@@ -46,7 +36,7 @@ class Deletes(Protocol):
         """Delete one empty folder; `dir_fd`: the folder that it is in, which is open."""
 
 
-def remove_if_empty(storage: Lists, folder: str) -> None:
+def remove_if_empty(storage: Storage, folder: str) -> None:
     """Delete a folder in which is nothing, or only what a killed process was about to put there."""
     try:
         storage.remove_folder(folder)
