@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         build_manager as build_manager,
         instantiate_manager as instantiate_manager,
     )
-    from .loading.weights import load_weights as load_weights
+    from .factory.weights import load_weights as load_weights
     from .managing.manager import CheckpointManager as CheckpointManager
     from .megatron.args import add_checkpoint_args as add_checkpoint_args, compose_from_args as compose_from_args
 
@@ -68,7 +68,7 @@ __all__, __getattr__, __dir__ = lazy(
         ".factory.graph": "build_checkpointer build_manager instantiate_manager",
         ".core.state.per_rank": "PerRank",
         ".managing.manager": "CheckpointManager",
-        ".loading.weights": "load_weights",
+        ".factory.weights": "load_weights",
         ".compat": (
             "CheckpointProcess CheckpointProcessConfig CheckpointMetadataCache FileSystemWriterAsync "
             "save_state_dict_async_finalize save_state_dict_async_plan"

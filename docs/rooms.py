@@ -21,6 +21,7 @@ STOREYS = {
     "reading and writing formats, configs": ("config", "writers", "loading"),
     "parts": ("exporting", "publishing", "compat", "callers", "stagers"),
     "one save, a run": ("background", "saving", "checkpointer", "managing"),
+    "other processes and hosts": ("hosts",),
     "assembly": ("factory",),
     "faces": ("testing", "megatron", "integrations", "cli", "train", "_hydra_searchpath"),
 }

@@ -113,7 +113,7 @@ class BackgroundPublishing(Follower):
             finish: the run has come to its end
         """
         newest, began = self._newest, self._outside.now()
-        if finish and newest is not None and newest is not self._requested:  # memory has gone with its keeper
+        if finish and newest is not None and newest is not self._requested:  # memory has gone with its server
             self._request(newest)
         self._requests.end(finish=finish)
         if finish and newest is not None and self._is_failing and self._outside.now() - began < self._policy.timeout:
@@ -161,7 +161,7 @@ class BackgroundPublishing(Follower):
             for warning in answer.get("warnings", ()):
                 logger.warning("publishing to %s: %s", self._policy.to, warning)
             if "gone" in answer:
-                logger.info("%s is not published: its keepers have ended", path)
+                logger.info("%s is not published: its snapshot servers have ended", path)
                 return
             if "fenced" in answer:
                 self._is_fenced = True

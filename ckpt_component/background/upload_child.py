@@ -16,8 +16,6 @@ from .upload_policy import UploadPolicy
 
 logger = logging.getLogger(__name__)
 
-_PROCESS = "ckpt_component.background.upload_process"
-
 #: For the process to notice that its time is over.
 _LEAVE_SECONDS = 5.0
 #: After so many, one that was killed is started again while the run waits for it.
@@ -94,7 +92,7 @@ class UploadChild:
 
     def _launch(self) -> Child:
         log = partial(logger.warning, "the process of the uploads: %s")
-        self._process = process = start_in_background(_PROCESS, asdict(self._policy), log, self._outside)
+        self._process = process = start_in_background(self._policy.program, asdict(self._policy), log, self._outside)
         return process
 
     def _follow_all(self, process: Child) -> None:

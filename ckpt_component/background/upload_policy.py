@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.commit.host_parts import hosts_of
+from ..core.commit.manifest import hosts_of
 from ..core.commit.names import StepNames
 from ..core.commit.retention import BestPolicy, RetentionPolicy
 from ..core.commit.scan import Scan
@@ -38,6 +38,7 @@ class UploadPolicy:
         host: the one of this process; empty: they share one
         rank: which records what this process does
         silent_seconds: how long the leading rank's host waits for another one that does not go on
+        program: the module whose `main` uploads, in a process
     """
 
     source: str
@@ -58,6 +59,7 @@ class UploadPolicy:
     host: str = ""
     rank: int = 0
     silent_seconds: float = 120.0
+    program: str = "ckpt_component.background.upload_process"
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> UploadPolicy:

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.commit.awaited_parts import wait_for_parts
 from ..core.commit.cleanup import Unfinished, discard
 from ..core.commit.commit import abandon, new_attempt
 from ..core.commit.copying import Continued, copy_checkpoint
 from ..core.commit.fencing import FencingToken
-from ..core.commit.host_parts import part_of
-from ..core.commit.manifest import data_folder
-from ..core.commit.part_notes import PartNote
+from ..core.commit.manifest import data_folder, part_of
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
-from ..core.formats.verification import small_files, verify_part
+from ..core.formats.verification import verify_part
 from ..core.outside import Latch
 from ..core.storage.files import local_files
 from ..core.storage.storage import Storage
-from ..errors import CheckpointUnreadableError
 from .run_watch import RunWatch
 from .upload_policy import UploadPolicy
 from .uploading import Uploading
 
 
+class Copied(NamedTuple):
+    """Of the bytes of a copy, those that were sent, and those that the target had."""
+
+    sent: int = 0
+    reused: int = 0
+
+
 class Uploader(Uploading):
-    """Uploads checkpoints; of one in the folders of several hosts its own files, and waits for those of the others.
+    """Uploads checkpoints; of one in the folders of several hosts its own files, see `continued`.
 
     Args:
         policy: what to upload, and where to
@@ -81,27 +82,28 @@ class Uploader(Uploading):
         self._unfinished = attempt
         self._report({"began": step})
         began, started = self._outside.date(), self._outside.now()
-        others = list[PartNote]()
+        others = Copied()
 
         def before_commit(staging: str, kept: Collection[str]) -> None:
             # After a power cut a file may have its size and not its bytes; an object is whole.
             if not self._verified.issuperset(kept) and local_files(storage) is not None:
                 verify_part(storage, staging, part)
             self._verified |= {entry["name"] for entry in part["files"]}
-            check = partial(self._verify_small, staging)
-            others.extend(wait_for_parts(attempt, manifest, policy.host, policy.silent_seconds, check))
+            nonlocal others
+            others = self.wait_for_others(attempt, manifest)
 
         share = self._sent.sharing(data_folder(self._local, source, part))
-        continued = Continued(manifest["attempt"], self._ownership, self._throttle.wait, share, policy.host)
+        own = Continued(manifest["attempt"], self._ownership, self._throttle.wait, share, policy.host)
+        continued = self.continued(own, manifest)
         copy_checkpoint(self._local, source, manifest, storage, target, before_commit, continued=continued)
         self._unfinished = None
         names = [entry["name"] for entry in part["files"]]
         self._sent.sent(data_folder(self._local, source, part), names, attempt.protocol.files_of(attempt))
-        own = sum(entry["size"] for entry in part["files"]) - self._sent.reused
+        sent = sum(entry["size"] for entry in part["files"]) - self._sent.reused
         figures = {
             "step": step,
-            "bytes": own + sum(each.sent for each in others),
-            "reused": self._sent.reused + sum(each.reused for each in others),
+            "bytes": sent + others.sent,
+            "reused": self._sent.reused + others.reused,
             "seconds": round(self._outside.now() - started, 6),
         }
         self._tidy(step, local)
@@ -109,12 +111,13 @@ class Uploader(Uploading):
         lag = max(local.committed[-1], self._run.newest) - step
         self._record({"time": round(began, 6), "outcome": "uploaded", "path": target, **figures, "lag_steps": lag})
 
-    def _verify_small(self, staging: str, part: Mapping[str, Any]) -> None:
-        """Verify the small files that another host has sent; they say what the large ones have to hold."""
-        for damage in small_files(self._storage, staging, part):
-            if not isinstance(damage.error, CheckpointUnreadableError):
-                self._storage.unlink(os.path.join(staging, damage.file))
-            raise damage.error
+    def continued(self, own: Continued, manifest: Mapping[str, Any]) -> Continued:
+        """How a checkpoint is copied, given how this host copies its files. Several hosts add to it."""
+        return own
+
+    def wait_for_others(self, attempt: Attempt, manifest: Mapping[str, Any]) -> Copied:
+        """Wait for what other hosts copy. Raises OSError if one does not."""
+        return Copied()
 
     def _tidy(self, step: int, local: Scan) -> None:
         """Set the pointer of the target to its newest checkpoint, and delete what it no longer keeps."""

@@ -11,9 +11,8 @@ from fcntl import LOCK_EX
 from functools import partial
 from typing import Any, cast
 
-from ..core.commit.host_parts import part_of
 from ..core.commit.liveness import try_lock
-from ..core.commit.manifest import read_manifest
+from ..core.commit.manifest import part_of, read_manifest
 from ..core.commit.names import OWNER
 from ..core.commit.scan import Scan, scan_steps
 from ..core.outside import Latch

@@ -24,7 +24,7 @@ from ..core.processes.priority import lower_priority
 from ..core.spelling import member
 from ..core.storage.checksum import home_of
 from ..core.storage.folder_identity import same_folder
-from ..core.writing.process import ByteProcess, WriterConnection
+from ..core.writing.process import ByteProcess, WriterConnection, WriterProgram
 from ..core.writing.request import WriteRequest
 from ..core.writing.write_job import run_write_job
 from ..errors import CheckpointSaveError, CheckpointTimeoutError, CheckpointTypeError, RemoteTraceback, WorkerDiedError
@@ -218,8 +218,8 @@ class _WriterProcessCaller(ConnectedCaller):
         super().__init__()
         self._nice = nice
         self._io_priority = member("checkpoint.caller.io_priority", io_priority, IoPriority)
-        #: The arguments of `SnapshotKeeper`, if the process keeps snapshots in memory.
-        self._keeper: Mapping[str, Any] | None = None
+        #: What the process runs beside what each does; None: nothing.
+        self._program: WriterProgram | None = None
         self._owned: ByteProcess | None = None
 
     @cached_property
@@ -234,7 +234,7 @@ class _WriterProcessCaller(ConnectedCaller):
             if process is not None:
                 logger.warning("the checkpoint writer process (pid %d) had ended; starting a new one", process.pid)
                 process.close(timeout)
-            self._owned = process = ByteProcess(timeout, self._keeper, self.outside)
+            self._owned = process = ByteProcess(timeout, self._program, self.outside)
             # By the trainer, because the process has no psutil.
             lower_priority(process.pid, self._nice, self._io_priority, self.outside)
             return process
@@ -287,23 +287,21 @@ class PersistentCaller(_WriterProcessCaller):
         """Start the process."""
         self._running(timeout)
 
-    def keep_snapshots(
-        self, folder: str, root: str, rank: int, world_size: int, lease: float
-    ) -> Callable[[float], ByteProcess]:
-        """Have the process keep snapshots in memory; before it is started. Arguments as for `SnapshotKeeper`.
+    def runs(self, program: WriterProgram) -> Callable[[float], ByteProcess]:
+        """Have the process run another program, which does more; before it is started.
 
         Returns:
-            What returns the process, for a `MemoryCaller`.
+            What returns the process, started again if it has ended; called with a timeout.
         """
-        self._keeper = {"folder": folder, "root": root, "rank": rank, "world_size": world_size, "lease": lease}
+        self._program = program
         return self._connect
 
     def outlive(self) -> None:
-        """Have `close` let the process live on, because the run has failed; only a keeper does."""
-        self._outlives = self._keeper is not None
+        """Have `close` let the process live on, because the run has failed; only one with a program of its own does."""
+        self._outlives = self._program is not None
 
     def close(self, timeout: float = 60.0) -> None:
-        """Stop the process, or let it live on as a keeper; see `outlive`."""
+        """Stop the process, or let it live on; see `outlive`."""
         if not self._outlives:
             super().close(timeout)
             return

@@ -16,7 +16,7 @@ from .roots import tree_bytes
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
 #: Of a checkpoint of which each host has its own files.
 PART = "part"
-#: A snapshot that keepers of this host have, which the next start on it may resume from.
+#: A snapshot that servers of this host have, which the next start on it may resume from.
 IN_MEMORY = "in memory"
 #: What only has the name of a checkpoint.
 UNKNOWN = "unknown"

@@ -19,8 +19,8 @@ from dataclasses import asdict
 
 from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.locate import absolute, is_url, storage_at
-from ..core.storage.memory.keeper_sockets import roots_here
 from ..core.storage.space import amount
+from ..hosts.wire import roots_here
 from .listing import (
     COMMITTED,
     DAMAGED,
@@ -90,7 +90,7 @@ def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:
 
 
 def _in_memory(root: Root) -> list[Listed]:
-    """The snapshots of the folder that keepers of this host have."""
+    """The snapshots of the folder that servers of this host have."""
     try:
         if not roots_here():
             return []

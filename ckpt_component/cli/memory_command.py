@@ -1,6 +1,6 @@
 """`ckpt memory ls | show | drop`: the snapshots that runs have in the memory of this host.
 
-Show the snapshots in memory on this host (checkpoint/recovery=host): `ls` lists their keepers, of a run's folder or of
+Show the snapshots in memory on this host (checkpoint/recovery=host): `ls` lists their servers, of a run's folder or of
 all your runs; `show` shows the keys of one, as ckpt show does; `drop` deletes them, so that the next start resumes from
 what is on disk.
 
@@ -70,7 +70,7 @@ def _list(parsed: argparse.Namespace, output: Output) -> None:
 
 
 def _rows(run: RunInMemory) -> Iterator[dict[str, Any]]:
-    """What is known of each keeper, as values of JSON."""
+    """What is known of each server, as values of JSON."""
     unknown = dict.fromkeys(("world_size", "host", "pid", "since", "bytes", "alive", "gone", "lease", "holders"))
     for rank in sorted([*run.about, *run.silent]):
         about = run.about.get(rank)
@@ -79,7 +79,7 @@ def _rows(run: RunInMemory) -> Iterator[dict[str, Any]]:
             **{"root": run.root, "token": run.token, "rank": rank, "answers": about is not None},
             **{"steps": [] if about is None else run.steps_of(rank), **known},
             "copies": [] if about is None else run.copies_of(rank),
-            # Keepers of earlier releases do not say it.
+            # Servers of earlier releases do not say it.
             "waits": [] if about is None else about.get("waits", []),
         }
 
@@ -92,7 +92,7 @@ def _lines(
     for number, run in enumerate(runs):
         if number:
             yield ""
-        yield output.style(run.root or "a run whose keepers do not answer", "bold")
+        yield output.style(run.root or "a run whose snapshot servers do not answer", "bold")
         present = len(run.about) + len(run.silent)
         ranks = (
             counted(present, "rank") if run.world_size is None else f"{present} of {counted(run.world_size, 'rank')}"
@@ -108,7 +108,7 @@ def _lines(
             ["" if row["answers"] else "red" for row in rows[run.token]],
         )
         for row in rows[run.token]:
-            yield from (f"  rank {row['rank']}'s keeper {wait_text(wait)}" for wait in row["waits"])
+            yield from (f"  rank {row['rank']}'s snapshot server {wait_text(wait)}" for wait in row["waits"])
         copies = [
             (str(copy.rank), copy.host or "another", _listed(copy.steps), amount(copy.bytes), f"rank {row['rank']}'s")
             for row in rows[run.token]
@@ -124,13 +124,13 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def _size_text(row: Mapping[str, Any]) -> str:
-    """What a keeper has of its own rank."""
+    """What a server has of its own rank."""
     return amount(row["bytes"] - sum(copy.bytes for copy in row["copies"])) if row["answers"] else ""
 
 
 def _trainer_text(row: Mapping[str, Any]) -> str:
     if not row["answers"]:
-        return "unknown: the keeper does not answer"
+        return "unknown: the snapshot server does not answer"
     if row["alive"]:
         return "alive"
     gone = f"gone for {age_text(time.time() - row['gone'])}" if row["gone"] is not None else "gone"

@@ -1,4 +1,4 @@
-"""The runs of which keepers on this host have snapshots in memory: for `ckpt memory`."""
+"""The runs of which servers on this host have snapshots in memory: for `ckpt memory`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from ..core.commit.names import NAMINGS
 from ..core.formats.checkpoints import Root, created_of
 from ..core.spelling import closest
 from ..core.storage.locate import storage_at
-from ..core.storage.memory.host_memory import HostMemory
-from ..core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here, tokens_at
-from ..core.storage.memory.keepers import Keeper, KeptFile
-from ..core.storage.memory.kept_runs import memory_of
-from ..core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper
 from ..errors import CheckpointNotFoundError
+from ..hosts.client import HostClient, HostClients, memory_of
+from ..hosts.host_memory import HostMemory
+from ..hosts.stores import ListedFile, SnapshotStore
+from ..hosts.wire import SocketPlace, memory_root, roots_here, tokens_at
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class KeptCopy:
-    """What a keeper has of a rank on another host.
+    """What a server has of a rank on another host.
 
     Attributes:
         rank: the rank
-        host: its host; None: an early keeper does not say
+        host: its host; None: an early server does not say
         steps: of the snapshots
         bytes: size of the files
     """
@@ -42,50 +41,50 @@ class KeptCopy:
 
 
 class RunInMemory:
-    """The keepers of one run.
+    """The servers of one run.
 
     Args:
-        root: folder of the run's checkpoints, or its URL, as the user has named it; None: as the keepers name it
+        root: folder of the run's checkpoints, or its URL, as the user has named it; None: as the servers name it
         token: the run's token
-        keepers: its keepers
+        servers: its servers
         is_owner: whether the folder is this run's, so that the next start believes its snapshots; None: not known
 
     Attributes:
-        root: folder of the run's checkpoints, or its URL; None: no keeper answers
-        named: the same as the keepers name it, which may be where it was once; None: no keeper answers
+        root: folder of the run's checkpoints, or its URL; None: no server answers
+        named: the same as the servers name it, which may be where it was once; None: no server answers
         token, is_owner: as given
-        about: what each keeper says about itself, by rank
-        silent: ranks whose keeper does not answer
+        about: what each server says about itself, by rank
+        silent: ranks whose server does not answer
     """
 
     def __init__(
-        self, root: str | None, token: str, keepers: Sequence[RemoteKeeper], is_owner: bool | None = None
+        self, root: str | None, token: str, clients: Sequence[HostClient], is_owner: bool | None = None
     ) -> None:
         self.token = token
         self.is_owner = is_owner
         self.about: dict[int, dict[str, Any]] = {}
         self.silent: list[int] = []
-        self._answering: dict[int, Keeper] = {}
-        for keeper in keepers:
+        self._answering: dict[int, SnapshotStore] = {}
+        for client in clients:
             try:
-                self.about[keeper.rank] = keeper.about()
-                self._answering[keeper.rank] = keeper
+                self.about[client.rank] = client.about()
+                self._answering[client.rank] = client
             except ConnectionError as error:
                 logger.info("left out: %s", error)
             except TimeoutError as error:
                 logger.warning("%s", error)
-                self.silent.append(keeper.rank)
+                self.silent.append(client.rank)
         self.named = next((str(about["root"]) for about in self.about.values()), None)
         self.root = root or self.named
 
     @property
     def since(self) -> float:
-        """When it began, seconds since 1970; 0: no keeper answers."""
+        """When it began, seconds since 1970; 0: no server answers."""
         return max((float(about["since"]) for about in self.about.values()), default=0.0)
 
     @property
     def world_size(self) -> int | None:
-        """Its number of ranks; None: no keeper answers."""
+        """Its number of ranks; None: no server answers."""
         return next((int(about["world_size"]) for about in self.about.values()), None)
 
     @cached_property
@@ -106,12 +105,12 @@ class RunInMemory:
         return [] if is_all else sorted({*self._folders.values()} - {*self.steps})
 
     def steps_of(self, rank: int) -> list[int]:
-        """The steps of snapshots of which a rank's keeper has the rank's own part."""
+        """The steps of snapshots of which a rank's server has the rank's own part."""
         return self._steps_with([file for file in self._files[rank] if file.home is None])
 
     def copies_of(self, rank: int) -> list[KeptCopy]:
-        """What a rank's keeper has of ranks on other hosts."""
-        copies = defaultdict[int, list[KeptFile]](list)
+        """What a rank's server has of ranks on other hosts."""
+        copies = defaultdict[int, list[ListedFile]](list)
         for file in self._files[rank]:
             if file.home is not None:
                 copies[file.home].append(file)
@@ -121,7 +120,7 @@ class RunInMemory:
             for home, files in sorted(copies.items())
         ]
 
-    def _steps_with(self, files: Sequence[KeptFile]) -> list[int]:
+    def _steps_with(self, files: Sequence[ListedFile]) -> list[int]:
         """The steps of snapshots that have one of these files; what is not whole counts where ranks are elsewhere."""
         folders = {*map(self._folder_of, files)}
         return [step for step in sorted([*self.steps, *self.parts]) if folders & self._folders_of(step)]
@@ -130,9 +129,9 @@ class RunInMemory:
         return {folder for folder, found in self._folders.items() if found == step}
 
     @cached_property
-    def _files(self) -> dict[int, list[KeptFile]]:
-        """What each keeper has, by rank."""
-        return {rank: keeper.listed("") for rank, keeper in self._answering.items()}
+    def _files(self) -> dict[int, list[ListedFile]]:
+        """What each server has, by rank."""
+        return {rank: client.listed("") for rank, client in self._answering.items()}
 
     @cached_property
     def _folders(self) -> dict[str, int]:
@@ -141,7 +140,7 @@ class RunInMemory:
         named = ((folder, names.step_of(folder.rpartition("/")[2])) for folder in folders for names in NAMINGS.values())
         return {folder: step for folder, step in named if step is not None}
 
-    def _folder_of(self, file: KeptFile) -> str:
+    def _folder_of(self, file: ListedFile) -> str:
         root = self.snapshots.path
         return f"{root}/{file.path.removeprefix(f'{root}/').partition('/')[0]}"
 
@@ -151,19 +150,19 @@ class RunInMemory:
         return created_of(manifest) or 0.0, sum(entry["size"] for entry in manifest["files"]), manifest["world_size"]
 
     def drop(self, step: int) -> int:
-        """Delete the snapshot of a step from all keepers; returns how many bytes it had."""
+        """Delete the snapshot of a step from all servers; returns how many bytes it had."""
         nbytes = 0
         for path in self._folders_of(step):
-            for keeper in self._answering.values():
-                files = keeper.listed(path)
-                keeper.delete([file.path for file in files])
+            for client in self._answering.values():
+                files = client.listed(path)
+                client.delete([file.path for file in files])
                 nbytes += sum(file.size for file in files)
         del self.snapshots, self._files, self._folders
         return nbytes
 
 
 def runs_in_memory(root: str | None = None, options: Mapping[str, str] | None = None) -> list[RunInMemory]:
-    """The runs with keepers on this host, of a folder of checkpoints or of all; the one that owns the folder first.
+    """The runs with servers on this host, of a folder of checkpoints or of all; the one that owns the folder first.
 
     Args:
         root: absolute path of the folder, or its URL; None: all folders
@@ -177,10 +176,10 @@ def runs_in_memory(root: str | None = None, options: Mapping[str, str] | None = 
         owner = read_owner(storage_at(root, options=options), root)
         wanted = {*tokens_at(root)} if owner is None else {*owner.lineage}
     runs = [
-        RunInMemory(root, token, keepers, None if owner is None else token == owner.token)
+        RunInMemory(root, token, clients, None if owner is None else token == owner.token)
         for identity, token in here
         if root is None or token in wanted
-        if (keepers := HostKeepers().at(SocketPlace(identity, token)))
+        if (clients := HostClients().at(SocketPlace(identity, token)))
     ]
     if root is not None:
         storage_of = partial(storage_at, options=options)
@@ -192,7 +191,7 @@ def runs_of(argument: str, root: str, options: Mapping[str, str] | None = None) 
     """As `runs_in_memory`, of a folder that an argument names.
 
     Raises:
-        CheckpointNotFoundError: no keeper has a snapshot of it; the text says of which one has
+        CheckpointNotFoundError: no server has a snapshot of it; the text says of which one has
     """
     found = runs_in_memory(root, options)
     if not found:

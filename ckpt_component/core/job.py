@@ -13,7 +13,7 @@ The process is a `Child`, or has its methods, as `compat.worker_process` has, wh
 shall not wait for an answer asks on a `Lane`.
 
 The writer process is no job (`core/writing/process.py`). A save is several frames, and which of them are sent depends
-on what this very process was sent before, so it must not be replaced between them. A keeper has several connections: a
+on what this very process was sent before, so it must not be replaced between them. A server has several connections: a
 late answer ends one of them, or the process. What a late write has open is looked up before the process is ended.
 """
 

@@ -92,7 +92,7 @@ class LoadReport:
         step: the step that was restored; of a load path by path, the step in the checkpoint's name, or None
         error: the error text of a failed load
         bytes: size of the checkpoint's files, whether this rank read all of them or not
-        source: `memory` if the bytes came from the memory of this host's keepers; `peer` if some of this rank's came
+        source: `memory` if the bytes came from the memory of this host's servers; `peer` if some of this rank's came
             from those of another host; else `storage`
         verified: whether what was read was compared with the checkpoint's checksums
         proven: keys of the objects that gave back all that they were given, bit for bit; empty: nothing was compared

@@ -62,8 +62,8 @@ from .run_policies import best_policy, error_policy, export_policy, load_options
 from .run_uploads import uploads_of
 
 if TYPE_CHECKING:
-    from ..managing.host_tier import HostTier
-    from .recovery import SnapshotParts
+    from ..hosts.recovery import SnapshotParts
+    from ..hosts.tier import HostTier
     from .run_publishing import RunPublishing
 
 logger = logging.getLogger(__name__)
@@ -271,8 +271,8 @@ def manager_of(
             context = SaveContext(ranks, place_of, timeouts, folder, policy, events, shown, unseen=unseen)
             base = _base(settings, storage_of)
             find = BaseFiles(partial(_bases, roots[0], base, job), saves_to, names).find
-            kept_run = run if save.enabled else None
-            checkpointer = _build_graph(settings, parts, storage_of, context, find, snapshots, kept_run, run.hosts)
+            served_run = run if save.enabled else None
+            checkpointer = _build_graph(settings, parts, storage_of, context, find, snapshots, served_run, run.hosts)
             restorer = Restorer(checkpointer, folder, save.enabled, None if snapshots is None else snapshots.earlier)
         except BaseException:
             ranks.close()
@@ -417,7 +417,7 @@ def _collective(
     """What makes the loads of all ranks; which hosts they are on, they ask at the first load if it is unknown."""
     if settings.read_once is ReadMode.off or (hosts is not None and not hosts.several):
         return CollectiveLoads(ranks, timeouts)
-    from ..loading.read_once import ReadOnce  # which imports torch.distributed
+    from ..hosts.share import ReadOnce  # which imports torch.distributed
 
     return ReadOnce(ranks, timeouts)
 
@@ -426,7 +426,7 @@ def _snapshot_parts(settings: Checkpoint, outside: Outside) -> SnapshotParts | N
     """What keeps snapshots in memory; None: nothing does."""
     if not settings.enabled or settings.recovery.mode is RecoveryMode.none:
         return None
-    from .recovery import SnapshotParts  # which runs without recovery need not wait for
+    from ..hosts.recovery import SnapshotParts  # which runs without recovery need not wait for
 
     return SnapshotParts(settings, outside)
 
@@ -442,7 +442,7 @@ def _publishing(settings: Checkpoint) -> RunPublishing | None:
 
 def _host_tier(files: FileStorage, folder: str, run: RunContext, *, saves: bool) -> HostTier:
     """The local folders of several hosts; raises as `HostTier.begin`."""
-    from ..managing.host_tier import HostTier  # which runs on one host need not wait for
+    from ..hosts.tier import HostTier  # which runs on one host need not wait for
 
     tier = HostTier(files, folder, run.ranks, run.hosts, run.timeouts)
     try:
@@ -459,7 +459,7 @@ def _storage_in(storage: Storage, elsewhere: Callable[[str], Storage], path: str
 
 
 def _place_of(storage: Storage, memory: RunContext, path: str) -> Storage:
-    """The storage that a save goes to: the memory of the keepers, or that of the run's folder."""
+    """The storage that a save goes to: the memory of the servers, or that of the run's folder."""
     return memory.fs if memory.fs.holds(path) else storage
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from ..background.follower import Follower
-from ..background.host_uploads import HostUploads
 from ..background.upload_policy import UploadPolicy
 from ..background.uploads import BackgroundUploads, LagPolicy
 from ..config.schema import Checkpoint
@@ -14,7 +14,7 @@ from ..core.options import OnLag
 from ..managing.run_context import RunContext
 
 if TYPE_CHECKING:
-    from ..core.storage.host_folders import HostFolders
+    from ..hosts.folders import HostFolders
 
 
 def uploads_of(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> Follower | None:
@@ -53,8 +53,12 @@ def uploads_of(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> 
         host=host,
         rank=rank,
     )
+    if hosts:
+        policy = replace(policy, program="ckpt_component.hosts.host_uploads")
     if policy.leads:
         return BackgroundUploads(
             policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error), run.ranks.outside
         )
+    from ..hosts.host_uploads import HostUploads  # which runs on one host do not load
+
     return HostUploads(policy, run.ranks.outside)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.commit.host_parts import manifest_of_attempt
+from ..core.commit.manifest import manifest_of_attempt
 from ..core.commit.scan import pointed_folder
 from ..core.commit.visibility import wait_visible
 from ..core.formats.opening import open_index

@@ -28,7 +28,7 @@ from .stop_signals import LAST_SAVE, StoppableLoop
 from .summary import contents_text, log_saves, warn_of_idle, warn_of_open, warn_of_wait
 
 if TYPE_CHECKING:
-    from .host_tier import HostTier  # which runs on one host do not load
+    from ..hosts.tier import HostTier  # which runs on one host do not load
 
 logger = logging.getLogger(__name__)
 

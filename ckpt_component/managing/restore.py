@@ -30,8 +30,8 @@ from .lookup import candidates_of
 from .run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from ..hosts.snapshot_source import RunMemory  # which runs that keep no snapshots do not load
     from .run_context import RunContext
-    from .run_memory import RunMemory  # which runs that keep no snapshots do not load
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Found(NamedTuple):
         suspects: damaged steps, to quarantine, with their paths
         occupied: all steps that a save would collide with
         in_memory: the root of the snapshots in memory; empty: there are none
-        keepers: where those keepers are that other hosts have
+        servers: where those servers are that other hosts have
         attempts: of the checkpoints in folders that each host has for itself, by path
     """
 
@@ -57,7 +57,7 @@ class Found(NamedTuple):
     suspects: Sequence[tuple[int, str]]
     occupied: Sequence[int]
     in_memory: str
-    keepers: Sequence[Any]
+    clients: Sequence[Any]
     attempts: Mapping[str, str]
 
 
@@ -112,7 +112,7 @@ class Restorer:
         look = partial(self._look, manifests)
         found = Found(**ranks.meet("restore", offer, lambda offers: look(offers)._asdict(), deadline))
         if memory is not None:
-            memory.join(found.in_memory, found.keepers)
+            memory.join(found.in_memory, found.clients)
         tag = f"restore/{ranks.meetings['restore']}"
         options, new = options or self._policy.load_options, new_optimizer_states(state)
         unused = "" if self._policy.is_exact or not found.candidates else " and ".join(options)
@@ -334,13 +334,13 @@ class Restorer:
         if self._saves:
             self._folder.refuse_following(candidates[0][0] if candidates else None, occupied)
         kept = "" if in_memory is None else in_memory[0].root
-        keepers = () if in_memory is None or self._memory is None else self._memory.elsewhere(kept)
+        clients = () if in_memory is None or self._memory is None else self._memory.elsewhere(kept)
         suspects = [
             (step, at.path_of(step)) for at, has in places if at.root != kept for step in {**has.damaged, **has.torn}
         ]
         self._folder.purge.found(local)
         suspects = suspects if self._policy.searches else []
-        return Found(candidates, durable, suspects, occupied, kept, keepers, attempts)
+        return Found(candidates, durable, suspects, occupied, kept, clients, attempts)
 
     def _refuse_unknown(self, local: Scan, remote: str) -> None:
         """The permanent folder cannot be listed: refuse to begin if the local one has nothing to begin with.

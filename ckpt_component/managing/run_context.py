@@ -43,7 +43,7 @@ class RunContext:
         warned: warnings that were logged already, and are not repeated
         elsewhere: returns the storage of a path outside of `root`, a checkpoint of another run or its folder
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None
-        memory: the same run in the memory of this host's keepers, where each snapshot becomes whole first; None: none
+        memory: the same run in the memory of this host's servers, where each snapshot becomes whole first; None: none
             stays there
         hosts: which ranks are on which host
         preset: name of the preset that the run was configured with, for texts; None: unknown

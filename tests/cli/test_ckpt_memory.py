@@ -1,4 +1,4 @@
-"""`ckpt memory`: what keepers on this host have, as they and the folder on disk tell it."""
+"""`ckpt memory`: what servers on this host have, as they and the folder on disk tell it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.commit.names import OWNER
 from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.space import amount
 from ckpt_component.core.waits import Waits
+from ckpt_component.hosts.server import SnapshotServer
+from ckpt_component.hosts.stores import MemoryStore
+from ckpt_component.hosts.wire import memory_root
 
 Ckpt = Callable[..., Any]
 
@@ -43,10 +43,10 @@ def root(tmp_path: Path) -> Path:
 
 
 class Kept:
-    """The keepers of a run of two ranks, of which the second has died, with the trainer, a minute ago.
+    """The servers of a run of two ranks, of which the second has died, with the trainer, a minute ago.
 
     Attributes:
-        keepers: what each keeps
+        servers: what each keeps
         outside: of the first one's process
         token: of the run
     """
@@ -56,29 +56,29 @@ class Kept:
         assert owner is not None
         self.token = token or owner.token
         self.root = root
-        self.keepers = (KeptFiles(), KeptFiles())
+        self.clients = (MemoryStore(), MemoryStore())
         self.memory = memory_root(str(root), self.token)
         about = {"root": str(root), "world_size": 2, "since": time.time(), "lease": 500.0, "homes": {"7": "node7"}}
         alive, dead = {"alive": True, "gone": None}, {"alive": False, "gone": time.time() - 61}
         self.outside = Outside()
         self._servers = [
-            KeeperServer(self.keepers[0], self.memory, 0, lambda: {**about, **alive}, outside=self.outside),
-            KeeperServer(self.keepers[1], self.memory, 1, lambda: {**about, **dead}),
+            SnapshotServer(self.clients[0], self.memory, 0, lambda: {**about, **alive}, outside=self.outside),
+            SnapshotServer(self.clients[1], self.memory, 1, lambda: {**about, **dead}),
         ]
 
     def take(self, step: int) -> None:
-        """Keep what is on disk: the data in the second keeper, the rest in the first."""
+        """Keep what is on disk: the data in the second server, the rest in the first."""
         for path in (self.root / f"iter_{step:07}").iterdir():
-            keeper = self.keepers[path.suffix == ".distcp"]
-            keeper.put(f"{self.memory}/{path.parent.name}/{path.name}", path.read_bytes())
+            client = self.clients[path.suffix == ".distcp"]
+            client.put(f"{self.memory}/{path.parent.name}/{path.name}", path.read_bytes())
 
     def take_copies(self, step: int) -> None:
-        """Keep copies in the first keeper of what rank 7, on another host, has of a step."""
+        """Keep copies in the first server of what rank 7, on another host, has of a step."""
         folder = f"{self.memory}/iter_{step:07}"
-        self.keepers[0].put_replica(7, folder, {f"{folder}/__7_0.distcp": (b"bytes", time.time())})
+        self.clients[0].put_replica(7, folder, {f"{folder}/__7_0.distcp": (b"bytes", time.time())})
 
     def close_second(self) -> None:
-        """The second keeper is on another host: nobody finds it here."""
+        """The second server is on another host: nobody finds it here."""
         self._servers[1].close()
 
     def __enter__(self) -> Kept:
@@ -97,7 +97,7 @@ def kept(root: Path) -> Iterator[Kept]:
         yield kept
 
 
-def test_ls_has_a_row_for_each_keeper(ckpt: Ckpt, root: Path, kept: Kept) -> None:
+def test_ls_has_a_row_for_each_client(ckpt: Ckpt, root: Path, kept: Kept) -> None:
     kept.take(2)
     ran = ckpt("memory", "ls", root)
     assert ran.code == 0
@@ -111,7 +111,7 @@ def test_ls_has_a_row_for_each_keeper(ckpt: Ckpt, root: Path, kept: Kept) -> Non
         (0, [2], True, os.getpid()),
         (1, [2], False, os.getpid()),
     ]
-    assert [row["bytes"] for row in rows] == [keeper.nbytes for keeper in kept.keepers]
+    assert [row["bytes"] for row in rows] == [client.nbytes for client in kept.clients]
 
 
 def test_the_list_of_a_folder_has_its_snapshots_too(ckpt: Ckpt, root: Path, kept: Kept) -> None:
@@ -140,7 +140,7 @@ def test_a_folder_is_listed_where_the_sockets_are_not_mine_alone(
 
 def test_what_is_not_whole_is_no_snapshot(ckpt: Ckpt, root: Path, kept: Kept) -> None:
     kept.take(2)
-    kept.keepers[1].delete([file.path for file in kept.keepers[1].listed("")])
+    kept.clients[1].delete([file.path for file in kept.clients[1].listed("")])
     assert [row["steps"] for row in ckpt("memory", "ls", "--json").json["keepers"]] == [[], []]
     ran = ckpt("memory", "drop", root)
     assert ran.code == 2 and "has no whole snapshot" in ran.err and f"ckpt ls {root}" in ran.err
@@ -170,7 +170,7 @@ def test_drop_says_what_the_next_start_resumes_from(ckpt: Ckpt, root: Path, kept
         ["dropped", "step", "3"],
     ]
     assert f"from step 3 ({root / 'iter_0000003'})" in gone.out
-    assert not any(keeper.listed("") for keeper in kept.keepers)
+    assert not any(client.listed("") for client in kept.clients)
     again = ckpt("memory", "drop", root)
     assert again.code == 2 and "has no whole snapshot" in again.err
 
@@ -229,9 +229,9 @@ def test_who_has_no_checkpoint_left_begins_anew(ckpt: Ckpt, root: Path, kept: Ke
     assert ran.code == 0 and "has no checkpoint: the next start begins anew" in ran.out
 
 
-def test_ls_says_whose_copies_a_keeper_has(kept: Kept, ckpt: Ckpt) -> None:
+def test_ls_says_whose_copies_a_client_has(kept: Kept, ckpt: Ckpt) -> None:
     kept.take(1)
-    own = kept.keepers[0].nbytes
+    own = kept.clients[0].nbytes
     kept.take_copies(1)
     first, second = ckpt("memory", "ls", "--json").json["keepers"]
     assert (first["copies"], second["copies"]) == ([{"rank": 7, "host": "node7", "steps": [1], "bytes": 5}], [])
@@ -251,7 +251,7 @@ def test_a_part_of_a_snapshot_on_several_hosts_is_listed_and_dropped(ckpt: Ckpt,
     shown = ckpt("memory", "show", root)
     assert shown.code == 2 and "has only a part of step 2" in shown.err and "where a run finds it" in shown.err
     dropped = ckpt("memory", "drop", root)
-    assert dropped.code == 0 and "type the same on each of them" in dropped.out and not kept.keepers[0].listed("")
+    assert dropped.code == 0 and "type the same on each of them" in dropped.out and not kept.clients[0].listed("")
 
 
 @pytest.mark.parametrize("spelling", ["link", "above/run", "run/../run/"])
@@ -280,7 +280,7 @@ def test_a_folder_that_was_moved_is_found_and_one_that_has_its_name_now_is_not(
     assert ckpt("memory", "ls", moved, "--json").json["keepers"][0]["steps"] == [1]
     for action in ("ls", "drop"):
         assert "This host has no snapshot of" in ckpt("memory", action, root).err
-    assert any(keeper.listed("") for keeper in kept.keepers)
+    assert any(client.listed("") for client in kept.clients)
 
 
 def test_a_copy_of_a_folder_has_nothing_in_memory(ckpt: Ckpt, root: Path, kept: Kept) -> None:
@@ -291,7 +291,7 @@ def test_a_copy_of_a_folder_has_nothing_in_memory(ckpt: Ckpt, root: Path, kept: 
     assert ckpt("memory", "drop", root, "--json").json["dropped"]
 
 
-def test_ls_says_for_whom_a_keeper_waits(ckpt: Ckpt, root: Path, kept: Kept) -> None:
+def test_ls_says_for_whom_a_client_waits(ckpt: Ckpt, root: Path, kept: Kept) -> None:
     seconds = [0.0]
     kept.outside.waits = Waits(lambda: seconds[0], time.time)
     with kept.outside.waits.on("rank 3, which has not voted", 60.0) as wait:
@@ -299,6 +299,9 @@ def test_ls_says_for_whom_a_keeper_waits(ckpt: Ckpt, root: Path, kept: Kept) -> 
         wait.look()
         (line,) = [line for line in ckpt("memory", "ls", root).out.splitlines() if "waited" in line]
         (first, second) = ckpt("memory", "ls", root, "--json").json["keepers"]
-    assert line.startswith("  rank 0's keeper has waited 12.") and "for rank 3, which has not voted, at most 4" in line
+    assert (
+        line.startswith("  rank 0's snapshot server has waited 12.")
+        and "for rank 3, which has not voted, at most 4" in line
+    )
     assert first["waits"][0]["for"] == "rank 3, which has not voted" and second["waits"] == []
     assert "waited" not in ckpt("memory", "ls", root).out

@@ -21,11 +21,11 @@ from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.part_notes import PartNote, note_path, read_note, write_note
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.hosts.host_uploads import PartNote, note_path, read_note, write_note
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from faults.invariants import blank_state, differences, state_of
 from faults.workloads import prepare
 
 from ckpt_component import CheckpointError, CheckpointListener, LoadReport, SaveReport, build_manager
-from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.hosts.snapshots import MemoryCaller
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 
@@ -67,8 +67,8 @@ def live(root: str, log: str, steps: int, lease: int, dies: tuple[int, int] | No
         root: the folder
         log: where each rank says what it does
         steps: how many to train
-        lease: of the keepers
-        dies: a rank, and which of its snapshots it dies with, counted from 1, before its keeper has it; None: none does
+        lease: of the servers
+        dies: a rank, and which of its snapshots it dies with, counted from 1, before its server has it; None: none does
     """
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def live(root: str, log: str, steps: int, lease: int, dies: tuple[int, int] | No
 
 
 def die_before_giving(number: int) -> None:
-    """Let this process die with the n-th snapshot that it would have its keeper keep."""
+    """Let this process die with the n-th snapshot that it would have its server keep."""
     gives, left = MemoryCaller.run, iter(range(number - 1, -1, -1))
 
     def run(*arguments: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Seeded random kills of a job that keeps its snapshots in memory: a rank, its keeper, both, torchrun, all ranks.
+"""Seeded random kills of a job that keeps its snapshots in memory: a rank, its server, both, torchrun, all ranks.
 
 Each life of the job has another number of ranks than the one before. A rank is killed at any time, or when the ranks
-have begun with a snapshot and its keeper does not have it yet; the others a moment later.
+have begun with a snapshot and its server does not have it yet; the others a moment later.
 
 pytest tests/faults/test_recovery_kills.py                               the short form
 pytest --run-soak tests/faults/test_recovery_kills.py                    300 kills
@@ -32,7 +32,7 @@ WORLDS = (2, 3, 4)
 #: A restart may wait so long for processes that are gone, in seconds; the least of its `timeouts` is longer.
 MOST_WAITED = 5.0
 #: Steps that a trainer is ahead of what is whole in memory: the images in flight, one of which never becomes whole if
-#: its rank dies before it gives it to its keeper, and the step that it is in.
+#: its rank dies before it gives it to its server, and the step that it is in.
 AHEAD = 4
 PATIENCE_S = 60.0
 #: Jobs whose ranks do not meet, in a hundred or so.
@@ -59,7 +59,7 @@ class Lives:
         self.ranks, self.before = WORLDS[0], ""
         self.waited = 0.0
         self.wrong = list[str]()
-        #: The newest step that was acknowledged: in memory whose keepers live, and on disk; and the one reached.
+        #: The newest step that was acknowledged: in memory whose servers live, and on disk; and the one reached.
         self.kept = self.saved = self.reached = 0
 
     def run(self, kills: int) -> str:
@@ -101,8 +101,8 @@ class Lives:
             self.await_ranks(log, one if victim == "early" else None)
             time.sleep(self.choose.uniform(0, 0.7) * (victim != "early"))
             trainers = [lines[0]["pid"] for lines in told_by(log, ranks) if lines]
-            keepers = [child for pid in trainers for child in children_of(pid)]
-            self.kill(victim, one, launcher, trainers, keepers)
+            clients = [child for pid in trainers for child in children_of(pid)]
+            self.kill(victim, one, launcher, trainers, clients)
             end_session(launcher)
         ended = self.forker.wait(launcher, PATIENCE_S)
         said, who = told_by(log, ranks), f"life {number} ({victim or 'in peace'}, {ranks} ranks)"
@@ -127,13 +127,13 @@ class Lives:
                 return
             time.sleep(0.01)
 
-    def kill(self, victim: str, one: int, launcher: int, trainers: Sequence[int], keepers: Sequence[int]) -> None:
+    def kill(self, victim: str, one: int, launcher: int, trainers: Sequence[int], clients: Sequence[int]) -> None:
         """Kill -9 whom the dice say; `one` is the rank, which has died already if it was to die early."""
         chosen = {
             "early": [],
             "trainer": [*trainers[one : one + 1]],
-            "keeper": [*keepers[one : one + 1]],
-            "both": [*trainers[one : one + 1], *keepers[one : one + 1]],
+            "keeper": [*clients[one : one + 1]],
+            "both": [*trainers[one : one + 1], *clients[one : one + 1]],
             "torchrun": [launcher],
             "session": [launcher, *trainers],
         }[victim]
@@ -141,7 +141,7 @@ class Lives:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.kills[victim] += 1
-        time.sleep(self.choose.choice((0.0, 0.3, 1.0)))  # others may notice it, and their keepers have what it lacks
+        time.sleep(self.choose.choice((0.0, 0.3, 1.0)))  # others may notice it, and their servers have what it lacks
 
     def judge(self, who: str, said: Sequence[Sequence[dict[str, Any]]], *, harmed: bool) -> None:
         """Compare where a life began with what those before it had acknowledged, and take over what it has."""
@@ -169,7 +169,7 @@ class Lives:
         kept, saved, reached = ([newest(lines, what) for lines in said] for what in ("kept", "saved", "reached"))
         self.before = f"{who} had kept {kept}, saved {saved}, and reached {reached}"
         self.saved = max(self.saved, *saved)
-        # A keeper that its trainer has closed has nothing more, as one that was killed.
+        # A server that its trainer has closed has nothing more, as one that was killed.
         self.kept = 0 if harmed else max(*kept, *saved, step)
         self.reached = min(reached)  # who was not killed goes on for a moment
 

@@ -56,13 +56,9 @@ from .reach import TELLING_SECONDS, Reach
 REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS, KILLERS = (Path(__file__).with_name(f"{name}.txt") for name in ("survivors", "killers"))
 _RESUME = ("optimizer_match", "optimizer_values", "saved_optimizers", "proof")
-_READING = ("coalesced", "messages", "relay", "arrivals", "read_plan")
-_LOADING = tuple(f"loading/{name}.py" for name in (*_RESUME, *_READING))
-_KEEPING = ("keeper", "keep_job", "orphan_commit", "copy_memory", "copy_sender", "copy_taker")
-_WRITING = tuple(f"core/writing/{name}.py" for name in _KEEPING)
-_HOSTS = tuple(f"core/storage/{name}.py" for name in ("host_files", "host_folders"))
+_LOADING = tuple(f"loading/{name}.py" for name in (*_RESUME, "coalesced"))
 ROOMS = (
-    *("core/commit", "core/coordination", "core/storage/memory", *_HOSTS, *_WRITING),
+    *("core/commit", "core/coordination", "core/writing/orphan_commit.py", "hosts"),
     *("core/state/parameter_names.py", *_LOADING, "publishing", "managing", "saving"),
 )
 _OF_ROOMS = (

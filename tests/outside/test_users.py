@@ -81,12 +81,12 @@ ONCE = {
     # The contract of torch.multiprocessing.spawn, for a user's functions.
     "Process": {"compat/spawn.py"},
     # Frames; and the handshake that tells whether there will be any.
-    "sendall": {"core/processes/framing.py", "core/storage/memory/peer_sockets.py"},
+    "sendall": {"core/processes/framing.py", "hosts/wire.py"},
     "send_descriptors": {"core/processes/framing.py"},
-    "send_file": {"core/processes/framing.py", "core/storage/memory/keeper_server.py", "core/writing/copy_sender.py"},
+    "send_file": {"core/processes/framing.py", "hosts/server.py", "hosts/keep.py"},
     "answer_requests": {
         *("background/run_watch.py", "compat/worker_main.py"),
-        *("core/storage/memory/keeper_server.py", "core/writing/worker.py"),
+        *("hosts/server.py", "core/writing/worker.py"),
     },
 }
 

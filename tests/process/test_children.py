@@ -81,8 +81,8 @@ def test_hanging_up_reaches_it_past_a_fork_that_has_the_connection(
         ("child_program", {"ON_ORPHAN": "exit"}, 1),
         ("child_program", {"ON_ORPHAN": "finish"}, 0),
         ("ckpt_component.core.writing.worker", {}, 0),
-        ("ckpt_component.core.writing.keeper", {}, 0),
-        ("ckpt_component.core.writing.keeper", {"CKPT_RUNTIME_DIR": "/dev/null"}, 0),
+        ("ckpt_component.hosts.keep", {}, 0),
+        ("ckpt_component.hosts.keep", {"CKPT_RUNTIME_DIR": "/dev/null"}, 0),
     ],
 )
 def test_a_parent_that_dies_in_the_handshake_leaves_no_traceback(
@@ -90,8 +90,8 @@ def test_a_parent_that_dies_in_the_handshake_leaves_no_traceback(
 ) -> None:
     """It has sent the job, and does not read what the process sends then."""
     output: list[str] = []
-    keeper = {"folder": str(tmp_path), "root": ROOT, "rank": 0, "world_size": 1, "lease": 1.0}
-    job = keeper if program.endswith("keeper") else {"path": str(tmp_path / "out")}
+    client = {"folder": str(tmp_path), "root": ROOT, "rank": 0, "world_size": 1, "lease": 1.0}
+    job = client if program.endswith("keep") else {"path": str(tmp_path / "out")}
     common = {"CKPT_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": str(HERE)}
     child = Child(program, job, environment={**common, **environment}, log=output.append)
     child.hang_up(listens=False)

@@ -1,4 +1,4 @@
-"""Keepers in processes of their own send each other copies of real snapshots, as trainers tell them to."""
+"""Servers in processes of their own send each other copies of real snapshots, as trainers tell them to."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from ckpt_component.callers.memory_caller import MemoryCaller
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.locate import storage_at
-from ckpt_component.core.storage.memory.host_memory import HostMemory
-from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace, memory_root, split_root
-from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
-from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.core.writing.process import ByteProcess
+from ckpt_component.core.writing.process import ByteProcess, WriterProgram
 from ckpt_component.core.writing.request import ObjectBlob, WriteOptions, WriteRequest
 from ckpt_component.core.writing.write_table import Extent, FileSpec, WriteTable, places_of
 from ckpt_component.errors import CheckpointSaveError
+from ckpt_component.hosts.client import HostClient, PeerClient
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.snapshots import MemoryCaller
+from ckpt_component.hosts.wire import PeerAddress, SocketPlace, memory_root, split_root
 from ckpt_component.testing.conformance.leftovers import memfds, nothing_left
 
 ROOT = memory_root("/runs/one", "1f2e3d4c-0a0b0c0d")
@@ -39,10 +37,10 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def keeper(rank: int) -> Iterator[tuple[ByteProcess, MemoryCaller, MemoryCaller]]:
-    """A keeper, the connection that saves, and the one that talks of peers."""
+def client(rank: int) -> Iterator[tuple[ByteProcess, MemoryCaller, MemoryCaller]]:
+    """A server, the connection that saves, and the one that talks of peers."""
     job = {"folder": "/runs/one", "root": ROOT, "rank": rank, "world_size": 2, "lease": 30.0}
-    process = ByteProcess(30, job)
+    process = ByteProcess(30, WriterProgram("ckpt_component.hosts.keep", job))
     saves, peers = MemoryCaller(lambda timeout: process), MemoryCaller(lambda timeout: process)
     try:
         yield process, saves, peers
@@ -54,7 +52,7 @@ def keeper(rank: int) -> Iterator[tuple[ByteProcess, MemoryCaller, MemoryCaller]
 
 def save(caller: MemoryCaller, rank: int, step: int, arena: Arena) -> None:
     """Keep an image of four items in two files, and an object."""
-    own = HostMemory(own=RemoteKeeper(PLACE, rank))
+    own = HostMemory(own=HostClient(PLACE, rank))
     attempt = new_attempt(own, f"{ROOT}/iter_{step}", new_token())
     begin(attempt)
     places = places_of([(0, ITEM), (ITEM, ITEM)])
@@ -70,17 +68,17 @@ def save(caller: MemoryCaller, rank: int, step: int, arena: Arena) -> None:
 
 
 @pytest.mark.slow
-def test_a_snapshot_outlives_its_host_in_the_keeper_of_its_peer() -> None:
+def test_a_snapshot_outlives_its_host_in_the_client_of_its_peer() -> None:
     arenas = [Arena(4 * ITEM, shared=True) for _ in range(2)]
     for number, arena in enumerate(arenas):
         arena.memory[: 4 * ITEM] = bytes(range(number, number + 7)) * (4 * ITEM // 7)
-    with keeper(1) as (peer, _, ears):
+    with client(1) as (peer, _, ears):
         port = ears.listen(SECRET, "127.0.0.1", 10)
         assert ears.listen(SECRET, "127.0.0.1", 10) == port
         with pytest.raises(CheckpointSaveError, match="could not listen: .*listens on 127.0.0.1 already, for others"):
             ears.listen("another", "127.0.0.1", 10)
         to = [PeerAddress("b", "127.0.0.1", port, 1)]
-        with keeper(0) as (home, saves, mouth):
+        with client(0) as (home, saves, mouth):
             save(saves, 0, 1, arenas[0])
             with pytest.raises(
                 CheckpointSaveError, match="could not replicate: .*has not been told to listen to peers"
@@ -94,13 +92,13 @@ def test_a_snapshot_outlives_its_host_in_the_keeper_of_its_peer() -> None:
                     save(saves, 0, step, arenas[1])
                 answer = mouth.replicate(f"{ROOT}/iter_{step}", to, None, time.monotonic() + 30)
                 assert answer["sent"] == 4 * ITEM and answer["bytes"] > 4 * ITEM + 9 and answer["seconds"] > 0
-            about = RemoteKeeper(PLACE, 0).about()
+            about = HostClient(PLACE, 0).about()
             assert about["secret"] == SECRET and about["peer"]["address"] == "127.0.0.1"
-            paths = [file.path for file in RemoteKeeper(PLACE, 0).listed(ROOT) if "/iter_" in file.path]
+            paths = [file.path for file in HostClient(PLACE, 0).listed(ROOT) if "/iter_" in file.path]
             saves.retire([f"{ROOT}/iter_1", f"{ROOT}/iter_2"], 10)
             ears.retire([f"{ROOT}/iter_1", f"{ROOT}/iter_2"], 10)
             home.kill()
-        there = PeerKeeper(to[0], SECRET)
+        there = PeerClient(to[0], SECRET)
         assert sorted(file.path for file in there.listed(ROOT) if "/iter_" in file.path) == sorted(paths)
         seen = HostMemory(lambda _: [there])
         for step in (1, 2):
@@ -118,17 +116,17 @@ def test_a_snapshot_outlives_its_host_in_the_keeper_of_its_peer() -> None:
 
 
 @pytest.mark.slow
-def test_a_keeper_sends_what_it_has_begun_to_send_although_its_trainer_dies() -> None:
+def test_a_client_sends_what_it_has_begun_to_send_although_its_trainer_dies() -> None:
     arena = Arena(4 * ITEM, shared=True)
-    with nothing_left(), keeper(1) as (_, _, ears), keeper(0) as (home, saves, mouth):
+    with nothing_left(), client(1) as (_, _, ears), client(0) as (home, saves, mouth):
         to = [PeerAddress("b", "127.0.0.1", ears.listen(SECRET, "127.0.0.1", 10), 1)]
         mouth.listen(SECRET, "127.0.0.1", 10)
         save(saves, 0, 1, arena)
-        lane = home.open_lane(10)
+        lane = home.open_connection(10)
         request = {"path": f"{ROOT}/iter_1", "to": [list(each) for each in to], "rate": 500_000.0, "seconds": 30.0}
         lane.send({"kind": "replicate", "id": 0, **request}, time.monotonic() + 10)
         lane.hang_up()
-        there = PeerKeeper(to[0], SECRET)
+        there = PeerClient(to[0], SECRET)
         eventually(lambda: any(file.path.endswith("/__0_1") for file in there.listed(ROOT)))
         there.close()
     arena.close()

@@ -10,12 +10,10 @@ import pytest
 
 from ckpt_component import WorkerDiedError
 from ckpt_component.core.outside import Outside
-from ckpt_component.core.storage.memory.host_memory import HostMemory
-from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace, roots_here, split_root
-from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
-from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
-from ckpt_component.core.writing.process import ByteProcess, WriterConnection
+from ckpt_component.core.writing.process import ByteProcess, WriterConnection, WriterProgram
+from ckpt_component.hosts.client import HostClient, PeerClient, clients_of
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.wire import PeerAddress, SocketPlace, roots_here, split_root
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
@@ -33,9 +31,9 @@ def simulation() -> Iterator[Simulation]:
             os.close(fd)
 
 
-def keeper_of(outside: Outside, rank: int = 0) -> ByteProcess:
+def client_of(outside: Outside, rank: int = 0) -> ByteProcess:
     job = {"folder": "/runs/one", "root": ROOT, "rank": rank, "world_size": 2, "lease": 100.0}
-    return ByteProcess(30, job, outside)
+    return ByteProcess(30, WriterProgram("ckpt_component.hosts.keep", job), outside)
 
 
 def place(outside: Outside) -> SocketPlace:
@@ -66,18 +64,18 @@ def asked(lane: WriterConnection, outside: Outside, **header: Any) -> dict[str, 
     return lane.receive(outside.now() + 60, "test")
 
 
-def test_what_a_keeper_keeps_outlives_its_trainer_until_its_lease_is_over(simulation: Simulation) -> None:
+def test_what_a_client_keeps_outlives_its_trainer_until_its_lease_is_over(simulation: Simulation) -> None:
     trainer, other = simulation.process("trainer"), simulation.process("other")
     elsewhere = simulation.process("elsewhere", "b")
 
     def keep(outside: Outside) -> None:
-        process = keeper_of(outside)
+        process = client_of(outside)
         assert process.alive and process.pid != outside.pid()
-        own = RemoteKeeper(place(outside), 0)
+        own = HostClient(place(outside), 0)
         own.put(f"{STEP}/file", b"content")
         about = own.about()
         assert about["pid"] == process.pid and about["host"] == outside.host_name() and about["alive"]
-        lane = process.open_lane(10)
+        lane = process.open_connection(10)
         assert asked(lane, outside, kind="retire", keep=[STEP]) == {"kind": "done", "id": 1, "held": []}
         trainer.kill()
         outside.sleep(1)
@@ -88,67 +86,67 @@ def test_what_a_keeper_keeps_outlives_its_trainer_until_its_lease_is_over(simula
         assert memory.read(f"{STEP}/file", 100) == b"content"
         with memory.open_files(STEP) as files:
             assert files.size("file") == 7
-        (keeper,) = keepers_of(ROOT, outside)
-        assert not keeper.about()["alive"]
-        keeper.hold()
+        (client,) = clients_of(ROOT, outside)
+        assert not client.about()["alive"]
+        client.hold()
         outside.sleep(150)
-        assert keeper.listed(ROOT), "it is held"
-        keeper.close()
+        assert client.listed(ROOT), "it is held"
+        client.close()
         outside.sleep(110)
-        assert keepers_of(ROOT, outside) == [] and roots_here(outside) == []
+        assert clients_of(ROOT, outside) == [] and roots_here(outside) == []
 
     def look_elsewhere(outside: Outside) -> None:
-        assert keepers_of(ROOT, outside) == []
+        assert clients_of(ROOT, outside) == []
 
     trainer.start(keep, trainer.outside)
     in_turn(simulation, [(other, look), (elsewhere, look_elsewhere)])
 
 
-def test_a_keeper_ends_with_close_or_is_killed(simulation: Simulation) -> None:
+def test_a_client_ends_with_close_or_is_killed(simulation: Simulation) -> None:
     def script(outside: Outside) -> None:
-        process = keeper_of(outside)
+        process = client_of(outside)
         process.close(5)
         assert not process.alive and roots_here(outside) == []
-        process = keeper_of(outside)
+        process = client_of(outside)
         found = simulation.find(process.pid, "host")
         assert found is not None
         found.kill()
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             process.receive(outside.now() + 30, "timeouts.write")
-        assert roots_here(outside) != [] and keepers_of(ROOT, outside) == [] and roots_here(outside) == []
+        assert roots_here(outside) != [] and clients_of(ROOT, outside) == [] and roots_here(outside) == []
         process.close(1)
 
     in_turn(simulation, [(simulation.process("trainer"), script)])
 
 
-def test_keepers_of_other_hosts_are_reached_until_their_link_is_cut(simulation: Simulation) -> None:
+def test_clients_of_other_hosts_are_reached_until_their_link_is_cut(simulation: Simulation) -> None:
     one, two, port = simulation.process("one", "a"), simulation.process("two", "b"), list[int]()
 
     def listen(outside: Outside) -> None:
-        process = keeper_of(outside)
+        process = client_of(outside)
         address = outside.address_towards("b")
-        port.append(asked(process.open_lane(10), outside, kind="listen", secret="s", address=address)["port"])
-        RemoteKeeper(place(outside), 0).put(f"{STEP}/file", b"content")
+        port.append(asked(process.open_connection(10), outside, kind="listen", secret="s", address=address)["port"])
+        HostClient(place(outside), 0).put(f"{STEP}/file", b"content")
 
     def read(outside: Outside) -> None:
         peer = PeerAddress("a", simulation.network.address_of("a"), port[0], 0)
         with pytest.raises(PermissionError, match="belongs to another run"):
-            PeerKeeper(peer, "other", outside=outside)
-        keeper = PeerKeeper(peer, "s", outside=outside)
-        assert keeper.get(f"{STEP}/file", 100) == b"content"
-        with keeper.opened(STEP) as files:
+            PeerClient(peer, "other", outside=outside)
+        client = PeerClient(peer, "s", outside=outside)
+        assert client.get(f"{STEP}/file", 100) == b"content"
+        with client.opened(STEP) as files:
             assert files == {"file": b"content"}
         simulation.network.link("a", "b").flips = 1
         with pytest.raises(OSError, match="damaged"):
-            keeper.get(f"{STEP}/file", 100)
+            client.get(f"{STEP}/file", 100)
         simulation.network.link("a", "b").cuts.append((simulation.now, simulation.now + 20))
         with pytest.raises(TimeoutError):
-            keeper.get(f"{STEP}/file", 100)
+            client.get(f"{STEP}/file", 100)
         outside.sleep(20)
-        assert keeper.get(f"{STEP}/file", 100) == b"content"
+        assert client.get(f"{STEP}/file", 100) == b"content"
         simulation.network.lose("a")
         with pytest.raises(TimeoutError):
-            keeper.get(f"{STEP}/file", 100)
-        keeper.close()
+            client.get(f"{STEP}/file", 100)
+        client.close()
 
     in_turn(simulation, [(one, listen), (two, read)])

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from ranks import finish_ranks, run_ranks, start_ranks
-from snapshots import keepers
+from snapshots import clients
 from strides import STRIDE_OFFSET
 from waiting import eventually
 
@@ -87,7 +87,7 @@ def test_kills_of_the_run_its_publishing_and_the_receiver(
     received = [int(line) for line in (tmp_path / "received").read_text().split()]
     assert received == sorted(received) and received[-1] == newest(tmp_path)
     assert not [name for name in os.listdir(tmp_path / "weights") if name.startswith((".ckpt-tmp", ".ckpt-trash"))]
-    eventually(lambda: not keepers(), 60)
+    eventually(lambda: not clients(), 60)
 
 
 @pytest.mark.slow

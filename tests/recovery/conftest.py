@@ -1,4 +1,4 @@
-"""Every test has sockets of its own, and leaves no keeper, socket or memory."""
+"""Every test has sockets of its own, and leaves no server, socket or memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from snapshots import keepers, kill, sockets
+from snapshots import clients, kill, sockets
 from waiting import eventually
 
 
@@ -16,15 +16,17 @@ from waiting import eventually
 def nothing_outlives_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "runtime"))
     yield
-    eventually(lambda: not keepers(), 5, f"keepers left: {[process.cmdline() for process in keepers().values()]}")
+    eventually(
+        lambda: not clients(), 5, f"snapshot servers left: {[process.cmdline() for process in clients().values()]}"
+    )
     assert not [path for path in sockets() if path.is_socket()]
 
 
 @pytest.fixture
 def left_on_purpose() -> Iterator[None]:
-    """Kill the keepers that the test leaves for their lease, and remove their sockets."""
+    """Kill the servers that the test leaves for their lease, and remove their sockets."""
     yield
-    left = keepers().values()
+    left = clients().values()
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):  # its lease is over
             process.resume()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import keeper_of, keepers, kill, live
+from snapshots import client_of, clients, kill, live
 from waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("left_on_purpose")
@@ -48,15 +48,15 @@ def test_another_number_of_ranks_goes_on_where_a_run_was_killed(tmp_path: Path, 
     assert [life.restored for life in after] == [(3, "memory")] * now
     assert "restored step 3 from memory" in after[0].output
     assert {life.told["began"] for life in after} == {killed[0].told["digests"]["3"]}
-    eventually(lambda: not keepers(), what="its first snapshot ends all of those before")
+    eventually(lambda: not clients(), what="its first snapshot ends all of those before")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
-def test_all_fall_back_to_the_disk_when_one_keeper_of_two_is_gone(tmp_path: Path, first: int) -> None:
+def test_all_fall_back_to_the_disk_when_one_client_of_two_is_gone(tmp_path: Path, first: int) -> None:
     live(tmp_path, world_size=2, steps=3, durable=[1], end="kill")
-    kill(keeper_of(first))
-    # Without the leader's keeper, what the other one has looks unfinished, and is waited for.
+    kill(client_of(first))
+    # Without the leader's server, what the other one has looks unfinished, and is waited for.
     after = live(tmp_path, world_size=2, overrides=["checkpoint.timeouts.close=3s"])
     assert [life.restored for life in after] == [(1, "storage")] * 2
     assert not any("is damaged" in life.output or "ERROR" in life.output for life in after)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import keepers, kill, live
+from snapshots import clients, kill, live
 
 pytestmark = pytest.mark.usefixtures("left_on_purpose")
 
@@ -65,7 +65,7 @@ def test_a_step_that_is_saved_by_hand_is_in_memory_and_on_the_disk(tmp_path: Pat
     assert killed.told["steps"] == [3] and "WARNING" not in killed.output
     (second,) = live(tmp_path, end="kill")
     assert second.restored == (3, "memory") and second.told["began"] == killed.told["digests"]["3"]
-    for process in keepers().values():
+    for process in clients().values():
         kill(process)
     (third,) = live(tmp_path)
     assert third.restored == (3, "storage") and third.told["began"] == killed.told["digests"]["3"]

@@ -1,4 +1,4 @@
-"""Damaged, dead and silent keepers: all ranks fall back together, and say so."""
+"""Damaged, dead and silent servers: all ranks fall back together, and say so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from snapshots import MEMORY, finish_lives, flip_images, keeper_of, keepers, kill, live, start_lives, stopped
+from snapshots import MEMORY, client_of, clients, finish_lives, flip_images, kill, live, start_lives, stopped
 from waiting import eventually
 
 from ckpt_component import build_checkpointer, build_manager
@@ -26,7 +26,7 @@ def errors(output: str) -> list[str]:
 def test_all_ranks_fall_back_together_from_a_damaged_image(tmp_path: Path, world_size: int) -> None:
     killed = live(tmp_path, world_size=world_size, steps=3, durable=[1], end="kill", state=FROZEN)
     damaged = 0
-    for process in keepers().values():
+    for process in clients().values():
         try:
             flip_images(process, PATTERN)
             damaged += 1
@@ -47,7 +47,7 @@ def test_all_ranks_fall_back_together_from_a_damaged_image(tmp_path: Path, world
 @pytest.mark.usefixtures("left_on_purpose")
 def test_no_tensor_is_touched_when_memory_and_the_disk_are_damaged(tmp_path: Path) -> None:
     live(tmp_path, steps=3, durable=[1], end="kill", state=FROZEN)
-    flip_images(keeper_of(0), PATTERN)
+    flip_images(client_of(0), PATTERN)
     (tmp_path / "run" / "iter_0000001" / "__0_0.distcp").unlink()
     (after,) = finish_lives(start_lives(tmp_path, state=FROZEN))
     assert after.code == 1 and after.told["untouched"], after.output
@@ -55,9 +55,9 @@ def test_no_tensor_is_touched_when_memory_and_the_disk_are_damaged(tmp_path: Pat
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("left_on_purpose")
-def test_a_keeper_that_is_silent_is_passed_over_within_its_deadline(tmp_path: Path) -> None:
+def test_a_client_that_is_silent_is_passed_over_within_its_deadline(tmp_path: Path) -> None:
     live(tmp_path, steps=3, durable=[1], end="kill")
-    with stopped(keeper_of(0)):
+    with stopped(client_of(0)):
         (after,) = live(tmp_path, end="kill")
     assert after.restored == (1, "storage") and "cannot be used" in after.output
 
@@ -67,19 +67,19 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_training_goes_on_when_its_keeper_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_goes_on_when_its_client_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     overrides = [*MEMORY, "checkpoint.save.every_steps=100", "checkpoint.on_error=warn", "checkpoint.save.at_end=false"]
     with build_manager("async_persistent", overrides, dir=tmp_path / "run") as manager:
         manager.restore(state_of(0))
         manager.maybe_save(1, state_of(1))
         manager.wait()
-        kill(keeper_of(0))
+        kill(client_of(0))
         for step in (2, 3, 4):
             manager.maybe_save(step, state_of(step))
             manager.wait()
         assert [(report.step, report.outcome) for report in manager.reports][-1] == (4, "committed")
         assert any(record.levelname == "WARNING" for record in caplog.records)
-        assert keeper_of(0).is_running(), "a new one"
+        assert client_of(0).is_running(), "a new one"
 
 
 def test_loads_take_a_checkpoint_from_memory_while_it_is_there(
@@ -100,7 +100,7 @@ def test_loads_take_a_checkpoint_from_memory_while_it_is_there(
                 return checkpointer.last_load.source
 
             eventually(lambda: source() == "memory")
-            flip_images(keeper_of(0), PATTERN)
+            flip_images(client_of(0), PATTERN)
             caplog.clear()
             assert source() == "storage"
             assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1

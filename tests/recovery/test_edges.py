@@ -1,4 +1,4 @@
-"""The edges of a keeper's life, and what a run takes from keepers: quick, with keepers of few small files."""
+"""The edges of a server's life, and what a run takes from servers: quick, with servers of few small files."""
 
 from __future__ import annotations
 
@@ -29,16 +29,8 @@ from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.names import OWNER
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
-from ckpt_component.core.storage.memory.host_memory import HostMemory
-from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace, memory_root, roots_here, split_root
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
-from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper, keepers_of
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.core.writing.copy_sender import send_copy
-from ckpt_component.core.writing.keeper import SnapshotKeeper
-from ckpt_component.core.writing.process import ByteProcess
+from ckpt_component.core.writing.process import ByteProcess, WriterProgram
 from ckpt_component.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -46,29 +38,35 @@ from ckpt_component.errors import (
     CheckpointNotFoundError,
     CheckpointUnreadableError,
 )
-from ckpt_component.loading.nearest import NearestReader, copy_in_memory
+from ckpt_component.hosts.client import HostClient, clients_of
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.keep import SnapshotProcess, send_copy
+from ckpt_component.hosts.server import SnapshotServer
+from ckpt_component.hosts.snapshot_source import NearestReader, copy_in_memory
+from ckpt_component.hosts.stores import MemoryStore
+from ckpt_component.hosts.wire import PeerAddress, SocketPlace, memory_root, roots_here, split_root
 
 ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
-#: A keeper with one file, whose trainer has died when it hears so.
+#: A server with one file, whose trainer has died when it hears so.
 ORPHAN = f"""
 import socket, sys, threading
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.core.writing.keeper import SnapshotKeeper
-keeper = SnapshotKeeper("/runs/one", {ROOT!r}, 0, 1, float(sys.argv[1]))
-keeper.start()
+from ckpt_component.hosts.keep import SnapshotProcess
+server = SnapshotProcess("/runs/one", {ROOT!r}, 0, 1, float(sys.argv[1]))
+server.start()
 for path in sys.argv[2:]:
-    keeper.files.put(path, b"bytes")
+    server.files.put(path, b"bytes")
 print("ready", flush=True)
 word = sys.stdin.readline()
 if word == "soon\\n":
-    keeper.end_soon()
-if word == "lane\\n":
+    server.end_soon()
+if word == "connection\\n":
     ours, theirs = socket.socketpair()
-    keeper.start_lane(theirs.detach())
-    ends = threading.Timer(0.1, lambda: (print("the lane ends", flush=True), ours.close()))
+    server.start_connection(theirs.detach())
+    ends = threading.Timer(0.1, lambda: (print("the connection ends", flush=True), ours.close()))
     ends.start()
-keeper.outlive()
-keeper.close()
+server.outlive()
+server.close()
 """
 
 
@@ -90,89 +88,90 @@ def loses_its_trainer(process: subprocess.Popen[str], word: str = "") -> None:
     process.stdin.flush()
 
 
-def its_keeper() -> RemoteKeeper:
-    (keeper,) = keepers_of(ROOT)
-    return keeper
+def its_client() -> HostClient:
+    (client,) = clients_of(ROOT)
+    return client
 
 
-def test_a_keeper_stays_while_a_run_needs_it_and_then_for_its_lease() -> None:
+def test_a_client_stays_while_a_run_needs_it_and_then_for_its_lease() -> None:
     with orphan(0.3, f"{ROOT}/iter_1/file") as process:
-        keeper, other = its_keeper(), its_keeper()
-        keeper.hold()
+        client, other = its_client(), its_client()
+        client.hold()
         loses_its_trainer(process)
         eventually(lambda: not other.about()["alive"])
         time.sleep(0.9)  # the lease is over by now, thrice
         about = other.about()
         assert about["gone"] is not None and about["holders"] == 1 and 0 < about["lease"] <= 0.3
-        keeper.close()
+        client.close()
         process.wait(20)
         other.close()
         assert roots_here() == []
 
 
-def test_a_keeper_that_another_run_ends_has_nothing_more_and_does_not_wait_for_its_lease() -> None:
+def test_a_client_that_another_run_ends_has_nothing_more_and_does_not_wait_for_its_lease() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
-        keeper = its_keeper()
-        keeper.end()
-        eventually(lambda: not keeper.listed(""), what="it still has files")
-        assert process.poll() is None and keeper.about()["alive"], "its trainer lives"
+        client = its_client()
+        client.end()
+        eventually(lambda: not client.listed(""), what="it still has files")
+        assert process.poll() is None and client.about()["alive"], "its trainer lives"
         loses_its_trainer(process)
         process.wait(20)
-        keeper.close()
+        client.close()
 
 
-def test_a_keeper_without_files_ends_with_the_last_connection_to_its_trainer() -> None:
+def test_a_server_without_files_ends_with_the_last_connection_to_its_trainer() -> None:
     with orphan(1000) as process:
-        loses_its_trainer(process, "lane")
-        assert process.stdout is not None and process.stdout.read() == "the lane ends\n"
+        loses_its_trainer(process, "connection")
+        assert process.stdout is not None and process.stdout.read() == "the connection ends\n"
         process.wait(20)
 
 
-def test_a_keeper_that_is_to_end_soon_has_no_lease() -> None:
+def test_a_client_that_is_to_end_soon_has_no_lease() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
         loses_its_trainer(process, "soon")
         process.wait(20)
 
 
-def test_who_reads_the_output_of_a_trainer_does_not_wait_for_its_keeper() -> None:
+def test_who_reads_the_output_of_a_trainer_does_not_wait_for_its_client() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
         loses_its_trainer(process)
         assert process.stdout is not None and process.stdout.read() == ""
         assert process.poll() is None
-        keeper = its_keeper()
+        client = its_client()
         with suppress(ConnectionError):  # it may end before it has answered
-            keeper.end()
+            client.end()
         process.wait(20)
-        keeper.close()
+        client.close()
 
 
-def test_a_keeper_stays_for_its_lease_if_nobody_needs_it() -> None:
+def test_a_client_stays_for_its_lease_if_nobody_needs_it() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
         loses_its_trainer(process)
-        keeper = its_keeper()
-        eventually(lambda: not keeper.about()["alive"])
-        assert 900 < keeper.about()["lease"] <= 1000
-        assert keeper.get(f"{ROOT}/iter_1/file", 5) == b"bytes" and process.poll() is None
+        client = its_client()
+        eventually(lambda: not client.about()["alive"])
+        assert 900 < client.about()["lease"] <= 1000
+        assert client.get(f"{ROOT}/iter_1/file", 5) == b"bytes" and process.poll() is None
         with suppress(ConnectionError):  # it may end before it has answered
-            keeper.end()
+            client.end()
         process.wait(20)
-        keeper.close()
+        client.close()
 
 
-def a_keeper() -> ByteProcess:
+def a_client() -> ByteProcess:
     """A process as trainers start it."""
-    return ByteProcess(30, {"folder": "/runs/one", "root": ROOT, "rank": 0, "world_size": 1, "lease": 1000.0})
+    job = {"folder": "/runs/one", "root": ROOT, "rank": 0, "world_size": 1, "lease": 1000.0}
+    return ByteProcess(30, WriterProgram("ckpt_component.hosts.keep", job))
 
 
-def test_sigterm_ends_a_keeper_in_order_when_its_trainer_has_died_and_not_before() -> None:
-    process = a_keeper()
+def test_sigterm_ends_a_client_in_order_when_its_trainer_has_died_and_not_before() -> None:
+    process = a_client()
     try:
-        keeper = its_keeper()
-        keeper.put(f"{ROOT}/iter_1/file", b"bytes")
+        client = its_client()
+        client.put(f"{ROOT}/iter_1/file", b"bytes")
         assert os.readlink(f"/proc/{process.pid}/cwd") == "/", "it may stay longer than the folder of the trainer"
         os.kill(process.pid, signal.SIGTERM)
-        assert keeper.get(f"{ROOT}/iter_1/file", 5) == b"bytes" and keeper.about()["alive"]
-        keeper.close()
+        assert client.get(f"{ROOT}/iter_1/file", 5) == b"bytes" and client.about()["alive"]
+        client.close()
         process.hang_up()
         eventually(lambda: not process.alive, 10)
         assert roots_here() == []
@@ -180,13 +179,13 @@ def test_sigterm_ends_a_keeper_in_order_when_its_trainer_has_died_and_not_before
         process.kill()
 
 
-def test_a_keeper_without_a_safe_place_for_its_socket_says_so_to_its_trainer(
+def test_a_client_without_a_safe_place_for_its_socket_says_so_to_its_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as changed:
         changed.setenv("CKPT_RUNTIME_DIR", "not/absolute")
         with pytest.raises(CheckpointError, match="could not begin: .*CKPT_RUNTIME_DIR is not an absolute path"):
-            a_keeper()
+            a_client()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def test_a_folder_that_cannot_have_sockets_is_refused_with_the_key_that_names_it
             f"{folder.format(tmp_path)} cannot have the sockets of snapshots in memory: {why}; set CKPT_RUNTIME_DIR to"
         )
         with pytest.raises(CheckpointError, match=f"could not begin: .*{text}"):
-            a_keeper()
+            a_client()
 
 
 @pytest.mark.parametrize("call", ["makedirs", "unlink"])
@@ -221,46 +220,46 @@ def test_a_folder_that_is_read_only_is_refused_with_the_key_that_names_it(
     assert caught.value.errno == errno.EROFS
 
 
-def test_a_keeper_of_a_run_that_was_replaced_keeps_no_more() -> None:
-    keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
-    keeper.start()
+def test_a_client_of_a_run_that_was_replaced_keeps_no_more() -> None:
+    client = SnapshotProcess("/runs/one", ROOT, 0, 1, 10.0)
+    client.start()
     try:
-        remote = its_keeper()
+        remote = its_client()
         remote.end()
         remote.close()
         request = cast(Any, SimpleNamespace(attempt=SimpleNamespace(target=f"{ROOT}/iter_1")))
         with pytest.raises(CheckpointFencedError, match="Another run has taken over; .*iter_1 is not kept"):
-            keeper.keep(request, cast(Any, None), None)
-        other, to = KeptFiles(), PeerAddress("a", "127.0.0.1", keeper.listen("secret", "127.0.0.1"), 0)
+            client.keep(request, cast(Any, None), None)
+        other, to = MemoryStore(), PeerAddress("a", "127.0.0.1", client.listen("secret", "127.0.0.1"), 0)
         other.put(f"{ROOT}/iter_1/file", b"bytes")
         with pytest.raises(OSError, match="Another run has taken over; .*iter_1 is not kept"):
             send_copy(other, 1, f"{ROOT}/iter_1", to, "secret", None, time.monotonic() + 20)
     finally:
-        keeper.close()
+        client.close()
 
 
 def test_all_but_the_newest_snapshot_and_the_signs_of_life_are_dropped() -> None:
-    keeper = SnapshotKeeper("/runs/one", ROOT, 0, 1, 10.0)
+    client = SnapshotProcess("/runs/one", ROOT, 0, 1, 10.0)
     stays = [f"{ROOT}/.sign-of-life", f"{ROOT}/iter_2/a", f"{ROOT}/iter_2/attempt/b"]
     image = os.memfd_create("image", os.MFD_CLOEXEC)
     os.write(image, b"bytes")
     for path in (*stays, f"{ROOT}/iter_1/a", f"{ROOT}/iter_20/a", f"{ROOT}/iter_3/attempt/b"):
-        keeper.files.put(path, b"")
-    keeper.files.put_image(f"{ROOT}/iter_1/image", 7, image, 0, 5)
+        client.files.put(path, b"")
+    client.files.put_image(f"{ROOT}/iter_1/image", 7, image, 0, 5)
     os.close(image)
-    with keeper.files.opened(f"{ROOT}/iter_1"):
-        assert keeper.retire([f"{ROOT}/iter_2", f"{ROOT}/iter_3"]) == {7}
-        assert sorted(file.path for file in keeper.files.listed("")) == [*stays, f"{ROOT}/iter_3/attempt/b"]
-        assert keeper.retire([f"{ROOT}/iter_2"]) == {7}
-        assert sorted(file.path for file in keeper.files.listed("")) == stays
-    assert keeper.retire([f"{ROOT}/iter_2"]) == set()
+    with client.files.opened(f"{ROOT}/iter_1"):
+        assert client.retire([f"{ROOT}/iter_2", f"{ROOT}/iter_3"]) == {7}
+        assert sorted(file.path for file in client.files.listed("")) == [*stays, f"{ROOT}/iter_3/attempt/b"]
+        assert client.retire([f"{ROOT}/iter_2"]) == {7}
+        assert sorted(file.path for file in client.files.listed("")) == stays
+    assert client.retire([f"{ROOT}/iter_2"]) == set()
 
 
 class Kept:
-    """What a keeper in this process has of a run that was killed, whose steps 1 to 3 are in its folder."""
+    """What a server in this process has of a run that was killed, whose steps 1 to 3 are in its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.files = folder, KeptFiles()
+        self.folder, self.files = folder, MemoryStore()
         options = ["checkpoint.keep.last=9", "checkpoint.save.at_end=false"]
         with build_manager("sync", options, dir=folder) as manager:
             for step in (1, 2, 3):
@@ -269,7 +268,7 @@ class Kept:
         assert owner is not None
         self.root = memory_root(str(folder), owner.token)
         about = {"root": str(folder), "world_size": 1, "since": 1.0, "lease": 9.0, "alive": False, "gone": 2.0}
-        self.server = KeeperServer(self.files, self.root, 0, lambda: about)
+        self.server = SnapshotServer(self.files, self.root, 0, lambda: about)
 
     def take(self, step: int) -> None:
         """Keep a step."""
@@ -367,7 +366,7 @@ def test_no_tensor_has_bytes_of_a_damaged_image(kept: Kept) -> None:
     assert has(state, 0)
 
 
-def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_them(kept: Kept) -> None:
+def test_a_run_holds_clients_until_it_has_a_snapshot_of_its_own_and_then_ends_them(kept: Kept) -> None:
     kept.take_away(3)
     with next_run(kept) as (manager, _):
         for _ in range(2):
@@ -378,7 +377,7 @@ def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_th
         manager.wait()
         assert kept.server.ended.wait(20)
         eventually(lambda: kept.server.holders == 0)
-        newer = KeeperServer(KeptFiles(), memory_root(str(kept.folder), new_token()), 0, dict)
+        newer = SnapshotServer(MemoryStore(), memory_root(str(kept.folder), new_token()), 0, dict)
         newer.start()
         manager.save(5, state_of(5))
     try:
@@ -387,7 +386,7 @@ def test_a_run_holds_keepers_until_it_has_a_snapshot_of_its_own_and_then_ends_th
         newer.close()
 
 
-def test_a_run_waits_for_the_snapshot_that_a_keeper_completes(kept: Kept) -> None:
+def test_a_run_waits_for_the_snapshot_that_a_client_completes(kept: Kept) -> None:
     memory = HostMemory(lambda _: [], own=kept.files)
     attempt = new_attempt(memory, f"{kept.root}/iter_0000003", new_token())
     begin(attempt)
@@ -405,7 +404,7 @@ def test_a_run_waits_for_the_snapshot_that_a_keeper_completes(kept: Kept) -> Non
         completing.result()
 
 
-def test_a_run_that_begins_elsewhere_lets_the_keepers_go(kept: Kept) -> None:
+def test_a_run_that_begins_elsewhere_lets_the_clients_go(kept: Kept) -> None:
     kept.take(2)
     with next_run(kept) as (manager, _):
         assert manager.restore(state_of(0)) == 3
@@ -421,8 +420,8 @@ def test_going_back_drops_later_snapshots_alone(kept: Kept) -> None:
     assert kept.steps() == {"1", "2"}
 
 
-def test_sockets_of_dead_keepers_that_owned_nothing_go_with_the_first_snapshot(kept: Kept) -> None:
-    """Of a run that was killed with its keeper before it took the folder, and so is named nowhere."""
+def test_sockets_of_dead_clients_that_owned_nothing_go_with_the_first_snapshot(kept: Kept) -> None:
+    """Of a run that was killed with its server before it took the folder, and so is named nowhere."""
     place = split_root(memory_root(str(kept.folder), new_token()))
     assert place is not None
     dead = SocketPlace(*place)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from snapshots import finish_lives, gone, keepers, live, sockets, start_lives
+from snapshots import clients, finish_lives, gone, live, sockets, start_lives
 from waiting import eventually
 
 SHORT = ["checkpoint.recovery.lease=1s"]
@@ -15,7 +15,7 @@ SHORT = ["checkpoint.recovery.lease=1s"]
 @pytest.mark.parametrize("end", ["close", pytest.param("exit", marks=pytest.mark.slow)])
 def test_a_run_that_ends_well_leaves_nothing(tmp_path: Path, end: str) -> None:
     live(tmp_path, steps=2, end=end)
-    eventually(lambda: not keepers(), what="a keeper is left")
+    eventually(lambda: not clients(), what="a snapshot server is left")
     assert sockets() == []
 
 
@@ -31,7 +31,7 @@ def test_a_run_that_ends_with_an_exception_or_unclosed_is_kept_for_its_lease(tmp
 @pytest.mark.slow
 def test_all_is_gone_when_the_lease_is_over(tmp_path: Path) -> None:
     live(tmp_path, steps=2, end="kill", overrides=SHORT)
-    left = list(keepers().values())
+    left = list(clients().values())
     assert len(left) == 1, "it stays for a second"
     gone(*left, seconds=10)
     assert sockets() == []
@@ -40,9 +40,9 @@ def test_all_is_gone_when_the_lease_is_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_has_restored_holds_the_keeper_until_its_first_snapshot(tmp_path: Path) -> None:
+def test_a_run_that_has_restored_holds_the_client_until_its_first_snapshot(tmp_path: Path) -> None:
     live(tmp_path, steps=2, end="kill", overrides=["checkpoint.recovery.lease=5s"])
-    (first,) = keepers().values()
+    (first,) = clients().values()
     ranks = start_lives(tmp_path, end="hang")
     eventually(lambda: (tmp_path / "ready-0").exists(), 40)
     with pytest.raises(AssertionError):
@@ -55,12 +55,12 @@ def test_a_run_that_has_restored_holds_the_keeper_until_its_first_snapshot(tmp_p
 
 
 @pytest.mark.slow
-def test_the_first_snapshot_of_the_next_run_ends_the_keeper_before_its_lease(tmp_path: Path) -> None:
+def test_the_first_snapshot_of_the_next_run_ends_the_client_before_its_lease(tmp_path: Path) -> None:
     live(tmp_path, steps=2, end="kill")
-    (first,) = keepers().values()
+    (first,) = clients().values()
     live(tmp_path, steps=3)
     gone(first)
-    assert not keepers() and sockets() == []
+    assert not clients() and sockets() == []
 
 
 def test_without_recovery_no_socket_is_made_and_none_is_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who loads beside a run that lives takes what its keepers have, and that stays as it is until he has read it."""
+"""Who loads beside a run that lives takes what its servers have, and that stays as it is until he has read it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import MEMORY, in_memory, keeper_of, kill, paused
+from snapshots import MEMORY, client_of, in_memory, kill, paused
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, LoadReport, build_checkpointer, build_manager, load_weights
 from ckpt_component.core.image.arena import Arena
-from ckpt_component.core.storage.memory.host_memory import HostMemory
-from ckpt_component.core.storage.memory.keepers import LocalPiece
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.stores import LocalFile
 
 QUIET = [*MEMORY, "checkpoint.save.every_steps=100", "checkpoint.save.at_end=false"]
 READER = ["checkpoint/recovery=host"]
@@ -101,7 +101,7 @@ def reading_memory(phase: str) -> Iterator[tuple[threading.Event, threading.Even
     Args:
         phase: "verifying", which looks at the bytes where they are, or "copying"
     """
-    reached, go_on, preadv, view = threading.Event(), threading.Event(), os.preadv, LocalPiece.view
+    reached, go_on, preadv, view = threading.Event(), threading.Event(), os.preadv, LocalFile.view
 
     def wait() -> None:
         reached.set()
@@ -112,7 +112,7 @@ def reading_memory(phase: str) -> Iterator[tuple[threading.Event, threading.Even
             wait()
         return preadv(fd, *rest)
 
-    def look(piece: LocalPiece, offset: int, length: int) -> memoryview | None:
+    def look(piece: LocalFile, offset: int, length: int) -> memoryview | None:
         data = view(piece, offset, length)
         wait()
         return data
@@ -121,7 +121,7 @@ def reading_memory(phase: str) -> Iterator[tuple[threading.Event, threading.Even
         if phase == "copying":
             patch.setattr(os, "preadv", read)
         else:
-            patch.setattr(LocalPiece, "view", look)
+            patch.setattr(LocalFile, "view", look)
         try:
             yield reached, go_on
         finally:
@@ -131,7 +131,7 @@ def reading_memory(phase: str) -> Iterator[tuple[threading.Event, threading.Even
 @pytest.mark.parametrize("phase", ["verifying", "copying"])
 @pytest.mark.parametrize("keeper", ["lives", "dies"])
 def test_a_reader_has_the_bytes_that_it_began_with_while_training_goes_on(
-    tmp_path: Path, phase: str, keeper: str
+    tmp_path: Path, phase: str, client: str
 ) -> None:
     with (
         build_manager("async_persistent", QUIET, dir=tmp_path / "run") as manager,
@@ -145,8 +145,8 @@ def test_a_reader_has_the_bytes_that_it_began_with_while_training_goes_on(
         with reading_memory(phase) as (reached, go_on):
             loading = pool.submit(reader.load, path, state)
             assert reached.wait(20)
-            if keeper == "dies":
-                kill(keeper_of(0))
+            if client == "dies":
+                kill(client_of(0))
             for step in range(2, 8):  # each image is filled again, if it may be
                 manager.maybe_save(step, weight(step))
                 manager.wait()

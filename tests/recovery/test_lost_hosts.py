@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import Life, flip_images, keepers, live, lose
+from snapshots import Life, clients, flip_images, live, lose
 
 pytestmark = [pytest.mark.usefixtures("left_on_purpose"), pytest.mark.slow]
 
@@ -110,14 +110,14 @@ def test_a_damaged_copy_is_set_aside_by_all_ranks(tmp_path: Path) -> None:
     state: dict[str, Any] = {"state": {"frozen": 1 << 10}}
     killed(tmp_path, ["a", "b"], overrides=PEERS, **state)
     lose("a")
-    (keeper,) = keepers().values()
-    flip_images(keeper, struct.pack("2f", 500.0, 501.0))
+    (client,) = clients().values()
+    flip_images(client, struct.pack("2f", 500.0, 501.0))
     begins_with_the_disk(live(tmp_path, hosts=["a", "b"], overrides=PEERS, **state))
 
 
 def test_a_run_ends_at_once_while_a_snapshot_is_being_sent(tmp_path: Path) -> None:
     ended = live(tmp_path, hosts=["a", "b"], steps=3, overrides=SLOW)
-    assert not keepers() and not any("WARNING" in life.output or "ERROR" in life.output for life in ended)
+    assert not clients() and not any("WARNING" in life.output or "ERROR" in life.output for life in ended)
     live(tmp_path, hosts=["a", "b"], steps=3, end="raise", overrides=SLOW)
     assert {life.restored[0] for life in live(tmp_path, hosts=["a", "b"], overrides=PEERS)} == {3}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from bound import bound
-from snapshots import Life, keepers, live, lose, paused
+from snapshots import Life, clients, live, lose, paused
 from waiting import eventually
 
 from ckpt_component.core.commit.names import OWNER
@@ -37,7 +37,7 @@ def test_runs_that_spell_their_folder_differently_go_on_from_each_other(tmp_path
     began = []
     for number, spelling in enumerate(["lustre/run", "scratch/run", "scratch/../lustre//run/"], 1):
         began.append(trained(tmp_path, 3 * number, f"{tmp_path}/{spelling}").restored)
-        eventually(lambda: len(keepers()) == 1, 10, "those of the run before have not ended")
+        eventually(lambda: len(clients()) == 1, 10, "those of the run before have not ended")
     assert began == [(None, None), (3, "memory"), (6, "memory")]
 
 
@@ -90,7 +90,7 @@ def test_ranks_may_spell_the_folder_differently(tmp_path: Path, lustre: Path) ->
     live(tmp_path, world_size=2, steps=3, ranks=spelled(tmp_path, "lustre/run", "scratch/run"), **plan)
     lives = live(tmp_path, world_size=2, steps=4, ranks=spelled(tmp_path, "scratch/run", "lustre/run"), **plan)
     assert [life.restored for life in lives] == [(3, "memory")] * 2
-    eventually(lambda: len(keepers()) == 2, 10, "those of the run before have not ended")
+    eventually(lambda: len(clients()) == 2, 10, "those of the run before have not ended")
 
 
 def test_hosts_may_spell_the_folder_differently(tmp_path: Path, lustre: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trouble in the middle of a run: its disk fails, or a keeper stands still or dies. The run goes on, and so does the next."""
+"""Trouble in the middle of a run: its disk fails, or a server stands still or dies. The run goes on, and so does the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from snapshots import MEMORY, finish_lives, gone, in_memory, keeper_of, kill, live, paused, start_lives, stopped
+from snapshots import MEMORY, client_of, finish_lives, gone, in_memory, kill, live, paused, start_lives, stopped
 from waiting import eventually
 
 from ckpt_component import build_checkpointer, build_manager
@@ -52,11 +52,11 @@ def test_a_save_that_is_retried_leaves_memory_and_the_disk_right(
     assert back.restored == (3, "storage") and back.told["began"] == killed.told["digests"]["3"]
 
 
-def test_saves_go_on_with_a_keeper_that_stood_still(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_go_on_with_a_client_that_stood_still(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with build_manager("async_persistent", QUIET, dir=tmp_path / "run") as manager:
         manager.maybe_save(1, weight(1))
         manager.wait()
-        with stopped(keeper_of(0)):
+        with stopped(client_of(0)):
             manager.maybe_save(2, weight(2))
             manager.save(3, weight(3))
         manager.wait()
@@ -67,7 +67,7 @@ def test_saves_go_on_with_a_keeper_that_stood_still(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.slow
-def test_a_keeper_that_stands_still_is_replaced_when_a_save_is_due(
+def test_a_client_that_stands_still_is_replaced_when_a_save_is_due(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process that keeps snapshots also writes: a save that it does not answer is written by a new one."""
@@ -75,12 +75,12 @@ def test_a_keeper_that_stands_still_is_replaced_when_a_save_is_due(
     with build_manager("async_persistent", options, dir=tmp_path / "run") as manager:
         manager.maybe_save(1, weight(1))
         manager.wait()
-        began, keeper = time.monotonic(), keeper_of(0)
-        keeper.suspend()
+        began, client = time.monotonic(), client_of(0)
+        client.suspend()
         manager.save(2, weight(2))
         manager.wait()
         assert time.monotonic() - began < 20
-        gone(keeper)
+        gone(client)
         assert len([text for text in warnings_in(caplog) if "attempt 1 of 3 failed" in text]) == 1
         assert len([text for text in warnings_in(caplog) if "did not become whole in memory" in text]) == 1
         caplog.clear()
@@ -93,9 +93,9 @@ def test_a_keeper_that_stands_still_is_replaced_when_a_save_is_due(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("left_on_purpose")
-def test_the_next_run_finds_what_was_kept_after_a_keeper_died(tmp_path: Path) -> None:
+def test_the_next_run_finds_what_was_kept_after_a_client_died(tmp_path: Path) -> None:
     with paused(tmp_path, world_size=2, steps=6, pause=3, end="kill") as killed:
-        kill(keeper_of(1))
+        kill(client_of(1))
     assert any("WARNING" in life.output for life in killed)
     after = live(tmp_path, world_size=2)
     assert [life.restored for life in after] == [(6, "memory")] * 2

@@ -13,17 +13,17 @@ from rank_threads import rank_threads
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, SaveReport, WorkerDiedError
-from ckpt_component.callers.memory_caller import MemoryCaller
 from ckpt_component.core.coordination import Coordinator
 from ckpt_component.core.options import ResolvedTimeouts
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.events import EventRecorder
-from ckpt_component.saving.at_peers import PeerMap, SnapshotsAtPeers
+from ckpt_component.hosts.recovery import PeerMap, SnapshotsAtPeers
+from ckpt_component.hosts.snapshots import MemoryCaller
+from ckpt_component.hosts.wire import PeerAddress
 
 TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)
 
 
-class Keeper(MemoryCaller):
+class SnapshotStore(MemoryCaller):
     """Sends at once, or when it may."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class Rank:
 
     def __init__(self, ranks: Coordinator) -> None:
         peers = PeerMap([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret")
-        self.keeper, self.listener, self.first, self.notice = Keeper(), Heard(), list[str](), threading.Event()
+        self.client, self.listener, self.first, self.notice = SnapshotStore(), Heard(), list[str](), threading.Event()
         events = EventRecorder(listeners=[self.listener], rank=ranks.rank)
         self.first_is_told = threading.Event()
         self.first_is_told.set()
-        self.copies = SnapshotsAtPeers(peers, self.keeper, ranks, TIMEOUTS, events, self.tell_first)
-        self._prepare = self.copies.preparation(self.keeper)
+        self.copies = SnapshotsAtPeers(peers, self.client, ranks, TIMEOUTS, events, self.tell_first)
+        self._prepare = self.copies.preparation(self.client)
         self.copies.begin(self.notice.set)
         self.rank = ranks.rank
 
@@ -105,20 +105,20 @@ def both() -> Any:
             return on_all(lambda coordinator: function(ranks[coordinator.rank]))
 
         yield call
-        call(lambda rank: rank.keeper.go_on.set())
+        call(lambda rank: rank.client.go_on.set())
         call(lambda rank: rank.copies.close())
 
 
 def test_the_newest_snapshot_is_sent_when_nobody_sends_and_those_in_between_are_skipped(both: Any) -> None:
     assert both(lambda rank: rank.whole(1)) == [["step1"]] * 2
     assert both(lambda rank: rank.arrived()) == [["step1"]] * 2
-    both(lambda rank: rank.keeper.go_on.clear())
+    both(lambda rank: rank.client.go_on.clear())
     assert both(lambda rank: rank.whole(2)) == [["step1", "step2"]] * 2
     assert both(lambda rank: rank.whole(3)) == [["step1", "step2", "step3"]] * 2
     assert both(lambda rank: rank.whole(4)) == [["step1", "step2", "step4"]] * 2
-    both(lambda rank: rank.keeper.go_on.set())
+    both(lambda rank: rank.client.go_on.set())
     eventually(lambda: both(lambda rank: rank.paths()) == [["step4"]] * 2)
-    sent = both(lambda rank: rank.keeper.sent)
+    sent = both(lambda rank: rank.client.sent)
     assert [path for path, _ in sent[0]] == ["step1", "step2", "step4"]
     assert [to[0][1:] for _, to in sent[0]] == [("10.0.0.1", 4000, 1)] * 3, "where the other one listens"
     assert both(lambda rank: rank.first) == [["at peers"]] * 2
@@ -126,11 +126,11 @@ def test_the_newest_snapshot_is_sent_when_nobody_sends_and_those_in_between_are_
 
 def test_a_rank_with_a_newer_snapshot_sends_the_older_one_without_delay(both: Any) -> None:
     """It is whole there while the ranks agree on the one before, which another rank has not gone beyond."""
-    both(lambda rank: rank.keeper.go_on.clear())
+    both(lambda rank: rank.client.go_on.clear())
     both(lambda rank: rank.first_is_told.clear() if rank.rank == 0 else None)
     both(lambda rank: rank.whole(1))
     both(lambda rank: rank.whole(2))
-    both(lambda rank: rank.keeper.go_on.set())
+    both(lambda rank: rank.client.go_on.set())
 
     def go_on(rank: Rank) -> None:
         if rank.rank == 1:
@@ -165,20 +165,20 @@ def test_what_one_rank_cannot_send_is_at_no_peer_and_what_was_there_stays(
 
     def fail(rank: Rank) -> None:
         if rank.rank == 1:
-            rank.keeper.failure = WorkerDiedError("the peer has died.")
+            rank.client.failure = WorkerDiedError("the peer has died.")
 
     both(fail)
     both(lambda rank: rank.whole(2))
     eventually(lambda: caplog.text.count("step2 did not get to its peers") == 2)
     assert both(lambda rank: rank.paths()) == [["step1", "step2"]] * 2
-    both(lambda rank: setattr(rank.keeper, "failure", None))
+    both(lambda rank: setattr(rank.client, "failure", None))
     both(lambda rank: rank.whole(3))
     assert both(lambda rank: rank.arrived()) == [["step3"]] * 2
     assert "the peer has died" in caplog.text
 
 
 def test_nothing_is_sent_while_a_rank_cannot_listen(both: Any, caplog: pytest.LogCaptureFixture) -> None:
-    both(lambda rank: setattr(rank.keeper, "deaf", rank.rank == 0))
+    both(lambda rank: setattr(rank.client, "deaf", rank.rank == 0))
     assert both(lambda rank: rank.whole(1)) == [["step1"]] * 2
-    assert both(lambda rank: rank.keeper.sent) == [[]] * 2
-    assert "rank 0's keeper cannot be reached from other hosts: no port." in caplog.text
+    assert both(lambda rank: rank.client.sent) == [[]] * 2
+    assert "rank 0's snapshot server cannot be reached from other hosts: no port." in caplog.text

@@ -18,7 +18,6 @@ import torch
 from rank_threads import rank_threads
 
 from ckpt_component import CheckpointError, CheckpointFencedError, CheckpointGivenUpError, CheckpointSaveError
-from ckpt_component.callers.memory_caller import MemoryCaller, Retired
 from ckpt_component.callers.write_callers import InlineCaller
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
@@ -30,18 +29,18 @@ from ckpt_component.core.image.file_reuse import FileReuse
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.state.unchanged_tensors import UnchangedTensors
 from ckpt_component.core.storage.locate import file_storage
-from ckpt_component.core.storage.memory.host_memory import HostMemory
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.core.writing.keep_job import Image, run_keep_job
 from ckpt_component.core.writing.request import WriteRequest
 from ckpt_component.errors import WorkerDiedError
 from ckpt_component.events import CheckpointListener, SaveReport
 from ckpt_component.events.recorder import EventRecorder
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.keep import Image, run_keep_job
+from ckpt_component.hosts.snapshots import MemoryCaller, Retired, TieredSaveQueue
+from ckpt_component.hosts.stores import MemoryStore
 from ckpt_component.loading import Reader
 from ckpt_component.saving.context import NoRun, SaveContext
 from ckpt_component.saving.in_flight import SaveHandle
-from ckpt_component.saving.kept_snapshots import TieredSaveQueue
 from ckpt_component.saving.pipeline import SavePipeline
 from ckpt_component.saving.retry import ErrorPolicy
 from ckpt_component.saving.save_queue import SaveQueue
@@ -52,8 +51,8 @@ IN_MEMORY = "host://runs/one@1f2e3d4c-0a0b0c0d"
 TIMEOUTS = ResolvedTimeouts(stage=20.0, write=30.0, close=20.0)
 
 
-class Keeper(MemoryCaller):
-    """Keeps in this process what a keeper would keep in its own.
+class SnapshotStore(MemoryCaller):
+    """Keeps in this process what a server would keep in its own.
 
     Attributes:
         files: what is kept
@@ -64,7 +63,7 @@ class Keeper(MemoryCaller):
 
     def __init__(self) -> None:
         super().__init__(lambda timeout: cast(Any, None))
-        self.files = KeptFiles()
+        self.files = MemoryStore()
         self.failures: list[Exception | None] = []
         self.start_failures: list[CheckpointError] = []
         self.refusal: CheckpointError | None = None
@@ -150,14 +149,14 @@ class Claim(FencingToken):
 
 
 class Run:
-    """A run that keeps its newest snapshot, with the keepers of its ranks in this process."""
+    """A run that keeps its newest snapshot, with the servers of its ranks in this process."""
 
     def __init__(
         self,
         folder: Path,
         *,
         ranks: Coordinator | None = None,
-        keepers: list[Keeper] | None = None,
+        clients: list[SnapshotStore] | None = None,
         policy: ErrorPolicy | None = None,
         in_flight: int = 1,
         reuse: FileReuse | None = None,
@@ -165,9 +164,9 @@ class Run:
     ) -> None:
         ranks = ranks or LocalCoordinator()
         self.folder = folder
-        self.keepers = keepers or [Keeper()]
-        self.keeper = self.keepers[ranks.rank]
-        self.memory = HostMemory(lambda path: [each.files for each in self.keepers], own=self.keeper.files)
+        self.clients = clients or [SnapshotStore()]
+        self.client = self.clients[ranks.rank]
+        self.memory = HostMemory(lambda path: [each.files for each in self.clients], own=self.client.files)
         self.caller, self.stager, writer = Writing(), SharedMemoryStager(), DcpWriter()
         self.stager.connect(writer, ranks=ranks, shared=True, timeout=20.0, kept=1, in_flight=in_flight, reuse=reuse)
         self.listener, self.whole = Heard(), list[str]()
@@ -187,7 +186,7 @@ class Run:
         context = context if reuse is None else replace(context, reuse=reuse)
         queue = partial(
             TieredSaveQueue,
-            caller=self.keeper,
+            caller=self.client,
             writer=writer,
             memory=self.memory,
             path_of=lambda path: self.path(os.path.basename(path)),
@@ -234,7 +233,7 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.caller.go_on.set()
-        self.keeper.go_on.set()
+        self.client.go_on.set()
         try:
             self.pipeline.close()
         finally:
@@ -242,7 +241,7 @@ class Run:
                 for thread in threading.enumerate():
                     if thread.name.startswith("ckpt-keep"):
                         thread.join(20)
-            self.keeper.files.delete([file.path for file in self.keeper.files.listed("")])
+            self.client.files.delete([file.path for file in self.client.files.listed("")])
 
 
 @pytest.fixture(autouse=True)
@@ -316,9 +315,9 @@ def test_only_the_newest_snapshot_stays_and_the_older_ones_give_their_memory_bac
             run.save(step, memory=memory).result(60)
             run.wait_whole(step)
         assert run.in_memory() == [5] and holds(run.loaded(5, memory=True), 5)
-        assert len({arena.number for arena in run.keeper.arenas}) == 2
-    assert all(arena.closed for arena in run.keeper.arenas) and run.stager.host_bytes == 0
-    assert run.keeper.events[-1] == "closed"
+        assert len({arena.number for arena in run.client.arenas}) == 2
+    assert all(arena.closed for arena in run.client.arenas) and run.stager.host_bytes == 0
+    assert run.client.events[-1] == "closed"
     assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("ckpt-save")]
 
 
@@ -364,26 +363,26 @@ def test_a_snapshot_that_memory_does_not_take_is_a_warning_and_the_older_one_sta
     with Run(tmp_path) as run:
         run.save(1).result(60)
         run.wait_whole(1)
-        run.keeper.failures = [WorkerDiedError("the keeper has ended")]
+        run.client.failures = [WorkerDiedError("the snapshot server has ended")]
         assert run.save(2).result(60).outcome == "committed"
         run.save(3).result(60)
         run.wait_whole(2)
         assert run.on_disk() == [1, 2, 3] and run.in_memory() == [3]
         assert run.whole == [MEGATRON.folder(1), MEGATRON.folder(3)]
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "training continues" in warnings[0] and "the keeper has ended" in warnings[0]
+    assert len(warnings) == 1 and "training continues" in warnings[0] and "the snapshot server has ended" in warnings[0]
     assert [report.outcome for report in run.pipeline.reports] == ["committed"] * 3
 
 
 def test_what_was_in_memory_stays_there_when_a_newer_one_fails(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         run.save(1, memory=True).result(60)
-        run.keeper.failures = [CheckpointSaveError("no memory")]
+        run.client.failures = [CheckpointSaveError("no memory")]
         with pytest.raises(CheckpointSaveError, match="no memory"):
             run.save(2, memory=True).result(60)
         assert run.in_memory() == [1] and holds(run.loaded(1, memory=True), 1)
-        run.keeper.start_failures = [WorkerDiedError("the keeper cannot be started")]
-        with pytest.raises(CheckpointSaveError, match="the keeper cannot be started"):
+        run.client.start_failures = [WorkerDiedError("the snapshot server cannot be started")]
+        with pytest.raises(CheckpointSaveError, match="the snapshot server cannot be started"):
             run.save(3, memory=True).result(60)
         assert run.in_memory() == [1]
         run.save(4, memory=True).result(60)
@@ -394,7 +393,7 @@ def test_a_snapshot_that_fails_because_another_run_has_taken_over_says_so(tmp_pa
     with Run(tmp_path) as run:
         run.save(1, memory=True).result(60)
         Claim(file_storage(durable=False), str(tmp_path)).acquire()
-        run.keeper.failures = [CheckpointSaveError("no memory")]
+        run.client.failures = [CheckpointSaveError("no memory")]
         with pytest.raises(CheckpointFencedError):
             run.save(2, memory=True).result(60)
 
@@ -430,7 +429,7 @@ def test_a_save_to_memory_alone_that_fails_is_a_warning_whatever_the_policy(
 ) -> None:
     """The next snapshot comes soon, and no checkpoint depends on it."""
     with Run(tmp_path, policy=policy) as run:
-        run.keeper.failures = [CheckpointSaveError("no memory")]
+        run.client.failures = [CheckpointSaveError("no memory")]
         run.save(1, memory=True)
         run.pipeline.wait()
         run.save(2, memory=True).result(60)
@@ -462,10 +461,10 @@ def test_closing_gives_a_snapshot_up_that_does_not_become_whole(
 ) -> None:
     timeouts = ResolvedTimeouts(stage=0.2, write=0.2, close=0.2, visible=0.2)
     with Run(tmp_path, timeouts=timeouts) as run:
-        run.keeper.go_on.clear()
+        run.client.go_on.clear()
         run.save(1).result(60)
         run.pipeline.close()
-        run.keeper.go_on.set()
+        run.client.go_on.set()
     assert "a snapshot was still not whole in memory after" in caplog.text
 
 
@@ -502,7 +501,7 @@ def test_memory_is_not_refused_because_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_claimed_once_before_something_is_in_memory(tmp_path: Path) -> None:
-    """A restore believes the keepers of the owner alone; and a disk that hangs keeps nothing from memory."""
+    """A restore believes the servers of the owner alone; and a disk that hangs keeps nothing from memory."""
     with Run(tmp_path) as run:
         run.save(1, memory=True).result(60)
         assert run.claim.other() is None and run.claim.asked == 1
@@ -523,16 +522,16 @@ def test_memory_that_somebody_reads_is_not_filled_again_before_he_lets_go(tmp_pa
     with Run(tmp_path) as run:
         run.save(1, memory=True).result(60)
         folder = next(
-            os.path.dirname(file.path) for file in run.keeper.files.listed("") if file.path.endswith("distcp")
+            os.path.dirname(file.path) for file in run.client.files.listed("") if file.path.endswith("distcp")
         )
-        with run.keeper.files.opened(folder):
+        with run.client.files.opened(folder):
             run.save(2, memory=True).result(60)
             for step in (3, 4):
                 run.save(step, memory=True).result(60)
-            assert run.keeper.arenas[0].number not in {arena.number for arena in run.keeper.arenas[1:]}
+            assert run.client.arenas[0].number not in {arena.number for arena in run.client.arenas[1:]}
         for step in (5, 6, 7):
             run.save(step, memory=True).result(60)
-        assert run.keeper.arenas[0] in run.keeper.arenas[4:]
+        assert run.client.arenas[0] in run.client.arenas[4:]
         assert run.in_memory() == [7]
 
 
@@ -541,13 +540,13 @@ def test_an_older_snapshot_that_cannot_be_dropped_does_not_fail_the_newer_one(
 ) -> None:
     with Run(tmp_path) as run:
         run.save(1, memory=True).result(60)
-        run.keeper.refusal = WorkerDiedError("the keeper has ended")
+        run.client.refusal = WorkerDiedError("the snapshot server has ended")
         assert run.save(2, memory=True).result(60).outcome == "committed"
-        assert run.keeper.arenas[0].closed, "somebody may read it"
-        run.keeper.refusal = None
+        assert run.client.arenas[0].closed, "somebody may read it"
+        run.client.refusal = None
         run.save(3, memory=True).result(60)
         assert run.in_memory() == [3]
-    assert caplog.text.count("an older snapshot could not be dropped: the keeper has ended") == 1
+    assert caplog.text.count("an older snapshot could not be dropped: the snapshot server has ended") == 1
 
 
 def test_memory_is_free_for_the_next_save_when_the_last_one_is_whole(tmp_path: Path) -> None:
@@ -587,13 +586,13 @@ def test_what_does_not_change_is_shared_with_the_last_checkpoint_in_memory_too(d
 
 
 def on_ranks(folder: Path, train: Any, failing: Mapping[int, list[Exception | None]] | None = None) -> list[Any]:
-    """What `train` returns or raises on two ranks, each with a keeper of its own."""
-    keepers = [Keeper(), Keeper()]
+    """What `train` returns or raises on two ranks, each with a server of its own."""
+    clients = [SnapshotStore(), SnapshotStore()]
     for rank, failures in (failing or {}).items():
-        keepers[rank].failures = failures
+        clients[rank].failures = failures
 
     def run(ranks: Any) -> Any:
-        with Run(folder, ranks=ranks, keepers=keepers, policy=ErrorPolicy(min_free_bytes=None)) as job:
+        with Run(folder, ranks=ranks, clients=clients, policy=ErrorPolicy(min_free_bytes=None)) as job:
             return train(job)
 
     with rank_threads(2) as on_all:
@@ -601,13 +600,13 @@ def on_ranks(folder: Path, train: Any, failing: Mapping[int, list[Exception | No
 
 
 def test_a_snapshot_is_whole_on_all_ranks_or_on_none(tmp_path: Path) -> None:
-    """One keeper fails for the second save: then the first one stays on both."""
+    """One server fails for the second save: then the first one stays on both."""
 
     def train(run: Run) -> Any:
         for step in (1, 2):
             run.save(step).result(60)
         run.pipeline.ranks.run_on_leader("first look", lambda: run.wait_whole(1), time.monotonic() + 60)
-        while len(run.keeper.events) < 3:
+        while len(run.client.events) < 3:
             time.sleep(0.01)
         found = run.pipeline.ranks.run_on_leader("look", run.in_memory, time.monotonic() + 60)
         run.save(3).result(60)

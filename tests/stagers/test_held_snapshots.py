@@ -121,7 +121,7 @@ def test_memory_whose_reader_is_unknown_is_freed() -> None:
     assert arena is not None
     arena.awaited = True
     snapshot.release(reusable=False)
-    arena.awaited = False  # its keeper has died
+    arena.awaited = False  # its server has died
     taken(stager, 2).release()
     assert arena.closed
     stager.close()

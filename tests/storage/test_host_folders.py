@@ -18,17 +18,13 @@ from host_cluster import SECRET, Cluster
 
 from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
 from ckpt_component.core.commit.fencing import read_owner
-from ckpt_component.core.commit.host_parts import manifest_of_attempt
-from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.manifest import manifest_of_attempt, read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.faults.failpoints import EFFECTS
 from ckpt_component.core.storage.file_set import RangeRead
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.memory.keepers import KeptFile
-from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import (
     CheckpointExistsError,
@@ -36,6 +32,9 @@ from ckpt_component.errors import (
     CheckpointSaveError,
     CheckpointUnreadableError,
 )
+from ckpt_component.hosts.client import PeerClient
+from ckpt_component.hosts.stores import ListedFile
+from ckpt_component.hosts.wire import PeerAddress
 from ckpt_component.testing.conformance.storage_contract import StorageContract
 
 
@@ -68,14 +67,14 @@ for _operation in EFFECTS:
     setattr(Mortal, _operation, _mortal(_operation))
 
 
-class MortalKeeper(PeerKeeper):
+class MortalSnapshotStore(PeerClient):
     """Is asked nothing more by a host that is dead."""
 
     def __init__(self, disk: Mortal, place: PeerAddress) -> None:
         super().__init__(place, SECRET, now=False)
         self._disk = disk
 
-    def listed(self, prefix: str) -> list[KeptFile]:
+    def listed(self, prefix: str) -> list[ListedFile]:
         self._disk.live()
         return super().listed(prefix)
 
@@ -88,7 +87,7 @@ class MortalKeeper(PeerKeeper):
         super().delete(paths)
 
 
-class CountedKeeper(PeerKeeper):
+class CountedSnapshotStore(PeerClient):
     """Counts what is asked.
 
     Args:
@@ -100,7 +99,7 @@ class CountedKeeper(PeerKeeper):
         super().__init__(place, SECRET, now=False)
         self.asked = asked
 
-    def listed(self, prefix: str) -> list[KeptFile]:
+    def listed(self, prefix: str) -> list[ListedFile]:
         self.asked.append(f"list {prefix}")
         return super().listed(prefix)
 
@@ -172,7 +171,7 @@ def test_ranges_are_read_in_file_order_wherever_they_are(cluster: Cluster, rank:
 
 def test_a_commit_sends_each_host_the_manifest_and_asks_nothing(tmp_path: Path) -> None:
     asked = list[str]()
-    with contextlib.closing(Cluster(tmp_path, connect=partial(CountedKeeper, asked))) as cluster:
+    with contextlib.closing(Cluster(tmp_path, connect=partial(CountedSnapshotStore, asked))) as cluster:
         cluster.save(3)  # takes the folder
         asked.clear()
         path = cluster.save(4, "0a0a0a0a-0a0b0c0d-o")
@@ -181,7 +180,7 @@ def test_a_commit_sends_each_host_the_manifest_and_asks_nothing(tmp_path: Path) 
 
 def test_what_is_known_to_be_on_a_host_is_read_there(tmp_path: Path) -> None:
     asked, hosts = list[str](), ("a", "b", "c")
-    with contextlib.closing(Cluster(tmp_path, connect=partial(CountedKeeper, asked), hosts=hosts)) as cluster:
+    with contextlib.closing(Cluster(tmp_path, connect=partial(CountedSnapshotStore, asked), hosts=hosts)) as cluster:
         folder = f"{cluster.save(3)}/01020304-0a0b0c0d-o"
         assert committed(cluster.storages[0], cluster.root) == [3]
         asked.clear()
@@ -360,7 +359,7 @@ def test_a_host_that_does_not_answer_is_no_lost_one(cluster: Cluster, caplog: py
     path = cluster.save(3)
     cluster.lose("b")
     leader = cluster.storages[0]
-    with pytest.raises(OSError, match="rank 2's keeper on b"):
+    with pytest.raises(OSError, match="rank 2's snapshot server on b"):
         scan_steps(leader, cluster.root, MEGATRON)
     with caplog.at_level(logging.WARNING):
         leader.write_over(f"{cluster.root}/latest", b"3")
@@ -376,14 +375,14 @@ def test_a_part_says_so_to_who_opens_it(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "{root}/../secret", "{root}x/file"])
-def test_a_keeper_serves_its_folder_alone(path: str, cluster: Cluster) -> None:
-    keeper, path = cluster.keepers[0], path.format(root=cluster.root)
+def test_a_client_serves_its_folder_alone(path: str, cluster: Cluster) -> None:
+    client, path = cluster.clients[0], path.format(root=cluster.root)
     with pytest.raises(PermissionError):
-        keeper.get(path, 10)
+        client.get(path, 10)
     with pytest.raises(PermissionError):
-        keeper.put(path, b"")
+        client.put(path, b"")
     with pytest.raises(PermissionError):
-        keeper.delete([path])
+        client.delete([path])
 
 
 @pytest.mark.slow
@@ -391,7 +390,7 @@ def test_whenever_the_leading_host_dies_a_step_is_whole_or_absent_on_all_ranks(t
     outcomes = set[bool]()
     for lives in itertools.count():
         folder, disk = tmp_path / str(lives), Mortal(lives)
-        with contextlib.closing(Cluster(folder, disk, partial(MortalKeeper, disk))) as dying:
+        with contextlib.closing(Cluster(folder, disk, partial(MortalSnapshotStore, disk))) as dying:
             try:
                 dying.save(3)
             except OSError:

@@ -1,4 +1,4 @@
-"""What keepers keep is a storage: of one keeper and of several, by their sockets, as whoever may connect sees it."""
+"""What servers keep is a storage: of one server and of several, by their sockets, as whoever may connect sees it."""
 
 from __future__ import annotations
 
@@ -25,34 +25,33 @@ from ckpt_component.core.memory.huge_pages import SharedPages
 from ckpt_component.core.outside import Outside
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.locate import storage_at
-from ckpt_component.core.storage.memory.host_memory import HostMemory
-from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import (
+from ckpt_component.core.storage.storage import Storage
+from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
+from ckpt_component.hosts.client import HostClient, HostClients, clients_here, clients_of
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.server import SnapshotServer
+from ckpt_component.hosts.stores import ListedFile, LocalFile, MemoryStore
+from ckpt_component.hosts.wire import (
     SocketPlace,
     memory_root,
     roots_here,
     runtime_folder,
     split_root,
 )
-from ckpt_component.core.storage.memory.keepers import KeptFile, LocalPiece
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
-from ckpt_component.core.storage.memory.remote_keeper import HostKeepers, RemoteKeeper, keepers_here, keepers_of
-from ckpt_component.core.storage.storage import Storage
-from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
 from ckpt_component.testing.conformance import StorageContract
 from ckpt_component.testing.conformance.leftovers import memfds
 
 TOKEN = "1f2e3d4c-0a0b0c0d"
 ROOT = memory_root("/runs/one", TOKEN)
 PLACE = SocketPlace(*split_root(ROOT) or ("", ""))
-#: A keeper in a process of its own: it keeps a small file, and ends when its stdin does.
+#: A server in a process of its own: it keeps a small file, and ends when its stdin does.
 PROCESS = """
 import sys
-from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
-kept = KeptFiles()
+from ckpt_component.hosts.server import SnapshotServer
+from ckpt_component.hosts.stores import MemoryStore
+kept = MemoryStore()
 kept.put(sys.argv[1] + "/iter_1/file", b"bytes")
-server = KeeperServer(kept, sys.argv[1], int(sys.argv[2]), dict)
+server = SnapshotServer(kept, sys.argv[1], int(sys.argv[2]), dict)
 server.start()
 print("ready", flush=True)
 sys.stdin.read()
@@ -68,9 +67,9 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def serving(kept: KeptFiles, rank: int = 0, root: str = ROOT, user: int | None = None) -> Iterator[KeeperServer]:
+def serving(kept: MemoryStore, rank: int = 0, root: str = ROOT, user: int | None = None) -> Iterator[SnapshotServer]:
     about = {"root": "/runs/one", "world_size": 2, "alive": True}
-    server = KeeperServer(kept, root, rank, lambda: about, user=user)
+    server = SnapshotServer(kept, root, rank, lambda: about, user=user)
     server.start()
     try:
         yield server
@@ -79,7 +78,7 @@ def serving(kept: KeptFiles, rank: int = 0, root: str = ROOT, user: int | None =
 
 
 @contextlib.contextmanager
-def keeper_process(rank: int = 0, stderr: int | None = None) -> Iterator[subprocess.Popen[str]]:
+def client_process(rank: int = 0, stderr: int | None = None) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", PROCESS, ROOT, str(rank)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
         try:
@@ -105,41 +104,41 @@ def within(seconds: float, is_so: object) -> bool:
     return True
 
 
-def test_each_file_of_a_folder_that_was_listed_is_asked_of_one_keeper_alone() -> None:
-    """As each rank reads an index of every other one, asking all keepers for each took a square of their number."""
+def test_each_file_of_a_folder_that_was_listed_is_asked_of_one_client_alone() -> None:
+    """As each rank reads an index of every other one, asking all servers for each took a square of their number."""
     asked = Counter[str]()
 
-    class Counting(KeptFiles):
+    class Counting(MemoryStore):
         def get(self, path: str, limit: int) -> bytes:
             asked[path] += 1
             return super().get(path, limit)
 
-    keepers = [Counting() for _ in range(9)]
-    paths = [f"{ROOT}/iter_1/integrity-{rank}.json" for rank in range(len(keepers))]
-    for keeper, path in zip(keepers, paths, strict=True):
-        keeper.put(path, path.encode())
-    memory = HostMemory(lambda _: keepers)
+    clients = [Counting() for _ in range(9)]
+    paths = [f"{ROOT}/iter_1/integrity-{rank}.json" for rank in range(len(clients))]
+    for client, path in zip(clients, paths, strict=True):
+        client.put(path, path.encode())
+    memory = HostMemory(lambda _: clients)
     assert None not in memory.sizes(f"{ROOT}/iter_1", [*map(os.path.basename, paths)]).values()
     assert [memory.read(path, 100) for path in paths] == [path.encode() for path in paths]
     assert {*asked.values()} == {1}
-    keepers[3].delete([paths[3]])
-    keepers[8].put(paths[3], b"elsewhere now")
+    clients[3].delete([paths[3]])
+    clients[8].put(paths[3], b"elsewhere now")
     assert memory.read(paths[3], 100) == b"elsewhere now"
 
 
-class TestKeeperOfThisProcess(StorageContract):
+class TestSnapshotStoreOfThisProcess(StorageContract):
     def storage(self, tmp_path: Path) -> tuple[Storage, str]:
-        return HostMemory(lambda _: [], own=KeptFiles()), f"{ROOT}/folder"
+        return HostMemory(lambda _: [], own=MemoryStore()), f"{ROOT}/folder"
 
 
-class TestKeeperBySocket(StorageContract):
+class TestSnapshotStoreBySocket(StorageContract):
     @pytest.fixture(autouse=True)
     def served(self) -> Iterator[None]:
-        with serving(KeptFiles()):
+        with serving(MemoryStore()):
             yield
 
     def storage(self, tmp_path: Path) -> tuple[Storage, str]:
-        (own,) = keepers_of(ROOT)
+        (own,) = clients_of(ROOT)
         return HostMemory(own=own), f"{ROOT}/folder"
 
 
@@ -153,7 +152,7 @@ def test_a_path_names_its_run_whatever_is_below_it() -> None:
     assert split_root(f"{of_bucket}/iter_1") == split_root(memory_root("s3://bucket/one/", TOKEN))
 
 
-def test_without_a_keeper_there_is_nothing() -> None:
+def test_without_a_client_there_is_nothing() -> None:
     storage = storage_at(ROOT)
     assert isinstance(storage, HostMemory)
     assert not storage.exists(ROOT) and storage.names(ROOT) == [] and roots_here() == []
@@ -161,13 +160,13 @@ def test_without_a_keeper_there_is_nothing() -> None:
         files.size("file")
 
 
-def test_keepers_of_two_ranks_are_one_storage(caplog: pytest.LogCaptureFixture) -> None:
-    one, two = KeptFiles(), KeptFiles()
+def test_clients_of_two_ranks_are_one_storage(caplog: pytest.LogCaptureFixture) -> None:
+    one, two = MemoryStore(), MemoryStore()
     fd = image(b"--pieces")
     two.put_image(f"{ROOT}/iter_1/t/__1_0", 7, fd, 2, 6)
     os.close(fd)
     with serving(one, 0), serving(two, 1):
-        leader = HostMemory(HostKeepers(besides=0), own=one)
+        leader = HostMemory(HostClients(besides=0), own=one)
         leader.write_new(f"{ROOT}/iter_1/t/__0_0", b"small")
         leader.put_new(f"{ROOT}/iter_1/manifest.json", b"{}", "")
         seen = storage_at(ROOT)
@@ -180,7 +179,7 @@ def test_keepers_of_two_ranks_are_one_storage(caplog: pytest.LogCaptureFixture) 
             assert files.fill("__1_0", buffer, 1) and bytes(buffer) == b"ieces"
             assert not files.fill("__1_0", buffer, 2)
             assert files.stream("__1_0").read() == b"pieces"
-        with pytest.raises(FileExistsError):  # another keeper has it
+        with pytest.raises(FileExistsError):  # another server has it
             leader.put_new(f"{ROOT}/iter_1/t/__1_0", b"x", "")
         leader.write_over(f"{ROOT}/iter_1/t/__1_0", b"where it was")
         assert two.get(f"{ROOT}/iter_1/t/__1_0", 100) == b"where it was"
@@ -189,8 +188,8 @@ def test_keepers_of_two_ranks_are_one_storage(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records, "the first one left the folder to the other"
 
 
-def test_who_has_no_keeper_changes_nothing() -> None:
-    kept = KeptFiles()
+def test_who_has_no_client_changes_nothing() -> None:
+    kept = MemoryStore()
     with serving(kept) as server:
         storage = storage_at(ROOT)
         with pytest.raises(OSError, match="by the process that keeps it"):
@@ -207,26 +206,26 @@ def test_who_has_no_keeper_changes_nothing() -> None:
         assert server.holders == 0
 
 
-def test_keepers_say_what_they_are_and_hear_who_needs_them() -> None:
-    kept = KeptFiles()
+def test_clients_say_what_they_are_and_hear_who_needs_them() -> None:
+    kept = MemoryStore()
     kept.put(f"{ROOT}/file", b"abc")
     with serving(kept, 3) as server:
-        (keeper,) = keepers_here()
-        about = keeper.about()
+        (client,) = clients_here()
+        about = client.about()
         assert {**about, "host": socket.gethostname(), "pid": os.getpid()} == about
         expected = {"root": "/runs/one", "token": TOKEN, "rank": 3, "bytes": 3, "alive": True, "world_size": 2}
         assert {**about, **expected} == about
-        keeper.close()
+        client.close()
         large = bytes(1 << 24)  # goes in many parts
-        keeper.put(f"{ROOT}/large", large)  # over a new connection
-        assert keeper.get(f"{ROOT}/large", len(large)) == large
+        client.put(f"{ROOT}/large", large)  # over a new connection
+        assert client.get(f"{ROOT}/large", len(large)) == large
         assert server.holders == 0
-        keeper.hold()
+        client.hold()
         assert server.holders == 1
-        keeper.close()
+        client.close()
         assert within(10, lambda: server.holders == 0)
         assert not server.ended.is_set
-        keeper.end()  # over a new connection
+        client.end()  # over a new connection
         assert server.ended.is_set and server.holders == 1  # which holds it again
 
 
@@ -234,87 +233,87 @@ def test_one_machine_can_be_several_hosts(runtime: Path, monkeypatch: pytest.Mon
     with contextlib.ExitStack() as until_closed:
         for name in ("one", "two"):
             monkeypatch.setenv("CKPT_HOST", name)
-            kept = KeptFiles()
+            kept = MemoryStore()
             kept.put(f"{ROOT}/file", name.encode())
             until_closed.enter_context(serving(kept))
-            (keeper,) = keepers_here()
-            assert keeper.about()["host"] == name and keeper.get(f"{ROOT}/file", 3) == name.encode()
+            (client,) = clients_here()
+            assert client.about()["host"] == name and client.get(f"{ROOT}/file", 3) == name.encode()
         monkeypatch.setenv("CKPT_HOST", "three")
-        assert keepers_here() == []
+        assert clients_here() == []
     assert runtime.stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("CKPT_HOST", "../two")
     with pytest.raises(OSError, match="CKPT_HOST is not the name of a host"):
-        keepers_here()
+        clients_here()
 
 
 def test_a_file_is_as_it_was_while_it_is_open_whoever_deletes_it() -> None:
-    kept = KeptFiles()
+    kept = MemoryStore()
     fd = image(b"first")
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
     with serving(kept):
-        (keeper,) = keepers_of(ROOT)
-        with keeper.opened(f"{ROOT}/iter_1") as files:
-            keeper.delete([f"{ROOT}/iter_1/file"])
+        (client,) = clients_of(ROOT)
+        with client.opened(f"{ROOT}/iter_1") as files:
+            client.delete([f"{ROOT}/iter_1/file"])
             assert kept.listed("") == [] and kept.held() == {1}
             piece = files["file"]
-            assert isinstance(piece, LocalPiece) and os.pread(piece.descriptor, 5, piece.base) == b"first"
+            assert isinstance(piece, LocalFile) and os.pread(piece.descriptor, 5, piece.base) == b"first"
             with pytest.raises(OSError, match="Bad file descriptor"):
                 os.pwrite(piece.descriptor, b"x", 0)
         assert within(10, lambda: kept.held() == set())
 
 
-class SlowlyClosed(KeptFiles):
+class SlowlyClosed(MemoryStore):
     """Takes its time to close what was opened."""
 
     is_closed = False
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, LocalPiece | bytes]]:
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile | bytes]]:
         with super().opened(folder) as files:
             yield files
         time.sleep(0.05)
         self.is_closed = True
 
 
-def test_who_closes_a_keeper_waits_until_nothing_is_open_for_others() -> None:
+def test_who_closes_a_client_waits_until_nothing_is_open_for_others() -> None:
     kept = SlowlyClosed()
     with serving(kept) as server:
-        (keeper,) = keepers_of(ROOT)
-        with keeper.opened(f"{ROOT}/iter_1"):
+        (client,) = clients_of(ROOT)
+        with client.opened(f"{ROOT}/iter_1"):
             server.close()
             assert kept.is_closed
 
 
 def test_who_hangs_up_while_it_reads_gives_back_nothing_that_it_opens_later() -> None:
-    kept = KeptFiles()
+    kept = MemoryStore()
     fd = image(b"first")
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
     with serving(kept):
-        (keeper,) = keepers_of(ROOT)
+        (client,) = clients_of(ROOT)
         with contextlib.ExitStack() as earlier:
-            earlier.enter_context(keeper.opened(f"{ROOT}/iter_1"))
-            keeper.close()
-            with keeper.opened(f"{ROOT}/iter_1"):
+            earlier.enter_context(client.opened(f"{ROOT}/iter_1"))
+            client.close()
+            with client.opened(f"{ROOT}/iter_1"):
                 earlier.close()
                 assert kept.held() == {1}
         assert within(10, lambda: kept.held() == set())
     kept.delete([f"{ROOT}/iter_1/file"])
 
 
-def test_a_keeper_takes_connections_again_when_it_has_descriptors() -> None:
-    with keeper_process(stderr=subprocess.PIPE) as process:
+def test_a_client_takes_connections_again_when_it_has_descriptors() -> None:
+    with client_process(stderr=subprocess.PIPE) as process:
         few = (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         usual = resource.prlimit(process.pid, resource.RLIMIT_NOFILE, few)
-        first = keepers_of(ROOT)  # its descriptor may have been taken before
+        first = clients_of(ROOT)  # its descriptor may have been taken before
         assert process.stderr is not None and "no connection could be taken" in process.stderr.readline()
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, usual)
-        for (keeper,) in (first, keepers_of(ROOT)):
-            assert keeper.get(f"{ROOT}/iter_1/file", 5) == b"bytes"
+        for (client,) in (first, clients_of(ROOT)):
+            assert client.get(f"{ROOT}/iter_1/file", 5) == b"bytes"
 
 
-def test_a_keeper_that_takes_no_connection_is_waited_for_until_the_deadline() -> None:
+def test_a_client_that_takes_no_connection_is_waited_for_until_the_deadline() -> None:
     listener, number = PLACE.listen(0)
     with listener, contextlib.ExitStack() as waiting, ThreadPoolExecutor(1) as pool:
 
@@ -323,7 +322,7 @@ def test_a_keeper_that_takes_no_connection_is_waited_for_until_the_deadline() ->
             assert sock is not None
             waiting.enter_context(sock)
 
-        with pytest.raises(TimeoutError, match="rank 0's keeper takes no connection"):
+        with pytest.raises(TimeoutError, match="rank 0's snapshot server takes no connection"):
             while True:
                 connect(0.05)
         connecting = pool.submit(connect, 30)
@@ -374,12 +373,12 @@ def test_a_socket_that_a_dead_process_has_left_half_made_is_in_nobodys_way(
         with pytest.raises(OSError, match="No space left"):
             PLACE.listen(0)
     assert [path.is_socket() for path in runtime.rglob(".*")] == [True] and PLACE.ranks() == {}
-    with serving(KeptFiles()):
-        assert [keeper.rank for keeper in keepers_of(ROOT)] == [0]
+    with serving(MemoryStore()):
+        assert [client.rank for client in clients_of(ROOT)] == [0]
     assert not [*runtime.iterdir()]
 
 
-def test_a_keeper_that_ends_before_it_answers_is_gone() -> None:
+def test_a_client_that_ends_before_it_answers_is_gone() -> None:
     listener, number = PLACE.listen(0)
 
     def hang_up() -> None:
@@ -388,21 +387,21 @@ def test_a_keeper_that_ends_before_it_answers_is_gone() -> None:
         channel.close()
 
     with listener, ThreadPoolExecutor(1) as pool:
-        keeper = RemoteKeeper(PLACE, 0)
+        client = HostClient(PLACE, 0)
         pool.submit(hang_up)
-        with pytest.raises(ConnectionError, match="rank 0's keeper .process .* has ended"):
-            keeper.listed("")
+        with pytest.raises(ConnectionError, match="rank 0's snapshot server .process .* has ended"):
+            client.listed("")
     PLACE.remove(0, number)
 
 
 def test_what_a_dead_reader_had_open_is_free_again() -> None:
-    kept = KeptFiles()
+    kept = MemoryStore()
     fd = image(b"first")
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
     reader = (
-        "import sys, time; from ckpt_component.core.storage.memory.remote_keeper import keepers_of\n"
-        "with keepers_of(sys.argv[1])[0].opened(sys.argv[1] + '/iter_1') as files: print(*files, flush=True); time.sleep(60)"
+        "import sys, time; from ckpt_component.hosts.client import clients_of\n"
+        "with clients_of(sys.argv[1])[0].opened(sys.argv[1] + '/iter_1') as files: print(*files, flush=True); time.sleep(60)"
     )
     with serving(kept):
         with subprocess.Popen([sys.executable, "-c", reader, ROOT], stdout=subprocess.PIPE, text=True) as process:
@@ -413,14 +412,14 @@ def test_what_a_dead_reader_had_open_is_free_again() -> None:
 
 
 def test_a_process_that_a_dead_reader_has_forked_holds_nothing() -> None:
-    kept = KeptFiles()
+    kept = MemoryStore()
     fd = image(b"first")
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
     reader = (
-        "import os, sys, time; from ckpt_component.core.storage.memory.remote_keeper import keepers_of\n"
-        "keeper = keepers_of(sys.argv[1])[0]; keeper.hold()\n"
-        "with keeper.opened(sys.argv[1] + '/iter_1'): print(os.fork() or time.sleep(60), flush=True); time.sleep(60)"
+        "import os, sys, time; from ckpt_component.hosts.client import clients_of\n"
+        "client = clients_of(sys.argv[1])[0]; client.hold()\n"
+        "with client.opened(sys.argv[1] + '/iter_1'): print(os.fork() or time.sleep(60), flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", reader, ROOT]
     with serving(kept) as server, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -435,37 +434,37 @@ def test_a_process_that_a_dead_reader_has_forked_holds_nothing() -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_keeper_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_open() -> None:
+def test_a_client_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_open() -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    kept, before = KeptFiles(), descriptors()
+    kept, before = MemoryStore(), descriptors()
     for number in range(150):
         fd = image(b"x")
         kept.put_image(f"{ROOT}/iter_1/{number}", number, fd, 0, 1)
         os.close(fd)
     with serving(kept):
-        find = HostKeepers()
-        (keeper,) = find(ROOT)
-        assert find(ROOT) == [keeper], "it stays connected"
-        assert len(keeper.listed("")) == 150  # it has the other end of the connection
+        find = HostClients()
+        (client,) = find(ROOT)
+        assert find(ROOT) == [client], "it stays connected"
+        assert len(client.listed("")) == 150  # it has the other end of the connection
         connected = descriptors()
         for _ in range(2):
-            with keeper.opened(f"{ROOT}/iter_1") as files:
+            with client.opened(f"{ROOT}/iter_1") as files:
                 assert len(files) == 150
             assert within(10, lambda: descriptors() <= connected)
     with pytest.raises(ConnectionError):
-        keeper.listed("")
+        client.listed("")
     with serving(kept):
         assert len(find(ROOT)[0].listed("")) == 150
         find.close()
-        assert not keeper.connected
+        assert not client.connected
     kept.delete([file.path for file in kept.listed("")])
     assert within(10, lambda: descriptors() <= before)
 
 
-def test_a_request_that_a_keeper_does_not_know_is_refused_in_words() -> None:
-    with serving(KeptFiles()):
+def test_a_request_that_a_client_does_not_know_is_refused_in_words() -> None:
+    with serving(MemoryStore()):
         sock = PLACE.connect(0, 10)
         assert sock is not None
         channel = Channel(sock, lambda: True)
@@ -479,7 +478,7 @@ def test_a_request_that_a_keeper_does_not_know_is_refused_in_words() -> None:
     assert wrong["kind"] == "failed" and "KeyError" in wrong["error"]
     assert right == {"kind": "done", "files": []}
     with pytest.raises(ValueError, match="not the path of a run's memory, such as host://"):
-        KeeperServer(KeptFiles(), "/runs/one", 0, dict)
+        SnapshotServer(MemoryStore(), "/runs/one", 0, dict)
 
 
 def test_a_connection_says_whether_it_is_of_use_while_another_thread_waits() -> None:
@@ -495,17 +494,17 @@ def test_a_connection_says_whether_it_is_of_use_while_another_thread_waits() -> 
     assert ours.hung_up
 
 
-def test_a_dead_keeper_hides_no_other() -> None:
-    with keeper_process(rank=0) as process, keeper_process(rank=1):
+def test_a_dead_client_hides_no_other() -> None:
+    with client_process(rank=0) as process, client_process(rank=1):
         process.kill()
         process.wait()
-        assert [keeper.rank for keeper in keepers_of(ROOT)] == [1]
-        assert [keeper.rank for keeper in HostKeepers(besides=0)(ROOT)] == [1]
-        assert HostKeepers(besides=1)(ROOT) == []
+        assert [client.rank for client in clients_of(ROOT)] == [1]
+        assert [client.rank for client in HostClients(besides=0)(ROOT)] == [1]
+        assert HostClients(besides=1)(ROOT) == []
 
 
 def test_sealed_memory_is_viewed_without_a_copy_and_other_memory_is_read() -> None:
-    kept, arena, other = KeptFiles(), SharedPages(1 << 20), image(bytes(8192))
+    kept, arena, other = MemoryStore(), SharedPages(1 << 20), image(bytes(8192))
     kept.put_image(f"{ROOT}/iter_1/arena", 1, arena.fd, 4096, 8192)
     kept.put_image(f"{ROOT}/iter_1/other", 1, other, 0, 8192)
     with serving(kept), storage_at(ROOT).open_files(f"{ROOT}/iter_1") as files:
@@ -521,7 +520,7 @@ def test_sealed_memory_is_viewed_without_a_copy_and_other_memory_is_read() -> No
 
 
 def test_an_image_that_was_truncated_is_too_short_and_no_signal() -> None:
-    kept = KeptFiles()
+    kept = MemoryStore()
     fd = image(bytes(8192))
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 8192)
     os.ftruncate(fd, 4096)
@@ -537,7 +536,7 @@ def test_an_image_that_was_truncated_is_too_short_and_no_signal() -> None:
 
 
 def test_a_file_may_end_with_bytes_that_are_not_in_the_image() -> None:
-    kept, content = KeptFiles(), b"0123456789"
+    kept, content = MemoryStore(), b"0123456789"
     fd = image(b"--012345--")
     kept.put_image(f"{ROOT}/iter_1/file", kept.new_source(), fd, 2, 6, b"6789")
     os.close(fd)
@@ -551,7 +550,7 @@ def test_a_file_may_end_with_bytes_that_are_not_in_the_image() -> None:
 
 
 def test_memory_is_held_as_long_as_a_file_or_a_reader_needs_it() -> None:
-    kept, before = KeptFiles(), memfds(os.getpid())
+    kept, before = MemoryStore(), memfds(os.getpid())
     fd = image(b"onetwo")
     kept.put_image(f"{ROOT}/iter_1/one", 1, fd, 0, 3)
     kept.put_image(f"{ROOT}/iter_1/two", 1, fd, 3, 3)
@@ -573,17 +572,17 @@ def test_memory_is_held_as_long_as_a_file_or_a_reader_needs_it() -> None:
 
 
 def test_a_file_is_put_once_unless_it_is_to_be_replaced() -> None:
-    kept, before = KeptFiles(), memfds(os.getpid())
+    kept, before = MemoryStore(), memfds(os.getpid())
     with serving(kept):
-        (remote,) = keepers_of(ROOT)
-        for keeper in (kept, remote):
-            keeper.delete([f"{ROOT}/file"])
-            keeper.put(f"{ROOT}/file", b"first")
+        (remote,) = clients_of(ROOT)
+        for client in (kept, remote):
+            client.delete([f"{ROOT}/file"])
+            client.put(f"{ROOT}/file", b"first")
             with pytest.raises(FileExistsError):
-                keeper.put(f"{ROOT}/file", b"second")
-            assert keeper.get(f"{ROOT}/file", 6) == b"first"
-            keeper.put(f"{ROOT}/file", b"third", new=False)
-            assert keeper.get(f"{ROOT}/file", 6) == b"third"
+                client.put(f"{ROOT}/file", b"second")
+            assert client.get(f"{ROOT}/file", 6) == b"first"
+            client.put(f"{ROOT}/file", b"third", new=False)
+            assert client.get(f"{ROOT}/file", 6) == b"third"
     fd = image(b"image")
     kept.put_image(f"{ROOT}/image", kept.new_source(), fd, 0, 5)
     os.close(fd)
@@ -592,13 +591,13 @@ def test_a_file_is_put_once_unless_it_is_to_be_replaced() -> None:
 
 
 def test_sources_that_are_no_arenas_have_numbers_of_their_own() -> None:
-    kept = KeptFiles()
+    kept = MemoryStore()
     numbers = [kept.new_source() for _ in range(3)]
     assert len({*numbers}) == 3 and max(numbers) < 0
 
 
 def test_memory_that_cannot_be_read_is_an_error() -> None:
-    kept, fd = KeptFiles(), image(b"bytes")
+    kept, fd = MemoryStore(), image(b"bytes")
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, -9, 5)
     os.close(fd)
     storage, refused = HostMemory(lambda _: [kept]), pytest.raises(CheckpointUnreadableError, match="Invalid argument")
@@ -608,7 +607,7 @@ def test_memory_that_cannot_be_read_is_an_error() -> None:
 
 
 def test_the_readers_of_a_folder_let_go_of_its_files() -> None:
-    kept = KeptFiles()
+    kept = MemoryStore()
     fd = image(b"bytes")
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
@@ -620,14 +619,14 @@ def test_the_readers_of_a_folder_let_go_of_its_files() -> None:
     kept.delete([f"{ROOT}/iter_1/file"])
 
 
-def test_what_the_own_keeper_has_is_changed_and_deleted_whatever_another_one_answers() -> None:
-    """Else the mark of an attempt that is over stays for as long as its keeper lives, and each restore waits for it."""
+def test_what_the_own_client_has_is_changed_and_deleted_whatever_another_one_answers() -> None:
+    """Else the mark of an attempt that is over stays for as long as its server lives, and each restore waits for it."""
 
-    class Silent(KeptFiles):
-        def listed(self, prefix: str) -> list[KeptFile]:
+    class Silent(MemoryStore):
+        def listed(self, prefix: str) -> list[ListedFile]:
             raise TimeoutError(errno.ETIMEDOUT, "it has not answered")
 
-    own, mark = KeptFiles(), f"{ROOT}/.ckpt-alive.token.process.holder"
+    own, mark = MemoryStore(), f"{ROOT}/.ckpt-alive.token.process.holder"
     memory = HostMemory(lambda _: [Silent()], own=own)
     own.put(mark, b"")
     memory.write_over(mark, b"touched")
@@ -638,7 +637,7 @@ def test_what_the_own_keeper_has_is_changed_and_deleted_whatever_another_one_ans
 
 
 def test_small_files_are_put_when_they_are_whole() -> None:
-    storage = HostMemory(lambda _: [], own=KeptFiles())
+    storage = HostMemory(lambda _: [], own=MemoryStore())
     path = f"{ROOT}/file"
     fd = storage.create(path)
     storage.write(fd, [memoryview(b"de"), memoryview(b"f")], 3)
@@ -660,7 +659,7 @@ def test_small_files_are_put_when_they_are_whole() -> None:
 
 
 def test_what_a_storage_of_memory_is() -> None:
-    storage = HostMemory(lambda _: [], own=KeptFiles())
+    storage = HostMemory(lambda _: [], own=MemoryStore())
     assert storage.in_memory(ROOT) and storage.holds(ROOT) and not storage.holds("/runs/one")
     assert not storage.durable and not storage.atomic_rename and storage.free_bytes(ROOT) is None
     storage.make_folder(f"{ROOT}/iter_1")
@@ -678,11 +677,11 @@ def test_what_a_storage_of_memory_is() -> None:
         storage.touch(f"{ROOT}/mark")
 
 
-def test_who_lives_is_read_past_who_is_dead_and_the_own_keeper_must_live() -> None:
-    live = KeptFiles()
+def test_who_lives_is_read_past_who_is_dead_and_the_own_client_must_live() -> None:
+    live = MemoryStore()
     live.put(f"{ROOT}/iter_1/other", b"other")
-    with keeper_process() as process:
-        (dead,) = keepers_of(ROOT)
+    with client_process() as process:
+        (dead,) = clients_of(ROOT)
         process.kill()
         process.wait()
     storage = HostMemory(lambda _: [dead, live])
@@ -691,14 +690,14 @@ def test_who_lives_is_read_past_who_is_dead_and_the_own_keeper_must_live() -> No
     assert storage.read(f"{ROOT}/iter_1/other", 10) == b"other" and storage.names(f"{ROOT}/iter_1") == ["other"]
     owner = HostMemory(lambda _: [live], own=dead)
     for ask in (owner.names, owner.is_folder):
-        with pytest.raises(ConnectionError, match="rank 0's keeper .process .* has ended"):
+        with pytest.raises(ConnectionError, match="rank 0's snapshot server .process .* has ended"):
             ask(ROOT)
     with pytest.raises(ConnectionError):
         owner.read(f"{ROOT}/iter_1/file", 10)
 
 
 def test_three_hundred_files_with_descriptors_of_their_own() -> None:
-    kept = KeptFiles()
+    kept = MemoryStore()
     for number in range(300):
         fd = image(b"%d" % number)
         kept.put_image(f"{ROOT}/iter_1/{number}", number, fd, 0, len(str(number)))
@@ -711,8 +710,8 @@ def test_three_hundred_files_with_descriptors_of_their_own() -> None:
 def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path) -> None:
     runtime.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="others may open it .*755.* set CKPT_RUNTIME_DIR"):
-        keepers_of(ROOT)
-    with pytest.raises(PermissionError, match="others may open it"), serving(KeptFiles()):
+        clients_of(ROOT)
+    with pytest.raises(PermissionError, match="others may open it"), serving(MemoryStore()):
         pass
     runtime.chmod(0o700)
     with pytest.raises(PermissionError, match=f"belongs to user {os.getuid()}, not to user {os.getuid() + 1}"):
@@ -726,11 +725,11 @@ def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path) -> None:
 def test_the_folder_of_the_sockets_is_the_same_wherever_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_RUNTIME_DIR", "runtime")
     with pytest.raises(OSError, match="CKPT_RUNTIME_DIR is not an absolute path"):
-        keepers_of(ROOT)
+        clients_of(ROOT)
 
 
 def test_who_comes_later_replaces_a_socket_and_who_was_replaced_leaves_it() -> None:
-    one, two = KeptFiles(), KeptFiles()
+    one, two = MemoryStore(), MemoryStore()
     two.put(f"{ROOT}/file", b"of the second")
     with serving(two):
         pass
@@ -746,15 +745,18 @@ def test_who_comes_later_replaces_a_socket_and_who_was_replaced_leaves_it() -> N
 
 
 def test_the_process_of_another_user_is_refused_on_both_sides() -> None:
-    with serving(KeptFiles()), pytest.raises(PermissionError, match=f"a process of user {os.getuid()}, not"):
-        RemoteKeeper(PLACE, 0, user=os.getuid() + 1)
-    with serving(KeptFiles(), user=os.getuid() + 1), pytest.raises(PermissionError, match="this keeper belongs to"):
-        keepers_of(ROOT)[0].listed("")
+    with serving(MemoryStore()), pytest.raises(PermissionError, match=f"a process of user {os.getuid()}, not"):
+        HostClient(PLACE, 0, user=os.getuid() + 1)
+    with (
+        serving(MemoryStore(), user=os.getuid() + 1),
+        pytest.raises(PermissionError, match="this snapshot server belongs to"),
+    ):
+        clients_of(ROOT)[0].listed("")
 
 
-def test_a_dead_keeper_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
+def test_a_dead_client_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
     storage = storage_at(ROOT)
-    with keeper_process() as process:
+    with client_process() as process:
         assert storage.names(ROOT) == ["iter_1"]
         process.kill()
         process.wait()
@@ -762,19 +764,21 @@ def test_a_dead_keeper_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
         assert len(sockets) == 1
         assert storage.names(ROOT) == [] and not storage.exists(ROOT)
         assert storage.names(ROOT) == [] and not [*runtime.iterdir()]
-        with keeper_process() as again:  # at the same place
+        with client_process() as again:  # at the same place
             assert storage.read(f"{ROOT}/iter_1/file", 10) == b"bytes"
             again.communicate(timeout=30)
         assert not [*runtime.iterdir()]
 
 
-def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
-    impatient, patient = HostMemory(HostKeepers(seconds=0.3)), storage_at(ROOT)
-    with keeper_process(rank=2) as process:
+def test_a_stopped_client_is_an_error_in_words_and_not_an_empty_place() -> None:
+    impatient, patient = HostMemory(HostClients(seconds=0.3)), storage_at(ROOT)
+    with client_process(rank=2) as process:
         assert patient.names(ROOT) == ["iter_1"]
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        with pytest.raises(TimeoutError, match=f"rank 2's keeper .process {process.pid}. has not answered for 0.3 s"):
+        with pytest.raises(
+            TimeoutError, match=f"rank 2's snapshot server .process {process.pid}. has not answered for 0.3 s"
+        ):
             impatient.names(ROOT)
         with pytest.raises(TimeoutError):
             impatient.exists(ROOT)
@@ -793,23 +797,24 @@ def test_a_stopped_keeper_is_an_error_in_words_and_not_an_empty_place() -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_for_a_stopped_keeper_is_logged_if_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_for_a_stopped_client_is_logged_if_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckpt_component")
-    with keeper_process(rank=2) as process:
+    with client_process(rank=2) as process:
         assert storage_at(ROOT).names(ROOT) == ["iter_1"]
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(TimeoutError, match="0.3 s"):
-            HostMemory(HostKeepers(seconds=0.3)).exists(ROOT)
+            HostMemory(HostClients(seconds=0.3)).exists(ROOT)
         assert "waiting" not in caplog.text
         with pytest.raises(TimeoutError, match="5.2 s"):
-            HostMemory(HostKeepers(seconds=5.2)).exists(ROOT)
+            HostMemory(HostClients(seconds=5.2)).exists(ROOT)
         assert (
-            f"waiting for an answer from rank 2's keeper (process {process.pid}), for at most 0 s more" in caplog.text
+            f"waiting for an answer from rank 2's snapshot server (process {process.pid}), for at most 0 s more"
+            in caplog.text
         )
 
 
 def test_long_paths_have_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / ("long" * 30) / ("path" * 30)))
-    with serving(KeptFiles()):
-        assert [keeper.rank for keeper in keepers_of(ROOT)] == [0]
+    with serving(MemoryStore()):
+        assert [client.rank for client in clients_of(ROOT)] == [0]

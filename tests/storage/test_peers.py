@@ -1,4 +1,4 @@
-"""Keepers reach each other over TCP: who may, what damage on the way does, and how a copy comes to be, or does not."""
+"""Servers reach each other over TCP: who may, what damage on the way does, and how a copy comes to be, or does not."""
 
 from __future__ import annotations
 
@@ -19,19 +19,14 @@ import pytest
 from waiting import eventually
 
 from ckpt_component.core.storage.checksum import find_checksum
-from ckpt_component.core.storage.memory.entrances import PeerEntrance
-from ckpt_component.core.storage.memory.file_sums import FileSums
-from ckpt_component.core.storage.memory.host_memory import HostMemory
-from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.keepers import Keeper, LocalPiece
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
-from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress, connect_to_peer
 from ckpt_component.core.storage.storage import Storage
-from ckpt_component.core.writing.copy_sender import CopyResult, send_copy
-from ckpt_component.core.writing.copy_taker import CopyTaker
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
+from ckpt_component.hosts.client import PeerClient
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.keep import CopyResult, CopyTaker, send_copy
+from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
+from ckpt_component.hosts.stores import FileSums, LocalFile, MemoryStore, SnapshotStore
+from ckpt_component.hosts.wire import PeerAddress, connect_to_peer, memory_root
 from ckpt_component.testing.conformance import StorageContract
 from ckpt_component.testing.conformance.leftovers import memfds
 
@@ -52,15 +47,15 @@ def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 class Peer:
-    """A keeper that takes copies."""
+    """A server that takes copies."""
 
     def __init__(self, root: str = ROOT, available: Callable[[], int] = lambda: 1 << 40) -> None:
-        self.files, self.entrance = KeptFiles(), PeerEntrance("127.0.0.1", SECRET)
-        taker = CopyTaker(self.files, root, "rank 5's keeper on b", lambda: None, available)
-        self.server = KeeperServer(self.files, root, 5, dict, taker.take)
+        self.files, self.endpoint = MemoryStore(), PeerEndpoint("127.0.0.1", SECRET)
+        taker = CopyTaker(self.files, root, "rank 5's snapshot server on b", lambda: None, available)
+        self.server = SnapshotServer(self.files, root, 5, dict, taker.take)
 
     def __enter__(self) -> Peer:
-        self.server.open(self.entrance)
+        self.server.open(self.endpoint)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -69,14 +64,14 @@ class Peer:
 
     @property
     def address(self) -> PeerAddress:
-        return PeerAddress("b", "127.0.0.1", self.entrance.port, 5)
+        return PeerAddress("b", "127.0.0.1", self.endpoint.port, 5)
 
     def contents(self) -> dict[str, bytes]:
         return contents_of(self.files)
 
 
 class Way:
-    """The network between two keepers, which damages what the first one sends, or what comes back at once."""
+    """The network between two servers, which damages what the first one sends, or what comes back at once."""
 
     def __init__(
         self,
@@ -135,7 +130,7 @@ def flipped_at(position: int) -> Callable[[socket.socket, bytearray, int], bool]
     return flip
 
 
-def contents_of(files: KeptFiles) -> dict[str, bytes]:
+def contents_of(files: MemoryStore) -> dict[str, bytes]:
     return {file.path: files.get(file.path, file.size) for file in files.listed("")}
 
 
@@ -148,7 +143,7 @@ def image_of(seed: int, items: int = ITEMS, algorithm: str = "crc32") -> tuple[b
     return data, FileSums(algorithm, array("Q", [value for place in places for value in place]), array("Q", sums))
 
 
-def keep(files: KeptFiles, step: str = STEP, seed: int = 1, items: int = ITEMS, algorithm: str = "crc32") -> None:
+def keep(files: MemoryStore, step: str = STEP, seed: int = 1, items: int = ITEMS, algorithm: str = "crc32") -> None:
     """Keep a snapshot as a rank does: an image with a tail, an empty one, and small files."""
     data, sums = image_of(seed, items, algorithm)
     fd = os.memfd_create("arena")
@@ -161,7 +156,7 @@ def keep(files: KeptFiles, step: str = STEP, seed: int = 1, items: int = ITEMS, 
 
 
 def sent(
-    files: KeptFiles,
+    files: MemoryStore,
     to: PeerAddress,
     step: str = STEP,
     *,
@@ -174,18 +169,18 @@ def sent(
 
 
 @pytest.fixture
-def home() -> Iterator[KeptFiles]:
-    files = KeptFiles()
+def home() -> Iterator[MemoryStore]:
+    files = MemoryStore()
     keep(files)
     yield files
     files.delete([file.path for file in files.listed("")])
 
 
-class TestKeeperOverTcp(StorageContract):
+class TestSnapshotStoreOverTcp(StorageContract):
     @pytest.fixture(autouse=True)
     def served(self) -> Iterator[None]:
         with Peer() as peer:
-            self.own = PeerKeeper(peer.address, SECRET)
+            self.own = PeerClient(peer.address, SECRET)
             yield
             self.own.close()
 
@@ -193,7 +188,7 @@ class TestKeeperOverTcp(StorageContract):
         return HostMemory(lambda _: [], own=self.own), f"{ROOT}/folder"
 
 
-def test_a_copy_has_the_paths_the_bytes_and_the_dates_of_home(home: KeptFiles) -> None:
+def test_a_copy_has_the_paths_the_bytes_and_the_dates_of_home(home: MemoryStore) -> None:
     with Peer() as peer:
         result = sent(home, peer.address)
         assert peer.contents() == contents_of(home)
@@ -201,16 +196,16 @@ def test_a_copy_has_the_paths_the_bytes_and_the_dates_of_home(home: KeptFiles) -
         assert result.bytes == home.nbytes and result.sent == len(image_of(1)[0])
         assert sent(home, peer.address).sent == 0, "it is there"
         assert home.held() == set()
-        with pytest.raises(FileNotFoundError, match="nothing of it is in this keeper"):
+        with pytest.raises(FileNotFoundError, match="nothing of it is in this snapshot server"):
             sent(home, peer.address, f"{ROOT}/iter_2")
 
 
-def test_copies_are_found_and_read_as_what_a_keeper_has(home: KeptFiles) -> None:
+def test_copies_are_found_and_read_as_what_a_client_has(home: MemoryStore) -> None:
     data = image_of(1)[0] + b"tail"
     with Peer() as peer:
         sent(home, peer.address)
-        keeper = PeerKeeper(peer.address, SECRET)
-        seen = HostMemory(lambda _: [keeper])
+        client = PeerClient(peer.address, SECRET)
+        seen = HostMemory(lambda _: [client])
         assert seen.names(STEP) == ["manifest.json", "t1"] and seen.read(f"{STEP}/manifest.json", 99)
         with seen.open_files(f"{STEP}/t1") as files, ThreadPoolExecutor(4) as pool:
             buffer = memoryview(bytearray(len(data)))
@@ -221,33 +216,33 @@ def test_copies_are_found_and_read_as_what_a_keeper_has(home: KeptFiles) -> None
             assert peer.files.held(), "what is open stays as it is"
             peer.files.delete([file.path for file in peer.files.listed("")])
             assert files.stream("data").read() == data
-        keeper.hold()
+        client.hold()
         assert peer.server.holders == 1
-        keeper.close()
+        client.close()
         eventually(lambda: peer.server.holders == 0 and not peer.files.held())
 
 
-def test_what_came_once_is_read_again_from_memory_and_the_rest_needs_the_keeper(home: KeptFiles) -> None:
-    keeper: PeerKeeper | None = None
+def test_what_came_once_is_read_again_from_memory_and_the_rest_needs_the_client(home: MemoryStore) -> None:
+    client: PeerClient | None = None
     with Peer() as peer:
         fd = os.memfd_create("arena")
         os.truncate(fd, 9 << 20)
         peer.files.put_image(f"{STEP}/large", 1, fd, 0, 9 << 20)
         os.close(fd)
-        keeper = PeerKeeper(peer.address, SECRET)
-        files = HostMemory(lambda _: [keeper]).open_files(STEP)
+        client = PeerClient(peer.address, SECRET)
+        files = HostMemory(lambda _: [client]).open_files(STEP)
         buffer = memoryview(bytearray(100))
         assert files.fill("large", buffer, 0)
     with files:
         assert files.fill("large", buffer, 1000), "it has come"
-        with pytest.raises(CheckpointUnreadableError, match=r"rank 5's keeper on b .* has ended"):
+        with pytest.raises(CheckpointUnreadableError, match=r"rank 5's snapshot server on b .* has ended"):
             files.fill("large", buffer, 8 << 20)
         with pytest.raises(CheckpointCorruptError):
             files.size("other")
-    keeper.close()
+    client.close()
 
 
-def test_bytes_that_were_damaged_on_their_way_to_a_reader_come_once_more(home: KeptFiles) -> None:
+def test_bytes_that_were_damaged_on_their_way_to_a_reader_come_once_more(home: MemoryStore) -> None:
     data, whole = image_of(1)[0], dict[str, bool]()
 
     def back(part: bytes) -> bytes:
@@ -258,8 +253,8 @@ def test_bytes_that_were_damaged_on_their_way_to_a_reader_come_once_more(home: K
 
     with Peer() as peer, Way(peer.address, back=back) as way:
         sent(home, peer.address)
-        keeper = PeerKeeper(way.address, SECRET)
-        with HostMemory(lambda _: [keeper]).open_files(f"{STEP}/t1") as files:
+        client = PeerClient(way.address, SECRET)
+        with HostMemory(lambda _: [client]).open_files(f"{STEP}/t1") as files:
             buffer, reads = memoryview(bytearray(len(data))), list[bool]()
 
             def damage() -> str | None:
@@ -268,21 +263,21 @@ def test_bytes_that_were_damaged_on_their_way_to_a_reader_come_once_more(home: K
                 return None if reads[-1] else "all"
 
             assert files.verified("data", 0, len(data), damage) is None and reads == [False, True]
-        keeper.close()
+        client.close()
 
 
-def test_who_does_not_know_the_secret_of_the_run_is_refused_in_words(home: KeptFiles) -> None:
+def test_who_does_not_know_the_secret_of_the_run_is_refused_in_words(home: MemoryStore) -> None:
     with Peer() as peer:
-        with pytest.raises(PermissionError, match="rank 5's keeper on b .* belongs to another run"):
+        with pytest.raises(PermissionError, match="rank 5's snapshot server on b .* belongs to another run"):
             sent(home, peer.address, secret="guessed")
         with pytest.raises(PermissionError, match="belongs to another run"):
-            PeerKeeper(peer.address, "")
+            PeerClient(peer.address, "")
         assert peer.contents() == {}
     with pytest.raises(ConnectionError, match="cannot be reached: Connection refused"):
         sent(home, peer.address)
 
 
-def test_what_is_no_keeper_is_said_to_be_none_and_who_is_silent_to_be_late() -> None:
+def test_what_is_no_client_is_said_to_be_none_and_who_is_silent_to_be_late() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         address = PeerAddress("b", "127.0.0.1", listener.getsockname()[1], 5)
 
@@ -295,12 +290,14 @@ def test_what_is_no_keeper_is_said_to_be_none_and_who_is_silent_to_be_late() -> 
                 with pytest.raises(kind, match=match):
                     connecting.result(20)
 
-        refused(b"HTTP/1.1 400 Bad Request\r\n" * 9, PermissionError, "is no keeper, or one of another release")
+        refused(
+            b"HTTP/1.1 400 Bad Request\r\n" * 9, PermissionError, "is no snapshot server, or one of another release"
+        )
         refused(b"ckpt", TimeoutError, "has not answered for 0.3 s")
         refused(b"ckpt", ConnectionResetError, "has hung up")
 
 
-def refused_with_flipped_bits(home: KeptFiles, positions: Callable[[int], Iterable[int]]) -> set[str]:
+def refused_with_flipped_bits(home: MemoryStore, positions: Callable[[int], Iterable[int]]) -> set[str]:
     """What is said where a bit has flipped at each of these positions, of all bytes that are sent."""
     with Peer() as peer:
         with Way(peer.address) as way:
@@ -318,21 +315,23 @@ def refused_with_flipped_bits(home: KeptFiles, positions: Callable[[int], Iterab
     return words
 
 
-def test_a_bit_that_flips_on_the_way_is_refused_in_words_and_nothing_is_kept(home: KeptFiles) -> None:
+def test_a_bit_that_flips_on_the_way_is_refused_in_words_and_nothing_is_kept(home: MemoryStore) -> None:
     words = refused_with_flipped_bits(home, lambda count: (50, 300, count - 9000))
     for what in ("belongs to another run", "sent was damaged on its way, or", "the item at byte"):
         assert any(what in each for each in words), words
 
 
 @pytest.mark.slow
-def test_wherever_a_bit_flips_nothing_is_kept(home: KeptFiles) -> None:
+def test_wherever_a_bit_flips_nothing_is_kept(home: MemoryStore) -> None:
     words = refused_with_flipped_bits(
         home, lambda count: [*range(0, 2200, 73), *range(2200, count, count // 25), count - 30]
     )
-    assert any("between its items was damaged on its way to rank 5's keeper on b" in each for each in words), words
+    assert any("between its items was damaged on its way to rank 5's snapshot server on b" in each for each in words), (
+        words
+    )
 
 
-def test_a_way_that_ends_or_stands_still_keeps_nothing(home: KeptFiles) -> None:
+def test_a_way_that_ends_or_stands_still_keeps_nothing(home: MemoryStore) -> None:
     def cut(_: socket.socket, data: bytearray, start: int) -> bool:
         return start < 100_000
 
@@ -350,20 +349,22 @@ def test_a_way_that_ends_or_stands_still_keeps_nothing(home: KeptFiles) -> None:
         assert peer.contents() == {} and home.held() == set()
 
 
-def test_a_peer_that_dies_while_it_takes_a_copy_is_told(home: KeptFiles) -> None:
+def test_a_peer_that_dies_while_it_takes_a_copy_is_told(home: MemoryStore) -> None:
     with Peer() as peer, ThreadPoolExecutor(1) as pool:
         memory = memfds(os.getpid())
         sending = pool.submit(sent, home, peer.address, rate=200_000.0)
         eventually(lambda: memfds(os.getpid()) - memory)  # the peer has made room for it
         peer.server.close()
-        with pytest.raises(ConnectionError, match=r"rank 5's keeper on b .* has hung up"):
+        with pytest.raises(ConnectionError, match=r"rank 5's snapshot server on b .* has hung up"):
             sending.result(20)
         assert peer.contents() == {}
 
 
-def test_a_peer_without_memory_and_one_of_another_run_say_so(home: KeptFiles) -> None:
+def test_a_peer_without_memory_and_one_of_another_run_say_so(home: MemoryStore) -> None:
     with Peer(available=lambda: 1000) as peer:
-        with pytest.raises(OSError, match="rank 5's keeper on b has 1000 bytes of memory left, too few") as caught:
+        with pytest.raises(
+            OSError, match="rank 5's snapshot server on b has 1000 bytes of memory left, too few"
+        ) as caught:
             sent(home, peer.address)
         assert caught.value.errno == errno.ENOMEM and peer.contents() == {}
     with Peer(memory_root("/runs/two", "1f2e3d4c-0a0b0c0d")) as peer:
@@ -372,18 +373,18 @@ def test_a_peer_without_memory_and_one_of_another_run_say_so(home: KeptFiles) ->
         assert peer.contents() == {}
 
 
-def test_a_rate_at_which_a_copy_would_be_late_is_no_reason_to_wait(home: KeptFiles) -> None:
+def test_a_rate_at_which_a_copy_would_be_late_is_no_reason_to_wait(home: MemoryStore) -> None:
     with Peer() as peer:
         with pytest.raises(TimeoutError, match="it is stopped, or too slow"):
             sent(home, peer.address, rate=1000.0, seconds=5.0)
         assert sent(home, peer.address, rate=20e6).sent == len(image_of(1)[0])
 
 
-def test_memory_that_was_truncated_is_not_sent_as_if_it_were_whole(home: KeptFiles) -> None:
+def test_memory_that_was_truncated_is_not_sent_as_if_it_were_whole(home: MemoryStore) -> None:
     with Peer() as peer:
         with home.opened(f"{STEP}/t1") as files:
             piece = files["data"]
-            assert isinstance(piece, LocalPiece)
+            assert isinstance(piece, LocalFile)
             fd = os.open(f"/proc/self/fd/{piece.descriptor}", os.O_RDWR)
             os.ftruncate(fd, 100_000)
             os.close(fd)
@@ -393,7 +394,7 @@ def test_memory_that_was_truncated_is_not_sent_as_if_it_were_whole(home: KeptFil
 
 
 def test_a_file_on_disk_that_the_peer_has_is_linked_and_not_sent(tmp_path: Path) -> None:
-    home, frozen = KeptFiles(), image_of(9)[0]
+    home, frozen = MemoryStore(), image_of(9)[0]
     (tmp_path / "frozen").write_bytes(frozen)
     with Peer() as peer, open(tmp_path / "frozen", "rb") as stream:
         for step in (1, 2, 3):
@@ -409,10 +410,10 @@ def test_a_file_on_disk_that_the_peer_has_is_linked_and_not_sent(tmp_path: Path)
         home.delete([file.path for file in home.listed("")])
 
 
-def test_a_copy_replaces_what_is_there_of_its_rank_and_nothing_else(home: KeptFiles) -> None:
+def test_a_copy_replaces_what_is_there_of_its_rank_and_nothing_else(home: MemoryStore) -> None:
     with Peer() as peer:
         peer.files.put(f"{STEP}/manifest.json", b"its own")
-        other = KeptFiles()
+        other = MemoryStore()
         other.put(f"{STEP}/t1/integrity-3.json", b"of rank 3")
         sent(other, peer.address, rank=3)
         sent(home, peer.address)
@@ -432,7 +433,7 @@ def test_a_copy_replaces_what_is_there_of_its_rank_and_nothing_else(home: KeptFi
         assert not memfds(os.getpid()) - memory, "the next copy takes memory that has no copy any more"
 
 
-def test_a_copy_that_is_on_its_way_keeps_its_memory_when_the_next_of_its_rank_comes(home: KeptFiles) -> None:
+def test_a_copy_that_is_on_its_way_keeps_its_memory_when_the_next_of_its_rank_comes(home: MemoryStore) -> None:
     """Both are of one size, so the second fits where the first one is still coming."""
     newer = f"{ROOT}/iter_2"
     keep(home, newer, 2)
@@ -455,7 +456,7 @@ def test_a_copy_that_is_on_its_way_keeps_its_memory_when_the_next_of_its_rank_co
         assert peer.contents() == contents_of(home)
 
 
-def test_copies_that_grow_and_shrink_come_into_one_block_that_fits(home: KeptFiles) -> None:
+def test_copies_that_grow_and_shrink_come_into_one_block_that_fits(home: MemoryStore) -> None:
     with Peer() as peer:
         memory = memfds(os.getpid())
         for number, items in enumerate((ITEMS, 3 * ITEMS, 5, ITEMS, ITEMS // 2 + 1, 4 * ITEMS)):
@@ -469,7 +470,7 @@ def test_copies_that_grow_and_shrink_come_into_one_block_that_fits(home: KeptFil
 
 @pytest.mark.parametrize("algorithm", ["crc32", "crc32c", "xxh3_64"])
 def test_a_copy_is_compared_by_the_checksum_of_its_run(algorithm: str) -> None:
-    home = KeptFiles()
+    home = MemoryStore()
     keep(home, algorithm=algorithm)
     with Peer() as peer:
         sent(home, peer.address)
@@ -479,8 +480,8 @@ def test_a_copy_is_compared_by_the_checksum_of_its_run(algorithm: str) -> None:
     home.delete([file.path for file in home.listed("")])
 
 
-def test_two_ranks_send_to_one_keeper_at_once() -> None:
-    homes = [KeptFiles() for _ in range(2)]
+def test_two_ranks_send_to_one_client_at_once() -> None:
+    homes = [MemoryStore() for _ in range(2)]
     with Peer() as peer, ThreadPoolExecutor(2) as pool:
         for rank, files in enumerate(homes):
             keep(files, f"{STEP}/of-{rank}", rank + 1)
@@ -495,23 +496,23 @@ def test_two_ranks_send_to_one_keeper_at_once() -> None:
 
 
 @pytest.mark.parametrize("at_home", [True, False], ids=["home", "lost"])
-def test_a_file_is_read_where_its_own_rank_has_it_and_else_where_a_copy_is(home: KeptFiles, at_home: bool) -> None:
+def test_a_file_is_read_where_its_own_rank_has_it_and_else_where_a_copy_is(home: MemoryStore, at_home: bool) -> None:
     with Peer() as peer:
         sent(home, peer.address)
         right = contents_of(home)[f"{STEP}/t1/data"]
-        copy = PeerKeeper(peer.address, SECRET)
-        keepers: list[Keeper] = [copy, home] if at_home else [copy]
-        with HostMemory(lambda _: keepers).open_files(f"{STEP}/t1") as files:
+        copy = PeerClient(peer.address, SECRET)
+        clients: list[SnapshotStore] = [copy, home] if at_home else [copy]
+        with HostMemory(lambda _: clients).open_files(f"{STEP}/t1") as files:
             data = bytearray(files.size("data"))
             assert files.fill("data", memoryview(data), 0) and bytes(data) == right
         assert (copy.received == 0) == at_home
         copy.close()
 
 
-def test_what_has_come_for_a_load_does_not_come_again_while_it_lasts(home: KeptFiles) -> None:
+def test_what_has_come_for_a_load_does_not_come_again_while_it_lasts(home: MemoryStore) -> None:
     with Peer() as peer:
         sent(home, peer.address)
-        copy = PeerKeeper(peer.address, SECRET)
+        copy = PeerClient(peer.address, SECRET)
         memory, received = HostMemory(lambda _: [copy]), list[int]()
         for _ in range(3):
             with memory.open_files(f"{STEP}/t1") as files:

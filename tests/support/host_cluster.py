@@ -11,13 +11,11 @@ from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON, integrity_name
 from ckpt_component.core.commit.protocols import attempt_here
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.storage.folder_keeper import FolderKeeper
-from ckpt_component.core.storage.host_folders import HostFolders
-from ckpt_component.core.storage.memory.entrances import PeerEntrance
-from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.peer_keeper import PeerKeeper
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
+from ckpt_component.hosts.client import PeerClient
+from ckpt_component.hosts.folders import HostFolders
+from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
+from ckpt_component.hosts.tier import FolderStore
+from ckpt_component.hosts.wire import PeerAddress, memory_root
 
 SECRET, TOKEN = "0123456789abcdef", "1f2e3d4c-0a0b0c0d"
 #: Of each rank.
@@ -43,33 +41,33 @@ class Cluster:
         self,
         folder: Path,
         leader: FileStorage | None = None,
-        connect: Callable[[PeerAddress], PeerKeeper] | None = None,
+        connect: Callable[[PeerAddress], PeerClient] | None = None,
         hosts: Sequence[str] = HOSTS,
     ) -> None:
         self.leader, self.connect, self.hosts = leader or FileStorage(), connect or _connect, hosts
         self.folders = {host: folder / host / "run" for host in dict.fromkeys(hosts)}
         self.root = str(self.folders[hosts[0]])
-        self.servers, places = dict[str, KeeperServer](), dict[str, PeerAddress]()
+        self.servers, places = dict[str, SnapshotServer](), dict[str, PeerAddress]()
         for host, path in self.folders.items():
             path.mkdir(parents=True, exist_ok=True)
-            keeper, entrance = FolderKeeper(FileStorage(), str(path), self.root), PeerEntrance("127.0.0.1", SECRET)
-            self.servers[host] = KeeperServer(keeper, memory_root(self.root, TOKEN), hosts.index(host), dict)
-            self.servers[host].open(entrance)
-            places[host] = PeerAddress(host, "127.0.0.1", entrance.port, hosts.index(host))
-        self.keepers = list[PeerKeeper]()
+            client, endpoint = FolderStore(FileStorage(), str(path), self.root), PeerEndpoint("127.0.0.1", SECRET)
+            self.servers[host] = SnapshotServer(client, memory_root(self.root, TOKEN), hosts.index(host), dict)
+            self.servers[host].open(endpoint)
+            places[host] = PeerAddress(host, "127.0.0.1", endpoint.port, hosts.index(host))
+        self.clients = list[PeerClient]()
         self.storages = [self._storage(rank, host, places) for rank, host in enumerate(hosts)]
         self.owner = FencingToken(self.storages[0], self.root, token="0123")
 
     def _storage(self, rank: int, own: str, places: dict[str, PeerAddress]) -> HostFolders:
         make = self.connect if rank == 0 else _connect
         others = [make(place) for host, place in places.items() if host != own]
-        self.keepers += others
+        self.clients += others
         files = FileStorage() if rank else self.leader
         return HostFolders(files, self.root, str(self.folders[own]), others, self.hosts, rank)
 
     def close(self) -> None:
-        for keeper in self.keepers:
-            keeper.close()
+        for client in self.clients:
+            client.close()
         for server in self.servers.values():
             server.close()
 
@@ -96,5 +94,5 @@ class Cluster:
         return target
 
 
-def _connect(place: PeerAddress) -> PeerKeeper:
-    return PeerKeeper(place, SECRET, now=False, seconds=5)
+def _connect(place: PeerAddress) -> PeerClient:
+    return PeerClient(place, SECRET, now=False, seconds=5)

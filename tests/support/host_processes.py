@@ -60,6 +60,7 @@ class HostProcesses:
             hosts=tuple(self.hosts),
             host=host,
             rank=self.hosts.index(host),
+            program="ckpt_component.hosts.host_uploads",
             **{**self.values, **values},
         )
 
@@ -67,7 +68,7 @@ class HostProcesses:
         """Start the processes of hosts; `values` are of their policy."""
         for host in hosts:
             policy = asdict(self.policy_of(host, **values))
-            self.running[host] = start_in_background("ckpt_component.background.upload_process", policy)
+            self.running[host] = start_in_background(policy["program"], policy)
             self.running[host].hang_up()
             self.begun.append(self.running[host])
 

@@ -1,4 +1,4 @@
-"""Runs whose snapshots outlive them: start them with a plan, see what they tell, and see which keepers there are."""
+"""Runs whose snapshots outlive them: start them with a plan, see what they tell, and see which servers there are."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from waiting import eventually
 
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
-from ckpt_component.core.storage.memory.keeper_sockets import SocketPlace
-from ckpt_component.core.storage.memory.remote_keeper import RemoteKeeper
 from ckpt_component.errors import CheckpointNotFoundError
-from ckpt_component.loading.nearest import copy_in_memory
+from ckpt_component.hosts.client import HostClient
+from ckpt_component.hosts.snapshot_source import copy_in_memory
+from ckpt_component.hosts.wire import SocketPlace
 
 TRAINING = Path(__file__).parents[1] / "recovery" / "scripts" / "training.py"
 MEMORY = ["checkpoint/recovery=host", "checkpoint.recovery.every_steps=1"]
@@ -95,7 +95,7 @@ def paused(folder: Path, *, world_size: int = 1, **plan: Any) -> Iterator[list[L
 
 
 def in_memory(path: str | Path) -> bool:
-    """Whether a keeper has a checkpoint whose path on disk this is."""
+    """Whether a server has a checkpoint whose path on disk this is."""
     try:
         return bool(copy_in_memory(str(path), FileStorage(), storage_at))
     except CheckpointNotFoundError:
@@ -107,7 +107,7 @@ def tell(**values: Any) -> None:
     print(_MARK + json.dumps(values), flush=True)
 
 
-def keepers() -> dict[int, psutil.Process]:
+def clients() -> dict[int, psutil.Process]:
     """The writer processes with the test's folder of sockets, by process id."""
     ours, found = os.environ["CKPT_RUNTIME_DIR"], {}
     for process in psutil.process_iter():
@@ -123,19 +123,19 @@ def sockets() -> list[Path]:
     return sorted(Path(os.environ["CKPT_RUNTIME_DIR"]).rglob("*"))
 
 
-def keeper_of(rank: int) -> psutil.Process:
-    """The keeper of a rank, found by its socket."""
+def client_of(rank: int) -> psutil.Process:
+    """The server of a rank, found by its socket."""
     (path,) = [path for path in sockets() if path.name == str(rank) and path.is_socket()]
-    keeper = RemoteKeeper(SocketPlace(path.parents[1].name, path.parent.name), rank)
+    client = HostClient(SocketPlace(path.parents[1].name, path.parent.name), rank)
     try:
-        return psutil.Process(keeper.about()["pid"])
+        return psutil.Process(client.about()["pid"])
     finally:
-        keeper.close()
+        client.close()
 
 
 def lose(*hosts: str) -> None:
-    """Hosts are lost, whose trainers have ended: kill their keepers, and remove their sockets."""
-    kill(*(process for process in keepers().values() if process.environ().get("CKPT_HOST") in hosts))
+    """Hosts are lost, whose trainers have ended: kill their servers, and remove their sockets."""
+    kill(*(process for process in clients().values() if process.environ().get("CKPT_HOST") in hosts))
     for host in hosts:
         shutil.rmtree(Path(os.environ["CKPT_RUNTIME_DIR"], host))
 
@@ -154,20 +154,20 @@ def gone(*processes: psutil.Process, seconds: float = 20) -> None:
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in left), f"{left} have not ended"
 
 
-def images_of(keeper: psutil.Process) -> list[Path]:
-    """The blocks of memory that a keeper has, the largest first."""
+def images_of(client: psutil.Process) -> list[Path]:
+    """The blocks of memory that a server has, the largest first."""
     found: dict[int, Path] = {}
-    for path in Path(f"/proc/{keeper.pid}/fd").iterdir():
+    for path in Path(f"/proc/{client.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             if os.readlink(path).startswith("/memfd:"):
                 found[path.stat().st_ino] = path
     return sorted(found.values(), key=lambda path: -path.stat().st_size)
 
 
-def flip_images(keeper: psutil.Process, pattern: bytes) -> None:
-    """Flip a bit of the first place in each of the keeper's images where these bytes are."""
+def flip_images(client: psutil.Process, pattern: bytes) -> None:
+    """Flip a bit of the first place in each of the server's images where these bytes are."""
     hits = 0
-    for path in images_of(keeper):
+    for path in images_of(client):
         with open(path, "r+b", buffering=0) as image:
             place = image.read(path.stat().st_size).find(pattern)
             if place >= 0:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from world.memory import Memory
 from world.verdict import Folder
 
-from ckpt_component.core.commit.host_parts import hosts_of
-from ckpt_component.core.commit.manifest import MAX_BYTES, decode_manifest
+from ckpt_component.core.commit.manifest import MAX_BYTES, decode_manifest, hosts_of
 from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import MANIFEST, QUARANTINED
-from ckpt_component.core.storage.folder_keeper import FolderKeeper
-from ckpt_component.core.storage.host_folders import HostFolders
+from ckpt_component.hosts.folders import HostFolders
+from ckpt_component.hosts.tier import FolderStore
 from ckpt_component.testing import Disk, SimulatedFiles
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class HostDisks:
     def folder(self) -> Folder:
         """The folders of the hosts of the last job, as one."""
         hosts = self._world.jobs[-1].hosts
-        others = [FolderKeeper(self.disk_of(host), LOCAL, LOCAL) for host in dict.fromkeys(hosts) if host != hosts[0]]
+        others = [FolderStore(self.disk_of(host), LOCAL, LOCAL) for host in dict.fromkeys(hosts) if host != hosts[0]]
         files = HostFolders(self.disk_of(hosts[0]), LOCAL, LOCAL, others, hosts) if others else self.disk_of(hosts[0])
         waiting = {step for _, step, _ in self._world.begun} - {*self._world.committed}
         return Folder(files, LOCAL, _kept, self.claims.there, self.damaged, self.has_lost, waiting)

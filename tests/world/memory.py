@@ -39,7 +39,7 @@ class Memory:
     """See the top of this file. Times are simulated seconds.
 
     Attributes:
-        unwell: from when until when snapshots may not be found, as keepers, or the ways to them, are not well
+        unwell: from when until when snapshots may not be found, as servers, or the ways to them, are not well
     """
 
     def __init__(self) -> None:

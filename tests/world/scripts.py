@@ -19,15 +19,13 @@ from world.wander_scripts import JOBS, wander, wander_frozen
 from world.weight_scripts import PUBLISHES, train_and_publish
 
 from ckpt_component import CheckpointListener, SaveReport
-from ckpt_component.core.commit.awaited_parts import wait_for_parts
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.copying import Continued, copy_checkpoint, copy_part
 from ckpt_component.core.commit.fencing import FencingToken
-from ckpt_component.core.commit.host_parts import part_of
-from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.commit.manifest import part_of, read_manifest
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.part_notes import Beat, PartNote, note_path, write_note
 from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.hosts.host_uploads import Beat, PartNote, note_path, wait_for_parts, write_note
 
 if TYPE_CHECKING:
     from world.world import Rank, World

@@ -26,7 +26,7 @@ STEP = 91
 
 
 class Strangers:
-    """See the top of this file. Its processes begin now, and end when their snapshot is kept; the keepers live on.
+    """See the top of this file. Its processes begin now, and end when their snapshot is kept; the servers live on.
 
     Args:
         world: where

@@ -7,11 +7,11 @@ from world.cases import wrong_in
 from world.world import Case
 
 FOUND = [
-    # The first rank waited 20 s to see a commit in the memory of its keeper, which had ended.
+    # The first rank waited 20 s to see a commit in the memory of its server, which had ended.
     "disk aaa memory 99 kill:save:2525:-1",
     # A rank died before it had made the group to read in, where the others waited for it for `timeouts.stage`.
     "disk abc shared 264 kill:restore:264:0",
-    # A keeper that could not remove its socket ended with a traceback.
+    # A server that could not remove its socket ended with a traceback.
     "disk aa memory 3 open_to_others:restore:30:-1",
     # A publisher that ended as it began a version left an empty folder, and a gap in the numbers.
     "mounted a weights 1 kill:publish:171:-1",

@@ -265,15 +265,15 @@ BUGS = [
     ),
     Bug(
         "a_keeper_that_has_no_job_is_waited_for",  # ours
-        "core/writing/keeper.py",
-        'if keeper.rank in ranks and keeper.about().get("writing"):',
-        "if keeper.rank in ranks and keeper.about():",
+        "hosts/keep.py",
+        'if client.rank in ranks and client.about().get("writing"):',
+        "if client.rank in ranks and client.about():",
         "disk aaa memory",
         ("kill",),
     ),
     Bug(
         "a_run_that_dies_in_its_first_save_hides_an_earlier_snapshot",  # ours
-        "managing/run_memory.py",
+        "hosts/snapshot_source.py",
         "        for token in lineage:\n            root",
         "        for token in lineage[:1]:\n            root",
         "disk aa memory",
@@ -289,7 +289,7 @@ BUGS = [
     ),
     Bug(
         "a_replica_is_kept_without_comparison",
-        "core/writing/copy_taker.py",
+        "hosts/keep.py",
         "            if found[number] != value:\n",
         "            if False:\n",
         "disk ab peers",
@@ -307,11 +307,11 @@ BUGS = [
         ("second_run",),
     ),
     Bug(
-        "who_follows_a_decision_counts_as_one_who_votes",  # ours: two keepers wait for each other
-        "core/writing/keeper.py",
-        "            undecided.finish(keeper.still_writing)\n        keeper.writes_no_more(self)\n",
+        "who_follows_a_decision_counts_as_one_who_votes",  # ours: two servers wait for each other
+        "hosts/keep.py",
+        "            undecided.finish(client.still_writing)\n        client.writes_no_more(self)\n",
         "            undecided.finish()\n"
-        "        keeper.writes_no_more(self)\n"
+        "        client.writes_no_more(self)\n"
         "        undecided.lock.close = lambda: None\n",
         "disk aaa memory",
         ("stop_and_kill:save",),

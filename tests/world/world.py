@@ -290,7 +290,7 @@ class World:
         self.lose_memory()
         self._pending = []  # jobs that failed at once were too few for all troubles
         self.is_in_peace = self._has_run(launcher)
-        self.lived_on = self.keepers()
+        self.lived_on = self.clients()
         for job in self.jobs:  # also a second run
             job.kill()
 
@@ -464,7 +464,7 @@ class World:
         """What is in the memory of hosts may be lost; of all, if none is given."""
         self.memory.lose(self.simulation.now, hosts or {host for job in self.jobs for host in job.hosts})
 
-    def keepers(self) -> list[SimulatedProcess]:
+    def clients(self) -> list[SimulatedProcess]:
         """The processes that ranks have launched, which live."""
         return [each for each in self.simulation.processes if each.parent in self._rank_of and not each.is_dead]
 

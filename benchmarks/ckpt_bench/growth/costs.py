@@ -63,8 +63,8 @@ COSTS: Mapping[str, Mapping[str, str]] = {
         "restore_messages": "a restore from memory: calls that change the store",
         "restore_leader_messages": "a restore from memory: such calls of rank 0",
         "restore_looks": "a restore from memory: calls that read the store",
-        "restore_collected_bytes": "a restore from memory: read by rank 0, where keepers are",
-        "restore_heard_bytes": "a restore from memory: read by all others, each of which hears of all keepers",
+        "restore_collected_bytes": "a restore from memory: read by rank 0, where snapshot servers are",
+        "restore_heard_bytes": "a restore from memory: read by all others, each of which hears of all snapshot servers",
     },
 }
 #: Name of one unit of an axis.

@@ -2,7 +2,7 @@
 
 The ranks, their store and their time are simulated, in one thread. What they run is the product's: how a run with
 `checkpoint/recovery=peers` begins, how the ranks agree on a snapshot that is sent to peers, and that it has arrived,
-and how the next run learns where the keepers are. Keepers are left out, and with them the bytes of the copies.
+and how the next run learns where the servers are. Servers are left out, and with them the bytes of the copies.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import RecoveryMode, ResolvedTimeouts
 from ckpt_component.core.outside import Outside
-from ckpt_component.core.storage.memory.job_keepers import JobKeepers
-from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.kept_runs import KeptRun
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
 from ckpt_component.events import EventRecorder, SaveReport
-from ckpt_component.factory import recovery
-from ckpt_component.managing import peer_memory, run_memory
+from ckpt_component.hosts import recovery, snapshot_source
+from ckpt_component.hosts.client import JobClients, ServedRun
+from ckpt_component.hosts.recovery import SnapshotsAtPeers
+from ckpt_component.hosts.wire import PeerAddress, memory_root
 from ckpt_component.managing.restore import Found
 from ckpt_component.managing.run_context import RunContext
-from ckpt_component.saving.at_peers import SnapshotsAtPeers
 from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
@@ -134,7 +131,7 @@ class _RankAlone:
         queue = cast("partial[Any]", parts.queue(PersistentCaller(), DcpWriter(), ranks, run))
         stays = cast(SnapshotsAtPeers, queue.keywords["stays"])
         stays.begin(lambda: None)
-        prepare = stays.preparation(cast(Any, _NoKeeper()))
+        prepare = stays.preparation(cast(Any, _NoSnapshotStore()))
         job.count(self)
         for number in range(1, job.saves + 1):
             prepare(_SECONDS)
@@ -142,15 +139,15 @@ class _RankAlone:
             while events.arrived < number:
                 self.process.outside.sleep(_POLL)
             job.count(self)
-        memory = peer_memory.PeerMemory(run, [_TOKEN], JobKeepers())
+        memory = snapshot_source.PeerMemory(run, [_TOKEN], JobClients())
         look = partial(self._look, memory)
         found = Found(**ranks.meet("restore", memory.offer(), look, self.process.outside.now() + _SECONDS))
-        if len(found.keepers) <= count:
-            raise RuntimeError(f"Of {count} keepers, {len(found.keepers) - 1} were found.")
+        if len(found.clients) <= count:
+            raise RuntimeError(f"Of {count} snapshot servers, {len(found.clients) - 1} were found.")
         job.count(self)
 
-    def _look(self, memory: peer_memory.PeerMemory, offers: Sequence[Any]) -> Mapping[str, Any]:
-        """What rank 0 tells of a snapshot that the keepers have; reading it is left out."""
+    def _look(self, memory: snapshot_source.PeerMemory, offers: Sequence[Any]) -> Mapping[str, Any]:
+        """What rank 0 tells of a snapshot that the servers have; reading it is left out."""
         memory.look(offers)
         root = memory_root(_ROOT, _TOKEN)
         step, path = self._job.saves, f"{root}/{MEGATRON.folder(self._job.saves)}"
@@ -167,8 +164,8 @@ class _CountedArrivals(EventRecorder):
         self.arrived += 1
 
 
-class _NoKeeper:
-    """In the place of a `MemoryCaller`, and of a keeper that the next run finds on a host."""
+class _NoSnapshotStore:
+    """In the place of a `MemoryCaller`, and of a server that the next run finds on a host."""
 
     def __init__(self, rank: Any = 0, outside: Any = None) -> None:
         self.rank = rank
@@ -198,14 +195,14 @@ class _NoKeeper:
         """Nothing is open."""
 
 
-def _kept_run(token: str, _: Outside) -> KeptRun | None:
-    """The run before, which has keepers on each host."""
-    return KeptRun(token, memory_root(_ROOT, token), _ROOT) if token == _TOKEN else None
+def _served_run(token: str, _: Outside) -> ServedRun | None:
+    """The run before, which has servers on each host."""
+    return ServedRun(token, memory_root(_ROOT, token), _ROOT) if token == _TOKEN else None
 
 
 @contextmanager
 def _simulated(job: _PeerJob) -> Iterator[None]:
-    """Have this process run on simulated time, without keepers and without their log."""
+    """Have this process run on simulated time, without servers and without their log."""
     logger = logging.getLogger("ckpt_component")
 
     def running() -> SimulatedProcess:
@@ -213,10 +210,10 @@ def _simulated(job: _PeerJob) -> Iterator[None]:
 
     with ExitStack() as until_measured:
         for module, name, value in (
-            (recovery, "MemoryCaller", _NoKeeper),
+            (recovery, "MemoryCaller", _NoSnapshotStore),
             (recovery, "offered_address", lambda outside: "10.100.100.100"),
-            (run_memory, "kept_run", _kept_run),
-            (peer_memory, "keepers_of", lambda *_: [_NoKeeper(int(running().name.removeprefix("rank ")))]),
+            (snapshot_source, "served_run", _served_run),
+            (snapshot_source, "clients_of", lambda *_: [_NoSnapshotStore(int(running().name.removeprefix("rank ")))]),
         ):
             until_measured.enter_context(patch.object(module, name, value))
         until_measured.callback(logger.setLevel, logger.level)

@@ -1,1 +1,1 @@
-"""`ckpt-bench hosts`: copies between keepers on several hosts, and loads whose hosts read each byte once."""
+"""`ckpt-bench hosts`: copies between servers on several hosts, and loads whose hosts read each byte once."""

@@ -1,4 +1,4 @@
-"""How fast a keeper copies a snapshot to its peer, beside a plain TCP stream; and what that costs training."""
+"""How fast a server copies a snapshot to its peer, beside a plain TCP stream; and what that costs training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ..measure.loop_clock import LoopClock
 from ..measure.states import STATES, make_state
 from ..measure.training_loop import Loop
-from .keeper_pair import KeeperPair
+from .client_pair import SnapshotStorePair
 
 #: Copies into new memory, before those that are measured: a run has two copies at a peer, and uses their memory again.
 _FIRST = 2
@@ -34,7 +34,7 @@ def measure_copies(state: str, pairs: int, step_seconds: float, folder: str) -> 
         `step_cpu_ratio` of each turn.
     """
     items = [math.prod(shape) * dtype.itemsize for _, shape, dtype in STATES[state]()]
-    with KeeperPair(items) as pair:
+    with SnapshotStorePair(items) as pair:
         first = [pair.copy().seconds for _ in range(_FIRST)]
         turns = [(pair.stream(), pair.copy()) for _ in range(pairs)]
         yield {
@@ -54,7 +54,7 @@ def measure_copies(state: str, pairs: int, step_seconds: float, folder: str) -> 
             yield {"step_ratio": [wall for wall, _ in ratios], "step_cpu_ratio": [cpu for _, cpu in ratios]}
 
 
-def _step_ratios(loop: Loop, pair: KeeperPair) -> tuple[float, float]:
+def _step_ratios(loop: Loop, pair: SnapshotStorePair) -> tuple[float, float]:
     """How long steps are while a snapshot is copied, over those before and after it; and the same of their CPU."""
     with ThreadPoolExecutor(1) as pool:
         before = _steps(loop, lambda steps: steps == _QUIET_STEPS)

@@ -80,7 +80,7 @@ def _copy_seconds(nbytes: int) -> float:
 
 @contextmanager
 def own_sockets() -> Iterator[dict[str, str]]:
-    """A folder of its own for the sockets of keepers, with a short path, as sockets need it: what sets it."""
+    """A folder of its own for the sockets of servers, with a short path, as sockets need it: what sets it."""
     folder = tempfile.mkdtemp(prefix="ckpt-bench-")
     try:
         yield {"CKPT_RUNTIME_DIR": folder}

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from ...config.image_count import ImageCount
 from ...core.available_memory import available_bytes
 from ...core.storage.locate import file_storage
-from ...core.storage.memory.keeper_sockets import runtime_folder
 from ...core.storage.new_names import new_token
 from ...core.storage.space import amount
+from ...hosts.wire import runtime_folder
 from .finding import NOTE, OK, Finding
 
 _GROUPS = "/sys/fs/cgroup"

@@ -14,9 +14,8 @@ from ...errors import CheckpointError
 from ..storage.new_names import NEW_PREFIX
 from ..storage.storage import Storage
 from ..storage.tree_removal import remove_if_empty
-from .host_parts import manifests_of
 from .liveness import LifeSigns, marked_attempt
-from .manifest import read_manifest
+from .manifest import manifests_of, read_manifest
 from .manifest_commit import attempts_in, is_quarantined
 from .names import (
     ALIVE_PREFIX,

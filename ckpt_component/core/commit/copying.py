@@ -22,10 +22,8 @@ from ..storage.space import refuse_without_room
 from ..storage.storage import Storage
 from .commit import abandon, begin, new_attempt, publish
 from .fencing import FencingToken
-from .host_parts import part_of
 from .liveness import AttemptLock
-from .manifest import check_files, data_folder
-from .part_notes import call_for_parts, is_note
+from .manifest import check_files, data_folder, part_of
 from .protocol import Attempt
 
 _MAX_THREADS = 4
@@ -39,6 +37,15 @@ _OF_COMMIT = frozenset({"attempt", "at", "files", "hosts", "version"})
 
 def _no_share(name: str, path: str) -> bool:
     """The target has no file yet."""
+    return False
+
+
+def _alone(attempt: Attempt) -> None:
+    """Nobody else copies files of the checkpoint."""
+
+
+def _none(name: str) -> bool:
+    """Nobody else has files there."""
     return False
 
 
@@ -56,6 +63,8 @@ class Continued:
             bytes already
         host: whose files these are, if the source is the folder of one host; the others copy theirs until
             `before_commit` has returned
+        begun: called when there is a folder for the copy, before any file is copied
+        stays: whether a file there, by its name, says something of the files of others, and stays
     """
 
     token: str
@@ -63,6 +72,8 @@ class Continued:
     pace: Callable[[int], None]
     share: Callable[[str, str], bool] = _no_share
     host: str = ""
+    begun: Callable[[Attempt], None] = _alone
+    stays: Callable[[str], bool] = _none
 
 
 def copy_checkpoint(
@@ -113,14 +124,15 @@ def copy_checkpoint(
             if lock.held_by_others():
                 raise BlockingIOError(errno.EAGAIN, "another process is copying to it", attempt.staging)
             names = {entry["name"] for entry in manifest["files"]}
-            kept = _kept_files(attempt, files, lambda name: name in names or is_note(name))
+            stays = _none if continued is None else continued.stays
+            kept = _kept_files(attempt, files, lambda name: name in names or stays(name))
         missing = _missing(attempt, files, kept)
         if lock is None:
             begin(attempt)
             lock = AttemptLock(storage, attempt, owner)
         try:
-            if part is not manifest:
-                call_for_parts(attempt, manifest)
+            if continued is not None:
+                continued.begun(attempt)
             pace, share = (None, _no_share) if continued is None else (continued.pace, continued.share)
             with progress(f"copying {os.path.basename(path)}", sum(entry["size"] for entry in missing)) as advance:
                 _copy_files(source, folder, attempt, missing, advance, pace, share)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
 
 from ..storage.files import FileStorage, local_files
 from ..storage.storage import Storage
@@ -12,20 +11,14 @@ from .manifest_commit import ManifestCommit, attempts_in
 from .protocol import Attempt, CommitProtocol
 from .rename_commit import RenameCommit
 
-if TYPE_CHECKING:
-    from ..storage.host_folders import HostFolders
-
 
 def protocol_of(storage: Storage) -> CommitProtocol:
     """How attempts are committed in a storage."""
     files = _renaming(storage)
     if files is not None:
         return RenameCommit(files)
-    if storage.hosts:
-        from .host_commit import HostCommit  # which jobs on one host do not load
-
-        return HostCommit(cast("HostFolders", storage))
-    return ManifestCommit(storage)
+    own: CommitProtocol | None = storage.protocol()
+    return ManifestCommit(storage) if own is None else own
 
 
 def attempt_here(storage: Storage, plain: Mapping[str, str]) -> Attempt:

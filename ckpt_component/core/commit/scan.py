@@ -11,8 +11,7 @@ from typing import Any
 
 from ...errors import CheckpointCorruptError, CheckpointError, CheckpointPartError, CheckpointUnreadableError
 from ..storage.storage import Storage
-from .host_parts import whole_manifest
-from .manifest import check_files, data_folder, read_manifest
+from .manifest import check_files, data_folder, read_manifest, whole_manifest
 from .manifest_commit import attempts_in, is_quarantined
 from .metrics import metrics_of
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames, is_stray, step_in_name

@@ -12,8 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointCorruptError
-from ..commit.host_parts import whole_manifest
-from ..commit.manifest import check_files, data_folder, read_manifest
+from ..commit.manifest import check_files, data_folder, read_manifest, whole_manifest
 from ..commit.names import integrity_name
 from ..progress import Progress, no_progress
 from ..storage.checksum import Checksum

@@ -1,7 +1,8 @@
-"""Which storage a path is in: files, the objects of a bucket, or the memory of keepers on this host."""
+"""Which storage a path is in: files, the objects of a bucket, or what a scheme of `SCHEMES` names."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import posixpath
 import re
@@ -14,8 +15,11 @@ from .faults import LOG, SPEC
 from .files import FileStorage
 from .storage import Storage
 
-#: Begins the paths in the memory of keepers.
+#: Begins the paths in the memory of processes of this host.
 MEMORY = "host://"
+#: The storages with a scheme of their own, by the module and the class that is called without arguments. Like the
+#: program of a process, each is named and not imported: it stands in the house above those who ask for it.
+SCHEMES = {MEMORY: ("ckpt_component.hosts.host_memory", "HostMemory")}
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 
@@ -100,10 +104,10 @@ def storage_at(
         CheckpointConfigError: the scheme is not supported, the package for it is not installed, or an option is wrong
         FailpointError: the environment variables are set but invalid
     """
-    if os.fspath(path).startswith(MEMORY):
-        from .memory.host_memory import HostMemory
-
-        return HostMemory()
+    scheme = _SCHEME.match(os.fspath(path))
+    if scheme is not None and scheme[0] in SCHEMES:
+        module, name = SCHEMES[scheme[0]]
+        return cast(Storage, getattr(importlib.import_module(module), name)())
     if is_url(path):
         from .bucket import ObjectStorage  # 5 ms that runs without buckets need not wait
 

@@ -104,6 +104,10 @@ class Storage(ABC):
         """Whether an absolute path is in this storage."""
         return "://" not in path
 
+    def protocol(self) -> Any:
+        """The `CommitProtocol` of a storage that has one of its own; None: it commits as its kind does."""
+        return None
+
     # Folders
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from ..outside import OUTSIDE, Outside
@@ -86,12 +86,19 @@ class WriterConnection:
         return WorkerDiedError(f"The writer process (pid {self.pid}) {ended}.")
 
 
+class WriterProgram(NamedTuple):
+    """What a writer process runs: a module, and the job of its `main`."""
+
+    module: str
+    job: Mapping[str, Any]
+
+
 class ByteProcess(WriterConnection):
     """One running writer process.
 
     Args:
         start_timeout: seconds within which the process must report that it is ready
-        keeper: the arguments of `SnapshotKeeper`, if it keeps snapshots in memory
+        program: its module, whose `main` does what `worker` does and more, and the arguments of that; None: `worker`
         outside: of this process
 
     Raises:
@@ -99,17 +106,14 @@ class ByteProcess(WriterConnection):
         WorkerDiedError: the process exited before it reported
     """
 
-    def __init__(
-        self, start_timeout: float, keeper: Mapping[str, Any] | None = None, outside: Outside = OUTSIDE
-    ) -> None:
+    def __init__(self, start_timeout: float, program: WriterProgram | None = None, outside: Outside = OUTSIDE) -> None:
         try:
             # -I -S: no site-packages and no PYTHON* settings, so that nothing slow or foreign is imported.
             child = Child(
-                f"ckpt_component.core.writing.{'worker' if keeper is None else 'keeper'}",
-                keeper or {},
+                *(program or WriterProgram("ckpt_component.core.writing.worker", {})),
                 flags=("-I", "-S"),
                 environment=_MALLOC,
-                own_session=keeper is not None,
+                own_session=program is not None,
                 outside=outside,
             )
         except OSError as error:
@@ -121,19 +125,19 @@ class ByteProcess(WriterConnection):
             self.kill()
             raise
 
-    def open_lane(self, timeout: float) -> WriterConnection:
-        """Open one more connection, on which the process works at the same time; only if it is a keeper."""
+    def open_connection(self, timeout: float) -> WriterConnection:
+        """Open one more connection, on which the process works at the same time; only if its program has several."""
         ours, theirs = self._outside.pair()
         try:
-            self.send({"kind": "lane"}, self._outside.now() + timeout, fds=[theirs.fileno()])
+            self.send({"kind": "connect"}, self._outside.now() + timeout, fds=[theirs.fileno()])
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        lane = WriterConnection(self._child, Channel(ours, lambda: self._child.alive, outside=self._outside))
-        lane.expect_ready(timeout)
-        return lane
+        connection = WriterConnection(self._child, Channel(ours, lambda: self._child.alive, outside=self._outside))
+        connection.expect_ready(timeout)
+        return connection
 
     def close(self, timeout: float) -> None:
         """Ask the process to exit, and kill it after `timeout` seconds. Safe to call twice."""
@@ -142,5 +146,5 @@ class ByteProcess(WriterConnection):
         self._child.end(timeout)
 
     def leave(self) -> None:
-        """Let the process live on as a keeper."""
+        """Let the process live on."""
         self._child.leave()

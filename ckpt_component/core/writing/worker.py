@@ -3,7 +3,7 @@
 The frames of the trainer (see `framing`): `arena` passes a memfd; `table` passes the layout of a structure; `write`
 requests one save and is answered by `done` or `failed`; `decided` means that the trainer committed or gave up the last
 save; `close` asks the process to exit. When the trainer has died, rank 0's process first finishes a save that was
-written but not decided (`orphan_commit`). A process that keeps snapshots in memory understands more (`keeper`).
+written but not decided (`orphan_commit`). A process that keeps snapshots in memory understands more (`server`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ckpt_component import (
     load_weights,
 )
 from ckpt_component.core.formats.checkpoints import find_checkpoint
-from ckpt_component.loading import weights
+from ckpt_component.factory import weights
 
 
 def net(value: float, mesh: Any = None) -> torch.nn.Module:

@@ -10,7 +10,6 @@ import os
 import sys
 from typing import Any
 
-from ckpt_component.background.part_uploader import PartUploader
 from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.background.uploader import Uploader
@@ -22,6 +21,7 @@ from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.new_names import NEW_PREFIX
+from ckpt_component.hosts.host_uploads import PartUploader
 
 HOSTS = ("host-a", "host-b")
 sources, folder, by_rename, victim = sys.argv[1], sys.argv[2], sys.argv[3] == "1", sys.argv[4]

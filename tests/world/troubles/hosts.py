@@ -78,7 +78,7 @@ def strangers(hit: Hit) -> None:
 
 @happens(*ANYWHERE, needs=("peers",))
 def lose_place(hit: Hit) -> None:
-    """A keeper at a host's peer ends, and a keeper of another run has its port then."""
+    """A server at a host's peer ends, and a server of another run has its port then."""
     world, peers = hit.world, peers_of(hit)
     others = Strangers(world, "/runs/other", hit.rank.job.hosts)
     world.strangers.append(others)

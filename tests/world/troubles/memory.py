@@ -7,32 +7,32 @@ import os
 from world.times import LEASE, LONG, UNNOTICED
 from world.trouble import ANYWHERE, Hit, happens
 
-#: For so long nobody uses the sockets of keepers.
+#: For so long nobody uses the sockets of servers.
 OPEN_SECONDS = 10.0
 
 
 @happens(*ANYWHERE, needs=("memory",))
-def kill_keeper(hit: Hit) -> None:
+def kill_client(hit: Hit) -> None:
     """A process that keeps snapshots in memory gets SIGKILL."""
-    for keeper in hit.world.keepers()[:1]:
-        hit.world.lose_memory(keeper.host)
-        keeper.kill()
+    for client in hit.world.clients()[:1]:
+        hit.world.lose_memory(client.host)
+        client.kill()
 
 
 @happens(*ANYWHERE, needs=("memory",))
-def stop_keeper(hit: Hit) -> None:
+def stop_client(hit: Hit) -> None:
     """A process that keeps snapshots in memory does nothing for a while."""
-    for keeper in hit.world.keepers()[:1]:
+    for client in hit.world.clients()[:1]:
         hit.world.lose_memory()
-        keeper.stop(25.0)
+        client.stop(25.0)
         hit.world.excuse(25.0 + UNNOTICED)
 
 
 @happens(*ANYWHERE, needs=("memory",))
 def lease_over(hit: Hit) -> None:
     """The time is over for which snapshots stay in memory without a run."""
-    for keeper in hit.world.keepers():
-        now, outside = keeper.outside.now, keeper.outside
+    for client in hit.world.clients():
+        now, outside = client.outside.now, client.outside
         outside.now = lambda now=now: now() + LEASE  # type: ignore[misc]
     hit.world.lose_memory()
 
@@ -45,12 +45,12 @@ def flip_memory(hit: Hit) -> None:
 
 @happens(*ANYWHERE, needs=("memory",))
 def open_to_others(hit: Hit) -> None:
-    """Others may open the folder of the keepers' sockets for a while, so nobody uses it."""
+    """Others may open the folder of the servers' sockets for a while, so nobody uses it."""
     simulation = hit.world.simulation
     folder, until = simulation.folder, simulation.now + OPEN_SECONDS
     os.chmod(folder, 0o755)
     simulation.at(until, lambda: os.chmod(folder, 0o700))
     hit.world.memory.unwell.append((simulation.now, until))
-    # The mark of an attempt that could not be deleted meanwhile stays in a keeper that lives, and each later restore
+    # The mark of an attempt that could not be deleted meanwhile stays in a server that lives, and each later restore
     # waits until `timeouts.close` for who would complete it.
     hit.world.excuse(LONG)

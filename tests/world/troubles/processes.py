@@ -59,7 +59,7 @@ def power_cut(hit: Hit) -> None:
     """All hosts go off, and the disk keeps what it may."""
     hit.world.lose_memory()
     hit.rank.job.kill()
-    for process in [*hit.world.keepers(), *hit.world.others]:
+    for process in [*hit.world.clients(), *hit.world.others]:
         process.kill()
     hit.world.files.disk.cut_power(hit.world.case.seed)
     for host in hit.world.local.hosts:

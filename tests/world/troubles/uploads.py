@@ -11,7 +11,7 @@ from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.part_notes import PartNote, is_called, note_path, read_note, write_note
+from ckpt_component.hosts.host_uploads import PartNote, is_called, note_path, read_note, write_note
 from ckpt_component.testing import SimulatedBucket
 
 

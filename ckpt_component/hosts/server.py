@@ -1,21 +1,128 @@
-"""`KeeperServer`: answers, on a socket, those who read and write what this process keeps. See `remote_keeper`."""
+"""Where clients of a server come in: its socket on this host, or a TCP port; and who may.
+
+`SnapshotServer`: answers, on a socket, those who read and write what this process keeps. See `remote_keeper`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from ...outside import OUTSIDE, Outside, Socket, Thread
-from ...processes.framing import Channel
-from ...processes.request_loop import FrameRequest, Reply, answer_requests
-from .entrances import Entrance, HostEntrance
-from .keeper_sockets import SocketPlace, split_root
-from .keepers import LocalPiece, ServedKeeper
+from ..core.outside import OUTSIDE, Outside, Socket, Thread
+from ..core.processes.framing import Channel
+from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
+from .stores import LocalFile, ServedStore
+from .wire import SocketPlace, greet_peer, listen_to_peers, split_root
+
+logger = logging.getLogger(__name__)
+
+_REFUSAL_SECONDS = 10.0
+
+
+class Endpoint(ABC):
+    """A way to a server. Opened once."""
+
+    @abstractmethod
+    def open(self) -> Socket:
+        """Listen; returns what listens, owned by the caller. Raises OSError."""
+
+    @abstractmethod
+    def admit(self, sock: Socket) -> Channel:
+        """Let a client in.
+
+        Args:
+            sock: its connection
+
+        Raises:
+            OSError: it may not come in, as it was told, or it hung up
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what clients find it by."""
+
+
+class HostEndpoint(Endpoint):
+    """The socket of a rank, for processes of one user of this host.
+
+    Args:
+        place: where the sockets of the run are
+        rank: whose server it leads to
+        user: whose processes may come in
+    """
+
+    def __init__(self, place: SocketPlace, rank: int, user: int) -> None:
+        self._place = place
+        self._rank = rank
+        self._user = user
+        self._number = 0
+
+    def open(self) -> Socket:
+        """Listen, in the place of a predecessor; raises as `SocketPlace.listen`."""
+        listener, self._number = self._place.listen(self._rank)
+        return listener
+
+    def admit(self, sock: Socket) -> Channel:
+        """Let a process of the user in; see the base class."""
+        outside = self._place.outside
+        user, pid = outside.credentials(sock)
+        # A connection may outlive its client's process, in one that it forked.
+        channel = Channel(sock, partial(outside.is_running, pid), outside=outside)
+        if user != self._user:
+            text = f"this snapshot server belongs to user {self._user}, not to user {user}"
+            answer = {"kind": "failed", "errno": errno.EACCES, "error": text, "path": None}
+            channel.send(answer, outside.now() + _REFUSAL_SECONDS)
+            raise PermissionError(errno.EACCES, text)
+        return channel
+
+    def close(self) -> None:
+        """Remove the socket, and the folders that are then empty; a failure is logged."""
+        try:
+            self._place.remove(self._rank, self._number)
+        except OSError as error:
+            logger.warning("the socket of rank %d's snapshot server stays until the next run: %s", self._rank, error)
+
+
+class PeerEndpoint(Endpoint):
+    """A TCP port, for those who know the secret of the run.
+
+    Args:
+        address: an address of this host, or a name of one
+        secret: of the run
+        outside: of this process
+
+    Attributes:
+        address, secret: see above
+        port: known when it is open
+    """
+
+    def __init__(self, address: str, secret: str, outside: Outside = OUTSIDE) -> None:
+        self.address = address
+        self.port = 0
+        self.secret = secret
+        self._outside = outside
+
+    def open(self) -> Socket:
+        """Listen on a free port."""
+        listener = listen_to_peers(self.address, self._outside)
+        self.port = listener.getsockname()[1]
+        return listener
+
+    def admit(self, sock: Socket) -> Channel:
+        """Let a client in that proves that it knows the secret; see the base class."""
+        return greet_peer(sock, self.secret, self._outside)
+
+    def close(self) -> None:
+        """There is nothing that stays."""
+
 
 #: How long a client may take to take an answer.
 _SEND_SECONDS = 10.0
@@ -25,8 +132,8 @@ _PAUSE_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 
 
-class KeeperServer:
-    """Listens on the socket of a rank, and for keepers and trainers of other hosts. Each connection has a thread.
+class SnapshotServer:
+    """Listens on the socket of a rank, and for servers and trainers of other hosts. Each connection has a thread.
 
     Args:
         kept: what this process keeps
@@ -34,17 +141,17 @@ class KeeperServer:
         rank: the trainer's
         about: what clients are told of the run: `root` (its durable root), `memory` (see `root` here), `world_size`,
             `since`, `lease`, `alive` and `gone`; called at each question
-        take_replica: answers the request `replica` of a keeper that sends its files; None: it is refused
+        take_replica: answers the request `replica` of a server that sends its files; None: it is refused
         user: whose processes may connect; None: the user of this process
         outside: of this process
 
     Attributes:
-        ended: a latch, set when a newer run said that it does not need this keeper
+        ended: a latch, set when a newer run said that it does not need this server
     """
 
     def __init__(
         self,
-        kept: ServedKeeper,
+        kept: ServedStore,
         root: str,
         rank: int,
         about: Callable[[], Mapping[str, Any]],
@@ -64,14 +171,14 @@ class KeeperServer:
         self._take_replica = take_replica
         self._user = os.getuid() if user is None else user
         self._lock = outside.lock()
-        self._entrances: dict[Entrance, Socket] = {}
+        self._endpoints: dict[Endpoint, Socket] = {}
         self._connections: dict[Socket, Thread] = {}
         self._holding: set[Channel] = set()
         self.ended = outside.latch()
 
     @property
     def holders(self) -> int:
-        """How many clients want this keeper to stay."""
+        """How many clients want this server to stay."""
         with self._lock:
             return len(self._holding)
 
@@ -82,22 +189,22 @@ class KeeperServer:
             PermissionError: the folder of the sockets is another user's, or open to others
             OSError: the socket cannot be made
         """
-        self.open(HostEntrance(self._place, self._rank, self._user))
+        self.open(HostEndpoint(self._place, self._rank, self._user))
 
-    def open(self, entrance: Entrance) -> None:
-        """Let clients in through one more entrance; raises OSError if it cannot be opened."""
-        listener = entrance.open()
+    def open(self, endpoint: Endpoint) -> None:
+        """Let clients in through one more endpoint; raises OSError if it cannot be opened."""
+        listener = endpoint.open()
         with self._lock:
-            self._entrances[entrance] = listener
-        self._outside.start("ckpt-keeper", self._accept, entrance, listener)
+            self._endpoints[endpoint] = listener
+        self._outside.start("ckpt-keeper", self._accept, endpoint, listener)
 
     def close(self) -> None:
         """Hang up on all clients, and remove the socket and the folders that are then empty. Safe to call twice."""
         with self._lock:
-            entrances, self._entrances = self._entrances, {}
+            endpoints, self._endpoints = self._endpoints, {}
             connections = dict(self._connections)
-        for entrance, listener in entrances.items():
-            entrance.close()
+        for endpoint, listener in endpoints.items():
+            endpoint.close()
             self._shut(listener)  # wakes the thread that accepts
         for sock in connections:
             self._shut(sock)
@@ -110,28 +217,28 @@ class KeeperServer:
         with contextlib.suppress(OSError):  # it has ended
             self._outside.hang_up(sock, listens=False)
 
-    def _accept(self, entrance: Entrance, listener: Socket) -> None:
+    def _accept(self, endpoint: Endpoint, listener: Socket) -> None:
         with contextlib.closing(listener):
             while True:
                 try:
                     sock, _ = listener.accept()
                 except OSError as error:
-                    if entrance not in self._entrances:
+                    if endpoint not in self._endpoints:
                         return
-                    print(f"ckpt keeper: no connection could be taken: {error}", file=sys.stderr)
+                    print(f"ckpt snapshot server: no connection could be taken: {error}", file=sys.stderr)
                     self._outside.sleep(_PAUSE_SECONDS)  # descriptors may become free
                     continue
                 with self._lock:
-                    if entrance not in self._entrances:
+                    if endpoint not in self._endpoints:
                         sock.close()
                         return
-                    self._connections[sock] = self._outside.start("ckpt-keeper-client", self._serve, entrance, sock)
+                    self._connections[sock] = self._outside.start("ckpt-keeper-client", self._serve, endpoint, sock)
 
-    def _serve(self, entrance: Entrance, sock: Socket) -> None:
+    def _serve(self, endpoint: Endpoint, sock: Socket) -> None:
         channel: Channel | None = None
         try:
             with contextlib.suppress(OSError):  # it hung up, or may not come in and was told so
-                channel = entrance.admit(sock)
+                channel = endpoint.admit(sock)
                 self._answer_all(channel)
         finally:
             with self._lock:
@@ -210,10 +317,10 @@ class _OpenFolders:
         kept: has them
     """
 
-    def __init__(self, kept: ServedKeeper) -> None:
+    def __init__(self, kept: ServedStore) -> None:
         self._kept = kept
         #: The files of each, and what closes it, by the number of the request.
-        self._open: dict[int, tuple[Mapping[str, LocalPiece | bytes], ExitStack]] = {}
+        self._open: dict[int, tuple[Mapping[str, LocalFile | bytes], ExitStack]] = {}
 
     def __enter__(self) -> _OpenFolders:
         return self
@@ -234,7 +341,7 @@ class _OpenFolders:
         """Send bytes of a file that lie before its tail, after the answer; if there are fewer, the connection ends."""
         header, channel = request.header, request.channel
         piece = self._open[header["number"]][0].get(header["name"])
-        if not isinstance(piece, LocalPiece):  # a small one
+        if not isinstance(piece, LocalFile):  # a small one
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), header["name"])
         yield Reply()
         until, length = channel.outside.now() + _SEND_SECONDS, header["length"]
@@ -249,10 +356,10 @@ class _OpenFolders:
 
 def _refuse_unknown(request: FrameRequest) -> dict[str, Any]:
     ask = request.header["ask"]
-    raise OSError(errno.EOPNOTSUPP, f"this keeper, of another release, does not know {ask!r:.100}")
+    raise OSError(errno.EOPNOTSUPP, f"this snapshot server, of another release, does not know {ask!r:.100}")
 
 
-def _opening(number: int, files: Mapping[str, LocalPiece | bytes], *, passes_fds: bool) -> Iterator[Reply]:
+def _opening(number: int, files: Mapping[str, LocalFile | bytes], *, passes_fds: bool) -> Iterator[Reply]:
     """The frames that answer `open`: the first one says what is where, and how many descriptors come."""
     small = {name: content for name, content in files.items() if isinstance(content, bytes)}
     pieces = {name: content for name, content in files.items() if not isinstance(content, bytes)}

@@ -1,4 +1,4 @@
-"""Two keepers as on two hosts, in processes of their own: one sends its snapshot, the other takes it.
+"""Two servers as on two hosts, in processes of their own: one sends its snapshot, the other takes it.
 
 The same two processes also move as many bytes over a plain TCP connection, to compare with.
 """
@@ -15,14 +15,10 @@ from typing import Any, NamedTuple
 
 from ckpt_component.core.memory.huge_pages import SharedPages, align
 from ckpt_component.core.storage.checksum import fastest
-from ckpt_component.core.storage.memory.entrances import PeerEntrance
-from ckpt_component.core.storage.memory.file_sums import FileSums
-from ckpt_component.core.storage.memory.keeper_server import KeeperServer
-from ckpt_component.core.storage.memory.keeper_sockets import memory_root
-from ckpt_component.core.storage.memory.kept_files import KeptFiles
-from ckpt_component.core.storage.memory.peer_sockets import PeerAddress
-from ckpt_component.core.writing.copy_sender import send_copy
-from ckpt_component.core.writing.copy_taker import CopyTaker
+from ckpt_component.hosts.keep import CopyTaker, send_copy
+from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
+from ckpt_component.hosts.stores import FileSums, MemoryStore
+from ckpt_component.hosts.wire import PeerAddress, memory_root
 
 from ..spawned_process import SpawnedProcess
 
@@ -50,7 +46,7 @@ class Moved(NamedTuple):
     cpu_s: float
 
 
-class KeeperPair:
+class SnapshotStorePair:
     """Both processes. A context manager.
 
     Args:
@@ -62,7 +58,7 @@ class KeeperPair:
         self._sender = SpawnedProcess(_serve_sender, items, seconds=_SECONDS)
         self._number = 0
 
-    def __enter__(self) -> KeeperPair:
+    def __enter__(self) -> SnapshotStorePair:
         self._sender.ask("connect", *self._taker.ask("ports"))
         return self
 
@@ -75,7 +71,7 @@ class KeeperPair:
         return self._moved("stream")
 
     def copy(self) -> Moved:
-        """As a snapshot that a keeper copies to its peer; the one before it is dropped after that, on both sides."""
+        """As a snapshot that a server copies to its peer; the one before it is dropped after that, on both sides."""
         self._number += 1
         moved = self._moved("copy", self._number)
         self._taker.ask("drop", self._number - 1)
@@ -120,10 +116,10 @@ def _stay_on(cores: Collection[int]) -> None:
 
 def _serve_taker(pipe: Connection, nbytes: int) -> None:
     os.nice(_NICE)
-    files, entrance = KeptFiles(), PeerEntrance(_HOST, _SECRET)
+    files, endpoint = MemoryStore(), PeerEndpoint(_HOST, _SECRET)
     taker = CopyTaker(files, _ROOT, "the peer", lambda: None)
-    server = KeeperServer(files, _ROOT, 1, dict, taker.take)
-    server.open(entrance)
+    server = SnapshotServer(files, _ROOT, 1, dict, taker.take)
+    server.open(endpoint)
     listener = socket.create_server((_HOST, 0))
     memory, connections = _memory(nbytes).memory, list[socket.socket]()
 
@@ -141,7 +137,7 @@ def _serve_taker(pipe: Connection, nbytes: int) -> None:
     _serve(
         pipe,
         {
-            "ports": lambda: (entrance.port, listener.getsockname()[1]),
+            "ports": lambda: (endpoint.port, listener.getsockname()[1]),
             "receive": receive,
             "drop": drop,
         },
@@ -161,7 +157,7 @@ def _serve_sender(pipe: Connection, items: Sequence[int]) -> None:
         "Q", [checksum.of(image.memory[at : at + item]) for at, item in zip(places[::2], items, strict=True)]
     )
     sums = FileSums(checksum.name, places, values)
-    files = KeptFiles()
+    files = MemoryStore()
 
     def connect(peer_port: int, port: int) -> None:
         connections[:] = [PeerAddress("the peer's host", _HOST, peer_port, 1), socket.create_connection((_HOST, port))]

@@ -1,4 +1,6 @@
-"""`HostTier`: the folders that the hosts of a job have in front of `checkpoint.dir`. Imported only by jobs of several.
+"""`FolderStore`: the server of a folder on this host's disk, for the other hosts of a job.
+
+`HostTier`: the folders that the hosts of a job have in front of `checkpoint.dir`. Imported only by jobs of several.
 
 Whether `checkpoint.local.dir` is one folder that all hosts share, or one on each host, is found out when a run begins:
 the leading rank leaves a file there, and the others look for it. To take one folder for several is harmless, as what is
@@ -7,26 +9,149 @@ listed has every file once. The first rank of each host serves its folder to the
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..core.coordination import Coordinator, Hosts
 from ..core.coordination.addresses import offered_address, reachable
 from ..core.options import ResolvedTimeouts
 from ..core.storage.files import FileStorage
-from ..core.storage.folder_keeper import FolderKeeper
-from ..core.storage.host_folders import HostFolders
-from ..core.storage.memory.entrances import PeerEntrance
-from ..core.storage.memory.keeper_server import KeeperServer
-from ..core.storage.memory.keeper_sockets import memory_root
-from ..core.storage.memory.peer_keeper import PeerKeeper
-from ..core.storage.memory.peer_sockets import PeerAddress
 from ..core.storage.new_names import new_token
+from ..core.storage.object_folders import FOLDER_MARK
 from ..core.storage.storage import Storage
+from ..core.storage.tree_removal import remove_if_empty
 from ..errors import CheckpointConfigError, CheckpointError
-from .write_access import leave_trial, refuse_failed, remove_trial, try_to_write
+from ..managing.write_access import leave_trial, refuse_failed, remove_trial, try_to_write
+from .client import PeerClient
+from .folders import HostFolders
+from .server import PeerEndpoint, SnapshotServer
+from .stores import ListedFile, LocalFile, ServedStore
+from .wire import PeerAddress, memory_root
+
+
+@dataclass
+class _SharedDescriptors:
+    """The files of a folder that are open for its readers.
+
+    Attributes:
+        files: by name
+        until_closed: closes them
+        readers: how many there are
+    """
+
+    files: dict[str, LocalFile | bytes] = field(default_factory=dict)
+    until_closed: ExitStack = field(default_factory=ExitStack)
+    readers: int = 0
+
+
+class FolderStore(ServedStore):
+    """See the top of this file. A folder without files has an entry of the name `FOLDER_MARK`.
+
+    Args:
+        files: the file system
+        folder: the folder
+        root: the path that all hosts have for it
+    """
+
+    def __init__(self, files: FileStorage, folder: str, root: str) -> None:
+        self._fs = files
+        self._folder = folder
+        self._root = root
+        self._lock = files.outside.lock()
+        self._open: dict[str, _SharedDescriptors] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def listed(self, prefix: str) -> list[ListedFile]:
+        return [*self._below(self._here(prefix or self._root), prefix or self._root)]
+
+    def _below(self, here: str, path: str) -> Iterator[ListedFile]:
+        """What is at `here`, which is `path` for others. What is deleted meanwhile is not there."""
+        with contextlib.suppress(FileNotFoundError):
+            if not self._fs.is_real_folder(here):
+                file = self._fs.file_at(here)
+                if file is not None:
+                    yield ListedFile(path, file.size, self._fs.changed(here))
+                return
+            names = self._fs.names(here)
+            if not names and path != self._root:
+                yield ListedFile(os.path.join(path, FOLDER_MARK), 0, self._fs.changed(here))
+            for name in names:
+                yield from self._below(os.path.join(here, name), os.path.join(path, name))
+
+    def get(self, path: str, limit: int) -> bytes:
+        return self._fs.read(self._here(path), limit)
+
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        here = self._here(path)
+        if new and self._fs.exists(here):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._fs.make_folders(os.path.dirname(here))
+        self._fs.write_over(here, data)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """See the base class; with the folders that are empty then. Durable at return."""
+        folders = set[str]()
+        for here in map(self._here, paths):
+            folders.add(os.path.dirname(here))
+            if os.path.basename(here) != FOLDER_MARK:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.unlink(here)
+        for folder in sorted(folders, key=len, reverse=True):
+            self._remove_empty(folder)
+
+    def _remove_empty(self, folder: str) -> None:
+        while folder != self._folder:
+            remove_if_empty(self._fs, folder)
+            if self._fs.exists(folder):
+                break
+            folder = os.path.dirname(folder)
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.sync_folder(folder)
+
+    @contextlib.contextmanager
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile | bytes]]:
+        """See the base class. Its readers share what is open: the first one opens it, and the last one closes it."""
+        with self._lock:
+            opened = self._open.get(folder)
+            if opened is None:
+                opened = self._open[folder] = self._opened(folder)
+            opened.readers += 1
+        try:
+            yield opened.files
+        finally:
+            with self._lock:
+                opened.readers -= 1
+                if not opened.readers:
+                    del self._open[folder]
+                    opened.until_closed.close()
+
+    def _opened(self, folder: str) -> _SharedDescriptors:
+        here, opened = self._here(folder), _SharedDescriptors()
+        with ExitStack() as until_closed:
+            for name in self._fs.names(here):
+                path = os.path.join(here, name)
+                if self._fs.file_at(path) is not None:
+                    fd = self._fs.open_to_serve(path)
+                    until_closed.callback(os.close, fd)
+                    opened.files[name] = LocalFile(fd, 0, os.fstat(fd).st_size)
+            opened.until_closed = until_closed.pop_all()
+        return opened
+
+    def _here(self, path: str) -> str:
+        """Where a path is. Raises PermissionError if it is outside of the folder."""
+        if os.path.normpath(path) != path or not f"{path}/".startswith(f"{self._root}/"):
+            raise PermissionError(errno.EACCES, f"not in {self._root}", path)
+        return self._folder + path[len(self._root) :]
+
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +203,8 @@ class HostTier:
         self._timeouts = timeouts
         self._named = f"checkpoint.local.dir={folder}"
         self._leads_host = hosts.leads(ranks.rank)
-        self._server: KeeperServer | None = None
-        self._keepers: list[PeerKeeper] = []
+        self._server: SnapshotServer | None = None
+        self._clients: list[PeerClient] = []
 
     @property
     def unseen(self) -> frozenset[int]:
@@ -131,15 +256,15 @@ class HostTier:
             waits: False: at once
         """
         server, self._server = self._server, None
-        for keeper in self._keepers:
+        for client in self._clients:
             if self._ranks.is_leader:
                 try:
-                    keeper.end()
+                    client.end()
                 except OSError as error:  # then its host stops by itself, after `timeouts.close`
                     logger.info(
-                        "host %s was not told that its folder is no longer needed: %s", keeper.address.host, error
+                        "host %s was not told that its folder is no longer needed: %s", client.address.host, error
                     )
-            keeper.close()
+            client.close()
         if server is None:
             return
         until = self._ranks.outside.now() + (self._timeouts.close if waits else 0.0)
@@ -177,12 +302,12 @@ class HostTier:
             is_shared = self._sees(trial)
             trial = None if is_shared else leave_trial(self._fs, self._folder, self._named)
         outside = self._ranks.outside
-        entrance = PeerEntrance(begun["addresses"][self._hosts.names[rank]], begun["secret"], outside)
-        served = FolderKeeper(self._fs, self._folder, begun["root"])
+        endpoint = PeerEndpoint(begun["addresses"][self._hosts.names[rank]], begun["secret"], outside)
+        served = FolderStore(self._fs, self._folder, begun["root"])
         root = memory_root(begun["root"], new_token(self._fs.outside))
-        self._server = KeeperServer(served, root, rank, dict, outside=outside)
-        self._server.open(entrance)
-        return _Served(rank, entrance.port, trial, is_shared)
+        self._server = SnapshotServer(served, root, rank, dict, outside=outside)
+        self._server.open(endpoint)
+        return _Served(rank, endpoint.port, trial, is_shared)
 
     def _sees(self, trial: str | None) -> bool:
         """Whether a file appears in the folder soon."""
@@ -198,8 +323,8 @@ class HostTier:
     def _join(self, begun: Mapping[str, Any], served: Mapping[str, _Served]) -> None:
         """Use the folders of all hosts."""
         own, secret = self._hosts.names[self._ranks.rank], begun["secret"]
-        self._keepers = [
-            PeerKeeper(
+        self._clients = [
+            PeerClient(
                 PeerAddress(host, begun["addresses"][host], each.port, each.rank),
                 secret,
                 now=False,
@@ -209,7 +334,7 @@ class HostTier:
             if host != own
         ]
         self.root, names = begun["root"], self._hosts.names
-        self.storage = HostFolders(self._fs, self.root, self._folder, self._keepers, hosts=names, rank=self._ranks.rank)
+        self.storage = HostFolders(self._fs, self.root, self._folder, self._clients, hosts=names, rank=self._ranks.rank)
 
     def _look_for(self, served: Mapping[str, _Served]) -> str | None:
         """Look whether this rank has the folder of its host; returns why not, if that is known."""
@@ -224,12 +349,12 @@ class HostTier:
     def _reach(self, failures: list[str | None]) -> None:
         """On the leading rank: stay connected to all hosts, if no rank has failed."""
         refuse_failed(failures)
-        for keeper in self._keepers:
+        for client in self._clients:
             try:
-                keeper.hold()
+                client.hold()
             except OSError as error:
                 raise CheckpointConfigError(
-                    f"{self._named}: each host has a folder of its own, and that of {keeper.address.host} cannot be "
+                    f"{self._named}: each host has a folder of its own, and that of {client.address.host} cannot be "
                     f"reached from the leading rank: {error}. Let the hosts of the job connect to each other."
                 ) from error
 

@@ -1,26 +1,147 @@
-"""`HostFolders`: a folder of each host as one storage, for a job whose hosts share no disk.
+"""`HostFiles`: the files of a folder of `HostFolders`: those of this host from its disk, others over the network.
+
+`HostFolders`: a folder of each host as one storage, for a job whose hosts share no disk.
 
 Each rank writes files into the folder of its host. What is there is the union of all folders: those of other hosts are
-reached as keepers over the network. Small files that decide are put into each of them, first into that of this host:
+reached as servers over the network. Small files that decide are put into each of them, first into that of this host:
 the manifest of a checkpoint, the owner of the folder, the pointer to the newest. So each folder says what it is.
+
+
+Commit where each host has a folder of its own: like the creation of a manifest, on the host of the leading rank.
+
+Each rank writes into the attempt's folder of its host, which it makes itself. The manifest says which host has which
+files. It is created on the host of the leading rank, which is the commit, and then put on the other hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import IO, Any
 
-from .files import FileStorage
-from .memory.keeper_union import KeeperUnion
-from .memory.keepers import Keeper
-from .storage import Held, LocalFolders, StoredFile
+from ..core.commit.manifest import read_manifest
+from ..core.commit.manifest_commit import ManifestCommit
+from ..core.commit.protocol import Attempt
+from ..core.memory.scratch import ScratchBlock
+from ..core.outside import Outside
+from ..core.progress import Progress, no_progress
+from ..core.storage.file_set import FileSet, RangeRead
+from ..core.storage.files import FileStorage
+from ..core.storage.safe_open import read_failure
+from ..core.storage.storage import Held, LocalFolders, StoredFile
+from .host_memory import CombinedStorage, MemoryFiles
+from .stores import ReadableFile, SnapshotStore
 
-if TYPE_CHECKING:
-    from .host_files import HostFiles
+
+class HostFiles(FileSet):
+    """The files of a folder.
+
+    Args:
+        folder: folder of the checkpoint
+        here: what this host has of it; owned
+        is_here: whether a file of this name is there
+        others: the other hosts, which are asked, one after the other, for what is not here
+    """
+
+    def __init__(
+        self, folder: str, here: FileSet, is_here: Callable[[str], bool], others: Sequence[SnapshotStore]
+    ) -> None:
+        super().__init__(folder, here.outside)
+        self._here = here
+        self._is_here = is_here
+        self._others = [*others]
+        self._lock = self.outside.lock()
+        #: Where the files are that were asked for, or were found beside them.
+        self._places: dict[str, FileSet] = {}
+        self._until_closed = ExitStack()
+        self._until_closed.push(here)
+
+    @property
+    def block(self) -> ScratchBlock:
+        return self._here.block
+
+    def size(self, name: str) -> int:
+        return self._place(name).size(name)
+
+    def stream(self, name: str) -> IO[bytes]:
+        return self._place(name).stream(name)
+
+    def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
+        return self._place(name).fill(name, buffer, offset)
+
+    def fill_block(self, name: str, offset: int, length: int) -> int | None:
+        if self._place(name) is self._here:
+            return self._here.fill_block(name, offset, length)
+        return super().fill_block(name, offset, length)
+
+    def read_all(
+        self,
+        reads: Sequence[RangeRead],
+        progress: Progress = no_progress,
+        *,
+        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        batch_bytes: float = math.inf,
+    ) -> None:
+        """Read in file order, which is that of turns, and each place in the way that is best; see the base class."""
+        ordered = sorted(reads, key=attrgetter("file"))
+        for place, its in itertools.groupby(ordered, key=lambda read: self._place(read.file)):
+            place.read_all([*its], progress, inside=inside, batch_bytes=batch_bytes)
+
+    def _place(self, name: str) -> FileSet:
+        """Where a file is; here, if nobody has it. Raises as `size`."""
+        path = self._path(name)
+        with self._lock:
+            if name not in self._places and self._is_here(name):
+                self._places[name] = self._here
+            while name not in self._places and self._others:
+                client = self._others.pop(0)
+                try:
+                    listed = client.listed(self._folder)
+                except OSError as error:
+                    raise read_failure(path, error) from error
+                far = self._until_closed.enter_context(FarFiles(self._folder, client, self.outside))
+                for file in listed:
+                    self._places.setdefault(os.path.basename(file.path), far)
+            return self._places.get(name, self._here)
+
+    def _forget(self, name: str, offset: int, length: int) -> None:
+        self._place(name)._forget(name, offset, length)
+
+    def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
+        return self._here._choose_ways(ordered)
+
+    def __exit__(self, *exception: object) -> None:
+        self._until_closed.close()
+        super().__exit__(*exception)
+
+
+class FarFiles(MemoryFiles):
+    """The files of a folder that another host has on its disk.
+
+    Args:
+        folder: folder of the checkpoint
+        server: of that host
+        outside: that of the storage
+    """
+
+    def __init__(self, folder: str, client: SnapshotStore, outside: Outside) -> None:
+        super().__init__(folder, lambda: [client], outside)
+        self._client = client
+
+    def _open(self) -> dict[str, ReadableFile | bytes]:
+        return dict(self._until_closed.enter_context(self._client.opened(self._folder)))
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._client.forget()
+
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -29,7 +150,7 @@ _MOST_MADE = 256
 _MOST_AT_ONCE = 16
 
 
-class HostFolders(KeeperUnion, LocalFolders):
+class HostFolders(CombinedStorage, LocalFolders):
     """See the top of this file. Paths outside of `root` are those of this host. Thread-safe.
 
     Args:
@@ -51,7 +172,7 @@ class HostFolders(KeeperUnion, LocalFolders):
         files: FileStorage,
         root: str,
         folder: str,
-        others: Sequence[Keeper],
+        others: Sequence[SnapshotStore],
         hosts: Sequence[str] = ("",),
         rank: int = 0,
     ) -> None:
@@ -66,7 +187,7 @@ class HostFolders(KeeperUnion, LocalFolders):
         #: Files that this process has made, which no other host has: the last ones, in their order.
         self._made: dict[str, None] = {}
         #: Who has the files of the folder that was looked through last.
-        self._places: dict[str, Keeper] = {}
+        self._places: dict[str, SnapshotStore] = {}
 
     @property
     def has_direct_io(self) -> bool:
@@ -77,6 +198,9 @@ class HostFolders(KeeperUnion, LocalFolders):
 
     def here(self, path: str) -> str:
         return self.folder + path[len(self.root) :] if self.holds(path) else path
+
+    def protocol(self) -> HostCommit:
+        return HostCommit(self)
 
     # Folders
 
@@ -173,11 +297,10 @@ class HostFolders(KeeperUnion, LocalFolders):
         self.fs.release(held)
 
     def open_files(self, folder: str, *, shared: bool = True) -> HostFiles:
-        from .host_files import HostFiles  # processes that only write do not load it
 
         here = self.here(folder)
         is_here = partial(_is_in, self.fs, here)
-        return HostFiles(folder, self.fs.open_files(here, shared=shared), is_here, self._keepers(folder))
+        return HostFiles(folder, self.fs.open_files(here, shared=shared), is_here, self._clients(folder))
 
     # Small files
 
@@ -190,9 +313,9 @@ class HostFolders(KeeperUnion, LocalFolders):
     def versions(self, path: str, limit: int) -> Iterator[bytes]:
         with contextlib.suppress(FileNotFoundError):
             yield self.fs.read(self.here(path), limit)
-        for keeper in self._keepers(path):
+        for client in self._clients(path):
             with contextlib.suppress(FileNotFoundError):
-                yield keeper.get(path, limit)
+                yield client.get(path, limit)
 
     def read_again(self, path: str, limit: int) -> bytes:
         try:
@@ -221,19 +344,19 @@ class HostFolders(KeeperUnion, LocalFolders):
         self._put_elsewhere(path, data)
 
     def _put_elsewhere(self, path: str, data: bytes) -> None:
-        def put(keeper: Keeper) -> None:
+        def put(client: SnapshotStore) -> None:
             try:
                 try:
-                    keeper.put(path, data, new=False)
+                    client.put(path, data, new=False)
                 except ConnectionAbortedError:  # it was damaged on its way
-                    keeper.put(path, data, new=False)
+                    client.put(path, data, new=False)
             except OSError as error:
                 logger.warning("%s is not on all hosts: %s", path, error)
 
-        keepers = self._keepers(path)
-        if keepers:
-            with self.outside.pool(min(len(keepers), _MOST_AT_ONCE), "ckpt-put") as pool:
-                list(pool.map(put, keepers))
+        clients = self._clients(path)
+        if clients:
+            with self.outside.pool(min(len(clients), _MOST_AT_ONCE), "ckpt-put") as pool:
+                list(pool.map(put, clients))
 
     def append(self, path: str, data: bytes) -> None:
         self.fs.append(self.here(path), data)
@@ -261,9 +384,9 @@ class HostFolders(KeeperUnion, LocalFolders):
         found = self.fs.sizes(self.here(folder), names)
         if None not in found.values():
             return found
-        places, elsewhere = dict[str, Keeper](), dict[str, int]()
-        for keeper, files in self._answers(folder, lambda keeper: keeper.listed(folder)):
-            places.update((file.path, keeper) for file in files)
+        places, elsewhere = dict[str, SnapshotStore](), dict[str, int]()
+        for client, files in self._answers(folder, lambda client: client.listed(folder)):
+            places.update((file.path, client) for file in files)
             elsewhere.update((file.path, file.size) for file in files)
         self._places = places
         return {
@@ -323,13 +446,70 @@ class HostFolders(KeeperUnion, LocalFolders):
     def close_folder(self, fd: int) -> None:
         self.fs.close_folder(fd)
 
-    def _keepers(self, path: str) -> Sequence[Keeper]:
+    def _clients(self, path: str) -> Sequence[SnapshotStore]:
         """The folders of other hosts, if a path is in them."""
         return self._others if self.holds(path) else ()
 
-    def _pass_over(self, keeper: Keeper, error: ConnectionError) -> None:
+    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
         raise error  # its disk still has its files
 
 
 def _is_in(files: FileStorage, folder: str, name: str) -> bool:
     return files.exists(os.path.join(folder, name))
+
+
+class HostCommit(ManifestCommit):
+    """See the top of this file.
+
+    Args:
+        storage: the folders of all hosts
+    """
+
+    storage: HostFolders
+
+    def __init__(self, storage: HostFolders) -> None:
+        super().__init__(storage)
+
+    def attempt(self, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
+        """A new attempt, which a writer process finds in the folder of its host."""
+        return HostAttempt(self, target, token, self.staging(target, token), owner, file)
+
+    def refuse_taken(self, target: str, file: str = "") -> None:
+        """See the base class. Asks no other host, as each save calls it: what was committed has its manifest here."""
+        ManifestCommit(self.storage.fs).refuse_taken(self.storage.here(target), file)
+
+    def join(self, attempt: Attempt, seconds: float) -> None:
+        """Make the attempt's folder on this host, and on that of the leading rank wait for it."""
+        storage = self.storage
+        if storage.leads:
+            super().join(attempt, seconds)
+            return
+        for path in (attempt.target, attempt.staging):  # not the root, if it vanished
+            with contextlib.suppress(FileExistsError):  # another rank of this host was first
+                storage.make_folder(path)
+            storage.sync_folder(os.path.dirname(path))
+
+    def manifest_fields(
+        self, attempt: Attempt, ranks: Sequence[Mapping[str, Any]], sidecars: Collection[str]
+    ) -> Mapping[str, Any]:
+        names, hosts = self.storage.hosts, dict[str, list[str]]()
+        for rank in ranks:
+            hosts.setdefault(names[rank["rank"]], []).extend(entry["name"] for entry in rank["files"])
+        hosts[names[0]].extend(sidecars)
+        return {**super().manifest_fields(attempt, ranks, sidecars), "hosts": hosts}
+
+    def _committed_token(self, target: str) -> str | None:
+        """See the base class: the manifest on this host says so, whether or not others can be asked."""
+        manifest = read_manifest(self.storage.fs, self.storage.here(target))
+        return None if manifest is None else str(manifest.get("attempt"))
+
+
+class HostAttempt(Attempt):
+    """An attempt whose folder has another path on each host."""
+
+    protocol: HostCommit
+
+    def to_plain(self) -> dict[str, str]:
+        """See the base class; with the paths on this host."""
+        here = self.protocol.storage.here
+        return {**super().to_plain(), "target": here(self.target), "staging": here(self.staging)}

@@ -1,4 +1,6 @@
-"""Keeps snapshots in memory: a save becomes whole there first, in a queue beside that of its storage.
+"""`MemoryCaller`: runs requests whose target is in memory, in a process that keeps snapshots there.
+
+Keeps snapshots in memory: a save becomes whole there first, in a queue beside that of its storage.
 
 A save to storage is staged once and goes to both queues: in memory it may be whole, on all ranks, while an older one is
 still being written. A save to memory alone goes to that queue only.
@@ -9,34 +11,211 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..callers.memory_caller import MemoryCaller, Retired
+from ..callers.write_callers import ConnectedCaller
 from ..core.commit.commit import new_attempt
 from ..core.commit.protocol import Attempt
 from ..core.image.arena import Arena
 from ..core.image.file_reuse import ProvedReuse
+from ..core.outside import OUTSIDE, Outside
+from ..core.processes.remote_error import as_local_error
 from ..core.storage.storage import Storage
-from ..errors import CheckpointError, CheckpointSaveError
+from ..core.writing.process import ByteProcess, WriterConnection
+from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
 from ..events import SaveReport
+from ..saving.attempts import SaveAttempts
+from ..saving.context import Ownership, RunHooks, SaveContext
+from ..saving.in_flight import SaveHandle
+from ..saving.records import Committed, SaveRequest, Staged, report_of
+from ..saving.repeated_warning import RepeatedWarning
+from ..saving.retry import ErrorPolicy
+from ..saving.save_queue import SaveQueue, notify
 from ..stagers.base import Snapshot
 from ..writers.base import Writer
-from .at_peers import NewestStays
-from .attempts import SaveAttempts
-from .context import Ownership, RunHooks, SaveContext
-from .in_flight import SaveHandle
-from .records import Committed, SaveRequest, Staged, report_of
-from .repeated_warning import RepeatedWarning
-from .retry import ErrorPolicy
-from .save_queue import SaveQueue, notify
+from .wire import PeerAddress
+
+#: How much longer than its deadline a server may take to say why it is late.
+_GRACE_SECONDS = 5.0
+
+
+class Retired(NamedTuple):
+    """The arenas of a server after a snapshot was dropped.
+
+    Attributes:
+        unread: those that may be filled again: no other process reads them
+        read: those that other processes still read
+    """
+
+    unread: set[int]
+    read: set[int]
+
+
+class MemoryCaller(ConnectedCaller):
+    """Runs requests whose target is in memory, on a connection of its own to a process that keeps snapshots.
+
+    Args:
+        connect: returns the process, which is started again if it has ended; called with a timeout
+        outside: what it runs in
+    """
+
+    def __init__(self, connect: Callable[[float], ByteProcess], outside: Outside = OUTSIDE) -> None:
+        super().__init__()
+        self.outside = outside
+        self._connect_process = connect
+        self._of: ByteProcess | None = None
+
+    def _connect(self, timeout: float) -> WriterConnection:
+        process, connection = self._connect_process(timeout), self._process
+        if connection is None or process is not self._of:
+            self.close()
+            connection, self._of = process.open_connection(timeout), process
+        return connection
+
+    def prepare(self, timeout: float) -> None:
+        """Connect, and start the process again if it has ended."""
+        self._running(timeout)
+
+    def retire(self, keep: Sequence[str], timeout: float) -> Retired:
+        """Drop what this rank's server has of all snapshots but these.
+
+        Args:
+            keep: paths of the snapshots that stay, the newest last. A save that becomes whole after the trainer has
+                died replaces that one alone; one that must stay then, too, is named twice.
+            timeout: seconds that it may take
+
+        Returns:
+            This server's arenas. Of one that a server had which has died since, nobody knows who reads it.
+
+        Raises:
+            CheckpointSaveError: it could not
+            WorkerDiedError: the server has died, and all snapshots with it
+            CheckpointTimeoutError: it did not answer
+        """
+        connection = self._process
+        if connection is None:
+            return Retired(set(), set())
+        header = {"kind": "retire", "keep": list(keep)}
+        deadline = self.outside.now() + timeout
+        held: list[int] = self._asked(connection, header, deadline, "timeouts.close")["held"]
+        return Retired(self._arenas.keys() - held, self._arenas.keys() & held)
+
+    def listen(self, secret: str, address: str, timeout: float) -> int:
+        """Have this rank's server let servers and trainers of other hosts in. A second call changes nothing.
+
+        Args:
+            secret: of the run, which they must know
+            address: an address of this host that they reach
+            timeout: seconds that it may take
+
+        Returns:
+            The TCP port, another one when the server was started again.
+
+        Raises:
+            CheckpointSaveError: it cannot listen there
+            WorkerDiedError: the server has died
+            CheckpointTimeoutError: it did not answer
+        """
+        header = {"kind": "listen", "secret": secret, "address": address}
+        deadline = self.outside.now() + timeout
+        return int(self._asked(self._running(timeout), header, deadline, "timeouts.worker_start")["port"])
+
+    def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, deadline: float) -> Mapping[str, Any]:
+        """Have other servers keep what this rank's server has of a snapshot. Waits until all of them do.
+
+        Args:
+            path: of the snapshot, which is whole and stays until then
+            to: the servers, one after the other
+            rate: most bytes to send in a second; None: no limit
+            deadline: seconds of `Outside.now`
+
+        Returns:
+            `bytes`, the size of this rank's files; `sent`, bytes of images that went over the network, to all servers
+            together, as they have some files already; `seconds`.
+
+        Raises:
+            CheckpointSaveError: one of the servers does not have it; it says why
+            WorkerDiedError: this rank's server has died
+            CheckpointTimeoutError: it did not answer
+        """
+        seconds = max(deadline - self.outside.now(), 0.0)
+        header = {
+            "kind": "replicate",
+            "path": path,
+            "to": [list(each) for each in to],
+            "rate": rate,
+            "seconds": seconds,
+        }
+        answer = self._asked(self._running(seconds), header, deadline + _GRACE_SECONDS, "timeouts.write")
+        return {name: answer[name] for name in ("bytes", "sent", "seconds")}
+
+    def _asked(
+        self, connection: WriterConnection, header: Mapping[str, Any], deadline: float, key: str
+    ) -> dict[str, Any]:
+        """Send a frame to the server, and receive its answer; the connection is of no more use if that is late."""
+        try:
+            connection.send({**header, "id": next(self._numbers)}, deadline)
+            answer = connection.receive(deadline, key)
+        except CheckpointTimeoutError:
+            self.close()
+            raise
+        if answer["kind"] == "failed":
+            raise as_local_error(answer, f"The snapshot server could not {header['kind']}")
+        return answer
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Close the connection; the process belongs to another caller."""
+        connection, self._process = self._process, None
+        if connection is not None:
+            connection.hang_up()
+
 
 logger = logging.getLogger(__name__)
 
-#: How long keepers whose trainers have died wait for a rank of which there is no sign, in seconds.
+#: How long servers whose trainers have died wait for a rank of which there is no sign, in seconds.
 _PATIENCE = 2.0
+
+
+class NewestStays:
+    """What stays in memory of a run on one host: the newest snapshot.
+
+    Attributes:
+        unseen: the ranks whose files this rank cannot see
+    """
+
+    unseen: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self._newest = ""
+
+    def begin(self, then: Callable[[], None]) -> None:
+        """Called before the first snapshot.
+
+        Args:
+            then: to be called, on another thread, when fewer snapshots stay
+        """
+
+    def preparation(self, client: MemoryCaller) -> Callable[[float], None]:
+        """What is called before each snapshot, on the thread for memory, with a timeout: it has the server run.
+
+        Args:
+            client: calls this rank's server
+        """
+        return client.prepare
+
+    def whole(self, report: SaveReport) -> None:
+        """On all ranks, on the thread for memory: the snapshot of a save is whole."""
+        self._newest = report.path
+
+    def paths(self) -> Sequence[str]:
+        """On the thread for memory: the snapshots that stay; see `MemoryCaller.retire`."""
+        return [self._newest]
+
+    def close(self) -> None:
+        """End what is going on."""
 
 
 class TieredSaveQueue(SaveQueue):
@@ -160,7 +339,7 @@ class TieredSaveQueue(SaveQueue):
         return super().drain(timeout)
 
     def close(self, *, wait: bool) -> None:
-        """End both threads, and let go of the snapshots that were kept: the keeper has them, or ends too."""
+        """End both threads, and let go of the snapshots that were kept: the server has them, or ends too."""
         self._stays.close()
         super().close(wait=wait)
         with contextlib.suppress(CheckpointError, RuntimeError):  # the interpreter exits, which frees it too
@@ -194,7 +373,7 @@ class KeptSnapshots(SaveAttempts):
 
     def __init__(self, caller: MemoryCaller, writer: Writer, context: SaveContext, stays: NewestStays) -> None:
         super().__init__(caller, writer, context)
-        self._keeper = caller
+        self._client = caller
         self._prepare = stays.preparation(caller)
         self._timeout = context.timeouts.close
         self._start_timeout = context.timeouts.worker_start
@@ -209,7 +388,7 @@ class KeptSnapshots(SaveAttempts):
         """Write and commit; see the base class. When this returns, those that do not stay are no longer in memory."""
         snapshot = staged.snapshot
         try:
-            self._prepare(self._start_timeout)  # the commit begins in the keeper of rank 0
+            self._prepare(self._start_timeout)  # the commit begins in the server of rank 0
         except CheckpointError as error:
             staged = replace(staged, snapshot=None, error=error)  # so that all ranks hear of it
         committed = super().run(staged, attempt, number)
@@ -233,7 +412,7 @@ class KeptSnapshots(SaveAttempts):
         """Drop the snapshots that do not stay any more."""
         stay, arenas = self._stays.paths(), Retired(set(), set())
         try:
-            arenas = self._keeper.retire(stay, self._timeout)
+            arenas = self._client.retire(stay, self._timeout)
         except CheckpointError as error:  # the newest one is whole on all ranks, whatever became of older ones
             logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", stay[-1], error)
         for lent in self._lent:
@@ -291,10 +470,10 @@ class MemoryHooks:
 
 
 class FirstClaim:
-    """Claims the folder of a run before its first save to memory, as a restore believes the owner's keepers only.
+    """Claims the folder of a run before its first save to memory, as a restore believes the owner's servers only.
 
     Before later ones it does not ask, so a disk that hangs keeps no snapshot from memory. A run that takes the folder
-    over ends the keepers of this one.
+    over ends the servers of this one.
 
     Args:
         ownership: of the folder

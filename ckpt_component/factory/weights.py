@@ -24,12 +24,12 @@ from ..core.state.tensor_parts import parts_of
 from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
-from .collective import CollectiveLoad, Phase
-from .meta_tensors import checked_device
-from .nearest import NearestReader
-from .object_state import load_state
-from .reader import shares_host
-from .source import Source
+from ..hosts.snapshot_source import NearestReader
+from ..loading.collective import CollectiveLoad, Phase
+from ..loading.meta_tensors import checked_device
+from ..loading.object_state import load_state
+from ..loading.reader import shares_host
+from ..loading.source import Source
 
 logger = logging.getLogger("ckpt_component.readers")
 
@@ -107,7 +107,7 @@ def load_weights(
         load: CollectiveLoad | None = None
         phase: Phase = contextlib.nullcontext
         if ranks.world_size > 1:
-            from .read_once import ReadOnce  # which imports torch.distributed
+            from ..hosts.share import ReadOnce  # which imports torch.distributed
 
             loads = until_closed.enter_context(contextlib.closing(ReadOnce(ranks, timeouts)))
             load = loads.load(text, name="load_weights")

@@ -1,0 +1,620 @@
+"""`SnapshotClient`: a server in another process, over a connection; and what its answers mean.
+
+A request is a frame with `ask` and its arguments; the answer is `done`, or `failed` with an errno and a text. What is
+open stays as it is until `release` or the end of the connection.
+
+
+`HostClient`: a server in another process of this user on this host, over its socket; and all those of a run.
+
+The answer to `open` has descriptors, a hundred in a frame.
+
+
+`PeerClient`: a server on another host, over TCP; and its files, whose bytes come when they are first read.
+
+A load opens files more than once, as it verifies all bytes before it changes a tensor. So what came once stays in
+memory until `forget`, when the load is over: no byte is sent twice, and what is used is what was verified.
+
+
+`JobClients`: the servers of runs on all hosts of a job.
+
+Which runs have servers on this host. A run is found by its token, which the owner file of its folder has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..core.memory.huge_pages import map_private
+from ..core.outside import OUTSIDE, Outside
+from ..core.processes.framing import Channel, Frame
+from ..core.processes.remote_error import as_os_error
+from .stores import ListedFile, LocalFile, ReadableFile, SnapshotStore
+from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, roots_here, split_root
+
+logger = logging.getLogger("ckpt_component.storage")
+
+#: How long a server may take to answer.
+ANSWER_SECONDS = 10.0
+
+
+class SnapshotClient(SnapshotStore):
+    """See the top of this file. Its requests go one at a time over one connection.
+
+    Args:
+        rank: whose server it is
+        name: what it is called in errors
+        seconds: how long it may take to answer
+        now: connect now; False: with the first request, because the server may not have begun yet
+        outside: of this process
+
+    Raises:
+        OSError: see `_dial`
+    """
+
+    def __init__(self, rank: int, name: str, seconds: float, *, now: bool, outside: Outside = OUTSIDE) -> None:
+        self._outside = outside
+        self._rank = rank
+        self._name = name
+        self._seconds = seconds
+        self._lock = outside.lock()
+        self._holds = False
+        self._channel: Channel | None = None
+        self._process = 0
+        if now:
+            self._connect()
+
+    @abstractmethod
+    def _dial(self) -> Channel:
+        """A new connection.
+
+        Raises:
+            ConnectionError: there is no such server
+            PermissionError: it is somebody else's
+            TimeoutError: it takes no connection
+        """
+
+    @property
+    def rank(self) -> int:
+        """Whose server it is."""
+        return self._rank
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is of use, as far as is known."""
+        channel = self._channel  # another thread may hang up meanwhile
+        return channel is not None and self._process == self._outside.pid() and not channel.hung_up
+
+    def listed(self, prefix: str) -> list[ListedFile]:
+        return [ListedFile(*values) for values in self._asked("list", path=prefix)[0]["files"]]
+
+    def get(self, path: str, limit: int) -> bytes:
+        return bytes(self._asked("get", path=path, limit=limit)[1])
+
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        self._asked("put", data, path=path, new=new)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._asked("delete", paths=list(paths))
+
+    def about(self) -> dict[str, Any]:
+        """What it is: root, token, rank, world_size, host, pid, since, bytes, lease, alive, and others."""
+        return dict(self._asked("about")[0]["about"])
+
+    def hold(self) -> None:
+        """Have it stay while this object is connected, longer than its lease if need be."""
+        self._holds = True
+        self._asked("hold")
+
+    def end(self) -> None:
+        """Tell it to end: a newer run does not need it."""
+        self._asked("end")
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            self._hang_up()
+
+    def _asked(self, ask: str, data: bytes = b"", **arguments: Any) -> tuple[dict[str, Any], memoryview]:
+        with self._lock:
+            _, header, blob, _ = self._answer(ask, data, **arguments)
+        return header, blob
+
+    def _answer(
+        self, ask: str, data: bytes = b"", **arguments: Any
+    ) -> tuple[Channel, dict[str, Any], memoryview, list[int]]:
+        """Send a request and receive its answer, over a new connection after a fork or a late answer.
+
+        And after the server's end, as another one may have taken its place.
+        """
+        if not self.connected:
+            self._connect()
+            if self._holds and ask != "hold":
+                self._answer("hold")
+        channel = self._channel
+        if channel is None:
+            raise self._gone()
+        try:
+            channel.send({"ask": ask, **arguments}, self._outside.now() + self._seconds, [data] if data else [])
+        except TimeoutError:
+            raise self._silent() from None
+        except OSError as error:  # it has hung up, and may have said why
+            logger.debug("%s did not take a request: %s", self._name, error)
+        return channel, *self._received(channel)
+
+    def _received(self, channel: Channel) -> Frame:
+        until = self._outside.now() + self._seconds
+        try:
+            with self._outside.waits.on(f"an answer from {self._name}", until) as wait:
+                wait.for_all(channel.has_input_within)
+                frame = channel.receive(until)
+        except TimeoutError:
+            raise self._silent() from None
+        except ConnectionAbortedError:
+            self._hang_up()
+            raise
+        if frame is None:
+            raise self._gone()
+        if frame[0]["kind"] != "done":
+            raise as_os_error(frame[0])
+        return frame
+
+    def _release(self, channel: Channel, number: int) -> None:
+        """Give back what is open, which the end of the connection does, too."""
+        with self._lock:
+            if channel is self._channel and self.connected:
+                try:
+                    self._answer("release", number=number)
+                except OSError as error:  # it has hung up, and what was read is right
+                    logger.info("%s, after its files were read", error)
+
+    def _connect(self) -> None:
+        self._hang_up()
+        channel = self._dial()
+        self._channel, self._process = channel, self._outside.pid()
+        self._end = weakref.finalize(self, _close, channel, self._process)
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._end()
+            self._channel = None
+
+    def _silent(self) -> TimeoutError:
+        self._hang_up()
+        text = f"{self._name} has not answered for {self._seconds:g} s; it is stopped, or its host is overloaded"
+        return TimeoutError(errno.ETIMEDOUT, text)
+
+    def _gone(self) -> ConnectionError:
+        self._hang_up()
+        return ConnectionResetError(errno.ECONNRESET, f"{self._name} has ended")
+
+
+def _close(channel: Channel, process: int) -> None:
+    """Close a connection, unless this is a fork of the process that made it and uses it still."""
+    if channel.outside.pid() == process:
+        channel.close()
+
+
+class HostClient(SnapshotClient):
+    """See the top of this file.
+
+    Args:
+        place: where the sockets of its run are
+        rank: whose server it is
+        user: whose process it must be; None: the user of this process
+        seconds: how long it may take to answer
+        now: connect now; False: with the first request, because the server may not have begun yet
+
+    Raises:
+        ConnectionError: there is no such server
+        PermissionError: it is another user's process
+        TimeoutError: it takes no connection
+    """
+
+    def __init__(
+        self,
+        place: SocketPlace,
+        rank: int,
+        *,
+        user: int | None = None,
+        seconds: float = ANSWER_SECONDS,
+        now: bool = True,
+    ) -> None:
+        self._place = place
+        self._user = os.getuid() if user is None else user
+        super().__init__(rank, f"rank {rank}'s snapshot server", seconds, now=now, outside=place.outside)
+
+    @contextlib.contextmanager
+    def opened(self, folder: str) -> Iterator[Mapping[str, ReadableFile | bytes]]:
+        with ExitStack() as until_closed:
+            descriptors = list[int]()
+            with self._lock:
+                channel, header, blob, fds = self._answer("open", path=folder)
+                number, pending = header["number"], header["descriptors"]
+                until_closed.callback(self._release, channel, number)
+                for fd in fds:
+                    until_closed.callback(os.close, fd)
+                descriptors += fds
+                while len(descriptors) < pending:
+                    *_, more = self._received(channel)
+                    for fd in more:
+                        until_closed.callback(os.close, fd)
+                    descriptors += more
+            files, position = dict[str, ReadableFile | bytes](), 0
+            for name, size in header["small"]:
+                files[name] = bytes(blob[position : position + size])
+                position += size
+            for name, source, base, length, more, is_replica in header["pieces"]:
+                tail = bytes(blob[position : position + more])
+                files[name] = LocalFile(descriptors[source], base, length, tail, is_replica)
+                position += more
+            yield files
+
+    def _dial(self) -> Channel:
+        sock = self._place.connect(self._rank, self._seconds)
+        if sock is None:
+            raise self._gone()
+        user, pid = self._outside.credentials(sock)
+        if user != self._user:
+            sock.close()
+            text = f"rank {self._rank}'s snapshot server is a process of user {user}, not of user {self._user}"
+            raise PermissionError(errno.EACCES, text)
+        self._name = f"rank {self._rank}'s snapshot server (process {pid})"
+        return Channel(sock, lambda: True, outside=self._outside)
+
+
+def clients_of(path: str, outside: Outside = OUTSIDE) -> list[HostClient]:
+    """The servers on this host of the run to whose memory a path belongs, by rank; the caller closes them.
+
+    Args:
+        path: of the memory, or below it
+        outside: of this process
+
+    Raises:
+        PermissionError: the folder of the sockets, or a process behind one, is another user's
+        TimeoutError: a server takes no connection
+    """
+    return HostClients(outside=outside)(path)
+
+
+def each_of(clients: list[HostClient]) -> Iterator[HostClient]:
+    """Each server; closes all of them."""
+    try:
+        yield from clients
+    finally:
+        for client in clients:
+            client.close()
+
+
+def clients_here() -> list[HostClient]:
+    """The servers of all runs of this user on this host; the caller closes them. Raises as `clients_of`."""
+    return [client for root, token in roots_here() for client in HostClients().at(SocketPlace(root, token))]
+
+
+class HostClients:
+    """Finds the servers of runs on this host, and stays connected to them. Thread-safe.
+
+    Args:
+        besides: the rank whose server is left out, because it is in this process
+        seconds: how long a server may take to answer
+        outside: of this process
+    """
+
+    def __init__(
+        self, *, besides: int | None = None, seconds: float = ANSWER_SECONDS, outside: Outside = OUTSIDE
+    ) -> None:
+        self._outside = outside
+        self._besides = besides
+        self._seconds = seconds
+        self._lock = outside.lock()
+        self._known: dict[tuple[SocketPlace, int], tuple[int, HostClient]] = {}
+
+    def __call__(self, path: str) -> list[HostClient]:
+        """The servers of the run to whose memory a path belongs. Raises as `clients_of`."""
+        place = split_root(path)
+        return [] if place is None else self.at(SocketPlace(*place, self._outside))
+
+    def at(self, place: SocketPlace) -> list[HostClient]:
+        """The servers of a run. Raises as `clients_of`."""
+        with self._lock:
+            found = list[HostClient]()
+            for rank, number in sorted(place.ranks().items()):
+                if rank == self._besides:
+                    continue
+                known = self._known.get((place, rank))
+                if known is not None and known[0] == number and known[1].connected:
+                    found.append(known[1])
+                    continue
+                try:
+                    client = HostClient(place, rank, seconds=self._seconds)
+                except ConnectionError:
+                    continue  # a dead one's socket, which was removed
+                self._known[place, rank] = number, client
+                found.append(client)
+            return found
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            while self._known:
+                self._known.popitem()[1][1].close()
+
+
+#: Bytes of a request. Others wait for one thread's, so it is short; the way back and forth takes 0.1 ms of its 5.
+_CHUNK_BYTES = 4 << 20
+
+
+class PeerClient(SnapshotClient):
+    """See the top of this file.
+
+    Args:
+        address: where it is
+        secret: of its run
+        seconds: how long it may take to answer
+        now: connect now; False: with the first request
+        outside: of this process
+
+    Attributes:
+        address: see above
+        received: bytes of files that have come
+
+    Raises:
+        ConnectionError: there is no such server
+        PermissionError: it belongs to another run
+        TimeoutError: it takes no connection
+    """
+
+    def __init__(
+        self,
+        address: PeerAddress,
+        secret: str,
+        *,
+        seconds: float = ANSWER_SECONDS,
+        now: bool = True,
+        outside: Outside = OUTSIDE,
+    ) -> None:
+        self.address = address
+        self._secret = secret
+        self.received = 0
+        #: What has come, by folder and name. A file in memory never changes.
+        self._fetched: dict[tuple[str, str], _FetchedBytes] = {}
+        super().__init__(address.rank, str(address), seconds, now=now, outside=outside)
+
+    @contextlib.contextmanager
+    def opened(self, folder: str) -> Iterator[Mapping[str, ReadableFile | bytes]]:
+        """Open the files of a folder; see the base class."""
+        with ExitStack() as until_closed:
+            with self._lock:
+                channel, header, blob, _ = self._answer("open", path=folder, descriptors=False)
+                number = header["number"]
+            until_closed.callback(self._release, channel, number)
+            files, position = dict[str, ReadableFile | bytes](), 0
+            for name, size in header["small"]:
+                files[name] = bytes(blob[position : position + size])
+                position += size
+            for name, _, _, length, more, is_replica in header["pieces"]:
+                place, tail = (channel, number, name), bytes(blob[position:][:more])
+                fetched = self._fetched.get((folder, name))
+                if fetched is None or fetched.nbytes != length:
+                    fetched = self._fetched[folder, name] = _FetchedBytes(length, self._outside)
+                files[name] = _FetchedFile(self, place, fetched, tail, is_replica)
+                position += more
+            yield files
+
+    def forget(self) -> None:
+        """Free the memory of what has come, once nobody reads it any more."""
+        self._fetched.clear()
+
+    def close(self) -> None:
+        """Hang up, and free the memory."""
+        super().close()
+        self.forget()
+
+    def fetch(self, channel: Channel, number: int, name: str, offset: int, buffer: memoryview) -> None:
+        """Receive bytes of a file that is open.
+
+        Args:
+            channel: the connection on which it was opened
+            number: of what was opened
+            name: of the file
+            offset: of the first byte
+            buffer: to be filled
+
+        Raises:
+            OSError: ConnectionError if the server is gone, or that connection; TimeoutError if it is silent
+        """
+        with self._lock:
+            if channel is not self._channel or not self.connected:
+                raise self._gone()
+            self._answer("read", number=number, name=name, offset=offset, length=buffer.nbytes)
+            try:
+                is_there = channel.receive_into(buffer)
+            except TimeoutError:
+                raise self._silent() from None
+            except OSError as error:
+                raise self._gone() from error
+            if not is_there:
+                raise self._gone()
+            self.received += buffer.nbytes
+
+    def _dial(self) -> Channel:
+        return connect_to_peer(self.address, self._secret, self._seconds, self._outside)
+
+
+class _FetchedBytes:
+    """Memory for the bytes of a file, and which chunks of them have come.
+
+    Args:
+        nbytes: how many there are
+        outside: of this process
+    """
+
+    def __init__(self, nbytes: int, outside: Outside) -> None:
+        self.nbytes = nbytes
+        #: Takes memory as far as bytes have come.
+        self.memory = memoryview(map_private(nbytes) if nbytes else b"")
+        chunks = -(-nbytes // _CHUNK_BYTES)
+        self.has_come = bytearray(chunks)
+        self.coming = [outside.lock() for _ in range(chunks)]
+
+
+class _FetchedFile(ReadableFile):
+    """A file of a `PeerClient`.
+
+    Args:
+        server: has it
+        place: the connection on which it is open, the number of its folder there, and its name
+        fetched: what has come of it
+        tail: the bytes that follow
+        is_replica: see the base class
+    """
+
+    is_here: ClassVar[bool] = False
+
+    def __init__(
+        self, client: PeerClient, place: tuple[Channel, int, str], fetched: _FetchedBytes, tail: bytes, is_replica: bool
+    ) -> None:
+        self.is_replica = is_replica
+        self._client = client
+        self._place = place
+        self._fetched = fetched
+        self._length = fetched.nbytes
+        self._tail = tail
+
+    @property
+    def size(self) -> int:
+        return self._length + len(self._tail)
+
+    def fill(self, buffer: memoryview, offset: int) -> bool:
+        end = min(offset + buffer.nbytes, self._length)
+        for chunk in range(offset // _CHUNK_BYTES, -(-end // _CHUNK_BYTES)):
+            with self._fetched.coming[chunk]:  # whoever fetches it has a deadline
+                if not self._fetched.has_come[chunk]:
+                    start = chunk * _CHUNK_BYTES
+                    self._client.fetch(*self._place, start, self._fetched.memory[start : start + _CHUNK_BYTES])
+                    self._fetched.has_come[chunk] = True
+        of_memory = max(end - offset, 0)
+        buffer[:of_memory] = self._fetched.memory[offset : offset + of_memory]
+        start = max(offset - self._length, 0)
+        buffer[of_memory:] = memoryview(self._tail)[start : start + buffer.nbytes - of_memory]
+        return True
+
+    def forget(self, offset: int, length: int) -> None:
+        for chunk in range(offset // _CHUNK_BYTES, -(-min(offset + length, self._length) // _CHUNK_BYTES)):
+            with self._fetched.coming[chunk]:
+                self._fetched.has_come[chunk] = False
+
+
+class JobClients:
+    """Finds the servers of runs, and stays connected to them: those on this host by their sockets. Thread-safe.
+
+    Those on other hosts must be made known. Then all ranks have the same servers of a run, in the same order: what one
+    has verified is what another one reads.
+
+    Args:
+        outside: of this process
+    """
+
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        self._outside = outside
+        self._here = HostClients(outside=outside)
+        self._lock = outside.lock()
+        #: By token and rank; None: it is on this host.
+        self._known: dict[str, dict[int, PeerClient | None]] = {}
+        #: What those have received that are not known any more.
+        self._received = 0
+
+    def know(self, token: str, secret: str, place: PeerAddress) -> None:
+        """Remember a server.
+
+        Args:
+            token: of its run
+            secret: of its run
+            place: where it is
+        """
+        with self._lock:
+            is_far, known = place.host != self._outside.host_name(), self._known.setdefault(token, {})
+            known[place.rank] = PeerClient(place, secret, now=False, outside=self._outside) if is_far else None
+
+    def forget(self) -> None:
+        """Hang up on the servers of other hosts, and find those of this host alone."""
+        with self._lock:
+            while self._known:
+                for client in self._known.popitem()[1].values():
+                    if client is not None:
+                        self._received += client.received
+                        client.close()
+
+    def received(self) -> int:
+        """Bytes of files that have come from other hosts."""
+        return self._received + sum(client.received for client in self._far())
+
+    def end_load(self) -> None:
+        """Free the memory of what has come from other hosts: a load is over."""
+        for client in self._far():
+            client.forget()
+
+    def _far(self) -> list[PeerClient]:
+        with self._lock:
+            known = [client for clients in self._known.values() for client in clients.values()]
+        return [client for client in known if client is not None]
+
+    def __call__(self, path: str) -> list[SnapshotClient]:
+        """The servers of the run to whose memory a path belongs, by rank. Raises as `HostClients`."""
+        place = split_root(path)
+        if place is None:
+            return []
+        here = {client.rank: client for client in self._here.at(SocketPlace(*place, self._outside))}
+        with self._lock:
+            known = dict(self._known.get(place[1], {}))
+        if not known:
+            return [*here.values()]
+        found = [(rank, there or here.get(rank)) for rank, there in sorted(known.items())]
+        return [client for _, client in found if client is not None]
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """A run that has servers on this host.
+
+    Attributes:
+        token: its token
+        memory: the path of its memory
+        folder: its folder of checkpoints, as a rank here has spelled it, or the URL
+    """
+
+    token: str
+    memory: str
+    folder: str
+
+
+def served_run(token: str, outside: Outside = OUTSIDE) -> ServedRun | None:
+    """The run with a token; None: it has no server on this host.
+
+    Args:
+        token: see above
+        outside: of this process
+
+    Raises:
+        PermissionError: the folder of the sockets, or a process behind one, is another user's
+        TimeoutError: a server does not answer
+    """
+    for place in (SocketPlace(root, each, outside) for root, each in roots_here(outside) if each == token):
+        for rank in sorted(place.ranks()):
+            with contextlib.suppress(ConnectionError), contextlib.closing(HostClient(place, rank)) as client:
+                about = client.about()  # all of them say the same, but one that has ended
+                return ServedRun(token, memory_of(token, about), str(about["root"]))
+    return None
+
+
+def memory_of(token: str, about: Mapping[str, Any]) -> str:
+    """The path of the memory of a run, by what one of its servers says; an early one does not name it."""
+    return str(about.get("memory") or memory_root(about["root"], token))

@@ -1,0 +1,390 @@
+"""`MemoryFiles`: the files of a folder of `HostMemory`, read from the memory that their servers hold.
+
+They are opened with the first file that is asked for; from then on the bytes that are on this host are there, even if a
+server ends.
+
+
+`CombinedStorage`: what several servers have, as one storage: each file is in one of them, and all of them are listed.
+
+`HostMemory`: the memory of a run's servers on this host as a storage of objects.
+
+Checkpoints are committed, found and read in it as in a bucket. A file is in one server: that of the rank
+that put it. What is listed is the union of all servers.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import logging
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import IO, TypeVar
+
+from ..core.outside import OUTSIDE, Outside
+from ..core.storage.file_set import FileSet, RangeRead
+from ..core.storage.file_stream import FileStream
+from ..core.storage.object_folders import FOLDER_MARK, ObjectFolders
+from ..core.storage.safe_open import read_failure
+from ..core.storage.storage import Storage, StoredFile
+from .client import HostClients
+from .stores import ListedFile, ReadableFile, SnapshotStore
+from .wire import SCHEME, VARIABLE
+
+logger = logging.getLogger("ckpt_component.storage")
+
+_LEAST_THREADS, _MOST_THREADS = 2, 4
+_STREAM_BYTES = 256 << 10
+
+
+class MemoryFiles(FileSet):
+    """The files of a folder.
+
+    Args:
+        folder: folder of the checkpoint
+        find: returns the servers that may have some of them; of two that have the same one, the one whose own it is
+            counts, else the first
+        outside: that of the storage
+    """
+
+    def __init__(self, folder: str, find: Callable[[], Sequence[SnapshotStore]], outside: Outside = OUTSIDE) -> None:
+        super().__init__(folder, outside)
+        self._find = find
+        self._lock = outside.lock()
+        self._files: dict[str, ReadableFile | bytes] | None = None
+        self._until_closed = ExitStack()
+
+    @property
+    def seen_by_all(self) -> bool:
+        """Whether all is in the memory of this host, where the ranks that wrote it have put it."""
+        return all(isinstance(file, bytes) or (file.is_here and not file.is_replica) for file in self._all().values())
+
+    def size(self, name: str) -> int:
+        file = self._file(name)
+        return len(file) if isinstance(file, bytes) else file.size
+
+    def stream(self, name: str) -> IO[bytes]:
+        return io.BufferedReader(FileStream(self, name, self.size(name)), _STREAM_BYTES)
+
+    def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
+        file = self._file(name)
+        if offset + buffer.nbytes > self.size(name):
+            return False
+        if isinstance(file, bytes):
+            buffer[:] = memoryview(file)[offset : offset + buffer.nbytes]
+            return True
+        try:
+            return file.fill(buffer, offset)
+        except OSError as error:
+            raise read_failure(os.path.join(self._folder, name), error) from error
+
+    def view(self, name: str, offset: int, length: int) -> memoryview | None:
+        """As for `FileSet`; memory that is mapped is not copied."""
+        file = self._file(name)
+        mapping = None if isinstance(file, bytes) else file.view(offset, length)
+        return super().view(name, offset, length) if mapping is None else mapping
+
+    def _file(self, name: str) -> ReadableFile | bytes:
+        path = self._path(name)
+        try:
+            files = self._all()
+            if name not in files:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        except OSError as error:
+            raise read_failure(path, error) from error
+        return files[name]
+
+    def _all(self) -> Mapping[str, ReadableFile | bytes]:
+        """The files, which are opened now if they are not."""
+        with self._lock:
+            if self._files is None:
+                self._files = self._open()
+            return self._files
+
+    def _open(self) -> dict[str, ReadableFile | bytes]:
+        files = dict[str, ReadableFile | bytes]()
+        with ExitStack() as until_closed:
+            for client in self._find():
+                try:
+                    found = until_closed.enter_context(client.opened(self._folder))
+                except ConnectionError as error:  # its files are gone with it
+                    logger.info("passed over what a snapshot server had: %s", error)
+                    continue
+                for name, file in found.items():
+                    if name not in files or (_is_replica(files[name]) and not _is_replica(file)):
+                        files[name] = file
+            self._until_closed = until_closed.pop_all()
+        return files
+
+    def _forget(self, name: str, offset: int, length: int) -> None:
+        file = self._file(name)
+        if not isinstance(file, bytes):
+            file.forget(offset, length)
+
+    def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
+        return min(max(os.cpu_count() or 1, _LEAST_THREADS), _MOST_THREADS, len(ordered))
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        with self._lock:
+            self._files = None
+            self._until_closed.close()
+
+
+def _is_replica(file: ReadableFile | bytes) -> bool:
+    return isinstance(file, ReadableFile) and file.is_replica
+
+
+_Answer = TypeVar("_Answer")
+
+
+class CombinedStorage(Storage):
+    """See the top of this file: what reads, lists and deletes."""
+
+    #: Which server has each file that was listed last, to be asked first: else reading all of them took a square.
+    _holders: Mapping[str, SnapshotStore] = MappingProxyType({})
+
+    @abstractmethod
+    def _clients(self, path: str) -> Sequence[SnapshotStore]:
+        """All servers that may have a path, the own one first."""
+
+    @abstractmethod
+    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
+        """A server is gone: raise the error, unless its files are gone with it."""
+
+    # Folders
+
+    def remove_tree(self, path: str) -> None:
+        paths = [file.path for file in self._listed(path)]
+        if not paths:
+            raise _not_found(path)
+        self._delete(path, paths)
+
+    def names(self, path: str) -> list[str]:
+        below = len(path) + 1
+        return sorted({file.path[below:].partition("/")[0] for file in self._listed(path)} - {FOLDER_MARK, ""})
+
+    def exists(self, path: str) -> bool:
+        return any(listed for _, listed in self._answers(path, lambda client: client.listed(path)))
+
+    def is_folder(self, path: str) -> bool:
+        return any(
+            file.path != path for _, files in self._answers(path, lambda client: client.listed(path)) for file in files
+        )
+
+    # Files
+
+    def read(self, path: str, limit: int) -> bytes:
+        holder = self._holders.get(path)
+        for client in sorted(self._clients(path), key=lambda client: client is not holder):
+            try:
+                return client.get(path, limit)
+            except FileNotFoundError:
+                pass  # another server has it, or none
+            except ConnectionError as error:
+                self._pass_over(client, error)
+        raise _not_found(path)
+
+    def unlink(self, path: str) -> None:
+        if self.size(path) is None:
+            raise _not_found(path)
+        self._delete(path, [path])
+
+    def size(self, path: str) -> int | None:
+        return next((file.size for file in self._listed(path) if file.path == path), None)
+
+    def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
+        found = {file.path: file.size for file in self._listed(folder)}
+        return {name: found.get(os.path.join(folder, name)) for name in names}
+
+    def files_below(self, path: str) -> Iterator[StoredFile]:
+        for file in sorted(self._listed(path)):
+            if os.path.basename(file.path) != FOLDER_MARK:
+                yield StoredFile(file.path, file.size, 1, file.path)
+
+    def modified(self, path: str) -> float:
+        times = [file.modified for file in self._listed(path)]
+        if not times:
+            raise _not_found(path)
+        return max(times)
+
+    def _answers(self, path: str, ask: Callable[[SnapshotStore], _Answer]) -> Iterator[tuple[SnapshotStore, _Answer]]:
+        """What each server answers. One that is gone has no files; one that is silent ends it with a TimeoutError."""
+        for client in self._clients(path):
+            try:
+                yield client, ask(client)
+            except ConnectionError as error:
+                self._pass_over(client, error)
+
+    def _listed(self, path: str) -> list[ListedFile]:
+        """The file at a path and all below it, each once."""
+        files, holders = dict[str, ListedFile](), dict[str, SnapshotStore]()
+        for client, listed in self._answers(path, lambda client: client.listed(path)):
+            for file in listed:
+                files.setdefault(file.path, file)
+                holders.setdefault(file.path, client)
+        if len(holders) > 1:  # those of a folder
+            self._holders = holders
+        return [*files.values()]
+
+    def _delete(self, path: str, paths: Sequence[str]) -> None:
+        """Delete files at a path, or below it, from all servers."""
+        for _ in self._answers(path, lambda client: client.delete(paths)):
+            pass
+
+
+def _not_found(path: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+@dataclass
+class _OpenFile:
+    """A small file that is being written.
+
+    Attributes:
+        path: its path
+        data: its bytes so far
+        is_put: whether the server has it
+    """
+
+    path: str
+    data: bytearray
+    is_put: bool = False
+
+
+class HostMemory(CombinedStorage, ObjectFolders):
+    """See the top of this file. Thread-safe.
+
+    Args:
+        find: finds the servers of the run to whose memory a path belongs; None: by their sockets on this host
+        own: keeps what is put here, whether or not `find` finds it, too; None: this storage is read only (EROFS)
+        outside: of this process
+    """
+
+    verifies_first = True
+    shows_late = False
+    common = f"folder {VARIABLE} on each host, in all its containers"
+
+    def __init__(
+        self,
+        find: Callable[[str], Sequence[SnapshotStore]] | None = None,
+        own: SnapshotStore | None = None,
+        outside: Outside = OUTSIDE,
+    ) -> None:
+        super().__init__(durable=False, atomic_rename=False, warns=False)
+        self.outside = outside
+        self._find = HostClients(outside=outside) if find is None else find
+        self._own = own
+        self._numbers = itertools.count(1)
+        self._lock = outside.lock()
+        self._written: dict[int, _OpenFile] = {}
+
+    def holds(self, path: str) -> bool:
+        return path.startswith(SCHEME)
+
+    # Large files: none comes this way, as an image is put by its server
+
+    def create(self, path: str, size: int = 0) -> int:
+        self._refuse_taken(path)
+        fd = next(self._numbers)
+        with self._lock:
+            self._written[fd] = _OpenFile(path, bytearray())
+        return fd
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        with self._lock:
+            data = self._written[fd].data
+            for piece in buffers:
+                data.extend(bytes(max(offset - len(data), 0)))
+                data[offset : offset + piece.nbytes] = piece
+                offset += piece.nbytes
+
+    def sync(self, fd: int) -> None:
+        file = self._written[fd]
+        self._writable(file.path).put(file.path, bytes(file.data), new=not file.is_put)
+        file.is_put = True
+
+    def close(self, fd: int) -> None:
+        with self._lock:
+            file = self._written.pop(fd)
+        if not (file.is_put or file.data):  # an empty one is whole
+            self._writable(file.path).put(file.path, b"")
+
+    def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
+
+        return MemoryFiles(folder, partial(self._clients, folder), self.outside)
+
+    # Small files
+
+    def write_new(self, path: str, data: bytes) -> None:
+        self.put_new(path, data, "")
+
+    def write_over(self, path: str, data: bytes) -> None:
+        own = self._writable(path)
+        has_it = (client for client, files in self._answers(path, lambda each: each.listed(path)) if files)
+        next(has_it, own).put(path, data, new=False)
+
+    def put_new(self, path: str, data: bytes, draft: str) -> None:
+        self._refuse_taken(path)
+        self._writable(path).put(path, data)
+
+    def unlink(self, path: str) -> None:
+        """See `Storage`. If a server does not answer, which is an error, what the own one had is gone nevertheless."""
+        self._writable(path)
+        if not any([was_there for _, was_there in self._answers(path, lambda client: _taken(client, path))]):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    # Properties of a folder
+
+    def try_folder(self, path: str, name: str) -> float:
+        if self._own is None:  # the servers are on this host, and so is their clock
+            return self.outside.date()
+        trial = os.path.join(path, name)
+        self.write_new(trial, b"")
+        try:
+            return self.modified(trial)
+        finally:
+            self.unlink(trial)
+
+    def in_memory(self, path: str) -> bool:
+        return True
+
+    def _clients(self, path: str) -> list[SnapshotStore]:
+        """All servers that may have a path, the own one first."""
+        own = [] if self._own is None else [self._own]
+        return [*own, *self._find(path)]
+
+    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
+        if client is self._own:
+            raise error
+        logger.info("passed over what a snapshot server had: %s", error)
+
+    def _delete(self, path: str, paths: Sequence[str]) -> None:
+        self._writable(path)
+        super()._delete(path, paths)
+
+    def _refuse_taken(self, path: str) -> None:
+        """Raise FileExistsError if another server has a path; the own one looks when it takes the file."""
+        self._writable(path)
+        if self.size(path) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    def _writable(self, path: str) -> SnapshotStore:
+        """The server that takes what is put."""
+        if self._own is None:
+            raise OSError(errno.EROFS, "what is in memory is changed by the process that keeps it alone", path)
+        return self._own
+
+
+def _taken(client: SnapshotStore, path: str) -> bool:
+    """Delete a file from a server; returns whether it was there."""
+    was_there = any(file.path == path for file in client.listed(path))
+    if was_there:
+        client.delete([path])
+    return was_there

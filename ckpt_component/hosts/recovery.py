@@ -1,0 +1,453 @@
+"""Which snapshots stay in memory: the newest alone; or, with peers, also the last one of which other hosts have copies.
+
+With peers, each rank's files of a snapshot are sent from its server to servers on other hosts, and the snapshot is at
+its peers when those of all ranks are. Only then is the one dropped that was there before. One snapshot is sent at a
+time, on a lane. When nobody sends any more, the ranks agree that the newest one comes next; those in between are
+skipped.
+
+
+`SnapshotParts`: what `checkpoint/recovery` adds to the graph. Imported only by runs that keep snapshots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ..background.follower import Follower
+from ..callers.write_callers import PersistentCaller, WriteCaller
+from ..config.hydra.hydra_errors import HydraConfigError
+from ..config.image_count import ImageCount
+from ..config.schema import Checkpoint
+from ..core.commit.fencing import lineage_of
+from ..core.coordination import Coordinator, Hosts
+from ..core.coordination.addresses import offered_address, reachable
+from ..core.lane import Lane
+from ..core.options import RecoveryMode, ResolvedTimeouts
+from ..core.outside import OUTSIDE, Outside
+from ..core.storage.space import amount
+from ..core.storage.storage import Storage
+from ..core.writing.process import WriterProgram
+from ..errors import CheckpointConfigError, CheckpointError
+from ..events import EventRecorder, SaveReport
+from ..managing.run_context import RunContext
+from ..saving.save_queue import SaveQueue, notify
+from ..writers.base import Writer
+from .client import HostClient, HostClients, JobClients
+from .host_memory import HostMemory
+from .snapshot_source import NearestReader, PeerMemory, PeerReader, RunMemory
+from .snapshots import MemoryCaller, NewestStays, TieredSaveQueue
+from .wire import PeerAddress, SocketPlace, memory_root, split_root
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PeerMap:
+    """Who has copies for whom, and how they get there.
+
+    Attributes:
+        of: for each rank the ranks that have its copies
+        unseen: the ranks on other hosts than this one
+        address: where other hosts reach this one
+        secret: by which the servers of the run know each other
+        bytes_per_second: the most that this rank sends; None: no limit
+    """
+
+    of: Sequence[Sequence[int]]
+    unseen: frozenset[int]
+    address: str
+    secret: str
+    bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A snapshot that is whole: which one of the run, its save, and where this rank's server listens then."""
+
+    number: int = 0
+    report: SaveReport = field(default_factory=lambda: SaveReport(""))
+    place: PeerAddress | None = None
+
+
+class SnapshotsAtPeers(NewestStays):
+    """See the top of this file.
+
+    Args:
+        peers: who has copies for whom
+        caller: has the server send; owned from now on
+        ranks: the ranks
+        timeouts: deadlines
+        events: is told what is at its peers
+        on_first: called on all ranks, on the thread that sends, when a snapshot is at its peers for the first time
+    """
+
+    def __init__(
+        self,
+        peers: PeerMap,
+        caller: MemoryCaller,
+        ranks: Coordinator,
+        timeouts: ResolvedTimeouts,
+        events: EventRecorder,
+        on_first: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self.unseen = peers.unseen
+        self._peers = peers
+        self._caller = caller
+        self._ranks = ranks
+        self._timeouts = timeouts
+        self._events = events
+        self._on_first = on_first
+        self._place: PeerAddress | None = None
+        # The end of the run does not wait for what is being sent.
+        self._lane, self._rounds = Lane("ckpt-peers", ranks.outside, newest_only=True), 0
+        #: For what follows, which two threads change.
+        self._changed = ranks.outside.condition()
+        self._last = _Whole()
+        #: The number of the last one about which the ranks have agreed whether it is sent, and whether they do so.
+        self._asked, self._sending = 0, False
+        #: Paths. What was sent and has not arrived stays until another one is sent, as other ranks may know better.
+        self._at_peers = self._sent = ""
+        #: What is whole, by path, from the one that was agreed on last: an older one than the newest may be next.
+        self._whole: dict[str, _Whole] = {}
+        self._closing = False
+
+    def begin(self, then: Callable[[], None]) -> None:
+        """See the base class."""
+        self._then = then
+        self._lane.submit(self._send_due)  # nothing yet; but a thread that cannot start ends the run now, not later
+
+    def preparation(self, client: MemoryCaller) -> Callable[[float], None]:
+        """See the base class. It also lets other hosts in, as they may look for a snapshot once rank 0 has it whole."""
+
+        def prepare(timeout: float) -> None:
+            client.prepare(timeout)
+            self._place = self._listening(client)
+
+        return prepare
+
+    def whole(self, report: SaveReport) -> None:
+        """See the base class."""
+        super().whole(report)
+        with self._changed:
+            self._last = self._whole[report.path] = _Whole(self._last.number + 1, report, self._place)
+            self._changed.notify_all()
+        with contextlib.suppress(CheckpointError):  # the run ends
+            self._lane.submit(self._send_due)
+
+    def paths(self) -> Sequence[str]:
+        """The last one at its peers, the one that was sent last, and the newest, which may be one of them.
+
+        First waits until it is known whether the newest one is sent: a snapshot that is, on any rank, stays on all.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_due or self._closing, self._timeouts.stage)
+            return [*filter(None, (self._at_peers, self._sent, self._newest))]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the ranks are to agree on the newest one, now."""
+        return not self._sending and self._last.number > self._asked
+
+    def _listening(self, client: MemoryCaller) -> PeerAddress | None:
+        """Where this rank's server, which may have been started again, listens for other hosts; None: nowhere."""
+        try:
+            port = client.listen(self._peers.secret, self._peers.address, self._timeouts.close)
+        except CheckpointError as error:
+            logger.warning("rank %d's snapshot server cannot be reached from other hosts: %s", self._ranks.rank, error)
+            return None
+        return PeerAddress(self._ranks.outside.host_name(), self._peers.address, port, self._ranks.rank)
+
+    def _send_due(self) -> None:
+        """On the lane: send what is due. The ranks begin each round together."""
+        with self._changed:
+            if self._closing or not self._is_due:
+                return
+            newest = self._last
+        self._rounds += 1
+        try:
+            self._send_next(f"peers/{self._rounds}", newest)
+        except _RunEnds:
+            self.close()
+        except BaseException:
+            logger.exception("no more snapshots are sent to peers")
+            self.close()
+
+    def _send_next(self, tag: str, newest: _Whole) -> None:
+        number, path, to = self._agree(tag, newest)
+        with self._changed:
+            self._asked = number
+            self._whole = {at: whole for at, whole in self._whole.items() if whole.number >= number or at == path}
+            if to:
+                self._sending, self._sent = True, path
+            self._changed.notify_all()
+        if not to:
+            return
+        arrived = self._send(f"{tag}/sent", path, to)
+        if arrived and not self._at_peers:
+            self._on_first()
+        with self._changed:
+            self._sending = False
+            if arrived:
+                self._at_peers = self._sent
+            self._changed.notify_all()
+        if arrived:
+            with contextlib.suppress(CheckpointError, RuntimeError):  # the run ends, and so does what stays
+                self._then()
+
+    def _agree(self, tag: str, newest: _Whole) -> tuple[int, str, list[PeerAddress]]:
+        """The number and the path of what all ranks send next, and where to; nowhere, if a server cannot be reached."""
+        message = {"number": newest.number, "path": newest.report.path, "at": newest.place}
+        try:
+            deadline = self._ranks.outside.now() + self._timeouts.stage
+            number, path, to = self._ranks.scatter(tag, message, self._choose, deadline)
+        except CheckpointError as error:
+            logger.log(self._level, "%s is in memory, and is not sent to its peers: %s", newest.report.path, error)
+            return newest.number, newest.report.path, []
+        return number, path, [PeerAddress(*each) for each in to]
+
+    def _choose(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """On the leading rank: what each rank sends, and where to.
+
+        What is whole on one rank has been written on all of them, though some may not know yet that it is whole.
+        """
+        newest = max(messages, key=lambda message: message["number"])
+        is_possible = all(message["at"] for message in messages)
+        to = [[messages[peer]["at"] for peer in peers] if is_possible else [] for peers in self._peers.of]
+        return [[newest["number"], newest["path"], each] for each in to]
+
+    def _send(self, tag: str, path: str, to: Sequence[PeerAddress]) -> bool:
+        """Send a snapshot; returns whether it has arrived, from all ranks."""
+        own, limit = dict[str, Any](), self._peers.bytes_per_second
+        deadline = self._ranks.outside.now() + self._timeouts.whole_save
+
+        def send() -> None:
+            if self._closing:
+                raise _RunEnds
+            try:
+                own.update(self._caller.replicate(path, to, limit, deadline))
+            except CheckpointError:
+                if self._closing:
+                    raise _RunEnds from None  # no rank waits for this one's answer
+                raise
+
+        try:
+            self._ranks.all_succeed(tag, send, self._caller.progress, deadline)
+        except CheckpointError as error:
+            text = "%s did not get to its peers; what they had before stays there: %s"
+            logger.log(self._level, text, path, error)
+            return False
+        at = self._ranks.outside.date()
+        with self._changed:  # this rank may not know yet that it is whole
+            self._changed.wait_for(lambda: path in self._whole or self._closing, self._timeouts.stage)
+            report = self._whole[path].report if path in self._whole else SaveReport(path, time=at)
+        self._events.at_peers(replace(report, sent=own["sent"], at_peers_s=at - report.time))
+        if self._ranks.is_leader:
+            text = "step %s is at its peers: %s sent by rank 0 in %.2f s"
+            logger.info(text, report.step, amount(own["sent"]), own["seconds"])
+        return True
+
+    @property
+    def _level(self) -> int:
+        """Of failures, which the end of a run brings about."""
+        return logging.DEBUG if self._closing else logging.WARNING
+
+    def close(self) -> None:
+        """Give up what is being sent. A server that lives on still sends it."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._lane.stop()
+        self._caller.close()
+
+
+class _RunEnds(BaseException):
+    """What is being sent is given up, and the ranks do not agree on it."""
+
+
+class SnapshotParts:
+    """What a run that keeps snapshots in memory has beside other runs.
+
+    Args:
+        settings: the config
+        outside: what the run runs in
+
+    Attributes:
+        earlier: the servers of the run before; set by `begin`
+    """
+
+    def __init__(self, settings: Checkpoint, outside: Outside = OUTSIDE) -> None:
+        self._settings, self._outside = settings.recovery, outside
+        self._arenas = settings.stager.get("arenas", 1)
+        self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
+        self._clients = JobClients(outside)
+        self._memory = HostMemory(self._clients, outside=outside)
+        self._followers: Sequence[Follower] = ()
+        #: Whether other hosts have copies; set by `begin`.
+        self._has_peers = False
+        self.earlier: RunMemory | None = None
+
+    @property
+    def mode(self) -> str:
+        """`checkpoint/recovery=...`, for texts."""
+        return f"checkpoint/recovery={self._settings.mode}"
+
+    @property
+    def reader(self) -> Callable[..., NearestReader]:
+        """What makes the reader, given the arguments of `Reader`."""
+        if self._settings.mode is RecoveryMode.peers:
+            return partial(PeerReader, clients=self._clients)
+        return NearestReader
+
+    def with_memory(self, storage_of: Callable[[str], Storage]) -> Callable[[str], Storage]:
+        """The storage of a path, which may be in the memory of this host's servers; there, to read only."""
+        memory = self._memory
+        return lambda path: memory if memory.holds(path) else storage_of(path)
+
+    def lineage(self, storage: Storage, root: str) -> Sequence[str]:
+        """On the leading rank: tokens of the runs that have owned the folder so far, the last one first."""
+        try:
+            return lineage_of(storage, root)
+        except (CheckpointError, OSError) as error:
+            logger.warning("the runs before this one, which may have snapshots in memory, are unknown: %s", error)
+            return ()
+
+    def begin(
+        self,
+        run: RunContext,
+        followers: Sequence[Follower] = (),
+        *,
+        named: str | None = None,
+        lineage: Sequence[str] = (),
+    ) -> RunContext:
+        """The run with its memory, where this rank's server takes what is put.
+
+        Args:
+            run: the run
+            followers: hear what is whole there
+            named: the run's folder as the leading rank spells it; None: as `run` has it
+            lineage: what `lineage` has returned there
+        """
+        self._followers = followers
+        root, rank = memory_root(named or run.root, run.events.run), run.ranks.rank
+        place = split_root(root)
+        if place is None:
+            raise ValueError(f"{root} is no root in memory")
+        outside = self._outside
+        own = HostClient(SocketPlace(*place, outside), rank, now=False)  # its process starts later
+        self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
+        self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
+        self.earlier = PeerMemory(run, lineage, self._clients) if self._has_peers else RunMemory(run, lineage)
+        memory = HostMemory(HostClients(besides=rank, outside=outside), own, outside)
+        return replace(run, memory=replace(run, fs=memory, root=root, remote=None))
+
+    def room(self) -> dict[str, Any]:
+        """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written, or sent."""
+        return {"kept": self._images.staying, "in_flight": self._images.in_flight}
+
+    def queue(
+        self, caller: WriteCaller, writer: Writer, ranks: Coordinator, run: RunContext
+    ) -> Callable[..., SaveQueue]:
+        """Have the writer process keep snapshots. Returns the `queue` of the pipeline."""
+        memory, earlier = run.memory, self.earlier
+        if memory is None or earlier is None:
+            return SaveQueue
+        if not isinstance(caller, PersistentCaller):
+            raise HydraConfigError(
+                f"{self.mode} keeps snapshots in the persistent writer process, and "
+                f"{type(caller).__name__} has none; use checkpoint/caller=persistent."
+            )
+        if ranks.is_leader:
+            self._tell(run.hosts)
+        here, lease = run.fs.here(run.root), self._settings.lease
+        job = {"folder": here, "root": memory.root, "rank": ranks.rank, "world_size": ranks.world_size, "lease": lease}
+        connect = caller.runs(WriterProgram("ckpt_component.hosts.keep", job))
+        stays, on_kept = NewestStays(), earlier.end_others
+        followers = [follower.on_kept for follower in self._followers]
+        if self._has_peers:
+            # What the run before has at its peers is needed until this one has something there.
+            ends = earlier.end_others if run.hosts.leads(ranks.rank) else _nothing
+            peers, on_kept = self._peers(run), _nothing
+            stays = SnapshotsAtPeers(peers, MemoryCaller(connect, ranks.outside), ranks, run.timeouts, run.events, ends)
+        return partial(
+            TieredSaveQueue,
+            caller=MemoryCaller(connect, ranks.outside),
+            writer=writer,
+            memory=memory.fs,
+            path_of=lambda path: memory.path_of(run.step_of(path)),
+            on_kept=partial(_tell_all, [lambda _: on_kept(), *followers]),
+            stays=stays,
+        )
+
+    def _peers(self, run: RunContext) -> PeerMap:
+        """Agree on who has copies for whom."""
+        ranks, hosts, settings = run.ranks, run.hosts, self._settings
+        given = settings.peers or {}
+        deadline = ranks.outside.now() + run.timeouts.stage
+        begun = ranks.scatter("peers/begin", offered_address(ranks.outside), partial(_begin, ranks.outside), deadline)
+        return PeerMap(
+            of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
+            unseen=hosts.elsewhere(ranks.rank),
+            address=begun["address"],
+            secret=begun["secret"],
+            bytes_per_second=settings.max_bytes_per_second,
+        )
+
+    def _tell(self, hosts: Hosts) -> None:
+        if self._has_peers:
+            self._tell_of_peers(hosts)
+            return
+        text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
+        logger.info(text, self.mode, self._images.own)
+        if self._settings.mode is RecoveryMode.peers:
+            text = "checkpoint/recovery=peers: all ranks are on one host, so nobody has copies, and all is as with host"
+            logger.warning(text)
+        elif hosts.several:
+            logger.warning(
+                "checkpoint/recovery=host: the %d ranks are on %d hosts, and a run is restored from memory only if all "
+                "are on one host; else from its checkpoints",
+                len(hosts.names),
+                len(set(hosts.names)),
+            )
+
+    def _tell_of_peers(self, hosts: Hosts) -> None:
+        names, settings = [*dict.fromkeys(hosts.names)], self._settings
+        replicas = min(settings.replicas, len(names) - 1)
+        text = (
+            "checkpoint/recovery=peers: each rank has up to %d images of its state in host memory, of which up to "
+            "three stay, and up to %d copies of other ranks' images"
+        )
+        logger.info(text, self._images.own, self._images.copies)
+        if replicas < settings.replicas:
+            text = "checkpoint.recovery.replicas=%d: the job has %d hosts, so each has its copies on %d others"
+            logger.warning(text, settings.replicas, len(names), replicas)
+        unknown = sorted({*(settings.peers or {}).values()} - {*names})
+        if unknown:
+            text = "checkpoint.recovery.peers names %s, and no rank is there; the hosts are %s"
+            logger.warning(text, ", ".join(unknown), ", ".join(names))
+
+
+def _begin(outside: Outside, addresses: Sequence[str]) -> list[Any]:
+    """On the leading rank: what the server of each rank needs so that others know it."""
+    if "" in addresses:
+        raise CheckpointConfigError(
+            f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its "
+            "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
+        )
+    secret = outside.random_bytes(32).hex()
+    return [{"secret": secret, "address": address} for address in reachable(addresses, outside)]
+
+
+def _tell_all(hooks: Sequence[Callable[[SaveReport], None]], report: SaveReport) -> None:
+    """Call each hook, whatever becomes of the others."""
+    for hook in hooks:
+        notify(hook, report)
+
+
+def _nothing() -> None:
+    """Nothing follows."""

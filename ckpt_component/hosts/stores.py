@@ -1,0 +1,730 @@
+"""`FileSums`: the checksums of a file's items, taken when it was kept; a copy of the file is compared with them.
+
+`SnapshotStore`: a process that keeps files in its memory, as who reads and writes them sees it.
+
+`MemoryStore` is the server within its own process, `HostClient` from another one. Paths are whole, as `HostMemory` has
+them: `host://runs/one@TOKEN/iter_0000200/manifest.json`.
+
+
+`HeldImages`: open images, and open files on disk, each as long as something of it is kept or read.
+
+`MemoryStore`: the files that this process keeps: small ones as bytes, those of a snapshot as ranges of its image.
+
+The image is held by a descriptor of the memory that the trainer has staged into; nothing is copied. Beside the files of
+the own rank there are replicas: files of ranks on other hosts, under the paths that they have at home.
+
+
+Memory that copies of other servers' images come into: allocated ahead of their bytes, and used again.
+
+New memory is slow to come: each page of it is cleared, and in a virtual machine perhaps fetched from the host. So the
+memory of a copy that was dropped takes the next copy of the same rank. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+from ..core.memory.huge_pages import SharedPages, map_sealed
+from ..core.outside import OUTSIDE, Outside
+from ..core.storage.safe_open import open_to_read
+
+
+class FileSums(NamedTuple):
+    """What is known of the bytes of a file.
+
+    Attributes:
+        algorithm: of the items' checksums
+        places: offset, length, offset, length, and so on, ascending, in 64 bits each
+        values: the checksums
+    """
+
+    algorithm: str
+    places: array[int]
+    values: array[int]
+
+
+def sum_between(places: array[int], length: int, read: Callable[[int, int], Iterator[bytes | memoryview]]) -> int:
+    """The CRC-32 of the bytes of a file that belong to no item.
+
+    Args:
+        places: of the items, as `FileSums` has them
+        length: of the file
+        read: returns the bytes from one offset to another, in pieces
+    """
+    position = value = 0
+    for offset, end in [
+        *zip(places[::2], map(sum, zip(places[::2], places[1::2], strict=True)), strict=True),
+        (length,) * 2,
+    ]:
+        if offset > position:
+            for piece in read(position, offset):
+                value = zlib.crc32(piece, value)
+        position = max(position, end)
+    return value
+
+
+logger = logging.getLogger("ckpt_component.storage")
+
+
+class ListedFile(NamedTuple):
+    """A file that a server has.
+
+    Attributes:
+        path: its path
+        size: in bytes
+        modified: when it was put, seconds since 1970
+        home: the rank whose file it is, if it is a replica from another host
+    """
+
+    path: str
+    size: int
+    modified: float
+    home: int | None = None
+
+
+class ReadableFile(ABC):
+    """A file that is open, wherever its bytes are. Thread-safe.
+
+    Attributes:
+        is_replica: whether it is a copy of another rank's, which is not read while that rank's server has it
+        is_here: whether its bytes are on this host
+    """
+
+    is_replica: bool = False
+    is_here: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """In bytes."""
+
+    @abstractmethod
+    def fill(self, buffer: memoryview, offset: int) -> bool:
+        """Fill a buffer with the file's bytes from an offset, which lie within its size; False: it is too short.
+
+        Raises:
+            OSError: they cannot be read
+        """
+
+    def view(self, offset: int, length: int) -> memoryview | None:
+        """A range of the file without a copy, which the caller does not change; None: it is not mapped."""
+        return None
+
+    def forget(self, offset: int, length: int) -> None:
+        """Have bytes come anew when they are read next, because those that came are damaged."""
+
+
+@dataclass(frozen=True)
+class LocalFile(ReadableFile):
+    """A file on this host.
+
+    Memory whose size is sealed can be viewed without a copy. What another process may truncate is read with `preadv`,
+    which comes back short, where a mapping would raise SIGBUS.
+
+    Attributes:
+        descriptor: of memory or of a disk file, for reading
+        base: where in it the file begins
+        length: how many of its bytes are the file's
+        tail: the bytes that follow them
+        is_replica: see the base class
+    """
+
+    descriptor: int
+    base: int
+    length: int
+    tail: bytes = b""
+    is_replica: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.length + len(self.tail)
+
+    def fill(self, buffer: memoryview, offset: int) -> bool:
+        if offset + buffer.nbytes > self.length:
+            of_memory = max(self.length - offset, 0)
+            start = max(offset - self.length, 0)
+            buffer[of_memory:] = memoryview(self.tail)[start : start + buffer.nbytes - of_memory]
+            buffer = buffer[:of_memory]
+        position = self.base + offset
+        while buffer.nbytes:
+            count = os.preadv(self.descriptor, [buffer], position)
+            if count == 0:
+                return False
+            position += count
+            buffer = buffer[count:]
+        return True
+
+    def view(self, offset: int, length: int) -> memoryview | None:
+        begin, memory = self.base + offset, self._memory
+        return None if memory is None or offset + length > self.length else memory[begin : begin + length]
+
+    @cached_property
+    def _memory(self) -> memoryview | None:
+        """The memory of the descriptor, mapped; None: its size is not sealed, or there is no address space."""
+        try:
+            return map_sealed(self.descriptor, self.base + self.length)
+        except OSError as error:
+            logger.info("a snapshot in memory is read, not mapped: %s", error)
+            return None
+
+
+class SnapshotStore(ABC):
+    """One server. Thread-safe.
+
+    All methods raise OSError: ConnectionError if the server is gone, and its files with it; TimeoutError if it does not
+    answer.
+    """
+
+    @abstractmethod
+    def listed(self, prefix: str) -> list[ListedFile]:
+        """The file at a path and all files below it, in no order; "": all files."""
+
+    @abstractmethod
+    def get(self, path: str, limit: int) -> bytes:
+        """The bytes of a file. Raises FileNotFoundError; EFBIG if they are more than `limit`."""
+
+    @abstractmethod
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        """Keep a small file; raises FileExistsError if it is to be `new` and is not, else it replaces what is there."""
+
+    @abstractmethod
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete those of these files that exist, in one step."""
+
+    @abstractmethod
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, ReadableFile | bytes]]:
+        """Open the files directly in a folder, by name, to read them within a context.
+
+        Until it ends, their bytes stay as they are, whoever deletes the files. What is open is closed at its end.
+        """
+
+    def forget(self) -> None:
+        """Free what reads have left, once nobody uses it any more."""
+
+
+class ServedStore(SnapshotStore):
+    """A server within its own process, which serves others there; see `SnapshotServer`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes of memory it takes."""
+
+    @abstractmethod
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalFile | bytes]]:
+        """See the base class."""
+
+
+@dataclass
+class _HeldImage:
+    """An open image, or an open file on disk; closed with this object, or before by `close`.
+
+    Attributes:
+        descriptor: our own
+        inode: which file it is, among all that are open
+        files: how many files are in it
+        readers: how many readers have it open
+    """
+
+    descriptor: int
+    inode: tuple[int, int]
+    files: int = 0
+    readers: int = 0
+
+    def __post_init__(self) -> None:
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+        self.close.atexit = False
+
+
+class HeldImages:
+    """Sources of bytes by number; one without files and readers is closed. Whoever has this has a lock for it."""
+
+    def __init__(self) -> None:
+        self._images: dict[int, _HeldImage] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._images
+
+    @property
+    def being_read(self) -> set[int]:
+        """Those that a reader has open now."""
+        return {number for number, image in self._images.items() if image.readers}
+
+    def hold(self, number: int, descriptor: int) -> None:
+        """Take a new source, which stays at least until `close_unused`; the descriptor is duplicated.
+
+        Raises:
+            OSError: there is no free descriptor
+        """
+        status = os.fstat(descriptor)
+        self._images[number] = _HeldImage(os.dup(descriptor), (status.st_dev, status.st_ino))
+
+    def inode(self, number: int) -> tuple[int, int]:
+        """Which file a source is, among all that are open."""
+        return self._images[number].inode
+
+    def add_file(self, number: int) -> None:
+        """A source has one file more."""
+        self._images[number].files += 1
+
+    def drop_file(self, number: int) -> None:
+        """A source has one file less."""
+        self._images[number].files -= 1
+        self.close_unused(number)
+
+    def enter(self, numbers: Collection[int]) -> None:
+        """A reader opens sources; `leave` must follow."""
+        for number in numbers:
+            self._images[number].readers += 1
+
+    def leave(self, numbers: Collection[int]) -> None:
+        """A reader has closed them."""
+        for number in numbers:
+            self._images[number].readers -= 1
+            self.close_unused(number)
+
+    def close_unused(self, number: int) -> None:
+        """Close a source if it has neither files nor readers."""
+        image = self._images.get(number)
+        if image is not None and not (image.files or image.readers):
+            self._images.pop(number).close()
+
+    @contextlib.contextmanager
+    def opened(self, numbers: Collection[int]) -> Iterator[dict[int, int]]:
+        """Open sources, which a reader has entered, for reading alone: their descriptors by number. Needs no lock."""
+        with ExitStack() as until_closed:
+            descriptors = dict[int, int]()
+            for number in numbers:
+                descriptors[number] = open_to_read(self._images[number].descriptor)
+                until_closed.callback(os.close, descriptors[number])
+            yield descriptors
+
+
+class ImageRange(NamedTuple):
+    """A range of a source, and the bytes that follow it in the file.
+
+    Attributes:
+        source: number of the source
+        base: where in it the file begins
+        length: how many of its bytes are the file's
+        tail: the bytes that follow them
+        sums: of the range, if they are known
+    """
+
+    source: int
+    base: int
+    length: int
+    tail: bytes = b""
+    sums: FileSums | None = None
+
+
+class OpenImage(NamedTuple):
+    """A file of an image, to be copied to a peer.
+
+    Attributes:
+        piece: for reading
+        sums: of its bytes without the tail, if they are known
+        same: other files of this server that are the same bytes of the same file on disk
+    """
+
+    piece: LocalFile
+    sums: FileSums | None
+    same: list[str]
+
+
+class _HeldFile(NamedTuple):
+    """A file: its bytes or where they are, when it was put, and whose replica it is; None: it is of the own rank."""
+
+    content: ImageRange | bytes
+    modified: float
+    home: int | None = None
+
+
+class MemoryStore(ServedStore):
+    """See the top of this file.
+
+    Args:
+        outside: of this process
+    """
+
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        self._outside = outside
+        self._lock = outside.lock()
+        #: Arenas have numbers from 0 on.
+        self._numbers = itertools.count(-1, -1)
+        self._files: dict[str, _HeldFile] = {}
+        self._sources = HeldImages()
+
+    def listed(self, prefix: str) -> list[ListedFile]:
+        with self._lock:
+            return [
+                ListedFile(path, _size(entry.content), entry.modified, entry.home)
+                for path, entry in self._files.items()
+                if not prefix or path == prefix or path.startswith(f"{prefix}/")
+            ]
+
+    def get(self, path: str, limit: int) -> bytes:
+        with self._lock:
+            if path not in self._files:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            content = self._files[path].content
+            if _size(content) > limit:
+                raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
+            if isinstance(content, bytes):
+                return content
+            with self._sources.opened({content.source}) as sources:
+                return _read(sources[content.source], content, path)
+
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        with self._lock:
+            if new:
+                self._refuse_taken(path)
+            self._drop([path])
+            self._files[path] = _HeldFile(data, self._outside.date())
+
+    def new_source(self) -> int:
+        """A number for a source that is no arena."""
+        return next(self._numbers)
+
+    def put_image(
+        self,
+        path: str,
+        source: int,
+        descriptor: int,
+        base: int,
+        size: int,
+        tail: bytes = b"",
+        sums: FileSums | None = None,
+    ) -> None:
+        """Keep a file that is a range of memory, or of an open file on disk, which must not change until it is deleted.
+
+        Args:
+            path: where there is no file yet
+            source: a number for the memory; what has the same number has the same descriptor
+            descriptor: of the memory; duplicated with the source's first file, and closed with its last one
+            base: where in the memory the file begins
+            size: how many bytes of the memory are the file's
+            tail: the bytes that follow them, such as those of objects, whose length changes from save to save
+            sums: checksums of the range, for those who copy it
+
+        Raises:
+            FileExistsError: there is a file
+            OSError: there is no free descriptor
+        """
+        with self._lock:
+            self._refuse_taken(path)
+            if source not in self._sources:
+                self._sources.hold(source, descriptor)
+            self._add(path, _HeldFile(ImageRange(source, base, size, tail, sums), self._outside.date()))
+
+    def put_replica(
+        self,
+        home: int,
+        folder: str,
+        files: Mapping[str, tuple[ImageRange | bytes, float]],
+        image: tuple[int, int] | None = None,
+    ) -> None:
+        """Keep files of another rank, in one step, in the place of all that are there from this rank.
+
+        Args:
+            home: the rank
+            folder: all files are below it
+            files: what they are, and when they were put at home; those that the own rank has stay as they are
+            image: number and descriptor of a new source; the descriptor is duplicated
+
+        Raises:
+            OSError: there is no free descriptor; all is as it was
+        """
+        with self._lock:
+            if image is not None:
+                self._sources.hold(*image)
+            older = [
+                (path, entry.content)
+                for path, entry in self._files.items()
+                if entry.home == home and path.startswith(f"{folder}/")
+            ]
+            for path, _ in older:
+                del self._files[path]
+            for path, (content, modified) in files.items():
+                if path not in self._files:
+                    self._add(path, _HeldFile(content, modified, home))
+            for _, content in older:  # now, as a source may be of use again
+                self._let_go(content)
+            if image is not None:
+                self._sources.close_unused(image[0])
+
+    def delete(self, paths: Sequence[str]) -> None:
+        with self._lock:
+            self._drop(paths)
+
+    @contextlib.contextmanager
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile | bytes]]:
+        with self._opened_where(lambda path, entry: os.path.dirname(path) == folder) as (entries, descriptors):
+            yield {os.path.basename(path): _open_content(entry, descriptors) for path, entry in entries.items()}
+
+    @contextlib.contextmanager
+    def opened_to_copy(self, folder: str) -> Iterator[Mapping[str, tuple[OpenImage | bytes, float]]]:
+        """Open the own rank's files below a folder, at any depth, within a context.
+
+        Returns:
+            By path, what they are, and when they were put.
+        """
+
+        def is_own(path: str, entry: _HeldFile) -> bool:
+            return entry.home is None and path.startswith(f"{folder}/")
+
+        with self._opened_where(is_own) as (entries, descriptors):
+            with self._lock:
+                others = dict[tuple[object, ...], list[str]]()
+                for path, entry in self._files.items():
+                    place = self._place_on_disk(entry.content)
+                    if place is not None and entry.home is None and path not in entries:
+                        others.setdefault(place, []).append(path)
+                same = {
+                    path: others.get(self._place_on_disk(entry.content) or (), []) for path, entry in entries.items()
+                }
+            found = dict[str, tuple[OpenImage | bytes, float]]()
+            for path, entry in entries.items():
+                content = _open_content(entry, descriptors)
+                if isinstance(content, bytes):
+                    found[path] = content, entry.modified
+                elif content.length == 0:
+                    found[path] = content.tail, entry.modified
+                elif isinstance(entry.content, ImageRange):
+                    found[path] = OpenImage(content, entry.content.sums, same[path]), entry.modified
+            yield found
+
+    @contextlib.contextmanager
+    def linked(self, home: int, candidates: Mapping[str, tuple[int, Sequence[str]]]) -> Iterator[dict[str, ImageRange]]:
+        """Find what is here already of the files of a rank, and hold it within a context.
+
+        Args:
+            home: the rank
+            candidates: by path, its length without the tail, and paths of files that are the same as it
+
+        Returns:
+            By path, where its bytes are; without those that are not here.
+        """
+        found = dict[str, ImageRange]()
+        with self._lock:
+            for path, (length, same) in candidates.items():
+                for entry in filter(None, map(self._files.get, same)):
+                    content = entry.content
+                    if entry.home == home and isinstance(content, ImageRange) and content.length == length:
+                        found[path] = content
+            sources = {content.source for content in found.values()}
+            self._sources.enter(sources)
+        try:
+            yield found
+        finally:
+            self._leave(sources)
+
+    def has_source(self, number: int) -> bool:
+        """Whether a source has files or readers."""
+        with self._lock:
+            return number in self._sources
+
+    def held(self) -> set[int]:
+        """The sources that a reader has open now."""
+        with self._lock:
+            return self._sources.being_read
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(_size(entry.content) for entry in self._files.values())
+
+    def _refuse_taken(self, path: str) -> None:
+        if path in self._files:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    def _add(self, path: str, entry: _HeldFile) -> None:
+        if isinstance(entry.content, ImageRange):
+            self._sources.add_file(entry.content.source)
+        self._files[path] = entry
+
+    def _place_on_disk(self, content: ImageRange | bytes) -> tuple[object, ...] | None:
+        """Which bytes of which file on disk a file is; None: it is in an arena, which is filled again, or small."""
+        if isinstance(content, bytes) or content.source >= 0:
+            return None
+        return self._sources.inode(content.source), content.base, content.length
+
+    def _drop(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            if path in self._files:
+                self._let_go(self._files.pop(path).content)
+
+    def _let_go(self, content: ImageRange | bytes) -> None:
+        if isinstance(content, ImageRange):
+            self._sources.drop_file(content.source)
+
+    def _leave(self, sources: Collection[int]) -> None:
+        with self._lock:
+            self._sources.leave(sources)
+
+    @contextlib.contextmanager
+    def _opened_where(
+        self, is_wanted: Callable[[str, _HeldFile], bool]
+    ) -> Iterator[tuple[dict[str, _HeldFile], dict[int, int]]]:
+        """Open files, which stay: what they are by path, and the descriptors of their sources."""
+        with ExitStack() as until_closed:
+            with self._lock:
+                entries = {path: entry for path, entry in self._files.items() if is_wanted(path, entry)}
+                contents = [entry.content for entry in entries.values()]
+                sources = {content.source for content in contents if isinstance(content, ImageRange)}
+                self._sources.enter(sources)
+            until_closed.callback(self._leave, sources)
+            yield entries, until_closed.enter_context(self._sources.opened(sources))
+
+
+def _open_content(entry: _HeldFile, descriptors: Mapping[int, int]) -> LocalFile | bytes:
+    content = entry.content
+    if isinstance(content, bytes):
+        return content
+    is_replica = entry.home is not None
+    return LocalFile(descriptors[content.source], content.base, content.length, content.tail, is_replica)
+
+
+def _size(content: ImageRange | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.length + len(content.tail)
+
+
+def _read(descriptor: int, place: ImageRange, path: str) -> bytes:
+    data = bytearray()
+    while len(data) < place.length:
+        part = os.pread(descriptor, place.length - len(data), place.base + len(data))
+        if not part:
+            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {place.length} bytes", path)
+        data += part
+    return bytes(data) + place.tail
+
+
+class CopyBlock:
+    """Memory that has the images of a copy, or had; freed with this object, unless files are in it.
+
+    Args:
+        nbytes: its size
+        name: of its server, for errors
+        outside: of its server
+
+    Attributes:
+        fd: its descriptor
+        nbytes: see above
+        source: its number in `MemoryStore`, a new one for each copy
+        is_filling: whether a copy is on its way into it
+    """
+
+    def __init__(self, nbytes: int, name: str, outside: Outside) -> None:
+        self._pages = SharedPages(nbytes, outside)
+        self._name = name
+        self._outside = outside
+        self.fd = self._pages.fd
+        self.nbytes = nbytes
+        self.source = 0
+        self.is_filling = True
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+    def part(self, start: int, end: int, deadline: float) -> memoryview:
+        """The memory from `start` to `end`, when it is allocated.
+
+        Raises:
+            TimeoutError: it is not in time
+            OSError: there is not enough memory
+        """
+        try:
+            self._pages.wait(end, deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"{self._name} has no memory for a copy: {error.strerror}") from error
+        return self._pages.memory[start:end]
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Allocate it in a thread, within a context. What goes wrong there is raised by `part`."""
+        with self._outside.pool(1, "ckpt-pages") as pool:
+            pool.submit(self._pages.allocate, 1)
+            try:
+                yield
+            finally:
+                self._pages.stop()
+
+
+class CopyMemory:
+    """The blocks of all ranks whose copies a server takes. Thread-safe.
+
+    Args:
+        files: of this server
+        name: of this server, for errors
+        available: returns how many bytes of memory are free
+        outside: of this server
+    """
+
+    def __init__(self, files: MemoryStore, name: str, available: Callable[[], int], outside: Outside = OUTSIDE) -> None:
+        self._files = files
+        self._name = name
+        self._available = available
+        self._outside = outside
+        self._lock = outside.lock()
+        self._blocks: dict[int, list[CopyBlock]] = {}
+
+    @contextlib.contextmanager
+    def block(self, home: int, nbytes: int) -> Iterator[CopyBlock]:
+        """Memory for a copy, into which nothing else comes until it is free of files again.
+
+        It may still be being allocated, in a thread.
+
+        Args:
+            home: whose copy it is
+            nbytes: of its images
+
+        Raises:
+            OSError: there is not enough memory
+        """
+        with self._lock:
+            block = self._free_block(home, nbytes)
+            is_new = block is None
+            if block is None:
+                self._refuse_large(nbytes)
+                block = CopyBlock(nbytes, self._name, self._outside)
+                self._blocks.setdefault(home, []).append(block)
+            block.is_filling, block.source = True, self._files.new_source()
+        try:
+            with block.allocating() if is_new else contextlib.nullcontext():
+                yield block
+        except BaseException:
+            with self._lock:
+                self._blocks[home].remove(block)
+            raise
+        finally:
+            block.is_filling = False
+
+    def _free_block(self, home: int, nbytes: int) -> CopyBlock | None:
+        """A block of the right size without files; others without files are freed."""
+        found: CopyBlock | None = None
+        for block in [*self._blocks.get(home, ())]:
+            if not (block.is_filling or self._files.has_source(block.source)):
+                if found is None and nbytes <= block.nbytes < 2 * nbytes:
+                    found = block
+                else:
+                    self._blocks[home].remove(block)
+        return found
+
+    def _refuse_large(self, nbytes: int) -> None:
+        left = self._available()
+        if nbytes > left:
+            raise OSError(errno.ENOMEM, f"{self._name} has {left} bytes of memory left, too few for a copy of {nbytes}")
