@@ -1,16 +1,12 @@
-"""`HostFiles`: the files of a folder of `HostFolders`: those of this host from its disk, others over the network.
+"""`HostFolders`: a folder of each host as one storage, for a job whose hosts share no disk; its files, and its commit.
 
-`HostFolders`: a folder of each host as one storage, for a job whose hosts share no disk.
+Each rank writes files into the folder of its host. What is there is all that the hosts have: the folders of others are
+served over the network. Small files that decide are put into each of them, first into that of this host: the manifest
+of a checkpoint, the owner of the folder, the pointer to the newest. So each folder says what it is.
 
-Each rank writes files into the folder of its host. What is there is the union of all folders: those of other hosts are
-reached as servers over the network. Small files that decide are put into each of them, first into that of this host:
-the manifest of a checkpoint, the owner of the folder, the pointer to the newest. So each folder says what it is.
-
-
-Commit where each host has a folder of its own: like the creation of a manifest, on the host of the leading rank.
-
-Each rank writes into the attempt's folder of its host, which it makes itself. The manifest says which host has which
-files. It is created on the host of the leading rank, which is the commit, and then put on the other hosts.
+A checkpoint is committed like the creation of a manifest, on the host of the leading rank. Each rank writes into the
+attempt's folder of its host, which it makes itself. The manifest says which host has which files; it is created on the
+host of the leading rank, which is the commit, and then put on the other hosts.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
 from ..core.commit.manifest import read_manifest
 from ..core.commit.manifest_commit import ManifestCommit
@@ -35,9 +31,11 @@ from ..core.progress import Progress, no_progress
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage
 from ..core.storage.safe_open import read_failure
-from ..core.storage.storage import Held, LocalFolders, StoredFile
+from ..core.storage.storage import Held, LocalFolders, Storage, StoredFile
 from .host_memory import CombinedStorage, MemoryFiles
 from .stores import ReadableFile, SnapshotStore
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class HostFiles(FileSet):
@@ -150,6 +148,24 @@ _MOST_MADE = 256
 _MOST_AT_ONCE = 16
 
 
+def _here(method: _Method) -> _Method:
+    """The method of the file system of this host, with the path there."""
+
+    def forward(self: HostFolders, path: str, *args: Any, **options: Any) -> Any:
+        return getattr(self.fs, method.__name__)(self.here(path), *args, **options)
+
+    return cast(_Method, forward)
+
+
+def _opened(method: _Method) -> _Method:
+    """The method of the file system of this host, of what was opened there."""
+
+    def forward(self: HostFolders, *args: Any, **options: Any) -> Any:
+        return getattr(self.fs, method.__name__)(*args, **options)
+
+    return cast(_Method, forward)
+
+
 class HostFolders(CombinedStorage, LocalFolders):
     """See the top of this file. Paths outside of `root` are those of this host. Thread-safe.
 
@@ -186,8 +202,6 @@ class HostFolders(CombinedStorage, LocalFolders):
         self._others = others
         #: Files that this process has made, which no other host has: the last ones, in their order.
         self._made: dict[str, None] = {}
-        #: Who has the files of the folder that was looked through last.
-        self._places: dict[str, SnapshotStore] = {}
 
     @property
     def has_direct_io(self) -> bool:
@@ -202,16 +216,19 @@ class HostFolders(CombinedStorage, LocalFolders):
     def protocol(self) -> HostCommit:
         return HostCommit(self)
 
+    # What is of this host alone: large files, which each rank writes here, and locks; and changes of empty folders
+
+    make_folders, make_folder = _here(Storage.make_folders), _here(Storage.make_folder)
+    sync_entry, remove_folder, touch = _here(Storage.sync_entry), _here(Storage.remove_folder), _here(Storage.touch)
+    append, try_folder, free_bytes = _here(Storage.append), _here(Storage.try_folder), _here(Storage.free_bytes)
+    in_memory, device, open_direct = _here(Storage.in_memory), _here(Storage.device), _here(Storage.open_direct)
+    write, sync, close = _opened(Storage.write), _opened(Storage.sync), _opened(Storage.close)
+    start_writeback, truncate = _opened(Storage.start_writeback), _opened(Storage.truncate)
+    drop_cached, read_held = _opened(Storage.drop_cached), _opened(Storage.read_held)
+    release, open_folder = _opened(Storage.release), _here(LocalFolders.open_folder)
+    flock, close_folder = _opened(LocalFolders.flock), _opened(LocalFolders.close_folder)
+
     # Folders
-
-    def make_folders(self, path: str) -> None:
-        self.fs.make_folders(self.here(path))
-
-    def make_folder(self, path: str) -> None:
-        self.fs.make_folder(self.here(path))
-
-    def sync_entry(self, path: str) -> None:
-        self.fs.sync_entry(self.here(path))
 
     def sync_folder(self, path: str) -> None:
         try:
@@ -220,16 +237,16 @@ class HostFolders(CombinedStorage, LocalFolders):
             if path == self.root or not super().is_folder(path):
                 raise  # else other hosts have it alone, and deletions there are durable
 
-    def remove_folder(self, path: str) -> None:
-        self.fs.remove_folder(self.here(path))
-
     def remove_tree(self, path: str) -> None:
-        here = self.here(path)
-        is_here = self.fs.exists(here)
+        self._remove(path, self.fs.remove_tree, super().remove_tree)
+
+    def _remove(self, path: str, here: Callable[[str], None], elsewhere: Callable[[str], None]) -> None:
+        """Remove what this host has at a path, and what others have; raises FileNotFoundError if nobody has it."""
+        is_here = self.fs.exists(self.here(path))
         if is_here:
-            self.fs.remove_tree(here)
+            here(self.here(path))
         try:
-            super().remove_tree(path)
+            elsewhere(path)
         except FileNotFoundError:
             if not is_here:
                 raise
@@ -258,27 +275,6 @@ class HostFolders(CombinedStorage, LocalFolders):
             self._made.pop(next(iter(self._made)), None)
         return fd
 
-    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        self.fs.write(fd, buffers, offset)
-
-    def start_writeback(self, fd: int, offset: int, length: int) -> None:
-        self.fs.start_writeback(fd, offset, length)
-
-    def sync(self, fd: int) -> None:
-        self.fs.sync(fd)
-
-    def open_direct(self, path: str) -> int:
-        return self.fs.open_direct(self.here(path))
-
-    def truncate(self, fd: int, size: int) -> None:
-        self.fs.truncate(fd, size)
-
-    def drop_cached(self, fd: int) -> None:
-        self.fs.drop_cached(fd)
-
-    def close(self, fd: int) -> None:
-        self.fs.close(fd)
-
     def hold(self, path: str) -> Held | None:
         try:
             return self.fs.hold(self.here(path))
@@ -290,14 +286,7 @@ class HostFolders(CombinedStorage, LocalFolders):
     def share(self, held: Held, path: str) -> bool:
         return self.fs.share(held, self.here(path))
 
-    def read_held(self, held: Held, buffer: memoryview, offset: int) -> None:
-        self.fs.read_held(held, buffer, offset)
-
-    def release(self, held: Held) -> None:
-        self.fs.release(held)
-
     def open_files(self, folder: str, *, shared: bool = True) -> HostFiles:
-
         here = self.here(folder)
         is_here = partial(_is_in, self.fs, here)
         return HostFiles(folder, self.fs.open_files(here, shared=shared), is_here, self._clients(folder))
@@ -308,7 +297,7 @@ class HostFolders(CombinedStorage, LocalFolders):
         try:
             return self.fs.read(self.here(path), limit)
         except FileNotFoundError:
-            return self._read_elsewhere(path, limit)
+            return super().read(path, limit)
 
     def versions(self, path: str, limit: int) -> Iterator[bytes]:
         with contextlib.suppress(FileNotFoundError):
@@ -321,14 +310,7 @@ class HostFolders(CombinedStorage, LocalFolders):
         try:
             return self.fs.read_again(self.here(path), limit)
         except FileNotFoundError:
-            return self._read_elsewhere(path, limit)
-
-    def _read_elsewhere(self, path: str, limit: int) -> bytes:
-        """Read a file that is not on this host; who is known to have it is asked first."""
-        if path in self._places:
-            with contextlib.suppress(FileNotFoundError):  # deleted since
-                return self._places[path].get(path, limit)
-        return super().read(path, limit)
+            return super().read(path, limit)
 
     def write_over(self, path: str, data: bytes) -> None:
         """See the base class; on all hosts, first on this one."""
@@ -358,23 +340,12 @@ class HostFolders(CombinedStorage, LocalFolders):
             with self.outside.pool(min(len(clients), _MOST_AT_ONCE), "ckpt-put") as pool:
                 list(pool.map(put, clients))
 
-    def append(self, path: str, data: bytes) -> None:
-        self.fs.append(self.here(path), data)
-
     def unlink(self, path: str) -> None:
-        here = self.here(path)
         if path in self._made:
             self._made.pop(path, None)
-            self.fs.unlink(here)
-            return
-        is_here = self.fs.exists(here)
-        if is_here:
-            self.fs.unlink(here)
-        try:
-            super().unlink(path)
-        except FileNotFoundError:
-            if not is_here:
-                raise
+            self.fs.unlink(self.here(path))
+        else:
+            self._remove(path, self.fs.unlink, super().unlink)
 
     def size(self, path: str) -> int | None:
         size = self.fs.size(self.here(path))
@@ -384,14 +355,8 @@ class HostFolders(CombinedStorage, LocalFolders):
         found = self.fs.sizes(self.here(folder), names)
         if None not in found.values():
             return found
-        places, elsewhere = dict[str, SnapshotStore](), dict[str, int]()
-        for client, files in self._answers(folder, lambda client: client.listed(folder)):
-            places.update((file.path, client) for file in files)
-            elsewhere.update((file.path, file.size) for file in files)
-        self._places = places
-        return {
-            name: elsewhere.get(os.path.join(folder, name)) if size is None else size for name, size in found.items()
-        }
+        elsewhere = super().sizes(folder, names)
+        return {name: elsewhere[name] if size is None else size for name, size in found.items()}
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
         here, own = self.here(path), set[str]()
@@ -417,34 +382,6 @@ class HostFolders(CombinedStorage, LocalFolders):
     def changed(self, path: str) -> float:
         here = self.here(path)
         return self.fs.changed(here) if self.fs.exists(here) else super().modified(path)
-
-    def touch(self, path: str) -> None:
-        self.fs.touch(self.here(path))
-
-    # Properties of a folder: those of this host
-
-    def try_folder(self, path: str, name: str) -> float:
-        return self.fs.try_folder(self.here(path), name)
-
-    def free_bytes(self, path: str) -> int | None:
-        return self.fs.free_bytes(self.here(path))
-
-    def in_memory(self, path: str) -> bool:
-        return self.fs.in_memory(self.here(path))
-
-    def device(self, path: str) -> int:
-        return self.fs.device(self.here(path))
-
-    # Locks, of this host
-
-    def open_folder(self, path: str) -> int:
-        return self.fs.open_folder(self.here(path))
-
-    def flock(self, fd: int, how: int) -> None:
-        self.fs.flock(fd, how)
-
-    def close_folder(self, fd: int) -> None:
-        self.fs.close_folder(fd)
 
     def _clients(self, path: str) -> Sequence[SnapshotStore]:
         """The folders of other hosts, if a path is in them."""

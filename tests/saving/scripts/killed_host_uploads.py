@@ -12,7 +12,6 @@ from typing import Any
 
 from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
-from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps
@@ -21,7 +20,7 @@ from ckpt_component.core.storage.faults import LOG, SPEC
 from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.new_names import NEW_PREFIX
-from ckpt_component.hosts.host_uploads import PartUploader
+from ckpt_component.hosts.host_uploads import LeadingUploader, PartUploader
 
 HOSTS = ("host-a", "host-b")
 sources, folder, by_rename, victim = sys.argv[1], sys.argv[2], sys.argv[3] == "1", sys.argv[4]
@@ -47,7 +46,7 @@ def upload(host: str, target: str, log: str = "", failpoint: str = "") -> int:
     )
     run, failed = RunWatch(policy), list[dict[str, Any]]()
     run.ended.set()
-    kind = Uploader if policy.leads else PartUploader
+    kind = LeadingUploader if policy.leads else PartUploader
     kind(policy, run, lambda message: failed.append(message) if "failed" in message else None).run()
     os._exit(0)
 
