@@ -38,7 +38,7 @@ from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel, Frame
 from ..core.processes.remote_error import as_os_error
 from .stores import ListedFile, LocalFile, ReadableFile, SnapshotStore
-from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, roots_here, split_root
+from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, refuse_newer, roots_here, split_root
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -106,8 +106,14 @@ class SnapshotClient(SnapshotStore):
         self._asked("delete", paths=list(paths))
 
     def about(self) -> dict[str, Any]:
-        """What it is: root, token, rank, world_size, host, pid, since, bytes, lease, alive, and others."""
-        return dict(self._asked("about")[0]["about"])
+        """What it is: root, token, rank, world_size, host, pid, since, bytes, lease, alive, and others.
+
+        A restore asks this first, so it raises OSError if the server is of a newer release, whose answers this one
+        does not read.
+        """
+        about = dict(self._asked("about")[0]["about"])
+        refuse_newer(about.get("version", 1), self._name)
+        return about
 
     def hold(self) -> None:
         """Have it stay while this object is connected, longer than its lease if need be."""

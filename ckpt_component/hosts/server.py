@@ -20,7 +20,7 @@ from ..core.outside import OUTSIDE, Outside, Socket, Thread
 from ..core.processes.framing import Channel
 from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
 from .stores import LocalFile, ServedStore
-from .wire import SocketPlace, greet_peer, listen_to_peers, split_root
+from .wire import VERSION, SocketPlace, greet_peer, listen_to_peers, split_root
 
 logger = logging.getLogger(__name__)
 
@@ -300,6 +300,7 @@ class SnapshotServer:
     def _all_about(self) -> dict[str, Any]:
         return {
             **self._about(),
+            "version": VERSION,
             "token": self._place.token,
             "rank": self._rank,
             "host": self._outside.host_name(),

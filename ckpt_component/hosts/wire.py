@@ -288,8 +288,11 @@ def _refused(path: str, why: str, number: int = errno.EACCES) -> OSError:
     return OSError(number, text)
 
 
-#: What a server says first; the number is that of the protocol.
-_HELLO = b"ckpt keeper 1\n"
+#: Of what is asked and answered. A server of an earlier version is read, as what a restore asks was the same then.
+VERSION = 2
+#: What a server says first, with its version.
+_HELLO = b"ckpt keeper %d\n"
+_HELLO_BYTES = len(_HELLO % VERSION)
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _HANDSHAKE_SECONDS = 10.0
@@ -330,9 +333,9 @@ def connect_to_peer(to: PeerAddress, secret: str, seconds: float, outside: Outsi
 
     Raises:
         ConnectionError: there is no server, or it has hung up
-        PermissionError: it belongs to another run, or is no server of this release
+        PermissionError: it belongs to another run, or is no server
         TimeoutError: it does not answer
-        OSError: the host is not reached
+        OSError: the host is not reached, or the server is of a newer release
     """
     until = outside.now() + seconds
     try:
@@ -344,12 +347,12 @@ def connect_to_peer(to: PeerAddress, secret: str, seconds: float, outside: Outsi
         raise kind(error.errno or errno.EHOSTUNREACH, f"{to} cannot be reached: {error.strerror or error}") from error
     try:
         outside.watch_host(sock, _PATIENCE)
-        theirs = _exactly(sock, len(_HELLO) + _NONCE_BYTES, until, outside)
-        if not theirs.startswith(_HELLO):
-            raise PermissionError(
-                errno.EACCES, f"{to} is no snapshot server, or one of another release of ckpt_component"
-            )
-        challenges = theirs[len(_HELLO) :] + outside.random_bytes(_NONCE_BYTES)
+        theirs = _exactly(sock, _HELLO_BYTES + _NONCE_BYTES, until, outside)
+        hello = re.fullmatch(_HELLO.replace(b"%d", rb"(\d)"), theirs[:_HELLO_BYTES])
+        if hello is None:
+            raise PermissionError(errno.EACCES, f"{to} is no snapshot server of a release that this one knows")
+        refuse_newer(int(hello[1]), str(to))
+        challenges = theirs[_HELLO_BYTES:] + outside.random_bytes(_NONCE_BYTES)
         sock.sendall(challenges[_NONCE_BYTES:] + _derived(secret, b"proof of client", challenges))
         proof = _exactly(sock, _PROOF_BYTES, until, outside)
         if not hmac.compare_digest(proof, _derived(secret, b"proof of keeper", challenges)):
@@ -364,6 +367,16 @@ def connect_to_peer(to: PeerAddress, secret: str, seconds: float, outside: Outsi
     except BaseException:
         sock.close()
         raise
+
+
+def refuse_newer(version: int, name: str) -> None:
+    """Raise OSError if a server, called `name`, is of a newer version than this release reads."""
+    if version > VERSION:
+        raise OSError(
+            errno.EPROTO,
+            f"{name} is of a newer release of ckpt_component (version {version} of its answers; this release reads up "
+            f"to {VERSION}); restore with that release, or from the checkpoints",
+        )
 
 
 def greet_peer(sock: Socket, secret: str, outside: Outside = OUTSIDE) -> Channel:
@@ -384,7 +397,7 @@ def greet_peer(sock: Socket, secret: str, outside: Outside = OUTSIDE) -> Channel
         other = "the client at {} port {}".format(*sock.getpeername()[:2])
         ours = outside.random_bytes(_NONCE_BYTES)
         sock.settimeout(_HANDSHAKE_SECONDS)
-        sock.sendall(_HELLO + ours)
+        sock.sendall(_HELLO % VERSION + ours)
         answer = _exactly(sock, _NONCE_BYTES + _PROOF_BYTES, until, outside)
         challenges = ours + answer[:_NONCE_BYTES]
         if not hmac.compare_digest(answer[_NONCE_BYTES:], _derived(secret, b"proof of client", challenges)):

@@ -481,6 +481,18 @@ def test_a_request_that_a_client_does_not_know_is_refused_in_words() -> None:
         SnapshotServer(MemoryStore(), "/runs/one", 0, dict)
 
 
+def test_a_server_of_an_earlier_version_is_read_and_one_of_a_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = MemoryStore()
+    kept.put(f"{ROOT}/iter_1/manifest.json", b"{}")
+    with serving(kept), contextlib.closing(HostClient(PLACE, 0)) as client:
+        monkeypatch.setattr("ckpt_component.hosts.server.VERSION", 1)
+        assert client.about()["version"] == 1
+        assert client.get(f"{ROOT}/iter_1/manifest.json", 2) == b"{}"
+        monkeypatch.setattr("ckpt_component.hosts.server.VERSION", 3)
+        with pytest.raises(OSError, match=r"^.*rank 0's snapshot server .* is of a newer release .* up to 2\)"):
+            client.about()
+
+
 def test_a_connection_says_whether_it_is_of_use_while_another_thread_waits() -> None:
     ours, theirs = (Channel(sock, lambda: True) for sock in socket.socketpair())
     with ThreadPoolExecutor(1) as pool:

@@ -290,9 +290,9 @@ def test_what_is_no_client_is_said_to_be_none_and_who_is_silent_to_be_late() -> 
                 with pytest.raises(kind, match=match):
                     connecting.result(20)
 
-        refused(
-            b"HTTP/1.1 400 Bad Request\r\n" * 9, PermissionError, "is no snapshot server, or one of another release"
-        )
+        refused(b"HTTP/1.1 400 Bad Request\r\n" * 9, PermissionError, "is no snapshot server of a release that")
+        refused(b"ckpt keeper 3\n" + bytes(64), OSError, r"newer release .* \(version 3 of its answers; .* up to 2\)")
+        refused(b"ckpt keeper 1\n" + bytes(64), PermissionError, "belongs to another run")  # that version is read
         refused(b"ckpt", TimeoutError, "has not answered for 0.3 s")
         refused(b"ckpt", ConnectionResetError, "has hung up")
 
