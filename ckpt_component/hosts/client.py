@@ -28,7 +28,7 @@ import logging
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -395,23 +395,24 @@ class PeerClient(SnapshotClient):
         super().__init__(address.rank, str(address), seconds, now=now, outside=outside)
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, ReadableFile | bytes]]:
+    def opened(self, folder: str) -> Iterator[Mapping[str, FetchedFile | bytes]]:
         """Open the files of a folder; see the base class."""
         with ExitStack() as until_closed:
             with self._lock:
                 channel, header, blob, _ = self._answer("open", path=folder, descriptors=False)
                 number = header["number"]
             until_closed.callback(self._release, channel, number)
-            files, position = dict[str, ReadableFile | bytes](), 0
+            files, position = dict[str, FetchedFile | bytes](), 0
             for name, size in header["small"]:
                 files[name] = bytes(blob[position : position + size])
                 position += size
+            identities = header.get("identities", {})  # an earlier release has none
             for name, _, _, length, more, is_replica in header["pieces"]:
                 place, tail = (channel, number, name), bytes(blob[position:][:more])
                 fetched = self._fetched.get((folder, name))
                 if fetched is None or fetched.nbytes != length:
                     fetched = self._fetched[folder, name] = _FetchedBytes(length, self._outside)
-                files[name] = _FetchedFile(self, place, fetched, tail, is_replica)
+                files[name] = FetchedFile(self, place, fetched, tail, is_replica, identities.get(name, ""))
                 position += more
             yield files
 
@@ -424,13 +425,11 @@ class PeerClient(SnapshotClient):
         super().close()
         self.forget()
 
-    def fetch(self, channel: Channel, number: int, name: str, offset: int, buffer: memoryview) -> None:
+    def fetch(self, place: tuple[Channel, int, str], offset: int, buffer: memoryview) -> None:
         """Receive bytes of a file that is open.
 
         Args:
-            channel: the connection on which it was opened
-            number: of what was opened
-            name: of the file
+            place: the connection on which it was opened, the number of what was opened, and the name of the file
             offset: of the first byte
             buffer: to be filled
 
@@ -438,18 +437,62 @@ class PeerClient(SnapshotClient):
             OSError: ConnectionError if the server is gone, or that connection; TimeoutError if it is silent
         """
         with self._lock:
-            if channel is not self._channel or not self.connected:
-                raise self._gone()
-            self._answer("read", number=number, name=name, offset=offset, length=buffer.nbytes)
-            try:
-                is_there = channel.receive_into(buffer)
-            except TimeoutError:
-                raise self._silent() from None
-            except OSError as error:
-                raise self._gone() from error
-            if not is_there:
-                raise self._gone()
-            self.received += buffer.nbytes
+            for _ in self.stream(place, offset, buffer.nbytes, [buffer]):
+                pass
+
+    def stream(
+        self, place: tuple[Channel, int, str], offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> Iterator[memoryview]:
+        """Receive bytes of a file that is open, by one request, while nothing else is asked of this client.
+
+        Args:
+            place: as for `fetch`
+            offset: of the first byte
+            length: number of bytes
+            buffers: where they go, one after the other
+
+        Yields:
+            Each buffer, when it is full.
+
+        Raises:
+            OSError: as `fetch`, or what `buffers` raises; the connection is then of no more use
+        """
+        channel, number, name = place
+        if channel is not self._channel or not self.connected:
+            raise self._gone()
+        self._answer("read", number=number, name=name, offset=offset, length=length)
+        try:
+            for buffer in buffers:
+                yield self._filled(channel, buffer)
+        except BaseException:
+            self._hang_up()
+            raise
+
+    def _filled(self, channel: Channel, buffer: memoryview) -> memoryview:
+        until = self._outside.now() + self._seconds
+        try:
+            with self._outside.waits.on(f"bytes from {self._name}", until) as wait:
+                if not wait.for_all(channel.has_input_within):
+                    raise self._silent()
+            is_there = channel.receive_into(buffer, until)
+        except TimeoutError:
+            raise self._silent() from None
+        except OSError as error:
+            raise self._gone() from error
+        if not is_there:
+            raise self._gone()
+        self.received += buffer.nbytes
+        return buffer
+
+    def ranges(self, place: tuple[Channel, int, str], places: bytes) -> memoryview:
+        """Bytes of short ranges of a file that is open, one after the other, within a signed answer.
+
+        Args:
+            place: as for `fetch`
+            places: offset, length, offset, length, and so on, in 64 bits each
+        """
+        _, number, name = place
+        return self._asked("ranges", places, number=number, name=name)[1]
 
     def _dial(self) -> Channel:
         return connect_to_peer(self.address, self._secret, self._seconds, self._outside)
@@ -472,49 +515,68 @@ class _FetchedBytes:
         self.coming = [outside.lock() for _ in range(chunks)]
 
 
-class _FetchedFile(ReadableFile):
+class FetchedFile(ReadableFile):
     """A file of a `PeerClient`.
 
     Args:
-        server: has it
-        place: the connection on which it is open, the number of its folder there, and its name
+        client: has it
+        place: see `PeerClient.fetch`
         fetched: what has come of it
         tail: the bytes that follow
         is_replica: see the base class
+        identity: see `ImageRange`
+
+    Attributes:
+        length: how many bytes come before the tail
+        tail, identity: see above
     """
 
     is_here: ClassVar[bool] = False
 
     def __init__(
-        self, client: PeerClient, place: tuple[Channel, int, str], fetched: _FetchedBytes, tail: bytes, is_replica: bool
+        self,
+        client: PeerClient,
+        place: tuple[Channel, int, str],
+        fetched: _FetchedBytes,
+        tail: bytes,
+        is_replica: bool,
+        identity: str,
     ) -> None:
-        self.is_replica = is_replica
+        self.is_replica, self.identity = is_replica, identity
         self._client = client
         self._place = place
         self._fetched = fetched
-        self._length = fetched.nbytes
-        self._tail = tail
+        self.length = fetched.nbytes
+        self.tail = tail
 
     @property
     def size(self) -> int:
-        return self._length + len(self._tail)
+        return self.length + len(self.tail)
 
     def fill(self, buffer: memoryview, offset: int) -> bool:
-        end = min(offset + buffer.nbytes, self._length)
+        end = min(offset + buffer.nbytes, self.length)
         for chunk in range(offset // _CHUNK_BYTES, -(-end // _CHUNK_BYTES)):
             with self._fetched.coming[chunk]:  # whoever fetches it has a deadline
                 if not self._fetched.has_come[chunk]:
                     start = chunk * _CHUNK_BYTES
-                    self._client.fetch(*self._place, start, self._fetched.memory[start : start + _CHUNK_BYTES])
+                    self._client.fetch(self._place, start, self._fetched.memory[start : start + _CHUNK_BYTES])
                     self._fetched.has_come[chunk] = True
         of_memory = max(end - offset, 0)
         buffer[:of_memory] = self._fetched.memory[offset : offset + of_memory]
-        start = max(offset - self._length, 0)
-        buffer[of_memory:] = memoryview(self._tail)[start : start + buffer.nbytes - of_memory]
+        start = max(offset - self.length, 0)
+        buffer[of_memory:] = memoryview(self.tail)[start : start + buffer.nbytes - of_memory]
         return True
 
+    def stream(self, offset: int, length: int, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Receive bytes before the tail anew; see `PeerClient.stream`."""
+        return self._client.stream(self._place, offset, length, buffers)
+
+    def ranges(self, places: bytes) -> memoryview:
+        """Bytes before the tail; see `PeerClient.ranges`."""
+        return self._client.ranges(self._place, places)
+
     def forget(self, offset: int, length: int) -> None:
-        for chunk in range(offset // _CHUNK_BYTES, -(-min(offset + length, self._length) // _CHUNK_BYTES)):
+        for chunk in range(offset // _CHUNK_BYTES, -(-min(offset + length, self.length) // _CHUNK_BYTES)):
             with self._fetched.coming[chunk]:
                 self._fetched.has_come[chunk] = False
 

@@ -4,20 +4,12 @@ The counterpart of `write_job`, for snapshots that stay in the memory of this pr
 a file is a range of the arena, followed by the encoded objects that belong to it.
 
 
-How a server has a peer keep a copy of its files.
+`ReplicaPull`: keeps a replica of the files of another rank, which it reads from the server of its home.
 
-The bytes of an image go as they lie in memory, with `sendfile`, each file after the checksums that its keep job took.
-Standard library only.
-
-A conversation on a connection of its own: `replica` says what there is; the answer, what of it is `wanted`; then for
-each of these a frame `file` and its bytes; the answer, when all is kept. A failure may be said at any time. The other
-side is `copy_taker`.
-
-
-How a server takes copies of other servers' files: the other side of `copy_sender`.
-
-It puts the bytes into memory of its own, compares their checksums while they come, and keeps a copy when all of it is
-right. Files that it has already, by identity, are linked. Standard library only.
+It reads them as a restore does, and compares what comes with the checksums of the home's integrity file, which comes
+within an answer, as small files do: between hosts, answers are signed. Bytes that belong to no item, such as headers
+and padding, have no checksum there: they come once more, within an answer. Files that are here already, by their path
+or identity, are linked. A replica is kept when all of it is right.
 
 
 The server: a writer process that keeps the newest whole snapshot of its rank, also when its trainer has died.
@@ -26,7 +18,7 @@ It has two connections to its trainer, each with a `ByteWorker` of its own: one 
 snapshot becomes whole in memory while an older one is being written. The frame `connect` opens the second. What is kept
 is reached through a socket, by the trainers of this run and of the next one. `retire` drops all snapshots but those
 that it names, and is answered by the arenas that other processes still read. `listen` lets servers and trainers of
-other hosts in, `replicate` has them keep copies, on a connection of its own.
+other hosts in, `pull` keeps replicas of what those have, on a connection of its own.
 
 When the trainers have died, rank 0's server decides on a snapshot that is not committed, and waits only for ranks that
 may still put their part. The others release their marks, and follow its decision. A server that may still write
@@ -40,25 +32,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import signal
 import sys
 from array import array
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
-from operator import attrgetter
+from contextlib import ExitStack
+from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from ..core.available_memory import available_bytes
 from ..core.commit.commit import is_over
-from ..core.lane import Lane
+from ..core.commit.names import integrity_name
+from ..core.formats.rank_index import parse_rank_index
 from ..core.memory.huge_pages import align
 from ..core.outside import OUTSIDE, Outside, Thread
 from ..core.processes.framing import Channel
-from ..core.processes.remote_error import as_os_error, failed_frame
+from ..core.processes.remote_error import failed_frame
 from ..core.processes.request_loop import FrameRequest, Handler
 from ..core.processes.serve import ParentChannel, serve
 from ..core.storage.checksum import Checksum, find_checksum
@@ -68,13 +60,13 @@ from ..core.writing.range_writer import SumCursor, Throttle
 from ..core.writing.request import ReusedFile, WriteRequest, WriteResult
 from ..core.writing.worker import ByteWorker, MappedArena
 from ..core.writing.write_job import sizes_of, sum_objects, write_integrity
-from ..core.writing.write_table import Extent, WriteTable
+from ..core.writing.write_table import Extent
 from ..errors import CheckpointError, CheckpointFencedError
-from .client import HostClients
+from .client import ANSWER_SECONDS, FetchedFile, HostClients, PeerClient
 from .host_memory import HostMemory
 from .server import PeerEndpoint, SnapshotServer
-from .stores import CopyBlock, CopyMemory, FileSums, ImageRange, LocalFile, MemoryStore, OpenImage, sum_between
-from .wire import PeerAddress, connect_to_peer
+from .stores import ImageRange, MemoryStore, ReplicaBlock, ReplicaMemory, size_of
+from .wire import PeerAddress
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.
 _CHUNK_BYTES = 4 << 20
@@ -113,11 +105,10 @@ def run_keep_job(
         sums += sum_objects(blob, data, checksum)
     for number, spec in enumerate(table.files):
         path, tail = os.path.join(folder, spec.name), tails.pop(spec.name, b"")
-        known = _sums_of(table, number, sums)
         if number in shared:
-            files.put_image(path, files.new_source(), _descriptor(shared[number]), 0, spec.size, sums=known)
+            files.put_image(path, files.new_source(), _descriptor(shared[number]), 0, spec.size)
         else:
-            files.put_image(path, image.number, image.descriptor, spec.base, spec.size, tail, known)
+            files.put_image(path, image.number, image.descriptor, spec.base, spec.size, tail)
     for name, content in tails.items():
         files.put(os.path.join(folder, name), content)
     summed_at = perf_counter()
@@ -140,17 +131,6 @@ def _descriptor(shared: ReusedFile) -> int:
     if isinstance(shared.held, str):  # of a bucket; the stager takes none where snapshots stay in memory
         raise TypeError(f"{shared.held} is not open, so it cannot be kept in memory")
     return shared.held
-
-
-def _sums_of(table: WriteTable, file: int, sums: Sequence[int]) -> FileSums:
-    """The checksums of a file of the table."""
-    places, values = array("Q"), array("Q")
-    for extent in sorted(
-        (extent for group in table.extents for extent in group if extent.file == file), key=attrgetter("start")
-    ):
-        places.frombytes(extent.places.cast("B"))
-        values.extend(sums[extent.first : extent.first + len(extent.places) // 2])
-    return FileSums(table.checksum, places, values)
 
 
 def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:
@@ -177,379 +157,197 @@ def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:
     return sums
 
 
-_CONNECT_SECONDS = 10.0
-#: Bytes to send at once, unless their rate is limited.
-_PIECE_BYTES = 4 << 20
-_LEAST_PIECE_BYTES = 64 << 10
-_READ_BYTES = 1 << 20
+#: Bytes to receive and sum at once, which fit into a processor's cache.
+_PIECE_BYTES = 1 << 20
+#: Bytes of a request, the most and the least; at a limited rate those of a tenth of a second, so they come steadily.
+_RUN_BYTES, _LEAST_RUN_BYTES = 64 << 20, 64 << 10
 
 
-class CopyResult(NamedTuple):
-    """What a copy was.
+class PullResult(NamedTuple):
+    """What was pulled.
 
     Attributes:
         bytes: size of all files
-        sent: bytes of images that were sent, not linked
+        sent: bytes of images that have come, and were not linked
     """
 
     bytes: int
     sent: int
 
 
-def send_copy(
-    files: MemoryStore,
-    rank: int,
-    path: str,
-    to: PeerAddress,
-    secret: str,
-    bytes_per_second: float | None,
-    deadline: float,
-    outside: Outside = OUTSIDE,
-) -> CopyResult:
-    """Have a peer keep what this server has of a snapshot. Returns when the peer has all of it, and it is right.
+class ReplicaPull:
+    """Pulls a replica of what a rank on another host has of its own files of a snapshot.
 
     Args:
-        files: of this server
-        rank: this server's
-        path: of the snapshot
-        to: the peer
+        memory: where replicas are in this process
+        home: the server of that rank
         secret: of the run
-        bytes_per_second: most bytes to send in a second; None: no limit
-        deadline: in seconds of `Outside.now`
+        rate: most bytes to ask for in a second; None: no limit
+        until: deadline, in seconds of `Outside.now`
+        checksum_home: where the package of the run's checksum is installed
         outside: of this process
-
-    Raises:
-        FileNotFoundError: nothing of the snapshot is here
-        PermissionError: the peer belongs to another run
-        TimeoutError: the peer did not take it in time
-        OSError: it could not be sent, or the peer has refused it
-    """
-    with files.opened_to_copy(path) as own:
-        if not own:
-            raise FileNotFoundError(
-                errno.ENOENT, "nothing of it is in this snapshot server, so it cannot be copied", path
-            )
-        images = [
-            (name, modified, content) for name, (content, modified) in own.items() if isinstance(content, OpenImage)
-        ]
-        small = [(name, modified, content) for name, (content, modified) in own.items() if isinstance(content, bytes)]
-        header = {
-            "ask": "replica",
-            "rank": rank,
-            "host": outside.host_name(),
-            "path": path,
-            "seconds": deadline - outside.now(),
-            "small": [[name, modified, len(content)] for name, modified, content in small],
-            "images": [
-                [name, modified, image.piece.length, len(image.piece.tail), image.same]
-                for name, modified, image in images
-            ],
-        }
-        blobs = [*(content for *_, content in small), *(image.piece.tail for *_, image in images)]
-        channel = connect_to_peer(to, secret, min(_CONNECT_SECONDS, max(deadline - outside.now(), 0.001)), outside)
-        with contextlib.closing(channel):
-            sender = _Sender(channel, to, bytes_per_second, deadline)
-            wanted = sender.ask(header, blobs)["wanted"]
-            for number in wanted:
-                name, _, image = images[number]
-                sender.send_image(name, image)
-            sender.answer()
-    total = sum(map(len, blobs)) + sum(image.piece.length for *_, image in images)
-    return CopyResult(total, sum(images[number][2].piece.length for number in wanted))
-
-
-class _Sender:
-    """The side of a conversation that sends.
-
-    Args:
-        channel: the connection
-        to: the peer
-        bytes_per_second: limits the rate
-        deadline: in seconds of `Outside.now`
-    """
-
-    def __init__(self, channel: Channel, to: PeerAddress, bytes_per_second: float | None, deadline: float) -> None:
-        self._channel = channel
-        self._to = to
-        self._deadline = deadline
-        self._throttle = Throttle(bytes_per_second)
-        self._rate = math.inf if bytes_per_second is None else bytes_per_second
-        #: At a limited rate, those of a tenth of a second, so that they come steadily.
-        self._piece_bytes = int(max(min(self._rate / 10, _PIECE_BYTES), _LEAST_PIECE_BYTES))
-
-    def ask(self, header: Mapping[str, Any], blobs: Sequence[bytes]) -> dict[str, Any]:
-        """Send a frame; returns its answer."""
-        with self._sending():
-            self._channel.send(header, self._deadline, blobs)
-        return self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        """The next answer; raises what it tells of."""
-        try:
-            frame = self._channel.receive(self._deadline)
-        except TimeoutError as error:
-            raise self._late() from error
-        if frame is None:
-            raise ConnectionResetError(errno.ECONNRESET, f"{self._to} has hung up")
-        if frame[0]["kind"] != "done":
-            raise as_os_error(frame[0])
-        return frame[0]
-
-    def send_image(self, name: str, image: OpenImage) -> None:
-        """Send a file, without its tail, which is there."""
-        piece, sums = image.piece, image.sums or FileSums("", array("Q"), array("Q"))
-        others = sum_between(sums.places, piece.length, partial(_pread, piece))
-        header = {"ask": "file", "algorithm": sums.algorithm, "others": others}
-        with self._sending():
-            self._channel.send(header, self._deadline, [sums.places.tobytes(), sums.values.tobytes()])
-        for start in range(0, piece.length, self._piece_bytes):
-            if self._channel.has_input:
-                self.answer()  # it was refused
-                raise OSError(errno.EPROTO, f"{self._to} has answered before it had all bytes", name)
-            count = min(self._piece_bytes, piece.length - start)
-            if self._rate * max(self._deadline - self._channel.outside.now(), 0) < count:
-                raise self._late()
-            self._throttle.wait(count)
-            with self._sending():
-                sent = self._channel.send_file(piece.descriptor, piece.base + start, count, self._deadline)
-            if sent < count:
-                raise OSError(errno.EIO, f"its memory ends after {start + sent} of {piece.length} bytes", name)
-
-    @contextlib.contextmanager
-    def _sending(self) -> Iterator[None]:
-        """Errors in words; if the peer has hung up, those that it said last."""
-        try:
-            yield
-        except TimeoutError as error:
-            raise self._late() from error
-        except ConnectionError as error:
-            self.answer()
-            raise ConnectionResetError(errno.ECONNRESET, f"{self._to} has hung up") from error
-
-    def _late(self) -> TimeoutError:
-        return TimeoutError(errno.ETIMEDOUT, f"{self._to} has not taken the copy in time; it is stopped, or too slow")
-
-
-def _pread(piece: LocalFile, start: int, end: int) -> Iterator[bytes]:
-    while start < end:
-        data = os.pread(piece.descriptor, min(end - start, _READ_BYTES), piece.base + start)
-        if not data:
-            return  # as sending it will say
-        yield data
-        start += len(data)
-
-
-#: How long a copy's next bytes may take, and the end of a connection over which one was refused.
-_STALL_SECONDS = 10.0
-#: Bytes to receive and sum at once, which fit into a processor's cache.
-_TAKEN_BYTES = 1 << 20
-_DISCARDED_BYTES = 1 << 20
-
-
-class CopyTaker:
-    """Takes copies that other servers of the run send. Thread-safe.
-
-    Args:
-        files: of this server
-        root: of the run's memory
-        name: of this server, for errors
-        checksum_home: returns where the package of the run's checksum is installed
-        available: returns how many bytes of memory are free
-        outside: of this server
     """
 
     def __init__(
         self,
-        files: MemoryStore,
-        root: str,
-        name: str,
-        checksum_home: Callable[[], str | None],
-        available: Callable[[], int] = available_bytes,
+        memory: ReplicaMemory,
+        home: PeerAddress,
+        secret: str,
+        rate: float | None,
+        until: float,
+        checksum_home: str | None = None,
         outside: Outside = OUTSIDE,
     ) -> None:
-        self._outside = outside
-        self._files = files
-        self._root = root
-        self._name = name
-        self._checksum_home = checksum_home
-        self._memory = CopyMemory(files, name, available, outside)
+        self._memory, self._home, self._secret, self._until = memory, home, secret, until
+        self._checksum_home, self._outside = checksum_home, outside
+        self._rate, self._throttle = math.inf if rate is None else rate, Throttle(rate, outside)
 
-    def take(self, channel: Channel, header: Mapping[str, Any], blob: memoryview) -> Iterator[dict[str, Any]]:
-        """Take a copy: the answers to the frame `replica`.
+    def pull(self, path: str) -> PullResult:
+        """Keep the files of a snapshot, in the place of all that is here of them from this rank.
 
         Args:
-            channel: to who sends it
-            header: of the frame
-            blob: small files and tails
+            path: of the snapshot
 
         Raises:
-            OSError: it is not taken
+            FileNotFoundError: nothing of the snapshot is there
+            PermissionError: the server belongs to another run
+            TimeoutError: it does not come in time
+            OSError: the server is gone, there is no memory here, or what has come is damaged
         """
-        try:
-            yield from self._taken(channel, header, blob)
-        except Exception as error:
-            # Said now, as who sends looks for it; what is on its way would hide it if the connection ended at once.
-            channel.send(failed_frame(error, traced=False), self._outside.now() + _STALL_SECONDS)
-            _discard(channel, self._outside.now() + _STALL_SECONDS)
-            raise ConnectionResetError(errno.ECONNRESET, "a copy was refused") from error
+        rank, files = self._home.rank, self._memory.files
+        seconds = min(ANSWER_SECONDS, max(self._until - self._outside.now(), 0.001))
+        client = PeerClient(self._home, self._secret, seconds=seconds, outside=self._outside)
+        with contextlib.closing(client), ExitStack() as until_kept:
+            dates = {file.path: file.modified for file in client.listed(path) if file.home is None}
+            contents, images = dict[str, ImageRange | bytes](), dict[str, FetchedFile]()
+            for folder in {os.path.dirname(file) for file in dates}:
+                for name, content in until_kept.enter_context(client.opened(folder)).items():
+                    file = os.path.join(folder, name)
+                    if isinstance(content, bytes):
+                        contents[file] = content
+                    elif file in dates:
+                        images[file] = content
+            if not dates or dates.keys() - contents.keys() - images.keys():
+                raise FileNotFoundError(errno.ENOENT, f"{self._home} does not have it, so there is no replica", path)
+            index = self._index(contents, images)
+            wanted = {file: (image.length, image.identity) for file, image in images.items()}
+            for file, place in until_kept.enter_context(files.linked(rank, wanted)).items():
+                image = images.pop(file)
+                contents[file] = place._replace(tail=image.tail, identity=image.identity)
+            nbytes, base, source = sum(align(image.length) for image in images.values()), 0, None
+            if images:
+                block = until_kept.enter_context(self._memory.block(rank, nbytes))
+                source = block.source, block.fd
+                for file, image in images.items():
+                    self._receive(file, image, index, block, base)
+                    contents[file] = ImageRange(block.source, base, image.length, image.tail, image.identity)
+                    base += align(image.length)
+            kept = {file: (contents[file], modified) for file, modified in dates.items()}
+            files.put_replica(rank, path, kept, source)
+        return PullResult(sum(size_of(content) for content, _ in kept.values()), client.received)
 
-    def _taken(self, channel: Channel, header: Mapping[str, Any], blob: memoryview) -> Iterator[dict[str, Any]]:
-        home, folder, images = header["rank"], header["path"], header["images"]
-        until = self._outside.now() + header["seconds"]
-        if not folder.startswith(f"{self._root}/"):
-            raise OSError(
-                errno.EINVAL, f"{self._name} is of the run {self._root}, and takes no copies of others", folder
-            )
-        contents = dict[str, tuple[ImageRange | bytes, float]]()
-        position = 0
-        for path, modified, size in header["small"]:
-            contents[path] = bytes(blob[position : position + size]), modified
-            position += size
-        tails = list[bytes]()
-        for *_, size, _ in images:
-            tails.append(bytes(blob[position : position + size]))
-            position += size
-        # A file with the same path is of the same attempt, and was sent before.
-        candidates = {path: (length, [*same, path]) for path, _, length, _, same in images}
-        with self._files.linked(home, candidates) as linked:
-            wanted = list[int]()
-            for number, (path, modified, *_) in enumerate(images):
-                if path in linked:
-                    contents[path] = linked[path]._replace(tail=tails[number]), modified
-                else:
-                    wanted.append(number)
-            if wanted:
-                with self._memory.block(home, sum(align(images[number][2]) for number in wanted)) as block:
-                    yield {"wanted": wanted}
-                    base = 0
-                    for number in wanted:
-                        path, modified, length, *_ = images[number]
-                        self._receive(channel, block, base, length, path, until)
-                        contents[path] = ImageRange(block.source, base, length, tails[number]), modified
-                        base += align(length)
-                    self._files.put_replica(home, folder, contents, (block.source, block.fd))
-            else:
-                yield {"wanted": wanted}
-                self._files.put_replica(home, folder, contents)
-        yield {}
+    def _index(self, contents: Mapping[str, ImageRange | bytes], images: Mapping[str, FetchedFile]) -> _Index:
+        """What the home's integrity file says of its files.
 
-    def _receive(self, channel: Channel, block: CopyBlock, base: int, length: int, path: str, until: float) -> None:
-        """Receive the bytes of a file into a block, and compare their checksums."""
-        try:
-            frame = channel.receive(min(until, self._outside.now() + _STALL_SECONDS))
-        except TimeoutError as error:
-            raise _late(path, until, self._outside) from error
-        if frame is None:
-            raise _hung_up()
-        header, blob, _ = frame
-        numbers = array("Q")
-        numbers.frombytes(blob)
-        places, right = numbers[: len(numbers) * 2 // 3], numbers[len(numbers) * 2 // 3 :]
-        checksum = find_checksum(header["algorithm"] or "crc32", self._checksum_home())
-        found = [checksum.of(memoryview(b""))] * len(right)
-        cursor = SumCursor(Extent(0, 0, length, 0, memoryview(places)), checksum, found)
-        incoming = _IncomingFile(channel, block, (base, base + length), path, until, cursor)
-        helper = Lane("ckpt-copy", self._outside)
-        try:
-            other = helper.submit(incoming.work)
-            incoming.work()
-        finally:
-            helper.close(self._outside.now() + _STALL_SECONDS)
-        if not self._outside.wait_for([other], 0):
-            raise _late(path, until, self._outside)
-        other.result(0)
-        for number, value in enumerate(right):
-            if found[number] != value:
-                raise self._damaged(path, f"the item at byte {places[2 * number]}")
-        memory = block.part(base, base + length, until)
-        if sum_between(places, length, lambda start, end: iter([memory[start:end]])) != header["others"]:
+        Raises:
+            OSError: it is not there, or the files are not those that it lists
+        """
+        name = integrity_name(self._home.rank)
+        path = next((path for path in contents if os.path.basename(path) == name), None)
+        data = None if path is None else contents[path]
+        if path is None or not isinstance(data, bytes):
+            raise FileNotFoundError(errno.ENOENT, f"{self._home} does not have {name}, by which files are verified")
+        content, folder = json.loads(data), os.path.dirname(path)
+        for entry in content["files"]:
+            file = os.path.join(folder, entry["name"])
+            size = images[file].size if file in images else size_of(contents.get(file, b""))
+            if size != entry["size"]:
+                text = f"{self._home} has {size} bytes of it, and by {name} they are {entry['size']}"
+                raise OSError(errno.EBADMSG, text, file)
+        index = parse_rank_index(content, {entry["name"]: entry for entry in content["files"]})
+        tensors, items = index.tensors, dict[str, list[tuple[int, int, int]]]()
+        columns = tensors.files, tensors.offsets, tensors.lengths, tensors.checksums
+        for number, offset, length, value in sorted(zip(*columns, strict=True)):
+            items.setdefault(os.path.join(folder, tensors.names[number]), []).append((offset, length, value))
+        return _Index(find_checksum(index.checksum, self._checksum_home), items)
+
+    def _receive(self, path: str, file: FetchedFile, index: _Index, block: ReplicaBlock, base: int) -> None:
+        """Receive the bytes of a file into a block, and compare them."""
+        items = index.items.get(path, [])
+        places = array("Q", chain.from_iterable(item[:2] for item in items))
+        found = [index.checksum.of(memoryview(b""))] * len(items)
+        cursor = SumCursor(Extent(0, 0, file.length, 0, memoryview(places)), index.checksum, found)
+        self._sum(self._arriving(path, file, block, base), cursor)
+        for (offset, _, value), came in zip(items, found, strict=True):
+            if came != value:
+                raise self._damaged(path, f"the item at byte {offset}")
+        others, memory = _between(places, file.length), block.part(base, base + file.length, self._until)
+        came_between = (memory[start:][:count] for start, count in zip(others[::2], others[1::2], strict=True))
+        if others and file.ranges(others.tobytes()) != b"".join(came_between):
             raise self._damaged(path, "what lies between its items")
 
+    def _arriving(self, path: str, file: FetchedFile, block: ReplicaBlock, base: int) -> Iterator[memoryview]:
+        """Ask for the bytes of a file, and receive them into a block."""
+        run_bytes = int(max(min(self._rate / 10, _RUN_BYTES), _LEAST_RUN_BYTES))
+        for start in range(0, file.length, run_bytes):
+            length, left = min(run_bytes, file.length - start), self._until - self._outside.now()
+            if left <= 0 or self._rate * left < length:
+                raise TimeoutError(errno.ETIMEDOUT, f"{self._home} does not send it in time; it is too slow", path)
+            self._throttle.wait(length)
+            end, starts = base + start + length, range(base + start, base + start + length, _PIECE_BYTES)
+            pieces = (block.part(at, min(at + _PIECE_BYTES, end), self._until) for at in starts)
+            yield from file.stream(start, length, pieces)
+
+    def _sum(self, pieces: Iterator[memoryview], cursor: SumCursor) -> None:
+        """Receive and sum pieces, by two threads in turn: each sums its piece while the other receives.
+
+        So a piece is summed by the processor that has it in its cache, and no thread waits until another one wakes up.
+        """
+        receiving, summing = self._outside.lock(), self._outside.lock()
+
+        def work() -> None:
+            while True:
+                with ExitStack() as turn:
+                    with receiving:
+                        piece = next(pieces, None)
+                        if piece is None:
+                            return
+                        turn.enter_context(summing)  # before another one comes, so that they stay in their order
+                    cursor.feed([piece])
+
+        with self._outside.pool(1, "ckpt-replica") as pool:
+            other = pool.submit(work)
+            work()
+        try:
+            other.result(0)
+        finally:
+            del other  # its error would hold it, and with it the memory
+
     def _damaged(self, path: str, what: str) -> OSError:
-        text = f"{what} was damaged on its way to {self._name}: the bytes do not match their checksum"
+        text = f"{what} was damaged on its way to {self._memory.name}: the bytes do not match their checksum"
         return OSError(errno.EBADMSG, text, path)
 
 
-class _IncomingFile:
-    """The bytes of a file, which two threads receive and sum in turn: each sums its piece while the other receives.
+class _Index(NamedTuple):
+    """The algorithm of the checksums; and of each image by its path the items in order: offset, length and checksum."""
 
-    So a piece is summed by the processor that has it in its cache, and no thread waits for the other one to wake up.
-
-    Args:
-        channel: to who sends them
-        block: where they go
-        place: start and end there
-        path: of the file, for errors
-        until: when they must be here, in seconds of `Outside.now`
-        cursor: sums them
-    """
-
-    def __init__(
-        self, channel: Channel, block: CopyBlock, place: tuple[int, int], path: str, until: float, cursor: SumCursor
-    ) -> None:
-        self._channel, self._block, self._path, self._until, self._cursor = channel, block, path, until, cursor
-        start, self._end = place
-        self._starts = deque(range(start, self._end, _TAKEN_BYTES))
-        outside = self._outside = channel.outside
-        self._receiving, self._summed, self._is_summing = outside.lock(), outside.condition(), False
-
-    def work(self) -> None:
-        """Receive and sum, in turn with another thread, until nothing is left; raises OSError."""
-        while (piece := self._next()) is not None:
-            try:
-                self._cursor.feed([piece])
-            finally:
-                with self._summed:
-                    self._is_summing = False
-                    self._summed.notify_all()
-
-    def _next(self) -> memoryview | None:
-        """Receive the next piece, and keep others from summing theirs before it; None: there is none."""
-        with self._receiving:
-            if not self._starts:
-                return None
-            try:
-                return self._receive(self._starts.popleft())
-            except OSError:
-                self._starts.clear()  # the other thread is to end too
-                raise
-
-    def _receive(self, start: int) -> memoryview:
-        try:
-            piece = self._block.part(start, min(start + _TAKEN_BYTES, self._end), self._until)
-            is_there = self._channel.receive_into(piece, self._until)
-            if is_there:
-                with self._summed:
-                    if not self._summed.wait_for(lambda: not self._is_summing, _STALL_SECONDS):
-                        raise TimeoutError
-                    self._is_summing = True
-        except TimeoutError as error:
-            raise _late(self._path, self._until, self._outside) from error
-        if not is_there:
-            raise _hung_up()
-        return piece
+    checksum: Checksum
+    items: Mapping[str, Sequence[tuple[int, int, int]]]
 
 
-def _late(path: str, until: float, outside: Outside) -> TimeoutError:
-    why = "it was not here in time" if outside.now() > until else f"nothing more came for {_STALL_SECONDS:g} s"
-    return TimeoutError(errno.ETIMEDOUT, why, path)
-
-
-def _hung_up() -> ConnectionError:
-    return ConnectionResetError(errno.ECONNRESET, "who sent a copy has hung up")
+def _between(places: array[int], length: int) -> array[int]:
+    """Offset, length, offset, length, and so on, of what belongs to no item of a file; `places` are those of items."""
+    others, position = array("Q"), 0
+    for offset, count in [*zip(places[::2], places[1::2], strict=True), (length, 0)]:
+        if offset > position:
+            others.extend((position, offset - position))
+        position = max(position, offset + count)
+    return others
 
 
 def server_name(rank: int, outside: Outside = OUTSIDE) -> str:
     """What a server of this host is called on other hosts."""
     return f"rank {rank}'s snapshot server on {outside.host_name()}"
-
-
-def _discard(channel: Channel, until: float) -> None:
-    """Receive and forget what is on its way, until the other side hangs up."""
-    buffer = memoryview(bytearray(_DISCARDED_BYTES))
-    with contextlib.suppress(OSError):  # it hung up, or sends no more
-        while channel.outside.now() < until and channel.receive_into(buffer, until):
-            pass
 
 
 _POLL_SECONDS = 0.1
@@ -580,7 +378,7 @@ class SnapshotProcess:
         self._outside = outside
         self.files = MemoryStore(outside)
         name = server_name(rank, outside)
-        self._copies = CopyTaker(self.files, root, name, lambda: self._checksum_home, outside.free_memory, outside)
+        self._replicas = ReplicaMemory(self.files, name, outside.free_memory, outside)
         self._others = HostClients(besides=rank, outside=outside)
         self.storage = HostMemory(self._others, own=self.files, outside=outside)
         self._root = root
@@ -589,7 +387,7 @@ class SnapshotProcess:
         #: Where the package of the run's checksum is installed.
         self._checksum_home: str | None = None
         self._peers: PeerEndpoint | None = None
-        #: The hosts of the ranks that have sent copies, as JSON has it.
+        #: The hosts of the ranks whose replicas are here, as JSON has it.
         self._homes: dict[str, str] = {}
         #: When the lease is over (in seconds of `Outside.now`), and when the trainer has died (seconds since 1970).
         self._until: float | None = None
@@ -602,7 +400,7 @@ class SnapshotProcess:
         self._writing = set[SnapshotWorker]()
         self._ends_soon = False
         self._fixed = {"root": folder, "memory": root, "world_size": world_size, "since": outside.date()}
-        self._server = SnapshotServer(self.files, root, rank, self.about, self._take_copy, outside=outside)
+        self._server = SnapshotServer(self.files, root, rank, self.about, outside=outside)
 
     def start(self) -> None:
         """Answer on the socket from now on.
@@ -634,7 +432,7 @@ class SnapshotProcess:
         }
 
     def listen(self, secret: str, address: str) -> int:
-        """Let those in who know a secret, and keep copies of their files. A second call changes nothing.
+        """Let those in who know a secret. A second call changes nothing.
 
         Args:
             secret: of the run
@@ -655,29 +453,34 @@ class SnapshotProcess:
             raise OSError(errno.EBUSY, f"this snapshot server listens on {peers.address} already, for others")
         return peers.port
 
-    def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, seconds: float) -> CopyResult:
-        """Have peers keep what this rank has of a snapshot, one after the other.
+    def pull(self, path: str, homes: Sequence[tuple[PeerAddress, float | None]], seconds: float) -> PullResult:
+        """Keep replicas of what other ranks have of a snapshot.
 
         Args:
             path: of the snapshot
-            to: the peers
-            rate: most bytes to send in a second; None: no limit
+            homes: their servers, and the most bytes to ask each for in a second; None: no limit
             seconds: how long it may take
 
         Raises:
-            OSError: one of them does not have it; see `send_copy`
+            CheckpointFencedError: a newer run has a snapshot of its own
+            OSError: one of them is not here; see `ReplicaPull.pull`
         """
-        outside = self._outside
-        deadline, total, sent = outside.now() + seconds, 0, 0
-        if self._peers is None:
-            raise OSError(
-                errno.ENOTCONN,
-                "this snapshot server has not been told to listen to peers, and does not know the secret",
-            )
-        for peer in to:
-            total, more = send_copy(self.files, self._rank, path, peer, self._peers.secret, rate, deadline, outside)
-            sent += more
-        return CopyResult(total, sent)
+        outside, peers = self._outside, self._peers
+        self._refuse_if_replaced(path)
+        if peers is None:
+            text = "this snapshot server has not been told to listen to peers, and does not know the secret"
+            raise OSError(errno.ENOTCONN, text)
+        if not path.startswith(f"{self._root}/"):
+            raise OSError(errno.EINVAL, f"it is not of the run {self._root}, so no replica of it is kept", path)
+        self._homes |= {str(home.rank): home.host for home, _ in homes}
+        until, secret = outside.now() + seconds, peers.secret
+
+        def pull(home: PeerAddress, rate: float | None) -> PullResult:
+            return ReplicaPull(self._replicas, home, secret, rate, until, self._checksum_home, outside).pull(path)
+
+        with outside.pool(len(homes), "ckpt-pull") as pool:
+            pulled = [*pool.map(pull, *zip(*homes, strict=True))]
+        return PullResult(sum(each.bytes for each in pulled), sum(each.sent for each in pulled))
 
     def start_connection(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
@@ -705,17 +508,13 @@ class SnapshotProcess:
             CheckpointFencedError: a newer run has a snapshot of its own
             OSError: see `run_keep_job`
         """
-        if self._server.ended.is_set:
-            raise CheckpointFencedError(f"Another run has taken over; {request.attempt.target} is not kept in memory.")
+        self._refuse_if_replaced(request.attempt.target)
         self._checksum_home = checksum_home
         return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
 
-    def _take_copy(self, channel: Channel, header: Mapping[str, Any], blob: memoryview) -> Iterator[dict[str, Any]]:
-        """Take a copy of a peer's files, unless a newer run has a snapshot of its own; see `CopyTaker.take`."""
+    def _refuse_if_replaced(self, path: str) -> None:
         if self._server.ended.is_set:
-            raise CheckpointFencedError(f"Another run has taken over; {header['path']} is not kept in memory.")
-        self._homes[str(header["rank"])] = header["host"]
-        yield from self._copies.take(channel, header, blob)
+            raise CheckpointFencedError(f"Another run has taken over; {path} is not kept in memory.")
 
     def retire(self, keep: Sequence[str]) -> set[int]:
         """Drop all snapshots but those of these paths, the newest last; returns the arenas that others read."""
@@ -797,7 +596,7 @@ class SnapshotWorker(ByteWorker):
             **super()._handlers(),
             "retire": lambda request: {"held": sorted(self._client.retire(request.header["keep"]))},
             "listen": self._listen,
-            "replicate": self._replicate,
+            "pull": self._pull,
         }
 
     def _notes(self) -> dict[str, Callable[[FrameRequest], None]]:
@@ -807,11 +606,11 @@ class SnapshotWorker(ByteWorker):
         header = request.header
         return {"port": self._client.listen(header["secret"], header["address"])}
 
-    def _replicate(self, request: FrameRequest) -> dict[str, Any]:
+    def _pull(self, request: FrameRequest) -> dict[str, Any]:
         header, started = request.header, perf_counter()
-        to = [PeerAddress(*each) for each in header["to"]]
-        copied = self._client.replicate(header["path"], to, header["rate"], header["seconds"])
-        return {**copied._asdict(), "seconds": perf_counter() - started}
+        homes = [(PeerAddress(*home), rate) for home, rate in header["homes"]]
+        pulled = self._client.pull(header["path"], homes, header["seconds"])
+        return {**pulled._asdict(), "seconds": perf_counter() - started}
 
     def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
         storage = self._client.storage

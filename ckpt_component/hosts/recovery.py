@@ -1,9 +1,8 @@
-"""Which snapshots stay in memory: the newest alone; or, with peers, also the last one of which other hosts have copies.
+"""Which snapshots stay in memory: the newest; with peers, also the last one of which other hosts have replicas.
 
-With peers, each rank's files of a snapshot are sent from its server to servers on other hosts, and the snapshot is at
-its peers when those of all ranks are. Only then is the one dropped that was there before. One snapshot is sent at a
-time, on a lane. When nobody sends any more, the ranks agree that the newest one comes next; those in between are
-skipped.
+With peers, servers on other hosts pull each rank's files of a snapshot from its server, and the snapshot is at its
+peers when those of all ranks are. Only then is the one dropped that was there before. One snapshot is pulled at a time,
+on a lane. When nobody pulls any more, the ranks agree that the newest one comes next; those in between are skipped.
 
 
 `SnapshotParts`: what `checkpoint/recovery` adds to the graph. Imported only by runs that keep snapshots.
@@ -48,14 +47,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PeerMap:
-    """Who has copies for whom, and how they get there.
+    """Who has replicas for whom, and how they get there.
 
     Attributes:
-        of: for each rank the ranks that have its copies
+        of: for each rank, the home, the ranks that hold its replicas
         unseen: the ranks on other hosts than this one
         address: where other hosts reach this one
         secret: by which the servers of the run know each other
-        bytes_per_second: the most that this rank sends; None: no limit
+        bytes_per_second: the most that a rank sends, to all holders together; None: no limit
     """
 
     of: Sequence[Sequence[int]]
@@ -63,6 +62,14 @@ class PeerMap:
     address: str
     secret: str
     bytes_per_second: float | None = None
+
+    def homes_of(self, holder: int) -> list[int]:
+        """The ranks whose replicas a rank holds."""
+        return [home for home, holders in enumerate(self.of) if holder in holders]
+
+    def rate(self, home: int) -> float | None:
+        """The most bytes that a holder asks a home for in a second; None: no limit."""
+        return None if self.bytes_per_second is None else self.bytes_per_second / len(self.of[home])
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,12 @@ class SnapshotsAtPeers(NewestStays):
     """See the top of this file.
 
     Args:
-        peers: who has copies for whom
-        caller: has the server send; owned from now on
+        peers: who has replicas for whom
+        caller: has the server pull; owned from now on
         ranks: the ranks
         timeouts: deadlines
         events: is told what is at its peers
-        on_first: called on all ranks, on the thread that sends, when a snapshot is at its peers for the first time
+        on_first: called on all ranks, on the thread of the lane, when a snapshot is at its peers for the first time
     """
 
     def __init__(
@@ -104,15 +111,15 @@ class SnapshotsAtPeers(NewestStays):
         self._events = events
         self._on_first = on_first
         self._place: PeerAddress | None = None
-        # The end of the run does not wait for what is being sent.
+        # The end of the run does not wait for what is being pulled.
         self._lane, self._rounds = Lane("ckpt-peers", ranks.outside, newest_only=True), 0
         #: For what follows, which two threads change.
         self._changed = ranks.outside.condition()
         self._last = _Whole()
-        #: The number of the last one about which the ranks have agreed whether it is sent, and whether they do so.
-        self._asked, self._sending = 0, False
-        #: Paths. What was sent and has not arrived stays until another one is sent, as other ranks may know better.
-        self._at_peers = self._sent = ""
+        #: The number of the last one about which the ranks have agreed whether it is pulled, and whether they do so.
+        self._asked, self._pulling = 0, False
+        #: Paths. What was pulled and has not arrived stays until another one is, as other ranks may know better.
+        self._at_peers = self._pulled = ""
         #: What is whole, by path, from the one that was agreed on last: an older one than the newest may be next.
         self._whole: dict[str, _Whole] = {}
         self._closing = False
@@ -120,7 +127,7 @@ class SnapshotsAtPeers(NewestStays):
     def begin(self, then: Callable[[], None]) -> None:
         """See the base class."""
         self._then = then
-        self._lane.submit(self._send_due)  # nothing yet; but a thread that cannot start ends the run now, not later
+        self._lane.submit(self._pull_due)  # nothing yet; but a thread that cannot start ends the run now, not later
 
     def preparation(self, client: MemoryCaller) -> Callable[[float], None]:
         """See the base class. It also lets other hosts in, as they may look for a snapshot once rank 0 has it whole."""
@@ -138,21 +145,21 @@ class SnapshotsAtPeers(NewestStays):
             self._last = self._whole[report.path] = _Whole(self._last.number + 1, report, self._place)
             self._changed.notify_all()
         with contextlib.suppress(CheckpointError):  # the run ends
-            self._lane.submit(self._send_due)
+            self._lane.submit(self._pull_due)
 
     def paths(self) -> Sequence[str]:
-        """The last one at its peers, the one that was sent last, and the newest, which may be one of them.
+        """The last one at its peers, the one that was pulled last, and the newest, which may be one of them.
 
-        First waits until it is known whether the newest one is sent: a snapshot that is, on any rank, stays on all.
+        First waits until it is known whether the newest one is pulled: a snapshot that is, on any rank, stays on all.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_due or self._closing, self._timeouts.stage)
-            return [*filter(None, (self._at_peers, self._sent, self._newest))]
+            return [*filter(None, (self._at_peers, self._pulled, self._newest))]
 
     @property
     def _is_due(self) -> bool:
         """Whether the ranks are to agree on the newest one, now."""
-        return not self._sending and self._last.number > self._asked
+        return not self._pulling and self._last.number > self._asked
 
     def _listening(self, client: MemoryCaller) -> PeerAddress | None:
         """Where this rank's server, which may have been started again, listens for other hosts; None: nowhere."""
@@ -163,81 +170,81 @@ class SnapshotsAtPeers(NewestStays):
             return None
         return PeerAddress(self._ranks.outside.host_name(), self._peers.address, port, self._ranks.rank)
 
-    def _send_due(self) -> None:
-        """On the lane: send what is due. The ranks begin each round together."""
+    def _pull_due(self) -> None:
+        """On the lane: pull what is due. The ranks begin each round together."""
         with self._changed:
             if self._closing or not self._is_due:
                 return
             newest = self._last
         self._rounds += 1
         try:
-            self._send_next(f"peers/{self._rounds}", newest)
+            self._pull_next(f"peers/{self._rounds}", newest)
         except _RunEnds:
             self.close()
         except BaseException:
-            logger.exception("no more snapshots are sent to peers")
+            logger.exception("no more snapshots get to peers")
             self.close()
 
-    def _send_next(self, tag: str, newest: _Whole) -> None:
-        number, path, to = self._agree(tag, newest)
+    def _pull_next(self, tag: str, newest: _Whole) -> None:
+        number, path, homes = self._agree(tag, newest)
         with self._changed:
             self._asked = number
             self._whole = {at: whole for at, whole in self._whole.items() if whole.number >= number or at == path}
-            if to:
-                self._sending, self._sent = True, path
+            if homes is not None:
+                self._pulling, self._pulled = True, path
             self._changed.notify_all()
-        if not to:
+        if homes is None:
             return
-        arrived = self._send(f"{tag}/sent", path, to)
+        arrived = self._pull(f"{tag}/arrived", path, homes)
         if arrived and not self._at_peers:
             self._on_first()
         with self._changed:
-            self._sending = False
+            self._pulling = False
             if arrived:
-                self._at_peers = self._sent
+                self._at_peers = self._pulled
             self._changed.notify_all()
         if arrived:
             with contextlib.suppress(CheckpointError, RuntimeError):  # the run ends, and so does what stays
                 self._then()
 
-    def _agree(self, tag: str, newest: _Whole) -> tuple[int, str, list[PeerAddress]]:
-        """The number and the path of what all ranks send next, and where to; nowhere, if a server cannot be reached."""
+    def _agree(self, tag: str, newest: _Whole) -> tuple[int, str, list[PeerAddress] | None]:
+        """The number and the path of what all ranks pull next, and from where; None, if a server cannot be reached."""
         message = {"number": newest.number, "path": newest.report.path, "at": newest.place}
         try:
             deadline = self._ranks.outside.now() + self._timeouts.stage
-            number, path, to = self._ranks.scatter(tag, message, self._choose, deadline)
+            number, path, homes = self._ranks.scatter(tag, message, self._choose, deadline)
         except CheckpointError as error:
-            logger.log(self._level, "%s is in memory, and is not sent to its peers: %s", newest.report.path, error)
-            return newest.number, newest.report.path, []
-        return number, path, [PeerAddress(*each) for each in to]
+            logger.log(self._level, "%s is in memory, and does not get to its peers: %s", newest.report.path, error)
+            return newest.number, newest.report.path, None
+        return number, path, None if homes is None else [PeerAddress(*home) for home in homes]
 
     def _choose(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """On the leading rank: what each rank sends, and where to.
+        """On the leading rank: what each rank pulls, and from where.
 
         What is whole on one rank has been written on all of them, though some may not know yet that it is whole.
         """
         newest = max(messages, key=lambda message: message["number"])
+        homes = [[messages[home]["at"] for home in self._peers.homes_of(rank)] for rank in range(len(messages))]
         is_possible = all(message["at"] for message in messages)
-        to = [[messages[peer]["at"] for peer in peers] if is_possible else [] for peers in self._peers.of]
-        return [[newest["number"], newest["path"], each] for each in to]
+        return [[newest["number"], newest["path"], each if is_possible else None] for each in homes]
 
-    def _send(self, tag: str, path: str, to: Sequence[PeerAddress]) -> bool:
-        """Send a snapshot; returns whether it has arrived, from all ranks."""
-        own, limit = dict[str, Any](), self._peers.bytes_per_second
+    def _pull(self, tag: str, path: str, homes: Sequence[PeerAddress]) -> bool:
+        """Pull a snapshot; returns whether it has arrived, on all ranks."""
+        own, paced = dict[str, Any](), [(home, self._peers.rate(home.rank)) for home in homes]
         deadline = self._ranks.outside.now() + self._timeouts.whole_save
 
-        def send() -> None:
+        def pull() -> None:
             if self._closing:
                 raise _RunEnds
             try:
-                own.update(self._caller.replicate(path, to, limit, deadline))
+                own.update(self._caller.pull(path, paced, deadline))
             except CheckpointError:
                 if self._closing:
                     raise _RunEnds from None  # no rank waits for this one's answer
                 raise
 
         try:
-            self._ranks.all_succeed(tag, send, self._caller.progress, deadline)
+            self._ranks.all_succeed(tag, pull, self._caller.progress, deadline)
         except CheckpointError as error:
             text = "%s did not get to its peers; what they had before stays there: %s"
             logger.log(self._level, text, path, error)
@@ -248,7 +255,7 @@ class SnapshotsAtPeers(NewestStays):
             report = self._whole[path].report if path in self._whole else SaveReport(path, time=at)
         self._events.at_peers(replace(report, sent=own["sent"], at_peers_s=at - report.time))
         if self._ranks.is_leader:
-            text = "step %s is at its peers: %s sent by rank 0 in %.2f s"
+            text = "step %s is at its peers: %s received by rank 0 in %.2f s"
             logger.info(text, report.step, amount(own["sent"]), own["seconds"])
         return True
 
@@ -258,7 +265,7 @@ class SnapshotsAtPeers(NewestStays):
         return logging.DEBUG if self._closing else logging.WARNING
 
     def close(self) -> None:
-        """Give up what is being sent. A server that lives on still sends it."""
+        """Give up what is being pulled. A server that lives on still pulls it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -267,7 +274,7 @@ class SnapshotsAtPeers(NewestStays):
 
 
 class _RunEnds(BaseException):
-    """What is being sent is given up, and the ranks do not agree on it."""
+    """What is being pulled is given up, and the ranks do not agree on it."""
 
 
 class SnapshotParts:
@@ -385,7 +392,7 @@ class SnapshotParts:
         )
 
     def _peers(self, run: RunContext) -> PeerMap:
-        """Agree on who has copies for whom."""
+        """Agree on who has replicas for whom."""
         ranks, hosts, settings = run.ranks, run.hosts, self._settings
         given = settings.peers or {}
         deadline = ranks.outside.now() + run.timeouts.stage

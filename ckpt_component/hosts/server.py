@@ -126,6 +126,8 @@ class PeerEndpoint(Endpoint):
 
 #: How long a client may take to take an answer.
 _SEND_SECONDS = 10.0
+#: Bytes that a client may take so long to take.
+_SENT_BYTES = 4 << 20
 #: Descriptors in a frame.
 _MOST_FDS = 100
 _PAUSE_SECONDS = 0.1
@@ -141,7 +143,6 @@ class SnapshotServer:
         rank: the trainer's
         about: what clients are told of the run: `root` (its durable root), `memory` (see `root` here), `world_size`,
             `since`, `lease`, `alive` and `gone`; called at each question
-        take_replica: answers the request `replica` of a server that sends its files; None: it is refused
         user: whose processes may connect; None: the user of this process
         outside: of this process
 
@@ -155,7 +156,6 @@ class SnapshotServer:
         root: str,
         rank: int,
         about: Callable[[], Mapping[str, Any]],
-        take_replica: Callable[[Channel, Mapping[str, Any], memoryview], Iterator[dict[str, Any]]] | None = None,
         *,
         user: int | None = None,
         outside: Outside = OUTSIDE,
@@ -168,7 +168,6 @@ class SnapshotServer:
         self._place = SocketPlace(*place, outside)
         self._rank = rank
         self._about = about
-        self._take_replica = take_replica
         self._user = os.getuid() if user is None else user
         self._lock = outside.lock()
         self._endpoints: dict[Endpoint, Socket] = {}
@@ -258,11 +257,11 @@ class SnapshotServer:
                     "delete": self._delete,
                     "open": folders.open,
                     "read": folders.read,
+                    "ranges": folders.ranges,
                     "release": folders.release,
                     "about": lambda _: {"about": self._all_about()},
                     "hold": self._hold,
                     "end": self._end,
-                    **({} if self._take_replica is None else {"replica": self._replica}),
                 },
                 _refuse_unknown,
                 field="ask",
@@ -291,11 +290,6 @@ class SnapshotServer:
     def _end(self, request: FrameRequest) -> dict[str, Any]:
         self.ended.set()
         return {}
-
-    def _replica(self, request: FrameRequest) -> Iterator[Reply]:
-        assert self._take_replica is not None
-        for values in self._take_replica(request.channel, request.header, request.blob):
-            yield Reply(values)
 
     def _all_about(self) -> dict[str, Any]:
         return {
@@ -339,15 +333,40 @@ class _OpenFolders:
         yield from _opening(request.number, files, passes_fds=header.get("descriptors", True))
 
     def read(self, request: FrameRequest) -> Iterator[Reply]:
-        """Send bytes of a file that lie before its tail, after the answer; if there are fewer, the connection ends."""
-        header, channel = request.header, request.channel
+        """Send bytes of a file that lie before its tail, after the answer.
+
+        Raises:
+            OSError: there are fewer; if they become fewer meanwhile, the connection ends
+        """
+        header, channel, piece = request.header, request.channel, self._image(request)
+        start, end = header["offset"], header["offset"] + header["length"]
+        there = os.fstat(piece.descriptor).st_size - piece.base
+        if there < end:
+            text = f"its memory ends after {max(there, 0)} of {piece.length} bytes"
+            raise OSError(errno.EIO, text, header["name"])
+        yield Reply()
+        for at in range(start, end, _SENT_BYTES):
+            until, count = channel.outside.now() + _SEND_SECONDS, min(_SENT_BYTES, end - at)
+            if channel.send_file(piece.descriptor, piece.base + at, count, until) < count:
+                channel.hang_up(listens=False)
+                return
+
+    def ranges(self, request: FrameRequest) -> Iterator[Reply]:
+        """Bytes of short ranges of a file, one after the other in an answer: between hosts, an answer is signed."""
+        piece, places = self._image(request), request.blob.cast("Q")
+        data, position = memoryview(bytearray(sum(places[1::2]))), 0
+        for offset, length in zip(places[::2], places[1::2], strict=True):
+            if not piece.fill(data[position : position + length], offset):
+                raise OSError(errno.EIO, "its memory is too short", request.header["name"])
+            position += length
+        yield Reply(blobs=[data])
+
+    def _image(self, request: FrameRequest) -> LocalFile:
+        header = request.header
         piece = self._open[header["number"]][0].get(header["name"])
         if not isinstance(piece, LocalFile):  # a small one
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), header["name"])
-        yield Reply()
-        until, length = channel.outside.now() + _SEND_SECONDS, header["length"]
-        if channel.send_file(piece.descriptor, piece.base + header["offset"], length, until) < length:
-            channel.hang_up(listens=False)
+        return piece
 
     def release(self, request: FrameRequest) -> dict[str, Any]:
         """Close one."""
@@ -375,6 +394,7 @@ def _opening(number: int, files: Mapping[str, LocalFile | bytes], *, passes_fds:
             for name, piece in pieces.items()
         ],
         "small": [[name, len(data)] for name, data in small.items()],
+        "identities": {name: piece.identity for name, piece in pieces.items() if piece.identity},
     }
     yield Reply(header, [*small.values(), *(piece.tail for piece in pieces.values())], fds[:_MOST_FDS])
     for start in range(_MOST_FDS, len(fds), _MOST_FDS):

@@ -123,32 +123,25 @@ class MemoryCaller(ConnectedCaller):
         deadline = self.outside.now() + timeout
         return int(self._asked(self._running(timeout), header, deadline, "timeouts.worker_start")["port"])
 
-    def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, deadline: float) -> Mapping[str, Any]:
-        """Have other servers keep what this rank's server has of a snapshot. Waits until all of them do.
+    def pull(self, path: str, homes: Sequence[tuple[PeerAddress, float | None]], deadline: float) -> Mapping[str, Any]:
+        """Have this rank's server keep replicas of what other ranks have of a snapshot. Waits until all are there.
 
         Args:
             path: of the snapshot, which is whole and stays until then
-            to: the servers, one after the other
-            rate: most bytes to send in a second; None: no limit
+            homes: the servers of those ranks, and the most bytes to ask each for in a second; None: no limit
             deadline: seconds of `Outside.now`
 
         Returns:
-            `bytes`, the size of this rank's files; `sent`, bytes of images that went over the network, to all servers
-            together, as they have some files already; `seconds`.
+            `bytes`, the size of all files; `sent`, bytes of images that came over the network, as some files are there
+            already; `seconds`.
 
         Raises:
-            CheckpointSaveError: one of the servers does not have it; it says why
+            CheckpointSaveError: one of the replicas is not there; it says why
             WorkerDiedError: this rank's server has died
             CheckpointTimeoutError: it did not answer
         """
         seconds = max(deadline - self.outside.now(), 0.0)
-        header = {
-            "kind": "replicate",
-            "path": path,
-            "to": [list(each) for each in to],
-            "rate": rate,
-            "seconds": seconds,
-        }
+        header = {"kind": "pull", "path": path, "homes": homes, "seconds": seconds}
         answer = self._asked(self._running(seconds), header, deadline + _GRACE_SECONDS, "timeouts.write")
         return {name: answer[name] for name in ("bytes", "sent", "seconds")}
 

@@ -1,6 +1,4 @@
-"""`FileSums`: the checksums of a file's items, taken when it was kept; a copy of the file is compared with them.
-
-`SnapshotStore`: a process that keeps files in its memory, as who reads and writes them sees it.
+"""`SnapshotStore`: a process that keeps files in its memory, as who reads and writes them sees it.
 
 `MemoryStore` is the server within its own process, `HostClient` from another one. Paths are whole, as `HostMemory` has
 them: `host://runs/one@TOKEN/iter_0000200/manifest.json`.
@@ -14,10 +12,10 @@ The image is held by a descriptor of the memory that the trainer has staged into
 the own rank there are replicas: files of ranks on other hosts, under the paths that they have at home.
 
 
-Memory that copies of other servers' images come into: allocated ahead of their bytes, and used again.
+`ReplicaMemory`: memory that replicas come into, allocated ahead of their bytes, and used again.
 
 New memory is slow to come: each page of it is cleared, and in a virtual machine perhaps fetched from the host. So the
-memory of a copy that was dropped takes the next copy of the same rank. Standard library only.
+memory of a replica that was dropped takes the next one of the same rank. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ import itertools
 import logging
 import os
 import weakref
-import zlib
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,41 +36,6 @@ from typing import ClassVar, NamedTuple
 from ..core.memory.huge_pages import SharedPages, map_sealed
 from ..core.outside import OUTSIDE, Outside
 from ..core.storage.safe_open import open_to_read
-
-
-class FileSums(NamedTuple):
-    """What is known of the bytes of a file.
-
-    Attributes:
-        algorithm: of the items' checksums
-        places: offset, length, offset, length, and so on, ascending, in 64 bits each
-        values: the checksums
-    """
-
-    algorithm: str
-    places: array[int]
-    values: array[int]
-
-
-def sum_between(places: array[int], length: int, read: Callable[[int, int], Iterator[bytes | memoryview]]) -> int:
-    """The CRC-32 of the bytes of a file that belong to no item.
-
-    Args:
-        places: of the items, as `FileSums` has them
-        length: of the file
-        read: returns the bytes from one offset to another, in pieces
-    """
-    position = value = 0
-    for offset, end in [
-        *zip(places[::2], map(sum, zip(places[::2], places[1::2], strict=True)), strict=True),
-        (length,) * 2,
-    ]:
-        if offset > position:
-            for piece in read(position, offset):
-                value = zlib.crc32(piece, value)
-        position = max(position, end)
-    return value
-
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -140,6 +101,7 @@ class LocalFile(ReadableFile):
         length: how many of its bytes are the file's
         tail: the bytes that follow them
         is_replica: see the base class
+        identity: see `ImageRange`
     """
 
     descriptor: int
@@ -147,6 +109,7 @@ class LocalFile(ReadableFile):
     length: int
     tail: bytes = b""
     is_replica: bool = False
+    identity: str = ""
 
     @property
     def size(self) -> int:
@@ -254,6 +217,9 @@ class HeldImages:
 
     def __init__(self) -> None:
         self._images: dict[int, _HeldImage] = {}
+        #: By inode: its identity, and how many sources it is. One that is not open any more may be another file's.
+        self._inodes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._identities = itertools.count()
 
     def __contains__(self, number: int) -> bool:
         return number in self._images
@@ -270,11 +236,13 @@ class HeldImages:
             OSError: there is no free descriptor
         """
         status = os.fstat(descriptor)
-        self._images[number] = _HeldImage(os.dup(descriptor), (status.st_dev, status.st_ino))
+        image = self._images[number] = _HeldImage(os.dup(descriptor), (status.st_dev, status.st_ino))
+        identity, count = self._inodes.get(image.inode) or (next(self._identities), 0)
+        self._inodes[image.inode] = identity, count + 1
 
-    def inode(self, number: int) -> tuple[int, int]:
-        """Which file a source is, among all that are open."""
-        return self._images[number].inode
+    def identity(self, number: int) -> int:
+        """Which file a source is: the same for all that are one file and have been open since one of them was."""
+        return self._inodes[self._images[number].inode][0]
 
     def add_file(self, number: int) -> None:
         """A source has one file more."""
@@ -300,6 +268,9 @@ class HeldImages:
         """Close a source if it has neither files nor readers."""
         image = self._images.get(number)
         if image is not None and not (image.files or image.readers):
+            identity, count = self._inodes.pop(image.inode)
+            if count > 1:
+                self._inodes[image.inode] = identity, count - 1
             self._images.pop(number).close()
 
     @contextlib.contextmanager
@@ -321,28 +292,15 @@ class ImageRange(NamedTuple):
         base: where in it the file begins
         length: how many of its bytes are the file's
         tail: the bytes that follow them
-        sums: of the range, if they are known
+        identity: two ranges with the same one, of one server, are the same bytes of the same file on disk; "": it is in
+            an arena, which is filled again. That of a replica is from the server of its home.
     """
 
     source: int
     base: int
     length: int
     tail: bytes = b""
-    sums: FileSums | None = None
-
-
-class OpenImage(NamedTuple):
-    """A file of an image, to be copied to a peer.
-
-    Attributes:
-        piece: for reading
-        sums: of its bytes without the tail, if they are known
-        same: other files of this server that are the same bytes of the same file on disk
-    """
-
-    piece: LocalFile
-    sums: FileSums | None
-    same: list[str]
+    identity: str = ""
 
 
 class _HeldFile(NamedTuple):
@@ -363,6 +321,7 @@ class MemoryStore(ServedStore):
     def __init__(self, outside: Outside = OUTSIDE) -> None:
         self._outside = outside
         self._lock = outside.lock()
+        self._token = outside.random_bytes(8).hex()
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
         self._files: dict[str, _HeldFile] = {}
@@ -371,7 +330,7 @@ class MemoryStore(ServedStore):
     def listed(self, prefix: str) -> list[ListedFile]:
         with self._lock:
             return [
-                ListedFile(path, _size(entry.content), entry.modified, entry.home)
+                ListedFile(path, size_of(entry.content), entry.modified, entry.home)
                 for path, entry in self._files.items()
                 if not prefix or path == prefix or path.startswith(f"{prefix}/")
             ]
@@ -381,7 +340,7 @@ class MemoryStore(ServedStore):
             if path not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             content = self._files[path].content
-            if _size(content) > limit:
+            if size_of(content) > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
             if isinstance(content, bytes):
                 return content
@@ -399,16 +358,7 @@ class MemoryStore(ServedStore):
         """A number for a source that is no arena."""
         return next(self._numbers)
 
-    def put_image(
-        self,
-        path: str,
-        source: int,
-        descriptor: int,
-        base: int,
-        size: int,
-        tail: bytes = b"",
-        sums: FileSums | None = None,
-    ) -> None:
+    def put_image(self, path: str, source: int, descriptor: int, base: int, size: int, tail: bytes = b"") -> None:
         """Keep a file that is a range of memory, or of an open file on disk, which must not change until it is deleted.
 
         Args:
@@ -418,7 +368,6 @@ class MemoryStore(ServedStore):
             base: where in the memory the file begins
             size: how many bytes of the memory are the file's
             tail: the bytes that follow them, such as those of objects, whose length changes from save to save
-            sums: checksums of the range, for those who copy it
 
         Raises:
             FileExistsError: there is a file
@@ -426,9 +375,13 @@ class MemoryStore(ServedStore):
         """
         with self._lock:
             self._refuse_taken(path)
+            if not size:  # the arena is not read for it
+                self._files[path] = _HeldFile(tail, self._outside.date())
+                return
             if source not in self._sources:
                 self._sources.hold(source, descriptor)
-            self._add(path, _HeldFile(ImageRange(source, base, size, tail, sums), self._outside.date()))
+            identity = f"{self._token}:{self._sources.identity(source)}:{base}:{size}" if source < 0 else ""
+            self._add(path, _HeldFile(ImageRange(source, base, size, tail, identity), self._outside.date()))
 
     def put_replica(
         self,
@@ -472,61 +425,37 @@ class MemoryStore(ServedStore):
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile | bytes]]:
-        with self._opened_where(lambda path, entry: os.path.dirname(path) == folder) as (entries, descriptors):
+        with ExitStack() as until_closed:
+            with self._lock:
+                entries = {path: entry for path, entry in self._files.items() if os.path.dirname(path) == folder}
+                sources = self._entered(entry.content for entry in entries.values())
+            until_closed.callback(self._leave, sources)
+            descriptors = until_closed.enter_context(self._sources.opened(sources))
             yield {os.path.basename(path): _open_content(entry, descriptors) for path, entry in entries.items()}
 
     @contextlib.contextmanager
-    def opened_to_copy(self, folder: str) -> Iterator[Mapping[str, tuple[OpenImage | bytes, float]]]:
-        """Open the own rank's files below a folder, at any depth, within a context.
+    def linked(self, home: int, wanted: Mapping[str, tuple[int, str]]) -> Iterator[dict[str, ImageRange]]:
+        """Find replicas whose bytes are those of files that a home has now, and hold them within a context.
 
-        Returns:
-            By path, what they are, and when they were put.
-        """
-
-        def is_own(path: str, entry: _HeldFile) -> bool:
-            return entry.home is None and path.startswith(f"{folder}/")
-
-        with self._opened_where(is_own) as (entries, descriptors):
-            with self._lock:
-                others = dict[tuple[object, ...], list[str]]()
-                for path, entry in self._files.items():
-                    place = self._place_on_disk(entry.content)
-                    if place is not None and entry.home is None and path not in entries:
-                        others.setdefault(place, []).append(path)
-                same = {
-                    path: others.get(self._place_on_disk(entry.content) or (), []) for path, entry in entries.items()
-                }
-            found = dict[str, tuple[OpenImage | bytes, float]]()
-            for path, entry in entries.items():
-                content = _open_content(entry, descriptors)
-                if isinstance(content, bytes):
-                    found[path] = content, entry.modified
-                elif content.length == 0:
-                    found[path] = content.tail, entry.modified
-                elif isinstance(entry.content, ImageRange):
-                    found[path] = OpenImage(content, entry.content.sums, same[path]), entry.modified
-            yield found
-
-    @contextlib.contextmanager
-    def linked(self, home: int, candidates: Mapping[str, tuple[int, Sequence[str]]]) -> Iterator[dict[str, ImageRange]]:
-        """Find what is here already of the files of a rank, and hold it within a context.
+        A file with the same path is of the same attempt, so its bytes are the same.
 
         Args:
             home: the rank
-            candidates: by path, its length without the tail, and paths of files that are the same as it
+            wanted: by path, the length without the tail, and the identity
 
         Returns:
             By path, where its bytes are; without those that are not here.
         """
-        found = dict[str, ImageRange]()
         with self._lock:
-            for path, (length, same) in candidates.items():
-                for entry in filter(None, map(self._files.get, same)):
-                    content = entry.content
-                    if entry.home == home and isinstance(content, ImageRange) and content.length == length:
-                        found[path] = content
-            sources = {content.source for content in found.values()}
-            self._sources.enter(sources)
+            here = {path: entry.content for path, entry in self._files.items() if entry.home == home}
+            ranges = {path: content for path, content in here.items() if isinstance(content, ImageRange)}
+            same = {content.identity: content for content in ranges.values() if content.identity}
+            found = dict[str, ImageRange]()
+            for path, (length, identity) in wanted.items():
+                content = ranges.get(path) or same.get(identity)
+                if content is not None and content.length == length:
+                    found[path] = content
+            sources = self._entered(found.values())
         try:
             yield found
         finally:
@@ -546,7 +475,7 @@ class MemoryStore(ServedStore):
     def nbytes(self) -> int:
         """Bytes of all files."""
         with self._lock:
-            return sum(_size(entry.content) for entry in self._files.values())
+            return sum(size_of(entry.content) for entry in self._files.values())
 
     def _refuse_taken(self, path: str) -> None:
         if path in self._files:
@@ -557,12 +486,6 @@ class MemoryStore(ServedStore):
             self._sources.add_file(entry.content.source)
         self._files[path] = entry
 
-    def _place_on_disk(self, content: ImageRange | bytes) -> tuple[object, ...] | None:
-        """Which bytes of which file on disk a file is; None: it is in an arena, which is filled again, or small."""
-        if isinstance(content, bytes) or content.source >= 0:
-            return None
-        return self._sources.inode(content.source), content.base, content.length
-
     def _drop(self, paths: Sequence[str]) -> None:
         for path in paths:
             if path in self._files:
@@ -572,34 +495,27 @@ class MemoryStore(ServedStore):
         if isinstance(content, ImageRange):
             self._sources.drop_file(content.source)
 
+    def _entered(self, contents: Iterable[ImageRange | bytes]) -> set[int]:
+        """The sources of files, which a reader has entered. Whoever calls it has the lock."""
+        sources = {content.source for content in contents if isinstance(content, ImageRange)}
+        self._sources.enter(sources)
+        return sources
+
     def _leave(self, sources: Collection[int]) -> None:
         with self._lock:
             self._sources.leave(sources)
-
-    @contextlib.contextmanager
-    def _opened_where(
-        self, is_wanted: Callable[[str, _HeldFile], bool]
-    ) -> Iterator[tuple[dict[str, _HeldFile], dict[int, int]]]:
-        """Open files, which stay: what they are by path, and the descriptors of their sources."""
-        with ExitStack() as until_closed:
-            with self._lock:
-                entries = {path: entry for path, entry in self._files.items() if is_wanted(path, entry)}
-                contents = [entry.content for entry in entries.values()]
-                sources = {content.source for content in contents if isinstance(content, ImageRange)}
-                self._sources.enter(sources)
-            until_closed.callback(self._leave, sources)
-            yield entries, until_closed.enter_context(self._sources.opened(sources))
 
 
 def _open_content(entry: _HeldFile, descriptors: Mapping[int, int]) -> LocalFile | bytes:
     content = entry.content
     if isinstance(content, bytes):
         return content
-    is_replica = entry.home is not None
-    return LocalFile(descriptors[content.source], content.base, content.length, content.tail, is_replica)
+    fd, is_replica = descriptors[content.source], entry.home is not None
+    return LocalFile(fd, content.base, content.length, content.tail, is_replica, content.identity)
 
 
-def _size(content: ImageRange | bytes) -> int:
+def size_of(content: ImageRange | bytes) -> int:
+    """How many bytes a file has."""
     return len(content) if isinstance(content, bytes) else content.length + len(content.tail)
 
 
@@ -613,8 +529,8 @@ def _read(descriptor: int, place: ImageRange, path: str) -> bytes:
     return bytes(data) + place.tail
 
 
-class CopyBlock:
-    """Memory that has the images of a copy, or had; freed with this object, unless files are in it.
+class ReplicaBlock:
+    """Memory that has the images of a replica, or had; freed with this object, unless files are in it.
 
     Args:
         nbytes: its size
@@ -624,8 +540,8 @@ class CopyBlock:
     Attributes:
         fd: its descriptor
         nbytes: see above
-        source: its number in `MemoryStore`, a new one for each copy
-        is_filling: whether a copy is on its way into it
+        source: its number in `MemoryStore`, a new one for each replica
+        is_filling: whether a replica is on its way into it
     """
 
     def __init__(self, nbytes: int, name: str, outside: Outside) -> None:
@@ -642,15 +558,17 @@ class CopyBlock:
         """The memory from `start` to `end`, when it is allocated.
 
         Raises:
-            TimeoutError: it is not in time
+            TimeoutError: it is not, or the deadline has passed
             OSError: there is not enough memory
         """
+        if self._outside.now() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
         try:
             self._pages.wait(end, deadline)
         except TimeoutError:
             raise
         except OSError as error:
-            raise OSError(error.errno, f"{self._name} has no memory for a copy: {error.strerror}") from error
+            raise OSError(error.errno, f"{self._name} has no memory for a replica: {error.strerror}") from error
         return self._pages.memory[start:end]
 
     @contextlib.contextmanager
@@ -664,32 +582,35 @@ class CopyBlock:
                 self._pages.stop()
 
 
-class CopyMemory:
-    """The blocks of all ranks whose copies a server takes. Thread-safe.
+class ReplicaMemory:
+    """The blocks of all ranks of which a server keeps replicas. Thread-safe.
 
     Args:
         files: of this server
         name: of this server, for errors
         available: returns how many bytes of memory are free
         outside: of this server
+
+    Attributes:
+        files, name: see above
     """
 
     def __init__(self, files: MemoryStore, name: str, available: Callable[[], int], outside: Outside = OUTSIDE) -> None:
-        self._files = files
-        self._name = name
+        self.files = files
+        self.name = name
         self._available = available
         self._outside = outside
         self._lock = outside.lock()
-        self._blocks: dict[int, list[CopyBlock]] = {}
+        self._blocks: dict[int, list[ReplicaBlock]] = {}
 
     @contextlib.contextmanager
-    def block(self, home: int, nbytes: int) -> Iterator[CopyBlock]:
-        """Memory for a copy, into which nothing else comes until it is free of files again.
+    def block(self, home: int, nbytes: int) -> Iterator[ReplicaBlock]:
+        """Memory for a replica, into which nothing else comes until it is free of files again.
 
         It may still be being allocated, in a thread.
 
         Args:
-            home: whose copy it is
+            home: whose replica it is
             nbytes: of its images
 
         Raises:
@@ -700,9 +621,9 @@ class CopyMemory:
             is_new = block is None
             if block is None:
                 self._refuse_large(nbytes)
-                block = CopyBlock(nbytes, self._name, self._outside)
+                block = ReplicaBlock(nbytes, self.name, self._outside)
                 self._blocks.setdefault(home, []).append(block)
-            block.is_filling, block.source = True, self._files.new_source()
+            block.is_filling, block.source = True, self.files.new_source()
         try:
             with block.allocating() if is_new else contextlib.nullcontext():
                 yield block
@@ -713,11 +634,11 @@ class CopyMemory:
         finally:
             block.is_filling = False
 
-    def _free_block(self, home: int, nbytes: int) -> CopyBlock | None:
+    def _free_block(self, home: int, nbytes: int) -> ReplicaBlock | None:
         """A block of the right size without files; others without files are freed."""
-        found: CopyBlock | None = None
+        found: ReplicaBlock | None = None
         for block in [*self._blocks.get(home, ())]:
-            if not (block.is_filling or self._files.has_source(block.source)):
+            if not (block.is_filling or self.files.has_source(block.source)):
                 if found is None and nbytes <= block.nbytes < 2 * nbytes:
                     found = block
                 else:
@@ -727,4 +648,6 @@ class CopyMemory:
     def _refuse_large(self, nbytes: int) -> None:
         left = self._available()
         if nbytes > left:
-            raise OSError(errno.ENOMEM, f"{self._name} has {left} bytes of memory left, too few for a copy of {nbytes}")
+            raise OSError(
+                errno.ENOMEM, f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
+            )

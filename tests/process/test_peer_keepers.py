@@ -1,7 +1,8 @@
-"""Servers in processes of their own send each other copies of real snapshots, as trainers tell them to."""
+"""Servers in processes of their own pull replicas of real snapshots from each other, as trainers tell them to."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +60,9 @@ def save(caller: MemoryCaller, rank: int, step: int, arena: Arena) -> None:
     files = [FileSpec("__0_0", 0, 2 * ITEM), FileSpec("__0_1", 2 * ITEM, 2 * ITEM)]
     extents = [[Extent(0, 0, 2 * ITEM, 0, places)], [Extent(1, 0, 2 * ITEM, 2, places)]]
     objects = ObjectBlob("__0_1", 2 * ITEM, memoryview(b"an object"), [(2 * ITEM, 9)])
-    table = WriteTable(step, files, extents, 4, b"[]")
+    rows = [[file, offset, ITEM, offset, "uint8", [ITEM]] for file in range(2) for offset in (0, ITEM)]
+    layout = {"files": ["__0_0", "__0_1"], "items": rows}
+    table = WriteTable(step, files, extents, 4, json.dumps(layout).encode())
     caller.run(
         WriteRequest(own, attempt, rank, 2, table, [objects], arena, WriteOptions(), {}, ResolvedTimeouts()),
         time.monotonic() + 60,
@@ -77,28 +80,29 @@ def test_a_snapshot_outlives_its_host_in_the_client_of_its_peer() -> None:
         assert ears.listen(SECRET, "127.0.0.1", 10) == port
         with pytest.raises(CheckpointSaveError, match="could not listen: .*listens on 127.0.0.1 already, for others"):
             ears.listen("another", "127.0.0.1", 10)
-        to = [PeerAddress("b", "127.0.0.1", port, 1)]
+        there = PeerClient(PeerAddress("b", "127.0.0.1", port, 1), SECRET)
         with client(0) as (home, saves, mouth):
             save(saves, 0, 1, arenas[0])
-            with pytest.raises(
-                CheckpointSaveError, match="could not replicate: .*has not been told to listen to peers"
-            ):
-                mouth.replicate(f"{ROOT}/iter_1", to, None, time.monotonic() + 10)
+            with pytest.raises(CheckpointSaveError, match="could not pull: .*has not been told to listen to peers"):
+                mouth.pull(f"{ROOT}/iter_1", [(there.address, None)], time.monotonic() + 10)
             with pytest.raises(CheckpointSaveError, match=r"cannot listen on '203.0.113.1', which is to be an address"):
                 mouth.listen(SECRET, "203.0.113.1", 10)
-            mouth.listen(SECRET, "127.0.0.1", 10)
+            homes = [(PeerAddress("a", "127.0.0.1", mouth.listen(SECRET, "127.0.0.1", 10), 0), None)]
+            with pytest.raises(CheckpointSaveError, match="is not of the run .*, so no replica of it is kept"):
+                ears.pull(f"{memory_root('/runs/two', '1f2e3d4c-0a0b0c0d')}/iter_1", homes, time.monotonic() + 10)
+            assert ears.pull(f"{ROOT}/iter_1", [], time.monotonic() + 10)["bytes"] == 0
             for step in (1, 2):
                 if step == 2:
                     save(saves, 0, step, arenas[1])
-                answer = mouth.replicate(f"{ROOT}/iter_{step}", to, None, time.monotonic() + 30)
+                answer = ears.pull(f"{ROOT}/iter_{step}", homes, time.monotonic() + 30)
                 assert answer["sent"] == 4 * ITEM and answer["bytes"] > 4 * ITEM + 9 and answer["seconds"] > 0
+            assert there.about()["homes"] == {"0": "a"}
             about = HostClient(PLACE, 0).about()
             assert about["secret"] == SECRET and about["peer"]["address"] == "127.0.0.1"
             paths = [file.path for file in HostClient(PLACE, 0).listed(ROOT) if "/iter_" in file.path]
             saves.retire([f"{ROOT}/iter_1", f"{ROOT}/iter_2"], 10)
             ears.retire([f"{ROOT}/iter_1", f"{ROOT}/iter_2"], 10)
             home.kill()
-        there = PeerClient(to[0], SECRET)
         assert sorted(file.path for file in there.listed(ROOT) if "/iter_" in file.path) == sorted(paths)
         seen = HostMemory(lambda _: [there])
         for step in (1, 2):
@@ -116,17 +120,19 @@ def test_a_snapshot_outlives_its_host_in_the_client_of_its_peer() -> None:
 
 
 @pytest.mark.slow
-def test_a_client_sends_what_it_has_begun_to_send_although_its_trainer_dies() -> None:
+def test_a_client_pulls_what_it_has_begun_to_pull_although_both_trainers_die() -> None:
     arena = Arena(4 * ITEM, shared=True)
-    with nothing_left(), client(1) as (_, _, ears), client(0) as (home, saves, mouth):
-        to = [PeerAddress("b", "127.0.0.1", ears.listen(SECRET, "127.0.0.1", 10), 1)]
-        mouth.listen(SECRET, "127.0.0.1", 10)
+    with nothing_left(), client(1) as (peer, _, ears), client(0) as (_, saves, mouth):
+        port = ears.listen(SECRET, "127.0.0.1", 10)
+        home = PeerAddress("a", "127.0.0.1", mouth.listen(SECRET, "127.0.0.1", 10), 0)
         save(saves, 0, 1, arena)
-        lane = home.open_connection(10)
-        request = {"path": f"{ROOT}/iter_1", "to": [list(each) for each in to], "rate": 500_000.0, "seconds": 30.0}
-        lane.send({"kind": "replicate", "id": 0, **request}, time.monotonic() + 10)
+        lane = peer.open_connection(10)
+        request = {"path": f"{ROOT}/iter_1", "homes": [[home, 500_000.0]], "seconds": 30.0}
+        lane.send({"kind": "pull", "id": 0, **request}, time.monotonic() + 10)
         lane.hang_up()
-        there = PeerClient(to[0], SECRET)
+        saves.close()
+        mouth.close()
+        there = PeerClient(PeerAddress("b", "127.0.0.1", port, 1), SECRET)
         eventually(lambda: any(file.path.endswith("/__0_1") for file in there.listed(ROOT)))
         there.close()
     arena.close()

@@ -40,7 +40,7 @@ from ckpt_component.errors import (
 )
 from ckpt_component.hosts.client import HostClient, clients_of
 from ckpt_component.hosts.host_memory import HostMemory
-from ckpt_component.hosts.keep import SnapshotProcess, send_copy
+from ckpt_component.hosts.keep import SnapshotProcess
 from ckpt_component.hosts.server import SnapshotServer
 from ckpt_component.hosts.snapshot_source import NearestReader, copy_in_memory
 from ckpt_component.hosts.stores import MemoryStore
@@ -230,10 +230,9 @@ def test_a_client_of_a_run_that_was_replaced_keeps_no_more() -> None:
         request = cast(Any, SimpleNamespace(attempt=SimpleNamespace(target=f"{ROOT}/iter_1")))
         with pytest.raises(CheckpointFencedError, match="Another run has taken over; .*iter_1 is not kept"):
             client.keep(request, cast(Any, None), None)
-        other, to = MemoryStore(), PeerAddress("a", "127.0.0.1", client.listen("secret", "127.0.0.1"), 0)
-        other.put(f"{ROOT}/iter_1/file", b"bytes")
-        with pytest.raises(OSError, match="Another run has taken over; .*iter_1 is not kept"):
-            send_copy(other, 1, f"{ROOT}/iter_1", to, "secret", None, time.monotonic() + 20)
+        client.listen("secret", "127.0.0.1")
+        with pytest.raises(CheckpointFencedError, match="Another run has taken over; .*iter_1 is not kept"):
+            client.pull(f"{ROOT}/iter_1", [(PeerAddress("b", "127.0.0.1", 1, 1), None)], 20.0)
     finally:
         client.close()
 

@@ -1,4 +1,4 @@
-"""What stays in memory while snapshots are sent to peers, and which one is sent next."""
+"""What stays in memory while peers pull snapshots, and which one they pull next."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)
 
 
 class SnapshotStore(MemoryCaller):
-    """Sends at once, or when it may."""
+    """Pulls at once, or when it may."""
 
     def __init__(self) -> None:
         super().__init__(lambda timeout: cast(Any, None))
-        self.sent: list[tuple[str, Sequence[PeerAddress]]] = []
+        self.pulled: list[tuple[str, Sequence[tuple[PeerAddress, float | None]]]] = []
         self.go_on = threading.Event()
         self.go_on.set()
         self.failure: Exception | None = None
@@ -43,10 +43,8 @@ class SnapshotStore(MemoryCaller):
             raise WorkerDiedError("no port.")
         return 4000
 
-    def replicate(
-        self, path: str, to: Sequence[PeerAddress], bytes_per_second: float | None, deadline: float
-    ) -> dict[str, Any]:
-        self.sent.append((path, to))
+    def pull(self, path: str, homes: Sequence[tuple[PeerAddress, float | None]], deadline: float) -> dict[str, Any]:
+        self.pulled.append((path, homes))
         assert self.go_on.wait(20)
         if self.failure is not None:
             raise self.failure
@@ -68,7 +66,7 @@ class Rank:
     """One of two ranks, each on a host."""
 
     def __init__(self, ranks: Coordinator) -> None:
-        peers = PeerMap([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret")
+        peers = PeerMap([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret", 1e6)
         self.client, self.listener, self.first, self.notice = SnapshotStore(), Heard(), list[str](), threading.Event()
         events = EventRecorder(listeners=[self.listener], rank=ranks.rank)
         self.first_is_told = threading.Event()
@@ -109,7 +107,7 @@ def both() -> Any:
         call(lambda rank: rank.copies.close())
 
 
-def test_the_newest_snapshot_is_sent_when_nobody_sends_and_those_in_between_are_skipped(both: Any) -> None:
+def test_the_newest_snapshot_is_pulled_when_nobody_pulls_and_those_in_between_are_skipped(both: Any) -> None:
     assert both(lambda rank: rank.whole(1)) == [["step1"]] * 2
     assert both(lambda rank: rank.arrived()) == [["step1"]] * 2
     both(lambda rank: rank.client.go_on.clear())
@@ -118,13 +116,14 @@ def test_the_newest_snapshot_is_sent_when_nobody_sends_and_those_in_between_are_
     assert both(lambda rank: rank.whole(4)) == [["step1", "step2", "step4"]] * 2
     both(lambda rank: rank.client.go_on.set())
     eventually(lambda: both(lambda rank: rank.paths()) == [["step4"]] * 2)
-    sent = both(lambda rank: rank.client.sent)
-    assert [path for path, _ in sent[0]] == ["step1", "step2", "step4"]
-    assert [to[0][1:] for _, to in sent[0]] == [("10.0.0.1", 4000, 1)] * 3, "where the other one listens"
+    pulled = both(lambda rank: rank.client.pulled)
+    assert [path for path, _ in pulled[0]] == ["step1", "step2", "step4"]
+    homes = [[(home[1:], rate) for home, rate in homes] for _, homes in pulled[0]]
+    assert homes == [[(("10.0.0.1", 4000, 1), 1e6)]] * 3, "where the other one listens"
     assert both(lambda rank: rank.first) == [["at peers"]] * 2
 
 
-def test_a_rank_with_a_newer_snapshot_sends_the_older_one_without_delay(both: Any) -> None:
+def test_a_rank_with_a_newer_snapshot_pulls_the_older_one_without_delay(both: Any) -> None:
     """It is whole there while the ranks agree on the one before, which another rank has not gone beyond."""
     both(lambda rank: rank.client.go_on.clear())
     both(lambda rank: rank.first_is_told.clear() if rank.rank == 0 else None)
@@ -154,10 +153,10 @@ def test_listeners_and_the_log_are_told_what_is_at_its_peers(both: Any, caplog: 
     eventually(lambda: all(both(lambda rank: bool(rank.listener.heard))))
     report = both(lambda rank: rank.listener.heard[0])[1]
     assert (report.step, report.sent) == (1, 8) and report.at_peers_s > 0
-    assert "step 1 is at its peers: 8 bytes sent by rank 0 in 0.50 s" in caplog.text
+    assert "step 1 is at its peers: 8 bytes received by rank 0 in 0.50 s" in caplog.text
 
 
-def test_what_one_rank_cannot_send_is_at_no_peer_and_what_was_there_stays(
+def test_what_one_rank_cannot_pull_is_at_no_peer_and_what_was_there_stays(
     both: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     both(lambda rank: rank.whole(1))
@@ -177,8 +176,15 @@ def test_what_one_rank_cannot_send_is_at_no_peer_and_what_was_there_stays(
     assert "the peer has died" in caplog.text
 
 
-def test_nothing_is_sent_while_a_rank_cannot_listen(both: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_pulled_while_a_rank_cannot_listen(both: Any, caplog: pytest.LogCaptureFixture) -> None:
     both(lambda rank: setattr(rank.client, "deaf", rank.rank == 0))
     assert both(lambda rank: rank.whole(1)) == [["step1"]] * 2
-    assert both(lambda rank: rank.client.sent) == [[]] * 2
+    assert both(lambda rank: rank.client.pulled) == [[]] * 2
     assert "rank 0's snapshot server cannot be reached from other hosts: no port." in caplog.text
+
+
+def test_a_home_sends_all_its_holders_together_no_more_than_its_limit() -> None:
+    peers = PeerMap([[2], [2, 3], [1, 3], [0]], frozenset(), "", "", 600.0)
+    assert [peers.homes_of(rank) for rank in range(4)] == [[3], [2], [0, 1], [1, 2]]
+    assert [peers.rate(home) for home in range(4)] == [600.0, 300.0, 300.0, 600.0]
+    assert PeerMap([[1], [0]], frozenset(), "", "").rate(0) is None

@@ -163,7 +163,7 @@ def read_rank_indexes(
                 f"{path} does not match its checksum in manifest.json; one of the two is damaged."
             )
         try:
-            indexes.append(_parse(json.loads(data), entries))
+            indexes.append(parse_rank_index(json.loads(data), entries))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} is invalid: {type(error).__name__}: {error}.") from error
     return indexes
@@ -189,7 +189,16 @@ def checksum_of(folder: str, name: str) -> Checksum:
         ) from error
 
 
-def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:
+def parse_rank_index(content: Any, entries: Mapping[str, Any]) -> RankIndex:
+    """Validate the content of an integrity file.
+
+    Args:
+        content: it, as JSON has it
+        entries: for each file by its name, its `size` in bytes
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError: it is invalid
+    """
     layout, blobs = content["layout"], content["extras"]
     rows, names = layout["items"], layout["files"]
     for name in [*names, *map(itemgetter(0), blobs)]:
