@@ -15,7 +15,7 @@ from ..core.formats.checkpoints import Root, created_of
 from ..core.spelling import closest
 from ..core.storage.locate import storage_at
 from ..errors import CheckpointNotFoundError
-from ..hosts.client import HostClient, HostClients, memory_of
+from ..hosts.client import HostClients, SnapshotClient, memory_of
 from ..hosts.host_memory import HostMemory
 from ..hosts.stores import ListedFile, SnapshotStore
 from ..hosts.wire import SocketPlace, memory_root, roots_here, tokens_at
@@ -58,7 +58,7 @@ class RunInMemory:
     """
 
     def __init__(
-        self, root: str | None, token: str, clients: Sequence[HostClient], is_owner: bool | None = None
+        self, root: str | None, token: str, clients: Sequence[SnapshotClient], is_owner: bool | None = None
     ) -> None:
         self.token = token
         self.is_owner = is_owner

@@ -38,7 +38,7 @@ from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel, Frame
 from ..core.processes.remote_error import as_os_error
 from .stores import ListedFile, LocalFile, ReadableFile, SnapshotStore
-from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, refuse_newer, roots_here, split_root
+from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, refuse_newer, roots_here, token_of
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -215,7 +215,6 @@ class HostClient(SnapshotClient):
     Args:
         place: where the sockets of its run are
         rank: whose server it is
-        user: whose process it must be; None: the user of this process
         seconds: how long it may take to answer
         now: connect now; False: with the first request, because the server may not have begun yet
 
@@ -230,12 +229,10 @@ class HostClient(SnapshotClient):
         place: SocketPlace,
         rank: int,
         *,
-        user: int | None = None,
         seconds: float = ANSWER_SECONDS,
         now: bool = True,
     ) -> None:
         self._place = place
-        self._user = os.getuid() if user is None else user
         super().__init__(rank, f"rank {rank}'s snapshot server", seconds, now=now, outside=place.outside)
 
     @contextlib.contextmanager
@@ -269,15 +266,15 @@ class HostClient(SnapshotClient):
         if sock is None:
             raise self._gone()
         user, pid = self._outside.credentials(sock)
-        if user != self._user:
+        if user != os.getuid():
             sock.close()
-            text = f"rank {self._rank}'s snapshot server is a process of user {user}, not of user {self._user}"
+            text = f"rank {self._rank}'s snapshot server is a process of user {user}, not of user {os.getuid()}"
             raise PermissionError(errno.EACCES, text)
         self._name = f"rank {self._rank}'s snapshot server (process {pid})"
         return Channel(sock, lambda: True, outside=self._outside)
 
 
-def clients_of(path: str, outside: Outside = OUTSIDE) -> list[HostClient]:
+def clients_of(path: str, outside: Outside = OUTSIDE) -> Sequence[SnapshotClient]:
     """The servers on this host of the run to whose memory a path belongs, by rank; the caller closes them.
 
     Args:
@@ -291,18 +288,13 @@ def clients_of(path: str, outside: Outside = OUTSIDE) -> list[HostClient]:
     return HostClients(outside=outside)(path)
 
 
-def each_of(clients: list[HostClient]) -> Iterator[HostClient]:
+def each_of(clients: Sequence[SnapshotClient]) -> Iterator[SnapshotClient]:
     """Each server; closes all of them."""
     try:
         yield from clients
     finally:
         for client in clients:
             client.close()
-
-
-def clients_here() -> list[HostClient]:
-    """The servers of all runs of this user on this host; the caller closes them. Raises as `clients_of`."""
-    return [client for root, token in roots_here() for client in HostClients().at(SocketPlace(root, token))]
 
 
 class HostClients:
@@ -323,15 +315,14 @@ class HostClients:
         self._lock = outside.lock()
         self._known: dict[tuple[SocketPlace, int], tuple[int, HostClient]] = {}
 
-    def __call__(self, path: str) -> list[HostClient]:
+    def __call__(self, path: str) -> Sequence[SnapshotClient]:
         """The servers of the run to whose memory a path belongs. Raises as `clients_of`."""
-        place = split_root(path)
-        return [] if place is None else self.at(SocketPlace(*place, self._outside))
+        return self.at(SocketPlace.of(path, self._outside)) if token_of(path) else []
 
-    def at(self, place: SocketPlace) -> list[HostClient]:
+    def at(self, place: SocketPlace) -> list[SnapshotClient]:
         """The servers of a run. Raises as `clients_of`."""
         with self._lock:
-            found = list[HostClient]()
+            found = list[SnapshotClient]()
             for rank, number in sorted(place.ranks().items()):
                 if rank == self._besides:
                     continue
@@ -581,8 +572,8 @@ class FetchedFile(ReadableFile):
                 self._fetched.has_come[chunk] = False
 
 
-class JobClients:
-    """Finds the servers of runs, and stays connected to them: those on this host by their sockets. Thread-safe.
+class JobClients(HostClients):
+    """Finds the servers of runs on all hosts of a job.
 
     Those on other hosts must be made known. Then all ranks have the same servers of a run, in the same order: what one
     has verified is what another one reads.
@@ -592,11 +583,9 @@ class JobClients:
     """
 
     def __init__(self, outside: Outside = OUTSIDE) -> None:
-        self._outside = outside
-        self._here = HostClients(outside=outside)
-        self._lock = outside.lock()
+        super().__init__(outside=outside)
         #: By token and rank; None: it is on this host.
-        self._known: dict[str, dict[int, PeerClient | None]] = {}
+        self._of_runs: dict[str, dict[int, PeerClient | None]] = {}
         #: What those have received that are not known any more.
         self._received = 0
 
@@ -609,14 +598,14 @@ class JobClients:
             place: where it is
         """
         with self._lock:
-            is_far, known = place.host != self._outside.host_name(), self._known.setdefault(token, {})
+            is_far, known = place.host != self._outside.host_name(), self._of_runs.setdefault(token, {})
             known[place.rank] = PeerClient(place, secret, now=False, outside=self._outside) if is_far else None
 
     def forget(self) -> None:
         """Hang up on the servers of other hosts, and find those of this host alone."""
         with self._lock:
-            while self._known:
-                for client in self._known.popitem()[1].values():
+            while self._of_runs:
+                for client in self._of_runs.popitem()[1].values():
                     if client is not None:
                         self._received += client.received
                         client.close()
@@ -632,21 +621,19 @@ class JobClients:
 
     def _far(self) -> list[PeerClient]:
         with self._lock:
-            known = [client for clients in self._known.values() for client in clients.values()]
+            known = [client for clients in self._of_runs.values() for client in clients.values()]
         return [client for client in known if client is not None]
 
-    def __call__(self, path: str) -> list[SnapshotClient]:
-        """The servers of the run to whose memory a path belongs, by rank. Raises as `HostClients`."""
-        place = split_root(path)
-        if place is None:
-            return []
-        here = {client.rank: client for client in self._here.at(SocketPlace(*place, self._outside))}
+    def at(self, place: SocketPlace) -> list[SnapshotClient]:
+        """See the base class; of a run that is known, on all hosts."""
+        here = super().at(place)
         with self._lock:
-            known = dict(self._known.get(place[1], {}))
+            known = dict(self._of_runs.get(place.token, {}))
         if not known:
-            return [*here.values()]
-        found = [(rank, there or here.get(rank)) for rank, there in sorted(known.items())]
-        return [client for _, client in found if client is not None]
+            return here
+        by_rank = {client.rank: client for client in here}
+        found = [there or by_rank.get(rank) for rank, there in sorted(known.items())]
+        return [client for client in found if client is not None]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from .client import HostClient, HostClients, JobClients
 from .host_memory import HostMemory
 from .snapshot_source import NearestReader, PeerMemory, PeerReader, RunMemory
 from .snapshots import MemoryCaller, NewestStays, TieredSaveQueue
-from .wire import PeerAddress, SocketPlace, memory_root, split_root
+from .wire import PeerAddress, SocketPlace, memory_root
 
 logger = logging.getLogger(__name__)
 
@@ -342,11 +342,8 @@ class SnapshotParts:
         """
         self._followers = followers
         root, rank = memory_root(named or run.root, run.events.run), run.ranks.rank
-        place = split_root(root)
-        if place is None:
-            raise ValueError(f"{root} is no root in memory")
         outside = self._outside
-        own = HostClient(SocketPlace(*place, outside), rank, now=False)  # its process starts later
+        own = HostClient(SocketPlace.of(root, outside), rank, now=False)  # its process starts later
         self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
         self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
         self.earlier = PeerMemory(run, lineage, self._clients) if self._has_peers else RunMemory(run, lineage)

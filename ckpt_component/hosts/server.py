@@ -20,7 +20,7 @@ from ..core.outside import OUTSIDE, Outside, Socket, Thread
 from ..core.processes.framing import Channel
 from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
 from .stores import LocalFile, ServedStore
-from .wire import VERSION, SocketPlace, greet_peer, listen_to_peers, split_root
+from .wire import VERSION, SocketPlace, greet_peer, listen_to_peers
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,13 @@ _REFUSAL_SECONDS = 10.0
 
 
 class Endpoint(ABC):
-    """A way to a server. Opened once."""
+    """A way to a server, which is open when this is made.
 
-    @abstractmethod
-    def open(self) -> Socket:
-        """Listen; returns what listens, owned by the caller. Raises OSError."""
+    Attributes:
+        listener: what listens; the server's from now on
+    """
+
+    listener: Socket
 
     @abstractmethod
     def admit(self, sock: Socket) -> Channel:
@@ -45,39 +47,33 @@ class Endpoint(ABC):
             OSError: it may not come in, as it was told, or it hung up
         """
 
-    @abstractmethod
     def close(self) -> None:
         """Remove what clients find it by."""
 
 
 class HostEndpoint(Endpoint):
-    """The socket of a rank, for processes of one user of this host.
+    """The socket of a rank, for processes of this user on this host. It takes the place of a predecessor's.
 
     Args:
         place: where the sockets of the run are
         rank: whose server it leads to
-        user: whose processes may come in
+
+    Raises:
+        OSError: as `SocketPlace.listen`
     """
 
-    def __init__(self, place: SocketPlace, rank: int, user: int) -> None:
-        self._place = place
-        self._rank = rank
-        self._user = user
-        self._number = 0
-
-    def open(self) -> Socket:
-        """Listen, in the place of a predecessor; raises as `SocketPlace.listen`."""
-        listener, self._number = self._place.listen(self._rank)
-        return listener
+    def __init__(self, place: SocketPlace, rank: int) -> None:
+        self._place, self._rank = place, rank
+        self.listener, self._number = place.listen(rank)
 
     def admit(self, sock: Socket) -> Channel:
         """Let a process of the user in; see the base class."""
-        outside = self._place.outside
+        outside, own = self._place.outside, os.getuid()
         user, pid = outside.credentials(sock)
         # A connection may outlive its client's process, in one that it forked.
         channel = Channel(sock, partial(outside.is_running, pid), outside=outside)
-        if user != self._user:
-            text = f"this snapshot server belongs to user {self._user}, not to user {user}"
+        if user != own:
+            text = f"this snapshot server belongs to user {own}, not to user {user}"
             answer = {"kind": "failed", "errno": errno.EACCES, "error": text, "path": None}
             channel.send(answer, outside.now() + _REFUSAL_SECONDS)
             raise PermissionError(errno.EACCES, text)
@@ -92,7 +88,7 @@ class HostEndpoint(Endpoint):
 
 
 class PeerEndpoint(Endpoint):
-    """A TCP port, for those who know the secret of the run.
+    """A free TCP port, for those who know the secret of the run.
 
     Args:
         address: an address of this host, or a name of one
@@ -101,27 +97,20 @@ class PeerEndpoint(Endpoint):
 
     Attributes:
         address, secret: see above
-        port: known when it is open
+        port: of TCP
+
+    Raises:
+        OSError: as `listen_to_peers`
     """
 
     def __init__(self, address: str, secret: str, outside: Outside = OUTSIDE) -> None:
-        self.address = address
-        self.port = 0
-        self.secret = secret
-        self._outside = outside
-
-    def open(self) -> Socket:
-        """Listen on a free port."""
-        listener = listen_to_peers(self.address, self._outside)
-        self.port = listener.getsockname()[1]
-        return listener
+        self.address, self.secret, self._outside = address, secret, outside
+        self.listener = listen_to_peers(address, outside)
+        self.port = int(self.listener.getsockname()[1])
 
     def admit(self, sock: Socket) -> Channel:
         """Let a client in that proves that it knows the secret; see the base class."""
         return greet_peer(sock, self.secret, self._outside)
-
-    def close(self) -> None:
-        """There is nothing that stays."""
 
 
 #: How long a client may take to take an answer.
@@ -143,7 +132,6 @@ class SnapshotServer:
         rank: the trainer's
         about: what clients are told of the run: `root` (its durable root), `memory` (see `root` here), `world_size`,
             `since`, `lease`, `alive` and `gone`; called at each question
-        user: whose processes may connect; None: the user of this process
         outside: of this process
 
     Attributes:
@@ -156,21 +144,11 @@ class SnapshotServer:
         root: str,
         rank: int,
         about: Callable[[], Mapping[str, Any]],
-        *,
-        user: int | None = None,
         outside: Outside = OUTSIDE,
     ) -> None:
-        self._outside = outside
-        place = split_root(root)
-        if place is None:
-            raise ValueError(f"{root!r} is not the path of a run's memory, such as host://runs/one@1f2e3d4c-0a0b0c0d.")
-        self._kept = kept
-        self._place = SocketPlace(*place, outside)
-        self._rank = rank
-        self._about = about
-        self._user = os.getuid() if user is None else user
-        self._lock = outside.lock()
-        self._endpoints: dict[Endpoint, Socket] = {}
+        self._kept, self._place, self._rank, self._about = kept, SocketPlace.of(root, outside), rank, about
+        self._outside, self._lock = outside, outside.lock()
+        self._endpoints: set[Endpoint] = set()
         self._connections: dict[Socket, Thread] = {}
         self._holding: set[Channel] = set()
         self.ended = outside.latch()
@@ -188,23 +166,22 @@ class SnapshotServer:
             PermissionError: the folder of the sockets is another user's, or open to others
             OSError: the socket cannot be made
         """
-        self.open(HostEndpoint(self._place, self._rank, self._user))
+        self.open(HostEndpoint(self._place, self._rank))
 
     def open(self, endpoint: Endpoint) -> None:
-        """Let clients in through one more endpoint; raises OSError if it cannot be opened."""
-        listener = endpoint.open()
+        """Let clients in through one more endpoint."""
         with self._lock:
-            self._endpoints[endpoint] = listener
-        self._outside.start("ckpt-keeper", self._accept, endpoint, listener)
+            self._endpoints.add(endpoint)
+        self._outside.start("ckpt-server", self._accept, endpoint)
 
     def close(self) -> None:
         """Hang up on all clients, and remove the socket and the folders that are then empty. Safe to call twice."""
         with self._lock:
-            endpoints, self._endpoints = self._endpoints, {}
+            endpoints, self._endpoints = self._endpoints, set()
             connections = dict(self._connections)
-        for endpoint, listener in endpoints.items():
+        for endpoint in endpoints:
             endpoint.close()
-            self._shut(listener)  # wakes the thread that accepts
+            self._shut(endpoint.listener)  # wakes the thread that accepts
         for sock in connections:
             self._shut(sock)
         until = self._outside.now() + _JOIN_SECONDS
@@ -216,11 +193,11 @@ class SnapshotServer:
         with contextlib.suppress(OSError):  # it has ended
             self._outside.hang_up(sock, listens=False)
 
-    def _accept(self, endpoint: Endpoint, listener: Socket) -> None:
-        with contextlib.closing(listener):
+    def _accept(self, endpoint: Endpoint) -> None:
+        with contextlib.closing(endpoint.listener):
             while True:
                 try:
-                    sock, _ = listener.accept()
+                    sock, _ = endpoint.listener.accept()
                 except OSError as error:
                     if endpoint not in self._endpoints:
                         return
@@ -231,7 +208,7 @@ class SnapshotServer:
                     if endpoint not in self._endpoints:
                         sock.close()
                         return
-                    self._connections[sock] = self._outside.start("ckpt-keeper-client", self._serve, endpoint, sock)
+                    self._connections[sock] = self._outside.start("ckpt-server-client", self._serve, endpoint, sock)
 
     def _serve(self, endpoint: Endpoint, sock: Socket) -> None:
         channel: Channel | None = None
@@ -254,14 +231,14 @@ class SnapshotServer:
                     "list": lambda request: {"files": self._kept.listed(request.header["path"])},
                     "get": self._get,
                     "put": self._put,
-                    "delete": self._delete,
+                    "delete": lambda request: self._kept.delete(request.header["paths"]),
                     "open": folders.open,
                     "read": folders.read,
                     "ranges": folders.ranges,
                     "release": folders.release,
                     "about": lambda _: {"about": self._all_about()},
                     "hold": self._hold,
-                    "end": self._end,
+                    "end": lambda _: self.ended.set(),
                 },
                 _refuse_unknown,
                 field="ask",
@@ -269,27 +246,15 @@ class SnapshotServer:
                 traced=False,
             )
 
-    def _get(self, request: FrameRequest) -> Iterator[Reply]:
-        header = request.header
-        yield Reply(blobs=[self._kept.get(header["path"], header["limit"])])
+    def _get(self, request: FrameRequest) -> Reply:
+        return Reply(blobs=[self._kept.get(request.header["path"], request.header["limit"])])
 
-    def _put(self, request: FrameRequest) -> dict[str, Any]:
-        header = request.header
-        self._kept.put(header["path"], bytes(request.blob), new=header["new"])
-        return {}
+    def _put(self, request: FrameRequest) -> None:
+        self._kept.put(request.header["path"], bytes(request.blob), new=request.header["new"])
 
-    def _delete(self, request: FrameRequest) -> dict[str, Any]:
-        self._kept.delete(request.header["paths"])
-        return {}
-
-    def _hold(self, request: FrameRequest) -> dict[str, Any]:
+    def _hold(self, request: FrameRequest) -> None:
         with self._lock:
             self._holding.add(request.channel)
-        return {}
-
-    def _end(self, request: FrameRequest) -> dict[str, Any]:
-        self.ended.set()
-        return {}
 
     def _all_about(self) -> dict[str, Any]:
         return {
@@ -351,7 +316,7 @@ class _OpenFolders:
                 channel.hang_up(listens=False)
                 return
 
-    def ranges(self, request: FrameRequest) -> Iterator[Reply]:
+    def ranges(self, request: FrameRequest) -> Reply:
         """Bytes of short ranges of a file, one after the other in an answer: between hosts, an answer is signed."""
         piece, places = self._image(request), request.blob.cast("Q")
         data, position = memoryview(bytearray(sum(places[1::2]))), 0
@@ -359,7 +324,7 @@ class _OpenFolders:
             if not piece.fill(data[position : position + length], offset):
                 raise OSError(errno.EIO, "its memory is too short", request.header["name"])
             position += length
-        yield Reply(blobs=[data])
+        return Reply(blobs=[data])
 
     def _image(self, request: FrameRequest) -> LocalFile:
         header = request.header
@@ -368,13 +333,12 @@ class _OpenFolders:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), header["name"])
         return piece
 
-    def release(self, request: FrameRequest) -> dict[str, Any]:
+    def release(self, request: FrameRequest) -> None:
         """Close one."""
         self._open.pop(request.header["number"])[1].close()
-        return {}
 
 
-def _refuse_unknown(request: FrameRequest) -> dict[str, Any]:
+def _refuse_unknown(request: FrameRequest) -> None:
     ask = request.header["ask"]
     raise OSError(errno.EOPNOTSUPP, f"this snapshot server, of another release, does not know {ask!r:.100}")
 

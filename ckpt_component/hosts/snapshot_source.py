@@ -36,9 +36,9 @@ from ..loading.collective import Phase
 from ..loading.load_options import LoadOptions
 from ..loading.reader import Reader
 from ..managing.run_context import RunContext
-from .client import HostClient, JobClients, ServedRun, clients_of, each_of, served_run
+from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, served_run
 from .stores import SnapshotStore
-from .wire import SCHEME, PeerAddress, memory_root, roots_here, split_root, tokens_at
+from .wire import SCHEME, PeerAddress, memory_root, roots_here, token_of, tokens_at
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RunMemory:
         self._run = run
         self._lineage = lineage
         #: The servers that are to stay until this run has a snapshot of its own, and what they have.
-        self._held: list[HostClient] = []
+        self._held: list[SnapshotClient] = []
         self._found: tuple[RunContext, Scan] | None = None
         #: The runs that owned the folder after the one whose snapshots were found.
         self._later = set[str]()
@@ -292,7 +292,7 @@ class PeerMemory(RunMemory):
 
     def elsewhere(self, root: str) -> Sequence[Any]:
         """See the base class. First the secret of the run, once, as all ranks hear of it."""
-        return self._offered.get(_token_of(root), ())
+        return self._offered.get(token_of(root), ())
 
     def join(self, root: str, clients: Sequence[Any]) -> None:
         """See the base class; the first rank of a host has its servers stay."""
@@ -301,7 +301,7 @@ class PeerMemory(RunMemory):
         self.let_go()
         if not root:
             return
-        self._know(_token_of(root), clients)
+        self._know(token_of(root), clients)
         if self._leads_host:
             try:
                 self._hold(root)
@@ -323,11 +323,6 @@ class PeerMemory(RunMemory):
 
     def _clients(self, path: str) -> Iterable[SnapshotStore]:
         return self._clients_of_job(path)
-
-
-def _token_of(root: str) -> str:
-    place = split_root(root)
-    return "" if place is None else place[1]
 
 
 def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Storage]) -> str:

@@ -52,10 +52,10 @@ def memory_root(durable_root: str, token: str) -> str:
     return f"{SCHEME}{_plain(durable_root)}@{token}"
 
 
-def split_root(path: str) -> tuple[str, str] | None:
-    """The ID of the durable root and the run's token, of a memory root or a path below it; None: it is no such path."""
+def token_of(path: str) -> str:
+    """The token of the run of a memory root, or of a path below it; empty: it is no such path."""
     match = _PATH.fullmatch(path)
-    return None if match is None else (_id_of(match[1]), match[2])
+    return "" if match is None else match[2]
 
 
 def tokens_at(durable_root: str, outside: Outside = OUTSIDE) -> list[str]:
@@ -63,7 +63,7 @@ def tokens_at(durable_root: str, outside: Outside = OUTSIDE) -> list[str]:
 
     Raises as `runtime_folder`.
     """
-    return _names(os.path.join(runtime_folder(outside=outside), _id_of(_plain(durable_root))))
+    return _names(os.path.join(runtime_folder(outside), _id_of(_plain(durable_root))))
 
 
 def roots_here(outside: Outside = OUTSIDE) -> list[tuple[str, str]]:
@@ -71,31 +71,29 @@ def roots_here(outside: Outside = OUTSIDE) -> list[tuple[str, str]]:
 
     Raises as `runtime_folder`.
     """
-    runtime = runtime_folder(outside=outside)
+    runtime = runtime_folder(outside)
     return [(root, token) for root in _names(runtime) for token in _names(os.path.join(runtime, root))]
 
 
-def runtime_folder(user: int | None = None, outside: Outside = OUTSIDE) -> str:
+def runtime_folder(outside: Outside = OUTSIDE) -> str:
     """The folder of all sockets of this host, which need not exist yet; see `host_name` for a machine that is several.
 
     Args:
-        user: whose it must be; None: the user of this process
         outside: of this process
 
     Raises:
         PermissionError: it is another user's, or open to others
         OSError: it is not an absolute path
     """
-    path, part = _safe_folder(user, outside), outside.environment.get(HOST_VARIABLE, "")
+    path, part = _safe_folder(outside), outside.environment.get(HOST_VARIABLE, "")
     if "/" in part or part in (".", ".."):
         raise OSError(errno.EINVAL, f"{HOST_VARIABLE} is not the name of a host; set it to one, or unset it", part)
     return os.path.join(path, part) if part else path
 
 
-def _safe_folder(user: int | None, outside: Outside) -> str:
+def _safe_folder(outside: Outside) -> str:
     """The folder that nobody else can open, and its check; see `runtime_folder`."""
-    user = os.getuid() if user is None else user
-    path = outside.environment.get(VARIABLE) or f"/tmp/ckpt-{user}"
+    path = outside.environment.get(VARIABLE) or f"/tmp/ckpt-{os.getuid()}"
     if not os.path.isabs(path):
         raise OSError(errno.EINVAL, f"{VARIABLE} is not an absolute path; set it to one, or unset it", path)
     try:
@@ -106,8 +104,8 @@ def _safe_folder(user: int | None, outside: Outside) -> str:
         raise _refused(path, error.strerror or str(error), error.errno or errno.EIO) from error
     if not stat.S_ISDIR(status.st_mode):
         raise _refused(path, "it is not a folder")
-    if status.st_uid != user:
-        raise _refused(path, f"it belongs to user {status.st_uid}, not to user {user}")
+    if status.st_uid != os.getuid():
+        raise _refused(path, f"it belongs to user {status.st_uid}, not to user {os.getuid()}")
     if status.st_mode & 0o077:
         raise _refused(path, f"others may open it (its mode is {stat.S_IMODE(status.st_mode):o}, not 700)")
     return path
@@ -127,10 +125,18 @@ class SocketPlace:
     token: str
     outside: Outside = field(default=OUTSIDE, compare=False, repr=False)
 
+    @classmethod
+    def of(cls, path: str, outside: Outside = OUTSIDE) -> SocketPlace:
+        """That of the run of a memory root, or of a path below it; raises ValueError if it is no such path."""
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise ValueError(f"{path!r} is not the path of a run's memory, such as host://runs/one@1f2e3d4c-0a0b0c0d.")
+        return cls(_id_of(match[1]), match[2], outside)
+
     @property
     def folder(self) -> str:
         """The folder; raises as `runtime_folder`."""
-        return os.path.join(runtime_folder(outside=self.outside), self.root, self.token)
+        return os.path.join(runtime_folder(self.outside), self.root, self.token)
 
     def ranks(self) -> dict[int, int]:
         """The ranks that have a socket, each with a number that tells the socket from a later one."""
@@ -177,7 +183,7 @@ class SocketPlace:
             PermissionError: as `runtime_folder`
             OSError: the socket cannot be made
         """
-        runtime, failure = _safe_folder(None, self.outside), OSError()
+        runtime, failure = _safe_folder(self.outside), OSError()
         for _ in range(_TRIALS):
             try:
                 return self._listen(rank)
@@ -190,7 +196,7 @@ class SocketPlace:
         raise _refused(runtime, failure.strerror or str(failure), failure.errno or errno.EIO) from failure
 
     def _listen(self, rank: int) -> tuple[Socket, int]:
-        os.makedirs(_safe_folder(None, self.outside), mode=0o700, exist_ok=True)
+        os.makedirs(_safe_folder(self.outside), mode=0o700, exist_ok=True)
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
         folder = os.open(self.folder, _FOLDER)
         draft = f".new-{self.outside.pid()}-{rank}"

@@ -13,7 +13,7 @@ from ckpt_component.core.outside import Outside
 from ckpt_component.core.writing.process import ByteProcess, WriterConnection, WriterProgram
 from ckpt_component.hosts.client import HostClient, PeerClient, clients_of
 from ckpt_component.hosts.host_memory import HostMemory
-from ckpt_component.hosts.wire import PeerAddress, SocketPlace, roots_here, split_root
+from ckpt_component.hosts.wire import PeerAddress, SocketPlace, roots_here
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
@@ -37,7 +37,7 @@ def client_of(outside: Outside, rank: int = 0) -> ByteProcess:
 
 
 def place(outside: Outside) -> SocketPlace:
-    return SocketPlace(*(split_root(ROOT) or ("", "")), outside)
+    return SocketPlace.of(ROOT, outside)
 
 
 def in_turn(simulation: Simulation, acts: Acts) -> None:

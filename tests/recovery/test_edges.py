@@ -38,13 +38,13 @@ from ckpt_component.errors import (
     CheckpointNotFoundError,
     CheckpointUnreadableError,
 )
-from ckpt_component.hosts.client import HostClient, clients_of
+from ckpt_component.hosts.client import SnapshotClient, clients_of
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.keep import SnapshotProcess
 from ckpt_component.hosts.server import SnapshotServer
 from ckpt_component.hosts.snapshot_source import NearestReader, copy_in_memory
 from ckpt_component.hosts.stores import MemoryStore
-from ckpt_component.hosts.wire import PeerAddress, SocketPlace, memory_root, roots_here, split_root
+from ckpt_component.hosts.wire import PeerAddress, SocketPlace, memory_root, roots_here
 
 ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
 #: A server with one file, whose trainer has died when it hears so.
@@ -88,7 +88,7 @@ def loses_its_trainer(process: subprocess.Popen[str], word: str = "") -> None:
     process.stdin.flush()
 
 
-def its_client() -> HostClient:
+def its_client() -> SnapshotClient:
     (client,) = clients_of(ROOT)
     return client
 
@@ -421,9 +421,7 @@ def test_going_back_drops_later_snapshots_alone(kept: Kept) -> None:
 
 def test_sockets_of_dead_clients_that_owned_nothing_go_with_the_first_snapshot(kept: Kept) -> None:
     """Of a run that was killed with its server before it took the folder, and so is named nowhere."""
-    place = split_root(memory_root(str(kept.folder), new_token()))
-    assert place is not None
-    dead = SocketPlace(*place)
+    dead = SocketPlace.of(memory_root(str(kept.folder), new_token()))
     dead.listen(0)[0].close()
     with next_run(kept, "checkpoint.recovery.every_steps=1") as (manager, _):
         assert manager.restore(state_of(0)) == 3

@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 
 from ckpt_component.core.memory.huge_pages import SharedPages
-from ckpt_component.core.outside import Outside
+from ckpt_component.core.outside import OUTSIDE, Outside, Socket
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
-from ckpt_component.hosts.client import HostClient, HostClients, clients_here, clients_of
+from ckpt_component.hosts.client import HostClient, HostClients, clients_of
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.server import SnapshotServer
 from ckpt_component.hosts.stores import ListedFile, LocalFile, MemoryStore
@@ -36,14 +36,14 @@ from ckpt_component.hosts.wire import (
     memory_root,
     roots_here,
     runtime_folder,
-    split_root,
+    token_of,
 )
 from ckpt_component.testing.conformance import StorageContract
 from ckpt_component.testing.conformance.leftovers import memfds
 
 TOKEN = "1f2e3d4c-0a0b0c0d"
 ROOT = memory_root("/runs/one", TOKEN)
-PLACE = SocketPlace(*split_root(ROOT) or ("", ""))
+PLACE = SocketPlace.of(ROOT)
 #: A server in a process of its own: it keeps a small file, and ends when its stdin does.
 PROCESS = """
 import sys
@@ -67,9 +67,9 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def serving(kept: MemoryStore, rank: int = 0, root: str = ROOT, user: int | None = None) -> Iterator[SnapshotServer]:
+def serving(kept: MemoryStore, rank: int = 0, root: str = ROOT, outside: Outside = OUTSIDE) -> Iterator[SnapshotServer]:
     about = {"root": "/runs/one", "world_size": 2, "alive": True}
-    server = SnapshotServer(kept, root, rank, lambda: about, user=user)
+    server = SnapshotServer(kept, root, rank, lambda: about, outside=outside)
     server.start()
     try:
         yield server
@@ -143,13 +143,15 @@ class TestSnapshotStoreBySocket(StorageContract):
 
 
 def test_a_path_names_its_run_whatever_is_below_it() -> None:
-    assert split_root("/runs/one") is None
-    assert split_root(f"{ROOT}/iter_1/__0_0.distcp") == split_root(ROOT)
-    assert split_root(memory_root("/data@20/run", TOKEN)) != split_root(ROOT)
-    assert split_root(memory_root("/data@20/run", TOKEN))[1] == TOKEN  # type: ignore[index]
+    assert token_of("/runs/one") == ""
+    with pytest.raises(ValueError, match="not the path of a run's memory"):
+        SocketPlace.of("/runs/one")
+    assert SocketPlace.of(f"{ROOT}/iter_1/__0_0.distcp") == PLACE
+    assert SocketPlace.of(memory_root("/data@20/run", TOKEN)) != PLACE
+    assert token_of(memory_root("/data@20/run", TOKEN)) == TOKEN
     assert memory_root("/runs/one/", TOKEN) == ROOT
     of_bucket = memory_root("s3://bucket/one", TOKEN)
-    assert split_root(f"{of_bucket}/iter_1") == split_root(memory_root("s3://bucket/one/", TOKEN))
+    assert SocketPlace.of(f"{of_bucket}/iter_1") == SocketPlace.of(memory_root("s3://bucket/one/", TOKEN))
 
 
 def test_without_a_client_there_is_nothing() -> None:
@@ -210,7 +212,7 @@ def test_clients_say_what_they_are_and_hear_who_needs_them() -> None:
     kept = MemoryStore()
     kept.put(f"{ROOT}/file", b"abc")
     with serving(kept, 3) as server:
-        (client,) = clients_here()
+        (client,) = clients_of(ROOT)
         about = client.about()
         assert {**about, "host": socket.gethostname(), "pid": os.getpid()} == about
         expected = {"root": "/runs/one", "token": TOKEN, "rank": 3, "bytes": 3, "alive": True, "world_size": 2}
@@ -236,14 +238,14 @@ def test_one_machine_can_be_several_hosts(runtime: Path, monkeypatch: pytest.Mon
             kept = MemoryStore()
             kept.put(f"{ROOT}/file", name.encode())
             until_closed.enter_context(serving(kept))
-            (client,) = clients_here()
+            (client,) = clients_of(ROOT)
             assert client.about()["host"] == name and client.get(f"{ROOT}/file", 3) == name.encode()
         monkeypatch.setenv("CKPT_HOST", "three")
-        assert clients_here() == []
+        assert clients_of(ROOT) == []
     assert runtime.stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("CKPT_HOST", "../two")
     with pytest.raises(OSError, match="CKPT_HOST is not the name of a host"):
-        clients_here()
+        clients_of(ROOT)
 
 
 def test_a_file_is_as_it_was_while_it_is_open_whoever_deletes_it() -> None:
@@ -719,15 +721,18 @@ def test_three_hundred_files_with_descriptors_of_their_own() -> None:
     kept.delete([file.path for file in kept.listed("")])
 
 
-def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path) -> None:
+def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="others may open it .*755.* set CKPT_RUNTIME_DIR"):
         clients_of(ROOT)
     with pytest.raises(PermissionError, match="others may open it"), serving(MemoryStore()):
         pass
     runtime.chmod(0o700)
-    with pytest.raises(PermissionError, match=f"belongs to user {os.getuid()}, not to user {os.getuid() + 1}"):
-        runtime_folder(os.getuid() + 1)
+    own = os.getuid()
+    with monkeypatch.context() as as_another:
+        as_another.setattr(os, "getuid", lambda: own + 1)
+        with pytest.raises(PermissionError, match=f"belongs to user {own}, not to user {own + 1}"):
+            runtime_folder()
     runtime.rmdir()
     runtime.symlink_to("/tmp")
     with pytest.raises(PermissionError, match="not a folder"):
@@ -756,11 +761,19 @@ def test_who_comes_later_replaces_a_socket_and_who_was_replaced_leaves_it() -> N
         assert roots_here() == []
 
 
+class AmongStrangers(Outside):
+    """All other processes are another user's."""
+
+    def credentials(self, sock: Socket) -> tuple[int, int]:
+        user, pid = super().credentials(sock)
+        return user + 1, pid
+
+
 def test_the_process_of_another_user_is_refused_on_both_sides() -> None:
-    with serving(MemoryStore()), pytest.raises(PermissionError, match=f"a process of user {os.getuid()}, not"):
-        HostClient(PLACE, 0, user=os.getuid() + 1)
+    with serving(MemoryStore()), pytest.raises(PermissionError, match=f"a process of user {os.getuid() + 1}, not"):
+        HostClient(SocketPlace.of(ROOT, AmongStrangers()), 0)
     with (
-        serving(MemoryStore(), user=os.getuid() + 1),
+        serving(MemoryStore(), outside=AmongStrangers()),
         pytest.raises(PermissionError, match="this snapshot server belongs to"),
     ):
         clients_of(ROOT)[0].listed("")

@@ -53,8 +53,8 @@ class _LoopEnd:
 #: What a handler returns to end the loop without an answer.
 END: Final = _LoopEnd()
 
-#: Returns the values of the answer; or gives one after the other, which are sent as they come.
-Handler = Callable[[FrameRequest], Mapping[str, Any] | Iterator[Reply] | _LoopEnd]
+#: Returns the answer, or its values, if there are any; or gives one after the other, which are sent as they come.
+Handler = Callable[[FrameRequest], Mapping[str, Any] | Reply | Iterator[Reply] | _LoopEnd | None]
 
 
 def answer_requests(
@@ -107,7 +107,9 @@ def answer_requests(
             result = handlers.get(header[field], unknown)(request)
             if isinstance(result, _LoopEnd):
                 return True
-            for answer in [Reply(result)] if isinstance(result, Mapping) else result:
+            if isinstance(result, Reply):
+                result = iter([result])
+            for answer in [Reply(result or {})] if result is None or isinstance(result, Mapping) else result:
                 header = {"kind": "done", **answered, **answer.values}
                 channel.send(header, _deadline(channel, seconds), answer.blobs, answer.fds)
         except Exception as error:
