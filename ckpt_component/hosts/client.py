@@ -31,6 +31,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 from ..core.memory.huge_pages import map_private
@@ -203,6 +204,15 @@ class SnapshotClient(SnapshotStore):
         return ConnectionResetError(errno.ECONNRESET, f"{self._name} has ended")
 
 
+def _files_in(header: Mapping[str, Any], blob: memoryview) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+    """The files of an answer to `open`: the name, source and base of each, and arguments of `ReadableFile`."""
+    small, position = ((name, -1, 0, 0, size, False) for name, size in header["small"]), 0
+    for name, source, base, length, size, is_replica in chain(small, header["pieces"]):
+        tail = bytes(blob[position : position + size])
+        yield name, source, base, {"length": length, "tail": tail, "is_replica": is_replica}
+        position += size
+
+
 def _close(channel: Channel, process: int) -> None:
     """Close a connection, unless this is a fork of the process that made it and uses it still."""
     if channel.outside.pid() == process:
@@ -236,7 +246,7 @@ class HostClient(SnapshotClient):
         super().__init__(rank, f"rank {rank}'s snapshot server", seconds, now=now, outside=place.outside)
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, ReadableFile | bytes]]:
+    def opened(self, folder: str) -> Iterator[Mapping[str, ReadableFile]]:
         with ExitStack() as until_closed:
             descriptors = list[int]()
             with self._lock:
@@ -251,15 +261,10 @@ class HostClient(SnapshotClient):
                     for fd in more:
                         until_closed.callback(os.close, fd)
                     descriptors += more
-            files, position = dict[str, ReadableFile | bytes](), 0
-            for name, size in header["small"]:
-                files[name] = bytes(blob[position : position + size])
-                position += size
-            for name, source, base, length, more, is_replica in header["pieces"]:
-                tail = bytes(blob[position : position + more])
-                files[name] = LocalFile(descriptors[source], base, length, tail, is_replica)
-                position += more
-            yield files
+            yield {
+                name: LocalFile(**file, descriptor=descriptors[source] if file["length"] else -1, base=base)
+                for name, source, base, file in _files_in(header, blob)
+            }
 
     def _dial(self) -> Channel:
         sock = self._place.connect(self._rank, self._seconds)
@@ -386,25 +391,20 @@ class PeerClient(SnapshotClient):
         super().__init__(address.rank, str(address), seconds, now=now, outside=outside)
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, FetchedFile | bytes]]:
+    def opened(self, folder: str) -> Iterator[Mapping[str, FetchedFile]]:
         """Open the files of a folder; see the base class."""
         with ExitStack() as until_closed:
             with self._lock:
                 channel, header, blob, _ = self._answer("open", path=folder, descriptors=False)
                 number = header["number"]
             until_closed.callback(self._release, channel, number)
-            files, position = dict[str, FetchedFile | bytes](), 0
-            for name, size in header["small"]:
-                files[name] = bytes(blob[position : position + size])
-                position += size
-            identities = header.get("identities", {})  # an earlier release has none
-            for name, _, _, length, more, is_replica in header["pieces"]:
-                place, tail = (channel, number, name), bytes(blob[position:][:more])
+            files, identities = dict[str, FetchedFile](), header.get("identities", {})  # an earlier release has none
+            for name, _, _, file in _files_in(header, blob):
                 fetched = self._fetched.get((folder, name))
-                if fetched is None or fetched.nbytes != length:
-                    fetched = self._fetched[folder, name] = _FetchedBytes(length, self._outside)
-                files[name] = FetchedFile(self, place, fetched, tail, is_replica, identities.get(name, ""))
-                position += more
+                if fetched is None or fetched.nbytes != file["length"]:
+                    fetched = self._fetched[folder, name] = _FetchedBytes(file["length"], self._outside)
+                place, identity = (channel, number, name), identities.get(name, "")
+                files[name] = FetchedFile(**file, identity=identity, client=self, place=place, fetched=fetched)
             yield files
 
     def forget(self) -> None:
@@ -506,70 +506,44 @@ class _FetchedBytes:
         self.coming = [outside.lock() for _ in range(chunks)]
 
 
+@dataclass(frozen=True, kw_only=True)
 class FetchedFile(ReadableFile):
     """A file of a `PeerClient`.
 
-    Args:
+    Attributes:
         client: has it
         place: see `PeerClient.fetch`
         fetched: what has come of it
-        tail: the bytes that follow
-        is_replica: see the base class
-        identity: see `ImageRange`
-
-    Attributes:
-        length: how many bytes come before the tail
-        tail, identity: see above
     """
 
+    client: PeerClient
+    place: tuple[Channel, int, str]
+    fetched: _FetchedBytes
     is_here: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        client: PeerClient,
-        place: tuple[Channel, int, str],
-        fetched: _FetchedBytes,
-        tail: bytes,
-        is_replica: bool,
-        identity: str,
-    ) -> None:
-        self.is_replica, self.identity = is_replica, identity
-        self._client = client
-        self._place = place
-        self._fetched = fetched
-        self.length = fetched.nbytes
-        self.tail = tail
-
-    @property
-    def size(self) -> int:
-        return self.length + len(self.tail)
-
-    def fill(self, buffer: memoryview, offset: int) -> bool:
-        end = min(offset + buffer.nbytes, self.length)
+    def fill_image(self, buffer: memoryview, offset: int) -> bool:
+        fetched, end = self.fetched, offset + buffer.nbytes
         for chunk in range(offset // _CHUNK_BYTES, -(-end // _CHUNK_BYTES)):
-            with self._fetched.coming[chunk]:  # whoever fetches it has a deadline
-                if not self._fetched.has_come[chunk]:
+            with fetched.coming[chunk]:  # whoever fetches it has a deadline
+                if not fetched.has_come[chunk]:
                     start = chunk * _CHUNK_BYTES
-                    self._client.fetch(self._place, start, self._fetched.memory[start : start + _CHUNK_BYTES])
-                    self._fetched.has_come[chunk] = True
-        of_memory = max(end - offset, 0)
-        buffer[:of_memory] = self._fetched.memory[offset : offset + of_memory]
-        start = max(offset - self.length, 0)
-        buffer[of_memory:] = memoryview(self.tail)[start : start + buffer.nbytes - of_memory]
+                    self.client.fetch(self.place, start, fetched.memory[start : start + _CHUNK_BYTES])
+                    fetched.has_come[chunk] = True
+        buffer[:] = fetched.memory[offset:end]
         return True
 
     def stream(self, offset: int, length: int, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
         """Receive bytes before the tail anew; see `PeerClient.stream`."""
-        return self._client.stream(self._place, offset, length, buffers)
+        return self.client.stream(self.place, offset, length, buffers)
 
     def ranges(self, places: bytes) -> memoryview:
         """Bytes before the tail; see `PeerClient.ranges`."""
-        return self._client.ranges(self._place, places)
+        return self.client.ranges(self.place, places)
 
     def forget(self, offset: int, length: int) -> None:
         for chunk in range(offset // _CHUNK_BYTES, -(-min(offset + length, self.length) // _CHUNK_BYTES)):
-            with self._fetched.coming[chunk]:
-                self._fetched.has_come[chunk] = False
+            with self.fetched.coming[chunk]:
+                self.fetched.has_come[chunk] = False
 
 
 class JobClients(HostClients):

@@ -133,7 +133,7 @@ class FarFiles(MemoryFiles):
         super().__init__(folder, lambda: [client], outside)
         self._client = client
 
-    def _open(self) -> dict[str, ReadableFile | bytes]:
+    def _open(self) -> dict[str, ReadableFile]:
         return dict(self._until_closed.enter_context(self._client.opened(self._folder)))
 
     def __exit__(self, *exception: object) -> None:

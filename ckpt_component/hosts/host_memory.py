@@ -57,40 +57,33 @@ class MemoryFiles(FileSet):
         super().__init__(folder, outside)
         self._find = find
         self._lock = outside.lock()
-        self._files: dict[str, ReadableFile | bytes] | None = None
+        self._files: dict[str, ReadableFile] | None = None
         self._until_closed = ExitStack()
 
     @property
     def seen_by_all(self) -> bool:
         """Whether all is in the memory of this host, where the ranks that wrote it have put it."""
-        return all(isinstance(file, bytes) or (file.is_here and not file.is_replica) for file in self._all().values())
+        return all(file.is_here and not file.is_replica for file in self._all().values())
 
     def size(self, name: str) -> int:
-        file = self._file(name)
-        return len(file) if isinstance(file, bytes) else file.size
+        return self._file(name).size
 
     def stream(self, name: str) -> IO[bytes]:
         return io.BufferedReader(FileStream(self, name, self.size(name)), _STREAM_BYTES)
 
     def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
         file = self._file(name)
-        if offset + buffer.nbytes > self.size(name):
-            return False
-        if isinstance(file, bytes):
-            buffer[:] = memoryview(file)[offset : offset + buffer.nbytes]
-            return True
         try:
-            return file.fill(buffer, offset)
+            return offset + buffer.nbytes <= file.size and file.fill(buffer, offset)
         except OSError as error:
             raise read_failure(os.path.join(self._folder, name), error) from error
 
     def view(self, name: str, offset: int, length: int) -> memoryview | None:
         """As for `FileSet`; memory that is mapped is not copied."""
-        file = self._file(name)
-        mapping = None if isinstance(file, bytes) else file.view(offset, length)
+        mapping = self._file(name).view(offset, length)
         return super().view(name, offset, length) if mapping is None else mapping
 
-    def _file(self, name: str) -> ReadableFile | bytes:
+    def _file(self, name: str) -> ReadableFile:
         path = self._path(name)
         try:
             files = self._all()
@@ -100,15 +93,15 @@ class MemoryFiles(FileSet):
             raise read_failure(path, error) from error
         return files[name]
 
-    def _all(self) -> Mapping[str, ReadableFile | bytes]:
+    def _all(self) -> Mapping[str, ReadableFile]:
         """The files, which are opened now if they are not."""
         with self._lock:
             if self._files is None:
                 self._files = self._open()
             return self._files
 
-    def _open(self) -> dict[str, ReadableFile | bytes]:
-        files = dict[str, ReadableFile | bytes]()
+    def _open(self) -> dict[str, ReadableFile]:
+        files = dict[str, ReadableFile]()
         with ExitStack() as until_closed:
             for client in self._find():
                 try:
@@ -117,15 +110,13 @@ class MemoryFiles(FileSet):
                     logger.info("passed over what a snapshot server had: %s", error)
                     continue
                 for name, file in found.items():
-                    if name not in files or (_is_replica(files[name]) and not _is_replica(file)):
+                    if name not in files or (files[name].is_replica and not file.is_replica):
                         files[name] = file
             self._until_closed = until_closed.pop_all()
         return files
 
     def _forget(self, name: str, offset: int, length: int) -> None:
-        file = self._file(name)
-        if not isinstance(file, bytes):
-            file.forget(offset, length)
+        self._file(name).forget(offset, length)
 
     def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
         return min(max(os.cpu_count() or 1, _LEAST_THREADS), _MOST_THREADS, len(ordered))
@@ -135,10 +126,6 @@ class MemoryFiles(FileSet):
         with self._lock:
             self._files = None
             self._until_closed.close()
-
-
-def _is_replica(file: ReadableFile | bytes) -> bool:
-    return isinstance(file, ReadableFile) and file.is_replica
 
 
 _Answer = TypeVar("_Answer")

@@ -65,7 +65,7 @@ from ..errors import CheckpointError, CheckpointFencedError
 from .client import ANSWER_SECONDS, FetchedFile, HostClients, PeerClient
 from .host_memory import HostMemory
 from .server import PeerEndpoint, SnapshotServer
-from .stores import ImageRange, MemoryStore, ReplicaBlock, ReplicaMemory, size_of
+from .stores import ImageRange, MemoryStore, ReplicaBlock, ReplicaMemory
 from .wire import PeerAddress
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.
@@ -219,12 +219,12 @@ class ReplicaPull:
         client = PeerClient(self._home, self._secret, seconds=seconds, outside=self._outside)
         with contextlib.closing(client), ExitStack() as until_kept:
             dates = {file.path: file.modified for file in client.listed(path) if file.home is None}
-            contents, images = dict[str, ImageRange | bytes](), dict[str, FetchedFile]()
+            contents, images = dict[str, ImageRange](), dict[str, FetchedFile]()
             for folder in {os.path.dirname(file) for file in dates}:
                 for name, content in until_kept.enter_context(client.opened(folder)).items():
                     file = os.path.join(folder, name)
-                    if isinstance(content, bytes):
-                        contents[file] = content
+                    if not content.length:
+                        contents[file] = ImageRange(content.tail)
                     elif file in dates:
                         images[file] = content
             if not dates or dates.keys() - contents.keys() - images.keys():
@@ -240,13 +240,13 @@ class ReplicaPull:
                 source = block.source, block.fd
                 for file, image in images.items():
                     self._receive(file, image, index, block, base)
-                    contents[file] = ImageRange(block.source, base, image.length, image.tail, image.identity)
+                    contents[file] = ImageRange(image.tail, block.source, base, image.length, image.identity)
                     base += align(image.length)
             kept = {file: (contents[file], modified) for file, modified in dates.items()}
             files.put_replica(rank, path, kept, source)
-        return PullResult(sum(size_of(content) for content, _ in kept.values()), client.received)
+        return PullResult(sum(content.size for content, _ in kept.values()), client.received)
 
-    def _index(self, contents: Mapping[str, ImageRange | bytes], images: Mapping[str, FetchedFile]) -> _Index:
+    def _index(self, contents: Mapping[str, ImageRange], images: Mapping[str, FetchedFile]) -> _Index:
         """What the home's integrity file says of its files.
 
         Raises:
@@ -254,13 +254,12 @@ class ReplicaPull:
         """
         name = integrity_name(self._home.rank)
         path = next((path for path in contents if os.path.basename(path) == name), None)
-        data = None if path is None else contents[path]
-        if path is None or not isinstance(data, bytes):
+        if path is None:
             raise FileNotFoundError(errno.ENOENT, f"{self._home} does not have {name}, by which files are verified")
-        content, folder = json.loads(data), os.path.dirname(path)
+        content, folder = json.loads(contents[path].tail), os.path.dirname(path)
         for entry in content["files"]:
             file = os.path.join(folder, entry["name"])
-            size = images[file].size if file in images else size_of(contents.get(file, b""))
+            size = images[file].size if file in images else contents.get(file, ImageRange()).size
             if size != entry["size"]:
                 text = f"{self._home} has {size} bytes of it, and by {name} they are {entry['size']}"
                 raise OSError(errno.EBADMSG, text, file)

@@ -280,7 +280,7 @@ class _OpenFolders:
     def __init__(self, kept: ServedStore) -> None:
         self._kept = kept
         #: The files of each, and what closes it, by the number of the request.
-        self._open: dict[int, tuple[Mapping[str, LocalFile | bytes], ExitStack]] = {}
+        self._open: dict[int, tuple[Mapping[str, LocalFile], ExitStack]] = {}
 
     def __enter__(self) -> _OpenFolders:
         return self
@@ -329,7 +329,7 @@ class _OpenFolders:
     def _image(self, request: FrameRequest) -> LocalFile:
         header = request.header
         piece = self._open[header["number"]][0].get(header["name"])
-        if not isinstance(piece, LocalFile):  # a small one
+        if piece is None or not piece.length:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), header["name"])
         return piece
 
@@ -343,10 +343,10 @@ def _refuse_unknown(request: FrameRequest) -> None:
     raise OSError(errno.EOPNOTSUPP, f"this snapshot server, of another release, does not know {ask!r:.100}")
 
 
-def _opening(number: int, files: Mapping[str, LocalFile | bytes], *, passes_fds: bool) -> Iterator[Reply]:
+def _opening(number: int, files: Mapping[str, LocalFile], *, passes_fds: bool) -> Iterator[Reply]:
     """The frames that answer `open`: the first one says what is where, and how many descriptors come."""
-    small = {name: content for name, content in files.items() if isinstance(content, bytes)}
-    pieces = {name: content for name, content in files.items() if not isinstance(content, bytes)}
+    small = {name: file.tail for name, file in files.items() if not file.length}
+    pieces = {name: file for name, file in files.items() if file.length}
     fds = list(dict.fromkeys(piece.descriptor for piece in pieces.values()))
     places = {fd: place for place, fd in enumerate(fds)}
     fds = fds if passes_fds else []

@@ -56,29 +56,42 @@ class ListedFile(NamedTuple):
     home: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class ReadableFile(ABC):
-    """A file that is open, wherever its bytes are. Thread-safe.
+    """A file that is open, wherever its bytes are: an image, and the bytes that follow it. Thread-safe.
 
     Attributes:
+        length: bytes of the image; 0: it is a small file
+        tail: the bytes that follow
         is_replica: whether it is a copy of another rank's, which is not read while that rank's server has it
+        identity: see `ImageRange`
         is_here: whether its bytes are on this host
     """
 
+    length: int = 0
+    tail: bytes = b""
     is_replica: bool = False
+    identity: str = ""
     is_here: ClassVar[bool] = True
 
     @property
-    @abstractmethod
     def size(self) -> int:
         """In bytes."""
+        return self.length + len(self.tail)
 
-    @abstractmethod
     def fill(self, buffer: memoryview, offset: int) -> bool:
         """Fill a buffer with the file's bytes from an offset, which lie within its size; False: it is too short.
 
         Raises:
             OSError: they cannot be read
         """
+        of_image, start = max(min(self.length - offset, buffer.nbytes), 0), max(offset - self.length, 0)
+        buffer[of_image:] = memoryview(self.tail)[start : start + buffer.nbytes - of_image]
+        return not of_image or self.fill_image(buffer[:of_image], offset)
+
+    @abstractmethod
+    def fill_image(self, buffer: memoryview, offset: int) -> bool:
+        """See `fill`; of the image alone."""
 
     def view(self, offset: int, length: int) -> memoryview | None:
         """A range of the file without a copy, which the caller does not change; None: it is not mapped."""
@@ -88,7 +101,7 @@ class ReadableFile(ABC):
         """Have bytes come anew when they are read next, because those that came are damaged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalFile(ReadableFile):
     """A file on this host.
 
@@ -96,31 +109,14 @@ class LocalFile(ReadableFile):
     which comes back short, where a mapping would raise SIGBUS.
 
     Attributes:
-        descriptor: of memory or of a disk file, for reading
-        base: where in it the file begins
-        length: how many of its bytes are the file's
-        tail: the bytes that follow them
-        is_replica: see the base class
-        identity: see `ImageRange`
+        descriptor: of memory or of a disk file, for reading; -1: it has no image
+        base: where in it the image begins
     """
 
-    descriptor: int
-    base: int
-    length: int
-    tail: bytes = b""
-    is_replica: bool = False
-    identity: str = ""
+    descriptor: int = -1
+    base: int = 0
 
-    @property
-    def size(self) -> int:
-        return self.length + len(self.tail)
-
-    def fill(self, buffer: memoryview, offset: int) -> bool:
-        if offset + buffer.nbytes > self.length:
-            of_memory = max(self.length - offset, 0)
-            start = max(offset - self.length, 0)
-            buffer[of_memory:] = memoryview(self.tail)[start : start + buffer.nbytes - of_memory]
-            buffer = buffer[:of_memory]
+    def fill_image(self, buffer: memoryview, offset: int) -> bool:
         position = self.base + offset
         while buffer.nbytes:
             count = os.preadv(self.descriptor, [buffer], position)
@@ -131,8 +127,8 @@ class LocalFile(ReadableFile):
         return True
 
     def view(self, offset: int, length: int) -> memoryview | None:
-        begin, memory = self.base + offset, self._memory
-        return None if memory is None or offset + length > self.length else memory[begin : begin + length]
+        begin, memory = self.base + offset, self._memory if offset + length <= self.length else None
+        return None if memory is None else memory[begin : begin + length]
 
     @cached_property
     def _memory(self) -> memoryview | None:
@@ -168,7 +164,7 @@ class SnapshotStore(ABC):
         """Delete those of these files that exist, in one step."""
 
     @abstractmethod
-    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, ReadableFile | bytes]]:
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, ReadableFile]]:
         """Open the files directly in a folder, by name, to read them within a context.
 
         Until it ends, their bytes stay as they are, whoever deletes the files. What is open is closed at its end.
@@ -187,7 +183,7 @@ class ServedStore(SnapshotStore):
         """How many bytes of memory it takes."""
 
     @abstractmethod
-    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalFile | bytes]]:
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalFile]]:
         """See the base class."""
 
 
@@ -285,30 +281,43 @@ class HeldImages:
 
 
 class ImageRange(NamedTuple):
-    """A range of a source, and the bytes that follow it in the file.
+    """Where a file is: a range of a source, and the bytes that follow it.
 
     Attributes:
-        source: number of the source
-        base: where in it the file begins
-        length: how many of its bytes are the file's
-        tail: the bytes that follow them
+        tail: the bytes that follow
+        source: number of the source; None: there is no range
+        base: where in it the range begins
+        length: its bytes
         identity: two ranges with the same one, of one server, are the same bytes of the same file on disk; "": it is in
             an arena, which is filled again. That of a replica is from the server of its home.
     """
 
-    source: int
-    base: int
-    length: int
     tail: bytes = b""
+    source: int | None = None
+    base: int = 0
+    length: int = 0
     identity: str = ""
+
+    @property
+    def size(self) -> int:
+        """How many bytes the file has."""
+        return self.length + len(self.tail)
 
 
 class _HeldFile(NamedTuple):
-    """A file: its bytes or where they are, when it was put, and whose replica it is; None: it is of the own rank."""
+    """A file: where its bytes are, when it was put, and whose replica it is; None: it is of the own rank."""
 
-    content: ImageRange | bytes
+    content: ImageRange
     modified: float
     home: int | None = None
+
+    def opened(self, descriptors: Mapping[int, int]) -> LocalFile:
+        """Open it, given the descriptors of its source."""
+        tail, source, base, length, identity = self.content
+        if source is None:
+            return LocalFile(tail=tail)
+        is_replica, fd = self.home is not None, descriptors[source]
+        return LocalFile(length=length, tail=tail, is_replica=is_replica, identity=identity, descriptor=fd, base=base)
 
 
 class MemoryStore(ServedStore):
@@ -330,7 +339,7 @@ class MemoryStore(ServedStore):
     def listed(self, prefix: str) -> list[ListedFile]:
         with self._lock:
             return [
-                ListedFile(path, size_of(entry.content), entry.modified, entry.home)
+                ListedFile(path, entry.content.size, entry.modified, entry.home)
                 for path, entry in self._files.items()
                 if not prefix or path == prefix or path.startswith(f"{prefix}/")
             ]
@@ -339,20 +348,21 @@ class MemoryStore(ServedStore):
         with self._lock:
             if path not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            content = self._files[path].content
-            if size_of(content) > limit:
+            file = self._files[path]
+            if file.content.size > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
-            if isinstance(content, bytes):
-                return content
-            with self._sources.opened({content.source}) as sources:
-                return _read(sources[content.source], content, path)
+            data = bytearray(file.content.size)
+            with self._sources.opened(_sources_of([file.content])) as descriptors:
+                if not file.opened(descriptors).fill(memoryview(data), 0):
+                    raise OSError(errno.EIO, f"its memory ends before its {len(data)} bytes", path)
+            return bytes(data)
 
     def put(self, path: str, data: bytes, *, new: bool = True) -> None:
         with self._lock:
             if new:
                 self._refuse_taken(path)
             self._drop([path])
-            self._files[path] = _HeldFile(data, self._outside.date())
+            self._files[path] = _HeldFile(ImageRange(data), self._outside.date())
 
     def new_source(self) -> int:
         """A number for a source that is no arena."""
@@ -376,18 +386,18 @@ class MemoryStore(ServedStore):
         with self._lock:
             self._refuse_taken(path)
             if not size:  # the arena is not read for it
-                self._files[path] = _HeldFile(tail, self._outside.date())
+                self._files[path] = _HeldFile(ImageRange(tail), self._outside.date())
                 return
             if source not in self._sources:
                 self._sources.hold(source, descriptor)
             identity = f"{self._token}:{self._sources.identity(source)}:{base}:{size}" if source < 0 else ""
-            self._add(path, _HeldFile(ImageRange(source, base, size, tail, identity), self._outside.date()))
+            self._add(path, _HeldFile(ImageRange(tail, source, base, size, identity), self._outside.date()))
 
     def put_replica(
         self,
         home: int,
         folder: str,
-        files: Mapping[str, tuple[ImageRange | bytes, float]],
+        files: Mapping[str, tuple[ImageRange, float]],
         image: tuple[int, int] | None = None,
     ) -> None:
         """Keep files of another rank, in one step, in the place of all that are there from this rank.
@@ -424,14 +434,14 @@ class MemoryStore(ServedStore):
             self._drop(paths)
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile | bytes]]:
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
         with ExitStack() as until_closed:
             with self._lock:
                 entries = {path: entry for path, entry in self._files.items() if os.path.dirname(path) == folder}
                 sources = self._entered(entry.content for entry in entries.values())
             until_closed.callback(self._leave, sources)
             descriptors = until_closed.enter_context(self._sources.opened(sources))
-            yield {os.path.basename(path): _open_content(entry, descriptors) for path, entry in entries.items()}
+            yield {os.path.basename(path): entry.opened(descriptors) for path, entry in entries.items()}
 
     @contextlib.contextmanager
     def linked(self, home: int, wanted: Mapping[str, tuple[int, str]]) -> Iterator[dict[str, ImageRange]]:
@@ -447,8 +457,7 @@ class MemoryStore(ServedStore):
             By path, where its bytes are; without those that are not here.
         """
         with self._lock:
-            here = {path: entry.content for path, entry in self._files.items() if entry.home == home}
-            ranges = {path: content for path, content in here.items() if isinstance(content, ImageRange)}
+            ranges = {path: entry.content for path, entry in self._files.items() if entry.home == home}
             same = {content.identity: content for content in ranges.values() if content.identity}
             found = dict[str, ImageRange]()
             for path, (length, identity) in wanted.items():
@@ -475,14 +484,14 @@ class MemoryStore(ServedStore):
     def nbytes(self) -> int:
         """Bytes of all files."""
         with self._lock:
-            return sum(size_of(entry.content) for entry in self._files.values())
+            return sum(entry.content.size for entry in self._files.values())
 
     def _refuse_taken(self, path: str) -> None:
         if path in self._files:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
     def _add(self, path: str, entry: _HeldFile) -> None:
-        if isinstance(entry.content, ImageRange):
+        if entry.content.source is not None:
             self._sources.add_file(entry.content.source)
         self._files[path] = entry
 
@@ -491,13 +500,13 @@ class MemoryStore(ServedStore):
             if path in self._files:
                 self._let_go(self._files.pop(path).content)
 
-    def _let_go(self, content: ImageRange | bytes) -> None:
-        if isinstance(content, ImageRange):
+    def _let_go(self, content: ImageRange) -> None:
+        if content.source is not None:
             self._sources.drop_file(content.source)
 
-    def _entered(self, contents: Iterable[ImageRange | bytes]) -> set[int]:
+    def _entered(self, contents: Iterable[ImageRange]) -> set[int]:
         """The sources of files, which a reader has entered. Whoever calls it has the lock."""
-        sources = {content.source for content in contents if isinstance(content, ImageRange)}
+        sources = _sources_of(contents)
         self._sources.enter(sources)
         return sources
 
@@ -506,27 +515,8 @@ class MemoryStore(ServedStore):
             self._sources.leave(sources)
 
 
-def _open_content(entry: _HeldFile, descriptors: Mapping[int, int]) -> LocalFile | bytes:
-    content = entry.content
-    if isinstance(content, bytes):
-        return content
-    fd, is_replica = descriptors[content.source], entry.home is not None
-    return LocalFile(fd, content.base, content.length, content.tail, is_replica, content.identity)
-
-
-def size_of(content: ImageRange | bytes) -> int:
-    """How many bytes a file has."""
-    return len(content) if isinstance(content, bytes) else content.length + len(content.tail)
-
-
-def _read(descriptor: int, place: ImageRange, path: str) -> bytes:
-    data = bytearray()
-    while len(data) < place.length:
-        part = os.pread(descriptor, place.length - len(data), place.base + len(data))
-        if not part:
-            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {place.length} bytes", path)
-        data += part
-    return bytes(data) + place.tail
+def _sources_of(contents: Iterable[ImageRange]) -> set[int]:
+    return {content.source for content in contents if content.source is not None}
 
 
 class ReplicaBlock:

@@ -45,7 +45,7 @@ class _SharedDescriptors:
         readers: how many there are
     """
 
-    files: dict[str, LocalFile | bytes] = field(default_factory=dict)
+    files: dict[str, LocalFile] = field(default_factory=dict)
     until_closed: ExitStack = field(default_factory=ExitStack)
     readers: int = 0
 
@@ -118,7 +118,7 @@ class FolderStore(ServedStore):
             self._fs.sync_folder(folder)
 
     @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile | bytes]]:
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
         """See the base class. Its readers share what is open: the first one opens it, and the last one closes it."""
         with self._lock:
             opened = self._open.get(folder)
@@ -142,7 +142,7 @@ class FolderStore(ServedStore):
                 if self._fs.file_at(path) is not None:
                     fd = self._fs.open_to_serve(path)
                     until_closed.callback(os.close, fd)
-                    opened.files[name] = LocalFile(fd, 0, os.fstat(fd).st_size)
+                    opened.files[name] = LocalFile(length=os.fstat(fd).st_size, descriptor=fd)
             opened.until_closed = until_closed.pop_all()
         return opened
 
