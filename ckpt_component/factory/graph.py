@@ -253,6 +253,8 @@ def manager_of(
                     storages[0], roots[0] = tier.storage, tier.root
                     storage_of = partial(_storage_in, storages[0], storage_of)
                 run = replace(run, fs=storages[0], root=roots[0], remote=run, elsewhere=storage_of)
+                if run.fs.hosts:  # of each checkpoint hosts may have several attempts
+                    run = replace(run, load_options=lambda manifest: {"attempt": str(manifest.get("attempt"))})
                 if save.enabled and (uploads := uploads_of(settings, run, keep)) is not None:
                     followers.append(uploads)
                 keep = RetentionPolicy(settings.local.keep_last)
@@ -273,7 +275,7 @@ def manager_of(
             find = BaseFiles(partial(_bases, roots[0], base, job), saves_to, names).find
             served_run = run if save.enabled else None
             checkpointer = _build_graph(settings, parts, storage_of, context, find, snapshots, served_run, run.hosts)
-            restorer = Restorer(checkpointer, folder, save.enabled, None if snapshots is None else snapshots.earlier)
+            restorer = Restorer(checkpointer, folder, save.enabled, () if snapshots is None else snapshots.sources())
         except BaseException:
             ranks.close()
             if tier is not None:

@@ -39,7 +39,7 @@ from ..saving.save_queue import SaveQueue, notify
 from ..writers.base import Writer
 from .client import HostClient, HostClients, JobClients
 from .host_memory import HostMemory
-from .snapshot_source import NearestReader, PeerMemory, PeerReader, RunMemory
+from .snapshot_source import NearestReader, RunMemory
 from .snapshots import MemoryCaller, NewestStays, TieredSaveQueue
 from .wire import PeerAddress, SocketPlace, memory_root, split_root
 
@@ -300,9 +300,7 @@ class SnapshotParts:
     @property
     def reader(self) -> Callable[..., NearestReader]:
         """What makes the reader, given the arguments of `Reader`."""
-        if self._settings.mode is RecoveryMode.peers:
-            return partial(PeerReader, clients=self._clients)
-        return NearestReader
+        return partial(NearestReader, clients=self._clients)
 
     def with_memory(self, storage_of: Callable[[str], Storage]) -> Callable[[str], Storage]:
         """The storage of a path, which may be in the memory of this host's servers; there, to read only."""
@@ -342,9 +340,13 @@ class SnapshotParts:
         own = HostClient(SocketPlace(*place, outside), rank, now=False)  # its process starts later
         self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
         self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
-        self.earlier = PeerMemory(run, lineage, self._clients) if self._has_peers else RunMemory(run, lineage)
+        self.earlier = RunMemory(run, lineage, self._clients, has_peers=self._has_peers)
         memory = HostMemory(HostClients(besides=rank, outside=outside), own, outside)
         return replace(run, memory=replace(run, fs=memory, root=root, remote=None))
+
+    def sources(self) -> Sequence[RunMemory]:
+        """The snapshots of the run before."""
+        return [] if self.earlier is None else [self.earlier]
 
     def room(self) -> dict[str, Any]:
         """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written, or sent."""

@@ -45,6 +45,8 @@ class RunContext:
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None
         memory: the same run in the memory of this host's servers, where each snapshot becomes whole first; None: none
             stays there
+        load_options: returns arguments of `Checkpointer.load` for a checkpoint in `root`, given its manifest, by which
+            all ranks load what the leading one has found
         hosts: which ranks are on which host
         preset: name of the preset that the run was configured with, for texts; None: unknown
     """
@@ -60,6 +62,7 @@ class RunContext:
     elsewhere: Callable[[str], Storage] = field(default_factory=lambda: Storages().of)
     remote: RunContext | None = None
     memory: RunContext | None = None
+    load_options: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda _: {})
     hosts: Hosts = field(default_factory=lambda: Hosts(("",)))
     preset: str | None = None
 
