@@ -207,7 +207,7 @@ class RunMemory(SnapshotSource):
         # What is not there has ended, so nobody waits for it.
         options = {"visible": None}
         near = replace(run, fs=run.elsewhere(root), root=root, load_options=lambda _: options)
-        kept = replace(near, remote=None, memory=None)
+        kept = replace(near, remote=None, snapshots=None)
         self._await_snapshot(kept)
         scan = kept.scan()
         return kept, Scan(scan.committed, metrics=scan.metrics, manifests=scan.manifests)

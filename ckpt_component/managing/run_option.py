@@ -113,8 +113,8 @@ class RunOption:
         """
         return run
 
-    def followers(self, run: RunContext) -> Sequence[Follower]:
-        """What this rank owns of what works with the checkpoints; only asked for if the run saves."""
+    def followers(self, run: RunContext, *, saves: bool) -> Sequence[Follower]:
+        """What this rank owns of what works with the checkpoints of the run."""
         return ()
 
     def sources(self) -> Sequence[SnapshotSource]:
@@ -149,4 +149,4 @@ class RunOption:
         return queue
 
     def abandon(self) -> None:
-        """The run could not be built: end what was begun for it. Later, its followers do."""
+        """The run could not be built: end what was begun for it. When it is there, it ends its followers."""

@@ -31,6 +31,7 @@ from ckpt_component.hosts.recovery import SnapshotsAtPeers
 from ckpt_component.hosts.wire import PeerAddress, memory_root
 from ckpt_component.managing.restore import Candidate, Found
 from ckpt_component.managing.run_context import RunContext
+from ckpt_component.saving.save_queue import SaveQueue
 from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
@@ -128,9 +129,9 @@ class _RankAlone:
         events = _CountedArrivals(run=_TOKEN)
         run = RunContext(job.files, _ROOT, MEGATRON, ranks, _TIMEOUTS, events=events, hosts=job.hosts)
         parts = recovery.SnapshotParts(_SETTINGS)
-        run = parts.begin(run)
+        run = parts.join(run, [_ROOT, []], saves=True)
         job.count(self)
-        queue = cast("partial[Any]", parts.queue(PersistentCaller(), DcpWriter(), ranks, run))
+        queue = cast("partial[Any]", parts.queue(SaveQueue, run, PersistentCaller(), DcpWriter(), []))
         stays = cast(SnapshotsAtPeers, queue.keywords["stays"])
         stays.begin(lambda: None)
         prepare = stays.preparation(cast(Any, _NoSnapshotStore()))
