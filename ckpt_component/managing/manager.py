@@ -451,7 +451,7 @@ class CheckpointManager(StoppableLoop):
 
     def _outlive(self) -> None:
         """The run has failed: what its writer process keeps is for the next one."""
-        if isinstance(self._pipeline.caller, PersistentCaller):
+        if self._checkpointer is not None and isinstance(self._pipeline.caller, PersistentCaller):
             self._pipeline.caller.outlive()
 
     def _save_last(self, last: ReachedStep) -> None:
