@@ -55,7 +55,7 @@ from ..managing.recording import record
 from ..managing.restore import Restorer
 from ..managing.run_context import RunContext, job_ranks
 from ..managing.run_folder import RunFolder
-from ..managing.run_option import RunOption, SnapshotSource
+from ..managing.run_option import MakeQueue, MakeReader, RunOption, SnapshotSource
 from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
@@ -250,7 +250,7 @@ def manager_of(
         files = {RUN_RECORD: launch.record()} if ranks.is_leader else {}
         keep = retention_policies(settings)[0]
         folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
-        queue: Callable[..., SaveQueue] = SaveQueue
+        queue: MakeQueue = SaveQueue
         if save.enabled:
             folder.check_writable()
             for option in options:
@@ -383,7 +383,7 @@ def _build_graph(
     context: SaveContext,
     find: Find,
     options: Sequence[RunOption] = (),
-    queue: Callable[..., SaveQueue] = SaveQueue,
+    queue: MakeQueue = SaveQueue,
     hosts: Hosts | None = None,
 ) -> Checkpointer:
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
@@ -394,7 +394,7 @@ def _build_graph(
         )
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
-    staging, make_reader = dict[str, Any](), cast(Callable[..., Reader], Reader)
+    staging, make_reader = dict[str, Any](), cast(MakeReader, Reader)
     for option in options:
         staging |= option.staging()
         make_reader = option.reader(make_reader)

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ..background.follower import Follower
 from ..callers.write_callers import PersistentCaller, WriteCaller
@@ -34,10 +34,9 @@ from ..core.storage.storage import Storage
 from ..core.writing.process import WriterProgram
 from ..errors import CheckpointConfigError, CheckpointError
 from ..events import EventRecorder, SaveReport
-from ..loading.reader import Reader
 from ..managing.run_context import RunContext
-from ..managing.run_option import RunOption
-from ..saving.save_queue import SaveQueue, notify
+from ..managing.run_option import MakeQueue, MakeReader, RunOption, StorageOf
+from ..saving.save_queue import notify
 from ..writers.base import Writer
 from .client import HostClient, HostClients, JobClients
 from .host_memory import HostMemory
@@ -295,7 +294,7 @@ class SnapshotParts(RunOption):
         """See the base class: nobody keeps what this process saves."""
         logger.info("%s: without a manager nothing stays in memory; loads take what others keep", self._mode)
 
-    def storage_of(self, storage_of: Callable[[str], Storage]) -> Callable[[str], Storage]:
+    def storage_of(self, storage_of: StorageOf) -> StorageOf:
         """See the base class: a path may be in the memory of servers, where it is only read."""
         memory = self._memory
         return lambda path: memory if memory.holds(path) else storage_of(path)
@@ -312,10 +311,8 @@ class SnapshotParts(RunOption):
         """See the base class: this rank's server takes what is put there."""
         named, lineage = begun
         root, rank, outside = memory_root(named, run.events.run), run.ranks.rank, self._outside
-        place = split_root(root)
-        if place is None:
-            raise ValueError(f"{root} is no root in memory")
-        own = HostClient(SocketPlace(*place, outside), rank, now=False)  # its process starts later
+        place = SocketPlace(*cast(tuple[str, str], split_root(root)), outside)
+        own = HostClient(place, rank, now=False)  # its process starts later
         self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
         self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
         self._earlier = RunMemory(run, lineage, self._clients, has_peers=self._has_peers)
@@ -330,26 +327,21 @@ class SnapshotParts(RunOption):
         """See the base class: a snapshot need not wait for one that is still being written, or sent."""
         return {"kept": self._images.staying, "in_flight": self._images.in_flight}
 
-    def reader(self, reader: Callable[..., Reader]) -> Callable[..., Reader]:
+    def reader(self, reader: MakeReader) -> MakeReader:
         """See the base class."""
         return partial(NearestReader, clients=self._clients)
 
     def queue(
-        self,
-        queue: Callable[..., SaveQueue],
-        run: RunContext,
-        caller: WriteCaller,
-        writer: Writer,
-        followers: Sequence[Follower],
-    ) -> Callable[..., SaveQueue]:
+        self, queue: MakeQueue, run: RunContext, caller: WriteCaller, writer: Writer, followers: Sequence[Follower]
+    ) -> MakeQueue:
         """See the base class: the writer process keeps snapshots."""
         kept, earlier, ranks = run.snapshots, self._earlier, run.ranks
         if kept is None or earlier is None:
             return queue
         if not isinstance(caller, PersistentCaller):
             raise HydraConfigError(
-                f"{self._mode} keeps snapshots in the persistent writer process, and "
-                f"{type(caller).__name__} has none; use checkpoint/caller=persistent."
+                f"{self._mode} keeps snapshots in the persistent writer process, and {type(caller).__name__} has none; "
+                "use checkpoint/caller=persistent."
             )
         if ranks.is_leader:
             self._tell(run.hosts)
@@ -387,30 +379,27 @@ class SnapshotParts(RunOption):
         )
 
     def _tell(self, hosts: Hosts) -> None:
-        if self._has_peers:
-            self._tell_of_peers(hosts)
+        names, settings, images = [*dict.fromkeys(hosts.names)], self._settings, self._images
+        if not self._has_peers:
+            text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
+            logger.info(text, self._mode, images.own)
+            if settings.mode is RecoveryMode.peers:
+                logger.warning(
+                    "%s: all ranks are on one host, so nobody has copies, and all is as with host", self._mode
+                )
+            elif hosts.several:
+                text = (
+                    "%s: the %d ranks are on %d hosts, and a run is restored from memory only if all are on one host; "
+                    "else from its checkpoints"
+                )
+                logger.warning(text, self._mode, len(hosts.names), len(names))
             return
-        text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
-        logger.info(text, self._mode, self._images.own)
-        if self._settings.mode is RecoveryMode.peers:
-            text = "checkpoint/recovery=peers: all ranks are on one host, so nobody has copies, and all is as with host"
-            logger.warning(text)
-        elif hosts.several:
-            logger.warning(
-                "checkpoint/recovery=host: the %d ranks are on %d hosts, and a run is restored from memory only if all "
-                "are on one host; else from its checkpoints",
-                len(hosts.names),
-                len(set(hosts.names)),
-            )
-
-    def _tell_of_peers(self, hosts: Hosts) -> None:
-        names, settings = [*dict.fromkeys(hosts.names)], self._settings
-        replicas = min(settings.replicas, len(names) - 1)
         text = (
-            "checkpoint/recovery=peers: each rank has up to %d images of its state in host memory, of which up to "
-            "three stay, and up to %d copies of other ranks' images"
+            "%s: each rank has up to %d images of its state in host memory, of which up to three stay, and up to %d "
+            "copies of other ranks' images"
         )
-        logger.info(text, self._images.own, self._images.copies)
+        logger.info(text, self._mode, images.own, images.copies)
+        replicas = min(settings.replicas, len(names) - 1)
         if replicas < settings.replicas:
             text = "checkpoint.recovery.replicas=%d: the job has %d hosts, so each has its copies on %d others"
             logger.warning(text, settings.replicas, len(names), replicas)

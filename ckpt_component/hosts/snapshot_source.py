@@ -34,7 +34,7 @@ from ..loading.reader import Reader
 from ..managing.run_context import RunContext
 from ..managing.run_option import SnapshotSource
 from .client import HostClient, JobClients, ServedRun, clients_of, each_of, served_run
-from .wire import SCHEME, PeerAddress, memory_root, roots_here, split_root, tokens_at
+from .wire import SCHEME, PeerAddress, memory_root, roots_here, tokens_at
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ class RunMemory(SnapshotSource):
         if self._found is None:
             return None
         root = self._found[0].root
-        _, secret, places = self._offered.get(_token_of(root), ("", "", []))
-        return [root, secret, places]
+        return [root, *self._offered.get(_token_of(root), ("", "", []))[1:]]
 
     def join(self, told: Any) -> None:
         """See the base class; the first rank of a host has its servers stay."""
@@ -106,16 +105,13 @@ class RunMemory(SnapshotSource):
         if told is None:
             return
         root, secret, places = told
-        self._know(_token_of(root), secret, places)
+        for place in places:
+            self._clients.know(_token_of(root), secret, PeerAddress(*place))
         try:
             if self._offers:
                 self._hold(root)
         except OSError as error:
             logger.warning("snapshots in this host's memory may go with their lease: %s", error)
-
-    def _know(self, token: str, secret: str, places: Sequence[Sequence[Any]]) -> None:
-        for place in places:
-            self._clients.know(token, secret, PeerAddress(*place))
 
     def place(self, loaded: LoadReport) -> str:
         """See the base class."""
@@ -132,8 +128,7 @@ class RunMemory(SnapshotSource):
         self._offered.clear()
         for token, memory, secret, place in (each for offer in offers for each in offer):
             self._offered.setdefault(token, (memory, secret, []))[2].append(place)
-        for token, (_, secret, places) in self._offered.items():
-            self._know(token, secret, places)
+            self._clients.know(token, secret, PeerAddress(*place))
         try:
             self._found = self._look()
         except (CheckpointError, OSError) as error:
@@ -152,9 +147,8 @@ class RunMemory(SnapshotSource):
     def _look(self) -> tuple[RunContext, Scan] | None:
         owner = read_owner(self._run.fs, self._run.root)
         lineage = () if owner is None else owner.lineage
-        for token in sorted(
-            {*tokens_at(self._run.root, self._run.ranks.outside)}.difference(lineage, [self._run.events.run])
-        ):
+        here = {*tokens_at(self._run.root, self._run.ranks.outside)}
+        for token in sorted(here.difference(lineage, [self._run.events.run])):
             why = "no owner file" if owner is None else f"another owner ({owner})"
             text = "snapshots of run %s in memory are not used: %s has %s"
             logger.info(text, token, self._run.root, why)
@@ -206,8 +200,8 @@ class RunMemory(SnapshotSource):
         self._hold(root)
         # What is not there has ended, so nobody waits for it.
         options = {"visible": None}
-        near = replace(run, fs=run.elsewhere(root), root=root, load_options=lambda _: options)
-        kept = replace(near, remote=None, snapshots=None)
+        kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, snapshots=None)
+        kept = replace(kept, load_options=lambda _: options)
         self._await_snapshot(kept)
         scan = kept.scan()
         return kept, Scan(scan.committed, metrics=scan.metrics, manifests=scan.manifests)
@@ -286,8 +280,7 @@ def _process_text(mark: str) -> str:
 
 
 def _token_of(root: str) -> str:
-    place = split_root(root)
-    return "" if place is None else place[1]
+    return root.rpartition("@")[2]
 
 
 def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Storage]) -> str:
@@ -309,9 +302,8 @@ def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Stor
             near = os.path.join(run.memory, os.path.basename(absolute(path)))
             memory = storage_of(near)
             kept = read_manifest(memory, near)
-            is_same = kept is not None and _is_same(str(manifest.get("attempt")), str(kept.get("attempt")))
-            if kept is not None and is_same and _is_whole(memory, near, kept):  # else other hosts have the rest
-                return near
+            if kept is not None and _is_same(manifest, kept) and _is_whole(memory, near, kept):
+                return near  # else other hosts have the rest
     except OSError as error:
         raise CheckpointUnreadableError(f"The copy of {path} in memory cannot be found: {error}.") from error
     raise CheckpointNotFoundError(f"{path} is not in the memory of this host.")
@@ -322,34 +314,31 @@ class NearestReader(Reader):
 
     Args:
         *arguments: as for `Reader`
-        clients: finds the servers of all hosts, for a run whose snapshots may have copies there
+        clients: finds the servers of all hosts, for a run whose snapshots may have copies there; None: of this one
         **options: as for `Reader`
     """
 
     def __init__(self, *arguments: Any, clients: JobClients | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._clients = clients
+        self._clients = JobClients() if clients is None else clients
 
     def read(
         self, path: str, state_dict: StateDict | torch.nn.Module | None = None, **options: Any
     ) -> tuple[Any, list[str]]:
         """See `Reader.read`. A copy in memory that is damaged is passed over by all ranks, with one line."""
-        clients = self._clients
-        if clients is None:
-            return self._read(path, state_dict, **options)
-        before = clients.received()
+        before = self._clients.received()
         try:
             read = self._read(path, state_dict, **options)
         finally:
-            clients.end_load()
-        if self.last_read.get("source") == "memory" and clients.received() > before:
+            self._clients.end_load()
+        if self.last_read.get("source") == "memory" and self._clients.received() > before:
             self.last_read["source"] = "peer"
         return read
 
     def _read(self, path: str, state_dict: StateDict | torch.nn.Module | None, **options: Any) -> tuple[Any, list[str]]:
         wanted = LoadOptions(**options)
-        is_given = wanted.tag is not None or path.startswith(SCHEME)
-        if not is_given and (near := self._nearest(path, wanted.alone)) is not None:
+        near = None if wanted.tag is not None or path.startswith(SCHEME) else self._nearest(path, wanted.alone)
+        if near is not None:
             try:
                 return super().read(near, state_dict, **{**options, "manifest": None})
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
@@ -363,13 +352,12 @@ class NearestReader(Reader):
             phase = self._collective.load(path).phase
         try:
             with phase("nearest"):
-                near = copy_in_memory(path, self._storage_of(path), self._storage_of)
+                return copy_in_memory(path, self._storage_of(path), self._storage_of)
         except CheckpointNotFoundError:
-            return None
+            pass
         except CheckpointCorruptError as error:
             logger.warning("%s is loaded from its storage: %s", path, error)
-            return None
-        return near
+        return None
 
 
 def _manifest_of(storage: Storage, path: str) -> Mapping[str, Any]:
@@ -387,6 +375,7 @@ def _is_whole(memory: Storage, path: str, manifest: Mapping[str, Any]) -> bool:
     return None not in memory.sizes(data_folder(memory, path, manifest), names).values()
 
 
-def _is_same(attempt: str, first: str) -> bool:
+def _is_same(manifest: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
     """Whether an attempt is the first of its save, or a later one, which has a number after the token of the first."""
+    attempt, first = str(manifest.get("attempt")), str(kept.get("attempt"))
     return attempt == first or attempt.startswith(f"{first}-")

@@ -120,9 +120,9 @@ class FolderStore(ServedStore):
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile | bytes]]:
         """See the base class. Its readers share what is open: the first one opens it, and the last one closes it."""
         with self._lock:
-            opened = self._open.get(folder)
-            if opened is None:
-                opened = self._open[folder] = self._opened(folder)
+            if folder not in self._open:
+                self._open[folder] = self._opened(folder)
+            opened = self._open[folder]
             opened.readers += 1
         try:
             yield opened.files
@@ -130,8 +130,7 @@ class FolderStore(ServedStore):
             with self._lock:
                 opened.readers -= 1
                 if not opened.readers:
-                    del self._open[folder]
-                    opened.until_closed.close()
+                    self._open.pop(folder).until_closed.close()
 
     def _opened(self, folder: str) -> _SharedDescriptors:
         here, opened = self._here(folder), _SharedDescriptors()
@@ -184,11 +183,8 @@ class HostTier(Follower):
     """
 
     def __init__(self, files: FileStorage, run: RunContext) -> None:
-        self._fs = files
-        self._run = run
-        self._folder = run.root
-        self._ranks = run.ranks
-        self._hosts = run.hosts
+        self._fs, self._folder = files, run.root
+        self._run, self._ranks, self._hosts = run, run.ranks, run.hosts
         self._named = f"checkpoint.local.dir={run.root}"
         self._leads_host = run.hosts.leads(run.ranks.rank)
         self._server: SnapshotServer | None = None
@@ -295,15 +291,13 @@ class HostTier(Follower):
 
     def _sees(self, trial: str | None) -> bool:
         """Whether a file appears in the folder soon."""
-        outside = self._ranks.outside
+        outside, sees = self._ranks.outside, False
         until = outside.now() + _LOOK_SECONDS
-        while trial is not None:
-            if self._fs.exists(os.path.join(self._folder, trial)):
-                return True
+        while trial is not None and not (sees := self._fs.exists(os.path.join(self._folder, trial))):
             if outside.now() > until:
                 break
             outside.sleep(_PAUSE_SECONDS)
-        return False
+        return sees
 
     def _joined(self, begun: Mapping[str, Any], served: Mapping[str, _Served]) -> RunContext:
         """The run with the folders of all hosts, of whose checkpoints hosts may have several attempts."""

@@ -20,6 +20,11 @@ from ..saving.save_queue import SaveQueue
 from ..writers.base import Writer
 from .run_context import RunContext
 
+#: What an option may put another one in the place of: what returns the storage of a path, and what makes a part.
+StorageOf = Callable[[str], Storage]
+MakeReader = Callable[..., Reader]
+MakeQueue = Callable[..., SaveQueue]
+
 
 class SnapshotSource(ABC):
     """Has snapshots that a run may begin with, nearer than its folders.
@@ -91,7 +96,7 @@ class RunOption:
     def begin_alone(self) -> None:
         """There is no manager."""
 
-    def storage_of(self, storage_of: Callable[[str], Storage]) -> Callable[[str], Storage]:
+    def storage_of(self, storage_of: StorageOf) -> StorageOf:
         """What returns the storage of a path, given what does so without this option."""
         return storage_of
 
@@ -125,18 +130,13 @@ class RunOption:
         """Arguments for `Stager.connect`."""
         return {}
 
-    def reader(self, reader: Callable[..., Reader]) -> Callable[..., Reader]:
+    def reader(self, reader: MakeReader) -> MakeReader:
         """What makes the reader, given what does so without this option."""
         return reader
 
     def queue(
-        self,
-        queue: Callable[..., SaveQueue],
-        run: RunContext,
-        caller: WriteCaller,
-        writer: Writer,
-        followers: Sequence[Follower],
-    ) -> Callable[..., SaveQueue]:
+        self, queue: MakeQueue, run: RunContext, caller: WriteCaller, writer: Writer, followers: Sequence[Follower]
+    ) -> MakeQueue:
         """What makes the queue of a run that saves, given what does so without this option.
 
         Args:
