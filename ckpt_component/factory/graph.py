@@ -6,14 +6,12 @@ It has `build_manager` and `build_checkpointer`, and the construction of the gra
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from ..background.exports import BackgroundExports
 from ..background.follower import Follower
 from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
@@ -26,17 +24,24 @@ from ..config.hydra.resolve import resolve_config
 from ..config.rules import PartFacts, refuse_unfit
 from ..config.schema import PARTS, Checkpoint, part_option
 from ..core.commit.names import NAMINGS, RUN_RECORD
-from ..core.commit.retention import RetentionPolicy
 from ..core.coordination import Coordinator, Hosts, LocalCoordinator
 from ..core.image.file_reuse import FileReuse, Find
 from ..core.image.unchanged_files import CommittedFile, FileBytes
 from ..core.memory.gc_control import collector_paused
-from ..core.options import Commit, Durability, FrozenMode, ReadMode, RecoveryMode, ResolvedTimeouts, ReuseMode
+from ..core.options import (
+    Commit,
+    Durability,
+    ExportFormat,
+    FrozenMode,
+    ReadMode,
+    RecoveryMode,
+    ResolvedTimeouts,
+    ReuseMode,
+)
 from ..core.outside import OUTSIDE, Outside
 from ..core.progress import Progress, no_progress, progress_bar
 from ..core.state.frozen_weights import FrozenWeights
 from ..core.state.unchanged_tensors import UnchangedTensors
-from ..core.storage.files import FileStorage, local_files
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -45,11 +50,12 @@ from ..loading.collective import CollectiveLoads
 from ..loading.meta_tensors import checked_device
 from ..loading.reader import Reader, shares_host
 from ..managing.manager import CheckpointManager
-from ..managing.policies import ResumePolicy, SavePolicy
+from ..managing.policies import ResumePolicy
 from ..managing.recording import record
 from ..managing.restore import Restorer
 from ..managing.run_context import RunContext, job_ranks
 from ..managing.run_folder import RunFolder
+from ..managing.run_option import MakeQueue, MakeReader, RunOption, SnapshotSource
 from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
@@ -58,15 +64,14 @@ from ..saving.save_queue import SaveQueue
 from ..stagers.base import Stager
 from ..writers.base import PlansUnchanged, Writer, as_writer
 from .launch import Launch, versions
-from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
-from .run_uploads import uploads_of
-
-if TYPE_CHECKING:
-    from ..hosts.recovery import SnapshotParts
-    from ..hosts.tier import HostTier
-    from .run_publishing import RunPublishing
-
-logger = logging.getLogger(__name__)
+from .run_policies import (
+    best_policy,
+    error_policy,
+    load_options,
+    resolved_timeouts,
+    retention_policies,
+    save_policy,
+)
 
 
 @brief_refusals
@@ -110,16 +115,15 @@ def build_checkpointer(
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank, outside=ranks.outside)
     storage_of = storage_of or _storages(settings, outside)
-    policy, snapshots = error_policy(settings), _snapshot_parts(settings, outside)
-    if snapshots is not None:
-        storage_of = snapshots.with_memory(storage_of)
-        text = "%s: without a manager nothing stays in memory; loads take what others keep"
-        logger.info(text, snapshots.mode)
+    policy, options = error_policy(settings), _snapshots(settings, outside)
+    for option in options:
+        option.begin_alone()
+        storage_of = option.storage_of(storage_of)
     run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
     context = SaveContext(ranks, storage_of, timeouts, run, policy, events, shown)
     base = _base(settings, storage_of)
     bases = BaseFiles(lambda: base, storage_of(base[0]), NAMINGS[settings.naming.value]).find if base else _nowhere
-    return _build_graph(settings, parts, storage_of, context, bases, snapshots)
+    return _build_graph(settings, parts, storage_of, context, bases, options)
 
 
 @brief_refusals
@@ -183,103 +187,120 @@ def manager_of(
     Raises:
         CheckpointError: as `build_manager`
     """
+    job, own_storage = launch.job, storage_of is not None
+    resume, save = ResumePolicy(settings.resume, settings.rewind, load_options(settings)), save_policy(settings)
+    options = _options(settings, job, outside, own_storage=own_storage)
     # The nearest first.
     roots = [*filter(None, [settings.local.dir]), settings.dir]
-    resume = ResumePolicy(settings.resume, settings.rewind, load_options(settings))
-    every = settings.save
-    kept = settings.recovery.every_steps
-    save = SavePolicy(every.every_steps, every.every_seconds, every.at_end, settings.overlap.value, kept)
-    export, publish = export_policy(settings), _publishing(settings)
-    job = launch.job
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
-    own_storage, storage_of = storage_of is not None, storage_of or _storages(settings, outside)
-    snapshots = _snapshot_parts(settings, outside)
-    if snapshots is not None:
-        storage_of = snapshots.with_memory(storage_of)
+    storage_of = storage_of or _storages(settings, outside)
+    for option in options:
+        storage_of = option.storage_of(storage_of)
     storages = [storage_of(absolute(roots[-1]))]
     if settings.local.dir is not None:
         storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings, outside))
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
-    checkpointer, restorer, followers = None, None, list[Follower]()
-    tier: HostTier | None = None
-    events = EventRecorder(outside=outside)
-    own = ranks or LocalCoordinator(outside)
-    run = RunContext(storages[0], absolute(roots[0]), names, own, timeouts, best, events)
-    if settings.enabled:
-        parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
-        ranks = ranks or job_ranks("checkpointer", timeouts, outside)
-        outside = ranks.outside
-        try:
-            if job is not None:
-                # Hydra names the output folder by each rank's clock, so rank 0's name is used.
-                claims = partial(_claims, job, storages, roots) if save.enabled else lambda: roots
-                roots = ranks.run_on_leader("root/job", claims, outside.now() + timeouts.stage)
-            roots = [absolute(root) for root in roots]
-            lineage = None if snapshots is None else partial(snapshots.lineage, storages[0])
-            begin = partial(_begin_run, outside, roots[0], lineage)
-            begun = ranks.decide("run/begin", outside.host_name(), begin, outside.now() + timeouts.stage)
-            # Events in files are not made durable, whatever the checkpoints are.
-            recorded_in = storages[0] if own_storage or is_url(roots[0]) else None
-            events = EventRecorder(
-                EventFile(roots[0], ranks.rank, recorded_in) if settings.events else None,
-                listeners,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                run=begun["token"],
-                about={"preset": launch.preset, **_named_parts(settings), "versions": versions()},
-                waits=not save.enabled,
-                outside=outside,
-            )
-            if export is not None and save.enabled and ranks.is_leader:
-                followers.append(BackgroundExports(export, events.note_now, outside))
-            run = RunContext(
-                storages[-1],
-                roots[-1],
-                names,
-                ranks,
-                timeouts,
-                best,
-                events,
-                preset=launch.preset,
-                elsewhere=storage_of,
-                hosts=Hosts.of_runs(begun["hosts"]),
-            )
-            keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
-            if settings.local.dir is not None:
-                disk = local_files(storages[0])
-                if run.hosts.several and disk is not None and not own_storage:
-                    tier = _host_tier(disk, roots[0], run, saves=save.enabled)
-                    storages[0], roots[0] = tier.storage, tier.root
-                    storage_of = partial(_storage_in, storages[0], storage_of)
-                run = replace(run, fs=storages[0], root=roots[0], remote=run, elsewhere=storage_of)
-                if save.enabled and (uploads := uploads_of(settings, run, keep)) is not None:
-                    followers.append(uploads)
-                keep = RetentionPolicy(settings.local.keep_last)
-            if publish is not None and save.enabled:
-                followers += publish.followers(run, job)
-            if snapshots is not None:
-                run = snapshots.begin(run, followers, named=begun["root"], lineage=begun["lineage"])
-            files = {RUN_RECORD: launch.record()} if ranks.is_leader else {}
-            folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
-            if save.enabled:
-                folder.check_writable()
-            saves_to = run.fs
-            shown = _progress(ranks)
-            place_of = (lambda _: saves_to) if run.memory is None else partial(_place_of, saves_to, run.memory)
-            unseen = frozenset[int]() if tier is None else tier.unseen
-            context = SaveContext(ranks, place_of, timeouts, folder, policy, events, shown, unseen=unseen)
-            base = _base(settings, storage_of)
-            find = BaseFiles(partial(_bases, roots[0], base, job), saves_to, names).find
-            served_run = run if save.enabled else None
-            checkpointer = _build_graph(settings, parts, storage_of, context, find, snapshots, served_run, run.hosts)
-            restorer = Restorer(checkpointer, folder, save.enabled, None if snapshots is None else snapshots.earlier)
-        except BaseException:
-            ranks.close()
-            if tier is not None:
-                tier.close(waits=False)
-            raise
-    manager = CheckpointManager(checkpointer, run, save, restorer, followers, tier)
+    if not settings.enabled:
+        own, events = ranks or LocalCoordinator(outside), EventRecorder(outside=outside)
+        off = RunContext(storages[0], absolute(roots[0]), names, own, timeouts, best, events)
+        return _recorded(CheckpointManager(None, off, save, None))
+    parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
+    ranks = ranks or job_ranks("checkpointer", timeouts, outside)
+    outside = ranks.outside
+    try:
+        if job is not None:
+            # Hydra names the output folder by each rank's clock, so rank 0's name is used.
+            claims = partial(_claims, job, storages, roots) if save.enabled else lambda: roots
+            roots = ranks.run_on_leader("root/job", claims, outside.now() + timeouts.stage)
+        roots = [absolute(root) for root in roots]
+        begin = partial(_begin_run, outside, [partial(option.begun, storages[0], roots[0]) for option in options])
+        begun = ranks.decide("run/begin", outside.host_name(), begin, outside.now() + timeouts.stage)
+        # Events in files are not made durable, whatever the checkpoints are.
+        recorded_in = storages[0] if own_storage or is_url(roots[0]) else None
+        events = EventRecorder(
+            EventFile(roots[0], ranks.rank, recorded_in) if settings.events else None,
+            listeners,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            run=begun["token"],
+            about={"preset": launch.preset, **_named_parts(settings), "versions": versions()},
+            waits=not save.enabled,
+            outside=outside,
+        )
+        run = RunContext(
+            storages[-1],
+            roots[-1],
+            names,
+            ranks,
+            timeouts,
+            best,
+            events,
+            preset=launch.preset,
+            elsewhere=storage_of,
+            hosts=Hosts.of_runs(begun["hosts"]),
+        )
+        if len(roots) > 1:
+            run = replace(run, fs=storages[0], root=roots[0], remote=run)
+        followers, sources = list[Follower](), list[SnapshotSource]()
+        for option, told in zip(options, begun["options"], strict=True):
+            run = option.join(run, told, saves=save.enabled)
+            followers += option.followers(run, saves=save.enabled)
+            sources += option.sources()
+        files = {RUN_RECORD: launch.record()} if ranks.is_leader else {}
+        keep = retention_policies(settings)[0]
+        folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
+        queue: MakeQueue = SaveQueue
+        if save.enabled:
+            folder.check_writable()
+            for option in options:
+                queue = option.queue(queue, run, parts[1], parts[2], followers)
+        shown = _progress(ranks)
+        context = SaveContext(ranks, run.saved_in, timeouts, folder, policy, events, shown, unseen=run.unseen)
+        base = _base(settings, run.elsewhere)
+        find = BaseFiles(partial(_bases, run.root, base, job), run.fs, names).find
+        checkpointer = _build_graph(settings, parts, run.elsewhere, context, find, options, queue, run.hosts)
+        restorer = Restorer(checkpointer, folder, save.enabled, sources)
+    except BaseException:
+        ranks.close()
+        for option in options:
+            option.abandon()
+        raise
+    return _recorded(CheckpointManager(checkpointer, run, save, restorer, followers))
+
+
+def _options(settings: Checkpoint, job: MultirunJob | None, outside: Outside, *, own_storage: bool) -> list[RunOption]:
+    """The options that are on, each of which is imported only then.
+
+    Raises:
+        CheckpointConfigError: a value of one is wrong
+    """
+    options = list[RunOption]()
+    if settings.enabled and settings.export.format is not ExportFormat.none:
+        from .run_exports import RunExports
+
+        options.append(RunExports(settings))
+    if settings.enabled and settings.local.dir is not None:
+        from .run_local_folder import RunLocalFolder
+
+        options.append(RunLocalFolder(settings, own_storage=own_storage))
+    if settings.enabled and settings.publish.to is not None:
+        from .run_publishing import RunPublishing
+
+        options.append(RunPublishing(settings, settings.publish.to, job))
+    return [*options, *_snapshots(settings, outside)]
+
+
+def _snapshots(settings: Checkpoint, outside: Outside) -> list[RunOption]:
+    """The option that keeps snapshots in memory, if it is on; a checkpointer without a manager has it too."""
+    if not settings.enabled or settings.recovery.mode is RecoveryMode.none:
+        return []
+    from ..hosts.recovery import SnapshotParts
+
+    return [SnapshotParts(settings, outside)]
+
+
+def _recorded(manager: CheckpointManager) -> CheckpointManager:
     record(manager)
     return manager
 
@@ -299,19 +320,16 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
     return build_manager(settings)
 
 
-def _begin_run(
-    outside: Outside, root: str, lineage: Callable[[str], Sequence[str]] | None, names: Sequence[str]
-) -> dict[str, Any]:
+def _begin_run(outside: Outside, asked: Sequence[Callable[[], Any]], names: Sequence[str]) -> dict[str, Any]:
     """On the leading rank: what all ranks are told when a run begins.
 
     Args:
         outside: what the run runs in
-        root: its folder, the nearest one, as this rank spells it
-        lineage: finds the runs that have owned it; None: nobody asks for them
+        asked: return what the options tell
         names: of each rank's host
     """
-    begun = {"token": new_token(outside), "hosts": Hosts(tuple(names)).runs()}
-    return begun if lineage is None else {**begun, "root": root, "lineage": lineage(root)}
+    hosts = Hosts(tuple(names)).runs()
+    return {"token": new_token(outside), "hosts": hosts, "options": [each() for each in asked]}
 
 
 def _named_parts(settings: Checkpoint) -> dict[str, str]:
@@ -364,8 +382,8 @@ def _build_graph(
     storage_of: Callable[[str], Storage],
     context: SaveContext,
     find: Find,
-    snapshots: SnapshotParts | None = None,
-    run: RunContext | None = None,
+    options: Sequence[RunOption] = (),
+    queue: MakeQueue = SaveQueue,
     hosts: Hosts | None = None,
 ) -> Checkpointer:
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
@@ -376,24 +394,24 @@ def _build_graph(
         )
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
+    staging, make_reader = dict[str, Any](), cast(MakeReader, Reader)
+    for option in options:
+        staging |= option.staging()
+        make_reader = option.reader(make_reader)
     reuse = FileReuse(None)
     if settings.reuse.mode is ReuseMode.auto and isinstance(writer, PlansUnchanged):
-        unchanged, in_memory = UnchangedTensors(settings.reuse.frozen), snapshots is not None
+        unchanged, in_memory = UnchangedTensors(settings.reuse.frozen), "kept" in staging
         reuse = FileReuse(unchanged, find, writer.algorithm, in_memory=in_memory)
-    options = {} if snapshots is None else snapshots.room()
     frozen = FrozenWeights(ranks.rank) if settings.save.frozen is FrozenMode.skip else None
     if frozen is not None:
-        options["frozen"] = frozen
+        staging["frozen"] = frozen
     stager.connect(
-        writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse, **options
+        writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse, **staging
     )
     replicas = ReplicaPolicy(settings.check_replicas, settings.on_different_replicas)
     context = replace(context, reuse=reuse, replicas=replicas)
-    queue: Callable[..., SaveQueue] = SaveQueue
-    if snapshots is not None and run is not None:
-        queue = snapshots.queue(caller, writer, ranks, run)
     pipeline = SavePipeline(stager, caller, writer, context, queue)
-    reader = (Reader if snapshots is None else snapshots.reader)(
+    reader = make_reader(
         ranks.rank,
         ranks.world_size,
         settings.verify,
@@ -420,47 +438,6 @@ def _collective(
     from ..hosts.share import ReadOnce  # which imports torch.distributed
 
     return ReadOnce(ranks, timeouts)
-
-
-def _snapshot_parts(settings: Checkpoint, outside: Outside) -> SnapshotParts | None:
-    """What keeps snapshots in memory; None: nothing does."""
-    if not settings.enabled or settings.recovery.mode is RecoveryMode.none:
-        return None
-    from ..hosts.recovery import SnapshotParts  # which runs without recovery need not wait for
-
-    return SnapshotParts(settings, outside)
-
-
-def _publishing(settings: Checkpoint) -> RunPublishing | None:
-    """What publishes weights, if the config says where to; raises as `RunPublishing`."""
-    if not settings.enabled or settings.publish.to is None:
-        return None
-    from .run_publishing import RunPublishing  # which runs that publish nothing need not wait for
-
-    return RunPublishing(settings, settings.publish.to)
-
-
-def _host_tier(files: FileStorage, folder: str, run: RunContext, *, saves: bool) -> HostTier:
-    """The local folders of several hosts; raises as `HostTier.begin`."""
-    from ..hosts.tier import HostTier  # which runs on one host need not wait for
-
-    tier = HostTier(files, folder, run.ranks, run.hosts, run.timeouts)
-    try:
-        tier.begin(saves=saves)
-    except BaseException:
-        tier.close(waits=False)
-        raise
-    return tier
-
-
-def _storage_in(storage: Storage, elsewhere: Callable[[str], Storage], path: str) -> Storage:
-    """A storage for the paths in it, and that of others elsewhere."""
-    return storage if storage.hosts and storage.holds(path) else elsewhere(path)
-
-
-def _place_of(storage: Storage, memory: RunContext, path: str) -> Storage:
-    """The storage that a save goes to: the memory of the servers, or that of the run's folder."""
-    return memory.fs if memory.fs.holds(path) else storage
 
 
 def _progress(ranks: Coordinator) -> Progress:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from ..background.exports import ExportPolicy
-from ..config.hydra.checks import refuse_inside_checkpoint, roots_of
 from ..config.hydra.hydra_errors import HydraConfigError
-from ..config.rules import deadlines, longest_pause, resolved_commit
+from ..config.rules import deadlines, longest_pause
 from ..config.schema import Checkpoint
-from ..core.commit.retention import BestPolicy
-from ..core.options import Commit, ExportFormat, MetricMode, ResolvedTimeouts
-from ..core.storage.folder_identity import same_folder
-from ..core.storage.locate import absolute, expanded
-from ..exporting.casting import check_dtype
-from ..exporting.export import ExportOptions
-from ..exporting.hugging_face import CONFIG
+from ..core.commit.retention import BestPolicy, RetentionPolicy
+from ..core.options import MetricMode, ResolvedTimeouts
+from ..managing.policies import SavePolicy
 from ..saving.retry import ErrorPolicy
 
 
@@ -64,55 +57,13 @@ def best_policy(settings: Checkpoint) -> BestPolicy | None:
     return BestPolicy(keep.metric, keep.mode is MetricMode.max, keep.last)
 
 
-def export_policy(settings: Checkpoint) -> ExportPolicy | None:
-    """Return what to export, checked, or None.
-
-    Raises:
-        CheckpointConfigError: a value of `checkpoint.export` is wrong
-    """
-    export = settings.export
-    if export.format is ExportFormat.none or not settings.enabled:
-        return None
-    check_dtype("checkpoint.export.dtype", export.dtype)
-    if resolved_commit(settings) is Commit.manifest and export.dir is None:
-        raise HydraConfigError(
-            f"checkpoint.export.format={export.format.value} with checkpoint.commit=manifest: an export appears by a "
-            "rename, which the file system of the checkpoints lacks; name a local folder, checkpoint.export.dir."
-        )
-    options = ExportOptions(
-        export.format.value,
-        export.prefix,
-        dict(export.rename or {}),
-        list(export.ignore),
-        export.dtype,
-        config_from=model_folder("checkpoint.export.config_from", export.config_from),
-        replace=True,
-    )
-    folder = "" if export.dir is None else absolute(expanded(export.dir, "checkpoint.export.dir"))
-    if folder:
-        _refuse_among_checkpoints(folder, settings)
-    return ExportPolicy(options, folder, export.every_steps, export.timeout)
+def save_policy(settings: Checkpoint) -> SavePolicy:
+    """Return when to save."""
+    save, kept = settings.save, settings.recovery.every_steps
+    return SavePolicy(save.every_steps, save.every_seconds, save.at_end, settings.overlap.value, kept)
 
 
-def _refuse_among_checkpoints(folder: str, settings: Checkpoint) -> None:
-    """Refuse exports in a checkpoint, and folders of exports that have the names of the checkpoints beside them."""
-    advice = "name another folder: checkpoint.export.dir=/shared/exports"
-    for key, root in roots_of(settings).items():
-        if settings.export.format is ExportFormat.hf and same_folder(folder, root):
-            raise HydraConfigError(
-                f"checkpoint.export.dir={folder} is the same folder as checkpoint.{key}={root}, where checkpoints have "
-                f"the names of the exports; {advice}"
-            )
-    refuse_inside_checkpoint("checkpoint.export.dir", folder, roots_of(settings), settings, advice)
-
-
-def model_folder(key: str, value: str | None) -> str:
-    """The folder of a model's config and tokenizer files that a key names; empty: none.
-
-    Raises:
-        CheckpointConfigError: it has no config
-    """
-    folder = "" if value is None else expanded(value, key)
-    if folder and not os.path.isfile(os.path.join(folder, CONFIG)):
-        raise HydraConfigError(f"{key}={folder} has no {CONFIG}; name a model's folder.")
-    return folder
+def retention_policies(settings: Checkpoint) -> list[RetentionPolicy]:
+    """Return which checkpoints to keep in each folder of a run, the nearest first."""
+    policies = [RetentionPolicy(settings.keep.last, settings.keep.every_steps)]
+    return policies if settings.local.dir is None else [RetentionPolicy(settings.local.keep_last), *policies]

@@ -17,9 +17,10 @@ from ..core.storage.locate import absolute, is_url
 from ..exporting.casting import check_dtype
 from ..exporting.export import ExportOptions
 from ..managing.run_context import RunContext
+from ..managing.run_option import RunOption
 from ..publishing.delta import require_codec
 from ..publishing.publisher import PublishOptions
-from .run_policies import model_folder
+from .run_exports import model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +28,21 @@ logger = logging.getLogger(__name__)
 _MIRROR = ".ckpt-mirror"
 
 
-class RunPublishing:
+class RunPublishing(RunOption):
     """How a run publishes.
 
     Args:
         settings: the config
         to: its `publish.to`
+        job: of a multirun, in whose output folder relative paths are; None: there is none
 
     Raises:
         CheckpointConfigError: a value of `checkpoint.publish` is wrong, or a package is missing
     """
 
-    def __init__(self, settings: Checkpoint, to: str) -> None:
+    def __init__(self, settings: Checkpoint, to: str, job: MultirunJob | None) -> None:
         refuse_bad_publish(settings)  # again, as `build_manager` may have been given the folder
-        self._settings, self._to = settings, to
+        self._settings, self._to, self._job = settings, to, job
         publish = settings.publish
         check_dtype("checkpoint.publish.dtype", publish.dtype)
         if publish.delta is not DeltaMode.off:
@@ -60,17 +62,15 @@ class RunPublishing:
         )
         self._options = PublishOptions(export, publish.delta.name, publish.whole_every, publish.keep)
 
-    def followers(self, run: RunContext, job: MultirunJob | None) -> list[BackgroundPublishing]:
-        """What this rank owns of the publishing: the leading rank all of it, others nothing.
-
-        Args:
-            run: the run, with the folder that it saves to first
-            job: of a multirun, in whose output folder relative paths are
+    def followers(self, run: RunContext, *, saves: bool) -> list[BackgroundPublishing]:
+        """See the base class: the leading rank owns the publishing.
 
         Raises:
             CheckpointConfigError: no rank sees whole checkpoints, or versions would lie among them; on all ranks
         """
-        publish, settings = self._settings.publish, self._settings
+        if not saves:
+            return []
+        publish, settings, job = self._settings.publish, self._settings, self._job
         to, mirror = _place(self._to, job), None if publish.mirror is None else _place(publish.mirror, job)
         roots = {"dir": run.root} if run.remote is None else {"dir": run.remote.root, "local.dir": run.root}
         refuse_among_checkpoints(settings, to, mirror, roots)  # again, as relative ones begin in a job's folder

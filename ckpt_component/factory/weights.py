@@ -22,13 +22,12 @@ from ..core.spelling import closest
 from ..core.state.key_map import names_above
 from ..core.state.tensor_parts import parts_of
 from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
-from ..core.storage.locate import path_text, storage_at
+from ..core.storage.locate import may_have_memory, path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
-from ..hosts.snapshot_source import NearestReader
 from ..loading.collective import CollectiveLoad, Phase
 from ..loading.meta_tensors import checked_device
 from ..loading.object_state import load_state
-from ..loading.reader import shares_host
+from ..loading.reader import Reader, shares_host
 from ..loading.source import Source
 
 logger = logging.getLogger("ckpt_component.readers")
@@ -120,7 +119,7 @@ def load_weights(
             found, step = ranks.run_on_leader("load_weights/choice", lambda: [found, step], deadline)
         # Ranks that load alone share a terminal too.
         progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
-        reader = NearestReader(
+        reader = _reader_class()(
             ranks.rank,
             ranks.world_size,
             shared=shares_host(ranks.world_size),
@@ -156,6 +155,15 @@ def load_weights(
                 # Beside the tensors, which are filled, it may have state that it takes itself.
                 load_state(model, partial(own_state, state), "", found)
     return step
+
+
+def _reader_class() -> type[Reader]:
+    """The reader, which looks into the memory of this host if there may be any."""
+    if not may_have_memory():
+        return Reader
+    from ..hosts.snapshot_source import NearestReader
+
+    return NearestReader
 
 
 def _ranks_of_call(alone: bool, timeouts: ResolvedTimeouts) -> Coordinator:

@@ -34,11 +34,12 @@ from ..core.writing.process import WriterProgram
 from ..errors import CheckpointConfigError, CheckpointError
 from ..events import EventRecorder, SaveReport
 from ..managing.run_context import RunContext
-from ..saving.save_queue import SaveQueue, notify
+from ..managing.run_option import MakeQueue, MakeReader, RunOption, StorageOf
+from ..saving.save_queue import notify
 from ..writers.base import Writer
 from .client import HostClient, HostClients, JobClients
 from .host_memory import HostMemory
-from .snapshot_source import NearestReader, PeerMemory, PeerReader, RunMemory
+from .snapshot_source import NearestReader, RunMemory
 from .snapshots import MemoryCaller, NewestStays, TieredSaveQueue
 from .wire import PeerAddress, SocketPlace, memory_root
 
@@ -277,15 +278,12 @@ class _RunEnds(BaseException):
     """What is being pulled is given up, and the ranks do not agree on it."""
 
 
-class SnapshotParts:
+class SnapshotParts(RunOption):
     """What a run that keeps snapshots in memory has beside other runs.
 
     Args:
         settings: the config
         outside: what the run runs in
-
-    Attributes:
-        earlier: the servers of the run before; set by `begin`
     """
 
     def __init__(self, settings: Checkpoint, outside: Outside = OUTSIDE) -> None:
@@ -294,85 +292,69 @@ class SnapshotParts:
         self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
         self._clients = JobClients(outside)
         self._memory = HostMemory(self._clients, outside=outside)
-        self._followers: Sequence[Follower] = ()
-        #: Whether other hosts have copies; set by `begin`.
+        self._mode = f"checkpoint/recovery={self._settings.mode}"
+        #: Whether other hosts have copies, and the snapshots of the run before; set by `join`.
         self._has_peers = False
-        self.earlier: RunMemory | None = None
+        self._earlier: RunMemory | None = None
 
-    @property
-    def mode(self) -> str:
-        """`checkpoint/recovery=...`, for texts."""
-        return f"checkpoint/recovery={self._settings.mode}"
+    def begin_alone(self) -> None:
+        """See the base class: nobody keeps what this process saves."""
+        logger.info("%s: without a manager nothing stays in memory; loads take what others keep", self._mode)
 
-    @property
-    def reader(self) -> Callable[..., NearestReader]:
-        """What makes the reader, given the arguments of `Reader`."""
-        if self._settings.mode is RecoveryMode.peers:
-            return partial(PeerReader, clients=self._clients)
-        return NearestReader
-
-    def with_memory(self, storage_of: Callable[[str], Storage]) -> Callable[[str], Storage]:
-        """The storage of a path, which may be in the memory of this host's servers; there, to read only."""
+    def storage_of(self, storage_of: StorageOf) -> StorageOf:
+        """See the base class: a path may be in the memory of servers, where it is only read."""
         memory = self._memory
         return lambda path: memory if memory.holds(path) else storage_of(path)
 
-    def lineage(self, storage: Storage, root: str) -> Sequence[str]:
-        """On the leading rank: tokens of the runs that have owned the folder so far, the last one first."""
+    def begun(self, storage: Storage, root: str) -> Any:
+        """See the base class: the folder, and the tokens of the runs that have owned it so far, the last one first."""
         try:
-            return lineage_of(storage, root)
+            return [root, lineage_of(storage, root)]
         except (CheckpointError, OSError) as error:
             logger.warning("the runs before this one, which may have snapshots in memory, are unknown: %s", error)
-            return ()
+            return [root, []]
 
-    def begin(
-        self,
-        run: RunContext,
-        followers: Sequence[Follower] = (),
-        *,
-        named: str | None = None,
-        lineage: Sequence[str] = (),
-    ) -> RunContext:
-        """The run with its memory, where this rank's server takes what is put.
-
-        Args:
-            run: the run
-            followers: hear what is whole there
-            named: the run's folder as the leading rank spells it; None: as `run` has it
-            lineage: what `lineage` has returned there
-        """
-        self._followers = followers
-        root, rank = memory_root(named or run.root, run.events.run), run.ranks.rank
-        outside = self._outside
+    def join(self, run: RunContext, begun: Any, *, saves: bool) -> RunContext:
+        """See the base class: this rank's server takes what is put there."""
+        named, lineage = begun
+        root, rank, outside = memory_root(named, run.events.run), run.ranks.rank, self._outside
         own = HostClient(SocketPlace.of(root, outside), rank, now=False)  # its process starts later
         self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
         self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
-        self.earlier = PeerMemory(run, lineage, self._clients) if self._has_peers else RunMemory(run, lineage)
+        self._earlier = RunMemory(run, lineage, self._clients, has_peers=self._has_peers)
         memory = HostMemory(HostClients(besides=rank, outside=outside), own, outside)
-        return replace(run, memory=replace(run, fs=memory, root=root, remote=None))
+        return replace(run, snapshots=replace(run, fs=memory, root=root, remote=None))
 
-    def room(self) -> dict[str, Any]:
-        """Arguments for `Stager.connect`: a snapshot need not wait for one that is still being written, or sent."""
+    def sources(self) -> Sequence[RunMemory]:
+        """See the base class."""
+        return [*filter(None, [self._earlier])]
+
+    def staging(self) -> dict[str, Any]:
+        """See the base class: a snapshot need not wait for one that is still being written, or sent."""
         return {"kept": self._images.staying, "in_flight": self._images.in_flight}
 
+    def reader(self, reader: MakeReader) -> MakeReader:
+        """See the base class."""
+        return partial(NearestReader, clients=self._clients)
+
     def queue(
-        self, caller: WriteCaller, writer: Writer, ranks: Coordinator, run: RunContext
-    ) -> Callable[..., SaveQueue]:
-        """Have the writer process keep snapshots. Returns the `queue` of the pipeline."""
-        memory, earlier = run.memory, self.earlier
-        if memory is None or earlier is None:
-            return SaveQueue
+        self, queue: MakeQueue, run: RunContext, caller: WriteCaller, writer: Writer, followers: Sequence[Follower]
+    ) -> MakeQueue:
+        """See the base class: the writer process keeps snapshots."""
+        kept, earlier, ranks = run.snapshots, self._earlier, run.ranks
+        if kept is None or earlier is None:
+            return queue
         if not isinstance(caller, PersistentCaller):
             raise HydraConfigError(
-                f"{self.mode} keeps snapshots in the persistent writer process, and "
-                f"{type(caller).__name__} has none; use checkpoint/caller=persistent."
+                f"{self._mode} keeps snapshots in the persistent writer process, and {type(caller).__name__} has none; "
+                "use checkpoint/caller=persistent."
             )
         if ranks.is_leader:
             self._tell(run.hosts)
         here, lease = run.fs.here(run.root), self._settings.lease
-        job = {"folder": here, "root": memory.root, "rank": ranks.rank, "world_size": ranks.world_size, "lease": lease}
+        job = {"folder": here, "root": kept.root, "rank": ranks.rank, "world_size": ranks.world_size, "lease": lease}
         connect = caller.runs(WriterProgram("ckpt_component.hosts.keep", job))
         stays, on_kept = NewestStays(), earlier.end_others
-        followers = [follower.on_kept for follower in self._followers]
         if self._has_peers:
             # What the run before has at its peers is needed until this one has something there.
             ends = earlier.end_others if run.hosts.leads(ranks.rank) else _nothing
@@ -382,9 +364,9 @@ class SnapshotParts:
             TieredSaveQueue,
             caller=MemoryCaller(connect, ranks.outside),
             writer=writer,
-            memory=memory.fs,
-            path_of=lambda path: memory.path_of(run.step_of(path)),
-            on_kept=partial(_tell_all, [lambda _: on_kept(), *followers]),
+            memory=kept.fs,
+            path_of=lambda path: kept.path_of(run.step_of(path)),
+            on_kept=partial(_tell_all, [lambda _: on_kept(), *(follower.on_kept for follower in followers)]),
             stays=stays,
         )
 
@@ -403,30 +385,27 @@ class SnapshotParts:
         )
 
     def _tell(self, hosts: Hosts) -> None:
-        if self._has_peers:
-            self._tell_of_peers(hosts)
+        names, settings, images = [*dict.fromkeys(hosts.names)], self._settings, self._images
+        if not self._has_peers:
+            text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
+            logger.info(text, self._mode, images.own)
+            if settings.mode is RecoveryMode.peers:
+                logger.warning(
+                    "%s: all ranks are on one host, so nobody has copies, and all is as with host", self._mode
+                )
+            elif hosts.several:
+                text = (
+                    "%s: the %d ranks are on %d hosts, and a run is restored from memory only if all are on one host; "
+                    "else from its checkpoints"
+                )
+                logger.warning(text, self._mode, len(hosts.names), len(names))
             return
-        text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
-        logger.info(text, self.mode, self._images.own)
-        if self._settings.mode is RecoveryMode.peers:
-            text = "checkpoint/recovery=peers: all ranks are on one host, so nobody has copies, and all is as with host"
-            logger.warning(text)
-        elif hosts.several:
-            logger.warning(
-                "checkpoint/recovery=host: the %d ranks are on %d hosts, and a run is restored from memory only if all "
-                "are on one host; else from its checkpoints",
-                len(hosts.names),
-                len(set(hosts.names)),
-            )
-
-    def _tell_of_peers(self, hosts: Hosts) -> None:
-        names, settings = [*dict.fromkeys(hosts.names)], self._settings
-        replicas = min(settings.replicas, len(names) - 1)
         text = (
-            "checkpoint/recovery=peers: each rank has up to %d images of its state in host memory, of which up to "
-            "three stay, and up to %d copies of other ranks' images"
+            "%s: each rank has up to %d images of its state in host memory, of which up to three stay, and up to %d "
+            "copies of other ranks' images"
         )
-        logger.info(text, self._images.own, self._images.copies)
+        logger.info(text, self._mode, images.own, images.copies)
+        replicas = min(settings.replicas, len(names) - 1)
         if replicas < settings.replicas:
             text = "checkpoint.recovery.replicas=%d: the job has %d hosts, so each has its copies on %d others"
             logger.warning(text, settings.replicas, len(names), replicas)

@@ -1,15 +1,10 @@
 """What servers have of a run's folder: the snapshots of the run that owns it, and those of stale runs.
 
-The owner file in the folder names these runs, so that they are found whatever the path of the folder is, or was.
+The owner file in the folder names these runs, so that they are found whatever the path of the folder is, or was. With
+copies at peers, the first rank of each host offers the servers that it finds there, and has them stay. The leading rank
+looks through all of them, and its answer says to all ranks where the others are.
 
-
-What servers on all hosts of a job have of a run's folder.
-
-The first rank of each host offers the servers that it finds there, and has them stay. The leading rank looks through
-all of them, and its answer says to all ranks where the others are.
-
-
-Load a committed checkpoint from the memory of this host's servers while they have it, else from its storage.
+`NearestReader` loads a committed checkpoint from the memory of servers while they have it, else from its storage.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,32 +27,38 @@ from ..core.state.flatten import StateDict
 from ..core.storage.locate import absolute
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError
+from ..events import LoadReport
 from ..loading.collective import Phase
 from ..loading.load_options import LoadOptions
 from ..loading.reader import Reader
 from ..managing.run_context import RunContext
+from ..managing.run_option import SnapshotSource
 from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, served_run
-from .stores import SnapshotStore
-from .wire import SCHEME, PeerAddress, memory_root, roots_here, token_of, tokens_at
+from .wire import SCHEME, PeerAddress, memory_root, roots_here, tokens_at
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
 
 
-class RunMemory:
-    """The snapshots in this host's memory that a run may begin with. `PeerMemory` also knows of those on other hosts.
-
-    The leading rank looks; the others only offer, join and let go.
+class RunMemory(SnapshotSource):
+    """The snapshots in memory that a run may begin with: in that of this host, or of all.
 
     Args:
         run: the run
         lineage: tokens of the runs that have owned the folder so far, the last one first; the same on all ranks
+        clients: finds servers for the loads of this rank; is told where those of other hosts are
+        has_peers: whether other hosts may have copies
     """
 
-    def __init__(self, run: RunContext, lineage: Sequence[str]) -> None:
+    name = "memory"
+
+    def __init__(self, run: RunContext, lineage: Sequence[str], clients: JobClients, *, has_peers: bool) -> None:
+        self.advice = f"ckpt memory drop {run.root} gets past it"
         self._run = run
         self._lineage = lineage
+        self._clients = clients
+        self._offers = has_peers and run.hosts.leads(run.ranks.rank)
         #: The servers that are to stay until this run has a snapshot of its own, and what they have.
         self._held: list[SnapshotClient] = []
         self._found: tuple[RunContext, Scan] | None = None
@@ -65,54 +66,89 @@ class RunMemory:
         self._later = set[str]()
         #: Whether the others were ended.
         self._is_first = False
+        #: What others have offered to the leading rank, by the token of a run: the path of its memory, its secret, and
+        #: where its servers are.
+        self._offered: dict[str, tuple[str, str, list[PeerAddress]]] = {}
 
     def offer(self) -> Any:
-        """What this rank tells the leading one, as JSON values."""
+        """See the base class: the servers on this host, each with its run's token, memory and secret, and its address.
 
-    def join(self, root: str, clients: Sequence[Any]) -> None:
-        """Use what the leading rank has found, on this rank too.
-
-        Args:
-            root: of the snapshots in memory; empty: there are none
-            clients: what `elsewhere` has said
+        Only with copies at peers: else the leading rank sees all that counts.
         """
+        try:
+            return [*self._here()] if self._offers else []
+        except OSError as error:
+            logger.warning("snapshots in this host's memory cannot be used: %s", error)
+            return []
 
-    def elsewhere(self, root: str) -> Sequence[Any]:
-        """On the leading rank: where the servers of a root are that other hosts have, as JSON values."""
-        return ()
+    def _here(self) -> Iterator[list[Any]]:
+        for token in dict.fromkeys([self._run.events.run, *self._lineage]):
+            for memory, client in self._servers(token):
+                with contextlib.suppress(ConnectionError):  # it has ended
+                    about = client.about()
+                    if (peer := about.get("peer")) is not None:  # else it has had nothing to send
+                        place = PeerAddress(about["host"], peer["address"], peer["port"], client.rank)
+                        yield [token, memory, about["secret"], place]
 
-    def look(self, offers: Sequence[Any]) -> tuple[RunContext, Scan] | None:
-        """What the servers of the run that owns the folder have; None: nothing. Servers of other runs are stale.
+    def told(self) -> Any:
+        """See the base class: where it is, the secret of its run, and its servers on all hosts, if there are others."""
+        if self._found is None:
+            return None
+        root = self._found[0].root
+        return [root, *self._offered.get(_token_of(root), ("", "", []))[1:]]
+
+    def join(self, told: Any) -> None:
+        """See the base class; the first rank of a host has its servers stay."""
+        if self._run.ranks.is_leader:
+            return  # it has looked
+        self.let_go()
+        if told is None:
+            return
+        root, secret, places = told
+        for place in places:
+            self._clients.know(_token_of(root), secret, PeerAddress(*place))
+        try:
+            if self._offers:
+                self._hold(root)
+        except OSError as error:
+            logger.warning("snapshots in this host's memory may go with their lease: %s", error)
+
+    def place(self, loaded: LoadReport) -> str:
+        """See the base class."""
+        return "peers" if loaded.source == "peer" else "memory"
+
+    def look(self, offers: Sequence[Any]) -> bool:
+        """Look what the servers of the run that owns the folder have. Servers of other runs are stale.
 
         From now on they stay longer than their lease, until `let_go`, or the end of this process. First waits for a
         snapshot that they are still completing. What else is in memory than whole snapshots goes with its servers, and
         nobody need hear of it.
-
-        Args:
-            offers: those of all ranks
         """
         self.let_go()
+        self._offered.clear()
+        for token, memory, secret, place in (each for offer in offers for each in offer):
+            self._offered.setdefault(token, (memory, secret, []))[2].append(place)
+            self._clients.know(token, secret, PeerAddress(*place))
         try:
             self._found = self._look()
         except (CheckpointError, OSError) as error:
             logger.warning("snapshots in memory cannot be used, so %s decides: %s", self._run.roots, error)
             self.let_go()
+        return self._found is not None
+
+    def found(self, scan: Scan) -> tuple[RunContext, Scan] | None:
+        """See the base class: they are stale if a later run than theirs has saved checkpoints."""
+        if self._found and any(manifest.get("run") in self._later for manifest in scan.manifests.values()):
+            text = "the snapshot of step %d in memory is not used: a later run has saved checkpoints in %s"
+            logger.info(text, self._found[1].committed[-1], self._run.roots)
+            self.let_go()
         return self._found
-
-    def is_stale(self, scan: Scan) -> bool:
-        """Whether a later run than that of the snapshots has saved checkpoints, so that they are of no use any more.
-
-        Args:
-            scan: of the folder, and of the permanent one behind it
-        """
-        return any(manifest.get("run") in self._later for manifest in scan.manifests.values())
 
     def _look(self) -> tuple[RunContext, Scan] | None:
         owner = read_owner(self._run.fs, self._run.root)
         lineage = () if owner is None else owner.lineage
-        for token in sorted(
-            {*tokens_at(self._run.root, self._run.ranks.outside)}.difference(lineage, [self._run.events.run])
-        ):
+        here = {*tokens_at(self._run.root, self._run.ranks.outside)}
+        for token in sorted(here.difference(lineage, [self._run.events.run])):
             why = "no owner file" if owner is None else f"another owner ({owner})"
             text = "snapshots of run %s in memory are not used: %s has %s"
             logger.info(text, token, self._run.root, why)
@@ -131,7 +167,7 @@ class RunMemory:
     def _memory_of(self, token: str) -> str | None:
         """The path of the memory of a run that owns the folder, or did; None: it has no servers."""
         kept = self._kept(token)
-        return None if kept is None else kept.memory
+        return kept.memory if kept is not None else self._offered.get(token, (None,))[0]
 
     def _kept(self, token: str) -> ServedRun | None:
         """A run that owns the folder, or did, with servers on this host; not one of whose folder this one is a copy."""
@@ -144,6 +180,13 @@ class RunMemory:
         logger.info(text, here, kept.folder)
         return None
 
+    def _servers(self, token: str) -> Iterator[tuple[str, HostClient]]:
+        """The servers on this host of a run that owns the folder, or did, each with the path of its memory."""
+        kept = self._kept(token)
+        if kept is not None:
+            for client in each_of(clients_of(kept.memory, self._run.ranks.outside)):
+                yield kept.memory, client
+
     def _hold(self, root: str) -> None:
         """Have this host's servers of a root stay from now on."""
         for client in clients_of(root, self._run.ranks.outside):
@@ -155,7 +198,10 @@ class RunMemory:
         """What the servers of a run have, which stay from now on."""
         run = self._run
         self._hold(root)
-        kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, memory=None)
+        # What is not there has ended, so nobody waits for it.
+        options = {"visible": None}
+        kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, snapshots=None)
+        kept = replace(kept, load_options=lambda _: options)
         self._await_snapshot(kept)
         scan = kept.scan()
         return kept, Scan(scan.committed, metrics=scan.metrics, manifests=scan.manifests)
@@ -178,13 +224,14 @@ class RunMemory:
                 outside.sleep(_POLL_SECONDS)
 
     def let_go(self) -> None:
-        """Let the servers end when their lease is over."""
+        """See the base class: the servers end when their lease is over, and loads find those on this host alone."""
         self._found = None
         while self._held:
             self._held.pop().close()
+        self._clients.forget()
 
     def drop(self, path: str) -> None:
-        """Delete a snapshot from all servers that have a part of it. A failure is logged."""
+        """See the base class: from all servers that have a part of it."""
         try:
             for client in self._clients(path):
                 with contextlib.suppress(ConnectionError):  # it has ended
@@ -192,12 +239,8 @@ class RunMemory:
         except OSError as error:
             logger.warning("%s could not be dropped from memory: %s", path, error)
 
-    def _clients(self, path: str) -> Iterable[SnapshotStore]:
-        """The servers that may have a part of a snapshot."""
-        return each_of(clients_of(path, self._run.ranks.outside))
-
     def drop_after(self, step: int | None) -> None:
-        """Delete the snapshots of steps that follow this one; None: all."""
+        """See the base class."""
         kept, scan = self._found or (self._run, Scan())
         for later in scan.committed:
             if step is None or later > step:
@@ -217,8 +260,7 @@ class RunMemory:
         outside = self._run.ranks.outside
         for token in self._lineage:
             try:
-                kept = None if token == self._run.events.run else self._kept(token)
-                for client in each_of([] if kept is None else clients_of(kept.memory, outside)):
+                for _, client in self._servers(token) if token != self._run.events.run else ():
                     with contextlib.suppress(ConnectionError):  # it has ended
                         client.end()
             except OSError as error:
@@ -237,92 +279,8 @@ def _process_text(mark: str) -> str:
     return mark if process is None else f"process {process.pid}"
 
 
-class PeerMemory(RunMemory):
-    """See the top of this file.
-
-    Args:
-        run: the run
-        lineage: as for `RunMemory`
-        servers: finds servers for the loads of this rank; is told where they are
-    """
-
-    def __init__(self, run: RunContext, lineage: Sequence[str], clients: JobClients) -> None:
-        super().__init__(run, lineage)
-        self._clients_of_job = clients
-        self._leads_host = run.hosts.leads(run.ranks.rank)
-        #: On the leading rank, by the token of a run: its secret, and where its servers are.
-        self._offered: dict[str, list[Any]] = {}
-        #: The same, the path of its memory.
-        self._roots: dict[str, str] = {}
-
-    def offer(self) -> Any:
-        """The servers on this host, each with its run's token, memory and secret, and its address."""
-        if not self._leads_host:
-            return []
-        try:
-            return [*self._here()]
-        except OSError as error:
-            logger.warning("snapshots in this host's memory cannot be used: %s", error)
-            return []
-
-    def _here(self) -> Iterator[list[Any]]:
-        outside = self._run.ranks.outside
-        for token in dict.fromkeys([self._run.events.run, *self._lineage]):
-            kept = self._kept(token)
-            for client in each_of([] if kept is None else clients_of(kept.memory, outside)):
-                with contextlib.suppress(ConnectionError):  # it has ended
-                    about = client.about()
-                    peer = about.get("peer")
-                    if peer is not None and kept is not None:  # else it has had nothing to send
-                        place = PeerAddress(about["host"], peer["address"], peer["port"], client.rank)
-                        yield [token, kept.memory, about["secret"], place]
-
-    def look(self, offers: Sequence[Any]) -> tuple[RunContext, Scan] | None:
-        """See the base class; with the servers of all hosts."""
-        self._offered.clear()
-        for token, memory, secret, place in (each for offer in offers for each in offer):
-            self._roots[token] = memory
-            self._offered.setdefault(token, [secret]).append(place)
-        return super().look(offers)
-
-    def _look(self) -> tuple[RunContext, Scan] | None:
-        for token, clients in self._offered.items():
-            self._know(token, clients)
-        return super()._look()
-
-    def elsewhere(self, root: str) -> Sequence[Any]:
-        """See the base class. First the secret of the run, once, as all ranks hear of it."""
-        return self._offered.get(token_of(root), ())
-
-    def join(self, root: str, clients: Sequence[Any]) -> None:
-        """See the base class; the first rank of a host has its servers stay."""
-        if self._run.ranks.is_leader:
-            return  # it has looked
-        self.let_go()
-        if not root:
-            return
-        self._know(token_of(root), clients)
-        if self._leads_host:
-            try:
-                self._hold(root)
-            except OSError as error:
-                logger.warning("snapshots in this host's memory may go with their lease: %s", error)
-
-    def _know(self, token: str, clients: Sequence[Any]) -> None:
-        for place in clients[1:]:
-            self._clients_of_job.know(token, clients[0], PeerAddress(*place))
-
-    def let_go(self) -> None:
-        """See the base class; loads find servers on this host alone then."""
-        super().let_go()
-        self._clients_of_job.forget()
-
-    def _memory_of(self, token: str) -> str | None:
-        here = super()._memory_of(token)
-        return self._roots[token] if here is None and token in self._offered else here
-
-    def _clients(self, path: str) -> Iterable[SnapshotStore]:
-        return self._clients_of_job(path)
+def _token_of(root: str) -> str:
+    return root.rpartition("@")[2]
 
 
 def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Storage]) -> str:
@@ -344,27 +302,43 @@ def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Stor
             near = os.path.join(run.memory, os.path.basename(absolute(path)))
             memory = storage_of(near)
             kept = read_manifest(memory, near)
-            is_same = kept is not None and _is_same(str(manifest.get("attempt")), str(kept.get("attempt")))
-            if kept is not None and is_same and _is_whole(memory, near, kept):  # else other hosts have the rest
-                return near
+            if kept is not None and _is_same(manifest, kept) and _is_whole(memory, near, kept):
+                return near  # else other hosts have the rest
     except OSError as error:
         raise CheckpointUnreadableError(f"The copy of {path} in memory cannot be found: {error}.") from error
     raise CheckpointNotFoundError(f"{path} is not in the memory of this host.")
 
 
 class NearestReader(Reader):
-    """A `Reader` that takes a checkpoint from memory if every rank finds it there. Arguments as for `Reader`."""
+    """A `Reader` that takes a checkpoint from memory if every rank finds it there.
+
+    Args:
+        *arguments: as for `Reader`
+        clients: finds the servers of all hosts, for a run whose snapshots may have copies there; None: of this one
+        **options: as for `Reader`
+    """
+
+    def __init__(self, *arguments: Any, clients: JobClients | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._clients = JobClients() if clients is None else clients
 
     def read(
         self, path: str, state_dict: StateDict | torch.nn.Module | None = None, **options: Any
     ) -> tuple[Any, list[str]]:
         """See `Reader.read`. A copy in memory that is damaged is passed over by all ranks, with one line."""
+        before = self._clients.received()
+        try:
+            read = self._read(path, state_dict, **options)
+        finally:
+            self._clients.end_load()
+        if self.last_read.get("source") == "memory" and self._clients.received() > before:
+            self.last_read["source"] = "peer"
+        return read
+
+    def _read(self, path: str, state_dict: StateDict | torch.nn.Module | None, **options: Any) -> tuple[Any, list[str]]:
         wanted = LoadOptions(**options)
-        if (
-            wanted.tag is None
-            and not path.startswith(SCHEME)
-            and (near := self._nearest(path, wanted.alone)) is not None
-        ):
+        near = None if wanted.tag is not None or path.startswith(SCHEME) else self._nearest(path, wanted.alone)
+        if near is not None:
             try:
                 return super().read(near, state_dict, **{**options, "manifest": None})
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
@@ -378,40 +352,12 @@ class NearestReader(Reader):
             phase = self._collective.load(path).phase
         try:
             with phase("nearest"):
-                near = copy_in_memory(path, self._storage_of(path), self._storage_of)
+                return copy_in_memory(path, self._storage_of(path), self._storage_of)
         except CheckpointNotFoundError:
-            return None
+            pass
         except CheckpointCorruptError as error:
             logger.warning("%s is loaded from its storage: %s", path, error)
-            return None
-        return near
-
-
-class PeerReader(NearestReader):
-    """A `NearestReader` of a run whose snapshots have copies on other hosts.
-
-    Args:
-        *arguments: as for `Reader`
-        servers: those of all hosts
-        **options: as for `Reader`
-    """
-
-    def __init__(self, *arguments: Any, clients: JobClients, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._clients = clients
-
-    def read(
-        self, path: str, state_dict: StateDict | torch.nn.Module | None = None, **options: Any
-    ) -> tuple[Any, list[str]]:
-        """See `Reader.read`; says whether bytes came from other hosts."""
-        before = self._clients.received()
-        try:
-            read = super().read(path, state_dict, **options)
-        finally:
-            self._clients.end_load()
-        if self.last_read.get("source") == "memory" and self._clients.received() > before:
-            self.last_read["source"] = "peer"
-        return read
+        return None
 
 
 def _manifest_of(storage: Storage, path: str) -> Mapping[str, Any]:
@@ -429,6 +375,7 @@ def _is_whole(memory: Storage, path: str, manifest: Mapping[str, Any]) -> bool:
     return None not in memory.sizes(data_folder(memory, path, manifest), names).values()
 
 
-def _is_same(attempt: str, first: str) -> bool:
+def _is_same(manifest: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
     """Whether an attempt is the first of its save, or a later one, which has a number after the token of the first."""
+    attempt, first = str(manifest.get("attempt")), str(kept.get("attempt"))
     return attempt == first or attempt.startswith(f"{first}-")

@@ -15,18 +15,17 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..core.coordination import Coordinator, Hosts
+from ..background.follower import Follower
 from ..core.coordination.addresses import offered_address, reachable
-from ..core.options import ResolvedTimeouts
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import new_token
 from ..core.storage.object_folders import FOLDER_MARK
-from ..core.storage.storage import Storage
 from ..core.storage.tree_removal import remove_if_empty
 from ..errors import CheckpointConfigError, CheckpointError
+from ..managing.run_context import RunContext
 from ..managing.write_access import leave_trial, refuse_failed, remove_trial, try_to_write
 from .client import PeerClient
 from .folders import HostFolders
@@ -121,9 +120,9 @@ class FolderStore(ServedStore):
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
         """See the base class. Its readers share what is open: the first one opens it, and the last one closes it."""
         with self._lock:
-            opened = self._open.get(folder)
-            if opened is None:
-                opened = self._open[folder] = self._opened(folder)
+            if folder not in self._open:
+                self._open[folder] = self._opened(folder)
+            opened = self._open[folder]
             opened.readers += 1
         try:
             yield opened.files
@@ -131,8 +130,7 @@ class FolderStore(ServedStore):
             with self._lock:
                 opened.readers -= 1
                 if not opened.readers:
-                    del self._open[folder]
-                    opened.until_closed.close()
+                    self._open.pop(folder).until_closed.close()
 
     def _opened(self, folder: str) -> _SharedDescriptors:
         here, opened = self._here(folder), _SharedDescriptors()
@@ -176,60 +174,42 @@ class _Served(NamedTuple):
     is_shared: bool
 
 
-class HostTier:
-    """The local folders of the hosts of a job.
+class HostTier(Follower):
+    """The local folders of the hosts of a job. It serves that of this host until the run ends.
 
     Args:
         files: the file system of this host
-        folder: `checkpoint.local.dir` of this rank, an absolute path
-        ranks: the ranks
-        hosts: where they are
-        timeouts: deadlines
-
-    Attributes:
-        storage: the folders of all hosts; or `files`, if they share one
-        root: the path that all ranks have for them; or `folder`
+        run: the run, with `checkpoint.local.dir` of this rank as its folder
     """
 
-    def __init__(
-        self, files: FileStorage, folder: str, ranks: Coordinator, hosts: Hosts, timeouts: ResolvedTimeouts
-    ) -> None:
-        self.storage: Storage = files
-        self.root = folder
-        self._fs = files
-        self._folder = folder
-        self._ranks = ranks
-        self._hosts = hosts
-        self._timeouts = timeouts
-        self._named = f"checkpoint.local.dir={folder}"
-        self._leads_host = hosts.leads(ranks.rank)
+    def __init__(self, files: FileStorage, run: RunContext) -> None:
+        self._fs, self._folder = files, run.root
+        self._run, self._ranks, self._hosts = run, run.ranks, run.hosts
+        self._named = f"checkpoint.local.dir={run.root}"
+        self._leads_host = run.hosts.leads(run.ranks.rank)
         self._server: SnapshotServer | None = None
         self._clients: list[PeerClient] = []
 
-    @property
-    def unseen(self) -> frozenset[int]:
-        """The ranks whose files the leading rank does not look for at each commit; their word is taken for them."""
-        apart = isinstance(self.storage, HostFolders) and self._ranks.is_leader
-        return self._hosts.elsewhere(self._ranks.rank) if apart else frozenset()
-
-    def begin(self, *, saves: bool) -> None:
+    def join(self, *, saves: bool) -> RunContext:
         """Find out whether the hosts share one folder; if not, serve that of this host. All ranks call this.
 
         Args:
             saves: whether the run saves, so that files may be made in the folder
+
+        Returns:
+            The run with the folders of all hosts.
 
         Raises:
             CheckpointConfigError: a rank cannot write to its folder, or does not have the one of its host, or a host
                 cannot be reached; the same on all ranks
             CheckpointTimeoutError: a rank did not take part
         """
-        ranks = self._ranks
-        deadline = ranks.outside.now() + self._timeouts.stage + self._timeouts.visible
+        ranks, timeouts = self._ranks, self._run.timeouts
+        deadline = ranks.outside.now() + timeouts.stage + timeouts.visible
         address = offered_address(ranks.outside) if self._leads_host else None
         begun = ranks.decide("tier/begin", address, lambda offers: self._begin(offers, saves=saves), deadline)
-        own, trial = None, begun["trial"] if ranks.is_leader else None
+        own, failure, trial = None, None, begun["trial"] if ranks.is_leader else None
         try:
-            failure = None
             try:
                 if self._leads_host:
                     own = self._serve(begun, saves=saves)
@@ -241,13 +221,18 @@ class HostTier:
             if all(each.is_shared for each in hosts.values()):
                 self.close(waits=False)
                 self._tell("all hosts share one folder")
-                return
-            self._join(begun, hosts)
+                return self._run
+            run = self._joined(begun, hosts)
             ranks.decide("tier/joined", self._look_for(hosts), self._reach, deadline)
             self._tell("each host has a folder of its own" if saves else "the folders of all hosts count")
+            return run
         finally:
             if trial is not None:
                 remove_trial(self._fs, os.path.join(self._folder, trial))
+
+    def end(self, *, finish: bool) -> None:
+        """See the base class: serve the folder no longer, whether the run has finished or not."""
+        self.close()
 
     def close(self, *, waits: bool = True) -> None:
         """Serve the folder no longer; where this is not the leading rank, not before that one needs it no more.
@@ -261,15 +246,15 @@ class HostTier:
                 try:
                     client.end()
                 except OSError as error:  # then its host stops by itself, after `timeouts.close`
-                    logger.info(
-                        "host %s was not told that its folder is no longer needed: %s", client.address.host, error
-                    )
+                    text = "host %s was not told that its folder is no longer needed: %s"
+                    logger.info(text, client.address.host, error)
             client.close()
         if server is None:
             return
-        until = self._ranks.outside.now() + (self._timeouts.close if waits else 0.0)
-        while server.holders and not server.ended.is_set and self._ranks.outside.now() < until:
-            self._ranks.outside.sleep(_PAUSE_SECONDS)
+        outside = self._ranks.outside
+        until = outside.now() + (self._run.timeouts.close if waits else 0.0)
+        while server.holders and not server.ended.is_set and outside.now() < until:
+            outside.sleep(_PAUSE_SECONDS)
         server.close()
 
     def _begin(self, offers: Sequence[Any], *, saves: bool) -> dict[str, Any]:
@@ -286,55 +271,49 @@ class HostTier:
             try_to_write(self._fs, self._folder, self._named)
             trial = leave_trial(self._fs, self._folder, self._named)
         addresses = dict(zip(names, reachable([*names.values()], self._ranks.outside), strict=True))
-        return {
-            "root": self._folder,
-            "secret": self._ranks.outside.random_bytes(32).hex(),
-            "addresses": addresses,
-            "trial": trial,
-        }
+        secret = self._ranks.outside.random_bytes(32).hex()
+        return {"root": self._folder, "secret": secret, "addresses": addresses, "trial": trial}
 
     def _serve(self, begun: Mapping[str, Any], *, saves: bool) -> _Served:
         """On the first rank of a host: serve its folder, and look whether it is that of the leading rank."""
-        rank, trial = self._ranks.rank, begun["trial"]
+        rank, outside, trial = self._ranks.rank, self._ranks.outside, begun["trial"]
         is_shared = self._ranks.is_leader
-        if saves and not self._ranks.is_leader:
+        if saves and not is_shared:
             try_to_write(self._fs, self._folder, self._named)
             is_shared = self._sees(trial)
             trial = None if is_shared else leave_trial(self._fs, self._folder, self._named)
-        outside = self._ranks.outside
         endpoint = PeerEndpoint(begun["addresses"][self._hosts.names[rank]], begun["secret"], outside)
         served = FolderStore(self._fs, self._folder, begun["root"])
-        root = memory_root(begun["root"], new_token(self._fs.outside))
+        root = memory_root(begun["root"], new_token(outside))
         self._server = SnapshotServer(served, root, rank, dict, outside=outside)
         self._server.open(endpoint)
         return _Served(rank, endpoint.port, trial, is_shared)
 
     def _sees(self, trial: str | None) -> bool:
         """Whether a file appears in the folder soon."""
-        until = self._ranks.outside.now() + _LOOK_SECONDS
-        while trial is not None:
-            if self._fs.exists(os.path.join(self._folder, trial)):
-                return True
-            if self._ranks.outside.now() > until:
+        outside, sees = self._ranks.outside, False
+        until = outside.now() + _LOOK_SECONDS
+        while trial is not None and not (sees := self._fs.exists(os.path.join(self._folder, trial))):
+            if outside.now() > until:
                 break
-            self._ranks.outside.sleep(_PAUSE_SECONDS)
-        return False
+            outside.sleep(_PAUSE_SECONDS)
+        return sees
 
-    def _join(self, begun: Mapping[str, Any], served: Mapping[str, _Served]) -> None:
-        """Use the folders of all hosts."""
-        own, secret = self._hosts.names[self._ranks.rank], begun["secret"]
-        self._clients = [
-            PeerClient(
-                PeerAddress(host, begun["addresses"][host], each.port, each.rank),
-                secret,
-                now=False,
-                outside=self._ranks.outside,
-            )
-            for host, each in served.items()
-            if host != own
-        ]
-        self.root, names = begun["root"], self._hosts.names
-        self.storage = HostFolders(self._fs, self.root, self._folder, self._clients, hosts=names, rank=self._ranks.rank)
+    def _joined(self, begun: Mapping[str, Any], served: Mapping[str, _Served]) -> RunContext:
+        """The run with the folders of all hosts, of whose checkpoints hosts may have several attempts."""
+        rank, names, outside, root = self._ranks.rank, self._hosts.names, self._ranks.outside, begun["root"]
+        for host, each in served.items():
+            if host != names[rank]:
+                place = PeerAddress(host, begun["addresses"][host], each.port, each.rank)
+                self._clients.append(PeerClient(place, begun["secret"], now=False, outside=outside))
+        folders = HostFolders(self._fs, root, self._folder, self._clients, hosts=names, rank=rank)
+        return replace(
+            self._run,
+            fs=folders,
+            root=root,
+            elsewhere=lambda path: folders if folders.holds(path) else self._run.elsewhere(path),
+            load_options=lambda manifest: {"attempt": str(manifest.get("attempt"))},
+        )
 
     def _look_for(self, served: Mapping[str, _Served]) -> str | None:
         """Look whether this rank has the folder of its host; returns why not, if that is known."""

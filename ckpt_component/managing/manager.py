@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..background.follower import Follower
 from ..callers.write_callers import PersistentCaller
@@ -26,9 +26,6 @@ from .restore import Restorer
 from .run_context import RunContext, job_ranks
 from .stop_signals import LAST_SAVE, StoppableLoop
 from .summary import contents_text, log_saves, warn_of_idle, warn_of_open, warn_of_wait
-
-if TYPE_CHECKING:
-    from ..hosts.tier import HostTier  # which runs on one host do not load
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +44,6 @@ class CheckpointManager(StoppableLoop):
         restorer: loads the checkpoint that the run begins with; None without a checkpointer
         followers: what works with the checkpoints, such as uploads; started when the run has begun, called by its
             hooks, and ended by the manager, in this order
-        tier: the local folders of several hosts, closed by the manager; None: there is one, or none
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order
@@ -61,7 +57,6 @@ class CheckpointManager(StoppableLoop):
         save: SavePolicy,
         restorer: Restorer | None,
         followers: Sequence[Follower] = (),
-        tier: HostTier | None = None,
     ) -> None:
         # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
         alone = partial(job_ranks, "stop_signals", run.timeouts, run.ranks.outside)
@@ -86,7 +81,6 @@ class CheckpointManager(StoppableLoop):
         self._began_at: int | None = None
         self._failed = False
         self._followers = followers
-        self._tier = tier
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
@@ -308,10 +302,9 @@ class CheckpointManager(StoppableLoop):
         self._delete_old(step)
         place = self._run
         if only_if_due and not self._is_due(step, reached.state):
-            memory = place.memory
-            if memory is None or not self._policy.should_keep(step) or step == self._kept_step:
+            if place.snapshots is None or not self._policy.should_keep(step) or step == self._kept_step:
                 return False
-            place = memory
+            place = place.snapshots
         elif self._is_saved(step):
             return False
         path, before = place.path_of(step), self._clock.last_save
@@ -426,8 +419,6 @@ class CheckpointManager(StoppableLoop):
                 finish = not self._failed and self.stopped_by is None
                 for follower in self._followers:
                     follower.end(finish=finish)
-                if self._tier is not None:
-                    self._tier.close()
             finally:
                 self.stop_catching()
 
@@ -459,8 +450,8 @@ class CheckpointManager(StoppableLoop):
             self.close()
 
     def _outlive(self) -> None:
-        """The run has failed: what it has in memory is for the next one."""
-        if self._run.memory is not None and isinstance(self._pipeline.caller, PersistentCaller):
+        """The run has failed: what its writer process keeps is for the next one."""
+        if self._checkpointer is not None and isinstance(self._pipeline.caller, PersistentCaller):
             self._pipeline.caller.outlive()
 
     def _save_last(self, last: ReachedStep) -> None:

@@ -30,35 +30,44 @@ from .lookup import candidates_of
 from .run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from ..hosts.snapshot_source import RunMemory  # which runs that keep no snapshots do not load
     from .run_context import RunContext
+    from .run_option import SnapshotSource  # which runs without an option do not load
 
 logger = logging.getLogger(__name__)
 
-#: Where a snapshot in memory was, for the log.
-_PLACES = {"peer": "peers"}
+
+class Candidate(NamedTuple):
+    """A checkpoint that may be loaded; also as a list in JSON.
+
+    Attributes:
+        step: its step
+        path: its path
+        source: which of the sources has it; None: it is in a folder
+        options: of its load, see `RunContext.load_options`
+    """
+
+    step: int
+    path: str
+    source: int | None = None
+    options: Mapping[str, Any] = {}
 
 
 class Found(NamedTuple):
     """What the leading rank found, as JSON values for all ranks.
 
     Attributes:
-        candidates: the steps to try with their paths, best first
+        candidates: the checkpoints to try, best first
         committed: the committed steps of each folder of the run
         suspects: damaged steps, to quarantine, with their paths
         occupied: all steps that a save would collide with
-        in_memory: the root of the snapshots in memory; empty: there are none
-        servers: where those servers are that other hosts have
-        attempts: of the checkpoints in folders that each host has for itself, by path
+        told: what each source tells all ranks of what it has; None: it has nothing
     """
 
-    candidates: Sequence[tuple[int, str]]
+    candidates: Sequence[Candidate]
     committed: Sequence[Sequence[int]]
-    suspects: Sequence[tuple[int, str]]
+    suspects: Sequence[Candidate]
     occupied: Sequence[int]
-    in_memory: str
-    clients: Sequence[Any]
-    attempts: Mapping[str, str]
+    told: Sequence[Any]
 
 
 class Restorer:
@@ -68,23 +77,23 @@ class Restorer:
         checkpointer: loads the checkpoint
         folder: the run's folder, which refuses or retires the steps that follow
         saves: whether the save policy makes any saves
-        memory: the snapshots in memory; None: none are kept
+        sources: what may have snapshots of the run, the nearest first
 
     Attributes:
         path: the checkpoint that was loaded, or the one that was tried last; None: there was none
-        is_here: whether the one that was loaded last is in a folder of this run, or in its memory
+        is_here: whether the one that was loaded last is in a folder of this run, or came from one of the sources
         is_durable: whether the step that was loaded last is in a folder of this run
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, folder: RunFolder, saves: bool, memory: RunMemory | None = None
+        self, checkpointer: Checkpointer, folder: RunFolder, saves: bool, sources: Sequence[SnapshotSource] = ()
     ) -> None:
         self._checkpointer = checkpointer
         self._folder = folder
         self._run = folder.run
         self._policy = folder.resume
         self._saves = saves
-        self._memory = memory
+        self._sources = sources
         self.path: str | None = None
         self.is_here = self.is_durable = False
 
@@ -107,12 +116,10 @@ class Restorer:
         ranks, timeouts = self._run.ranks, self._run.timeouts
         deadline = ranks.outside.now() + timeouts.stage + timeouts.close
         manifests: dict[str, Mapping[str, Any]] = {}
-        memory = self._memory
-        offer = None if memory is None else memory.offer()
-        look = partial(self._look, manifests)
+        offer, look = [source.offer() for source in self._sources], partial(self._look, manifests)
         found = Found(**ranks.meet("restore", offer, lambda offers: look(offers)._asdict(), deadline))
-        if memory is not None:
-            memory.join(found.in_memory, found.clients)
+        for number, told in enumerate(found.told):
+            self._sources[number].join(told)
         tag = f"restore/{ranks.meetings['restore']}"
         options, new = options or self._policy.load_options, new_optimizer_states(state)
         unused = "" if self._policy.is_exact or not found.candidates else " and ".join(options)
@@ -132,7 +139,7 @@ class Restorer:
             **options,
         )
         try:
-            step, damaged = self._load_first(found, manifests, tag, load)
+            loaded, damaged = self._load_first([Candidate(*each) for each in found.candidates], manifests, tag, load)
         except CheckpointLoadError as error:
             if isinstance(error, MissingKeysError) and error.advice and not self._policy.is_exact:
                 text = f"{error} Here it also needs checkpoint.resume={found.candidates[0][0]}."
@@ -140,13 +147,14 @@ class Restorer:
             if unused and ranks.is_leader and not isinstance(error, CheckpointCorruptError):
                 logger.warning("%s was not used; to use it, add checkpoint.resume=%d", unused, found.candidates[0][0])
             raise
+        step, source = (None, None) if loaded is None else (loaded.step, loaded.source)
         lost = [key for key, value in new.items() if value["state"]]
         if lost and ranks.is_leader:
             text = "%s in the state: a state_dict() was filled, and its optimizer was not; pass the optimizer itself"
             logger.warning(text, " and ".join(map(repr, lost)))
         never = self._policy.choice == "never"
         if self._policy.rewind or not never:
-            suspects = [*found.suspects, *damaged]
+            suspects = [*(Candidate(*each) for each in found.suspects), *damaged]
             tidy = partial(self._tidy, step, suspects, found)
             seconds = timeouts.stage + (timeouts.write if suspects else 0)  # to read them once more
             ranks.run_on_leader(f"{tag}/tidy", tidy, ranks.outside.now() + seconds)
@@ -154,12 +162,12 @@ class Restorer:
             why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.roots}"
             logger.info("%s: starting from scratch", why)
         self.is_durable = step is not None and self._is_here(step)
-        self.is_here = self.is_durable
-        if found.in_memory:
-            self.is_here = self.is_durable or _is_in(self.path, found.in_memory)
-            self.is_durable = self.is_durable or any(step in steps for steps in found.committed)
-            if memory is not None and not _is_in(self.path, found.in_memory):
-                memory.let_go()
+        self.is_here = self.is_durable or source is not None
+        if source is not None:
+            self.is_durable = any(step in steps for steps in found.committed)
+        for number, other in enumerate(self._sources):
+            if number != source:
+                other.let_go()
         # Steps of a run that began elsewhere may start below those that the folder holds.
         self._folder.settled = self._saves and (step is None or self.is_here)
         if self.path is not None:
@@ -230,35 +238,30 @@ class Restorer:
 
     def _load_first(
         self,
-        found: Found,
+        candidates: Sequence[Candidate],
         manifests: Mapping[str, Mapping[str, Any]],
         tag: str,
         load: Callable[..., Any],
-    ) -> tuple[int | None, list[tuple[int, str]]]:
-        """Load the first undamaged candidate; returns its step, and the damaged ones before it."""
-        self.path, damaged, candidates = None, [], found.candidates
-        for number, (step, path) in enumerate(candidates):
-            started, self.path = perf_counter(), path
-            in_memory = bool(found.in_memory) and _is_in(path, found.in_memory)
-            options: dict[str, Any] = {"visible": None} if in_memory else {}  # what is not there has ended
-            if path in found.attempts:
-                options["attempt"] = found.attempts[path]
+    ) -> tuple[Candidate | None, list[Candidate]]:
+        """Load the first undamaged candidate; returns it, and the damaged ones before it."""
+        self.path, damaged = None, list[Candidate]()
+        for number, candidate in enumerate(candidates):
+            started, (step, path, source_number, options) = perf_counter(), candidate
+            self.path, source = path, None if source_number is None else self._sources[source_number]
             try:
                 load(path, tag=f"{tag}/{number}", manifest=manifests.get(path), **options)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                if number + 1 == len(candidates) or not (in_memory or isinstance(error, CheckpointCorruptError)):
-                    if in_memory:
-                        root = self._run.root
-                        raise type(error)(
-                            f"{error} Nothing else is left; ckpt memory drop {root} gets past it."
-                        ) from error
+                is_last = number + 1 == len(candidates)
+                if is_last and source is not None:
+                    raise type(error)(f"{error} Nothing else is left; {source.advice}.") from error
+                if is_last or (source is None and not isinstance(error, CheckpointCorruptError)):
                     raise
-                what = f"step {step} in memory" if in_memory else f"step {step}"
-                if not in_memory or self._run.ranks.is_leader:
-                    logger.error("%s cannot be used, trying step %d: %s", what, candidates[number + 1][0], error)
+                if source is None or self._run.ranks.is_leader:
+                    what = f"step {step}" if source is None else f"step {step} in {source.name}"
+                    logger.error("%s cannot be used, trying step %d: %s", what, candidates[number + 1].step, error)
                 # An unreadable checkpoint may be intact: the disk or the mount may be at fault.
                 if not isinstance(error, CheckpointUnreadableError):
-                    damaged.append((step, path))
+                    damaged.append(candidate)
                 continue
             loaded = self._checkpointer.last_load
             if self._run.ranks.is_leader and loaded is not None:
@@ -269,48 +272,48 @@ class Restorer:
                     verified = "not verified (checkpoint.verify=off)"
                 seconds = perf_counter() - started
                 text = "restored step %d from %s: %s in %.2f s, %s"
-                place = _PLACES.get(loaded.source, "memory") if in_memory else path
+                place = path if source is None else source.place(loaded)
                 logger.info(text, step, place, amount(loaded.bytes), seconds, verified)
-            return step, damaged
+            return candidate, damaged
         return None, damaged
 
-    def _look(self, manifests: dict[str, Mapping[str, Any]], offers: Sequence[Any]) -> Found:
+    def _look(self, manifests: dict[str, Mapping[str, Any]], offers: Sequence[Sequence[Any]]) -> Found:
         """On the leading rank: clean up and scan the folder.
 
         Args:
             manifests: takes those of committed checkpoints, by path
-            offers: what each rank's `RunMemory` has offered
+            offers: what the sources of each rank have offered
 
         Raises:
             CheckpointUnreadableError: the folder cannot be listed, or the permanent one, which alone can have what
                 `resume` asks for
         """
-        run, in_memory = self._run, None if self._memory is None else self._memory.look(offers)
-        # What the writer of a dead run is still finishing is no newer than the snapshot that it was made of.
-        waits = in_memory is None or not in_memory[1].committed
+        run = self._run
+        nearer = [source.look([offer[number] for offer in offers]) for number, source in enumerate(self._sources)]
         try:
-            local, remote = run.scan(self._clean_up(waits=waits)), run.scan_remote()
+            # What the writer of a dead run is still finishing is no newer than the snapshot that it was made of.
+            local, remote = run.scan(self._clean_up(waits=not any(nearer))), run.scan_remote()
         except OSError as error:
             raise _unlisted(run, error) from error
-        places = [(run, local)]
+        folders = [(run, local)]
         if run.remote is not None:
             if remote is None:
                 self._refuse_unknown(local, run.remote.root)
-            places.append((run.remote, remote or Scan()))
+            folders.append((run.remote, remote or Scan()))
         scan = local if remote is None else both(local, remote)
-        durable, occupied = [list(has.committed) for _, has in places], sorted(scan.occupied)
-        if in_memory is not None and self._memory is not None and self._memory.is_stale(scan):
-            text = "the snapshot of step %d in memory is not used: a later run has saved checkpoints in %s"
-            logger.info(text, max(in_memory[1].committed, default=0), run.roots)
-            self._memory.let_go()
-            in_memory = None
-        if in_memory is not None:
-            places.insert(0, in_memory)
-            scan = both(in_memory[1], scan)
-        manifests.update({at.path_of(step): has.manifests[step] for at, has in places for step in has.committed})
-        attempts = dict[str, str]()
-        if run.fs.hosts:
-            attempts = {run.path_of(step): str(local.manifests[step].get("attempt")) for step in local.committed}
+        durable, occupied = [list(has.committed) for _, has in folders], sorted(scan.occupied)
+        places: list[tuple[int | None, RunContext, Scan]] = [
+            (number, *found) for number, source in enumerate(self._sources) if (found := source.found(scan)) is not None
+        ]
+        for _, _, has in reversed(places):
+            scan = both(has, scan)
+        places += [(None, at, has) for at, has in folders]
+        known = dict[str, Candidate]()
+        for number, at, has in places:
+            for step in has.committed:
+                path, manifest = at.path_of(step), has.manifests[step]
+                manifests[path] = manifest
+                known[path] = Candidate(step, path, number, at.load_options(manifest))
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
@@ -323,24 +326,21 @@ class Restorer:
         self._run.warned.update(bad.values(), scan.parts.values(), scan.foreign.values())
         # An empty local folder is not what errors are about.
         try:
-            candidates = candidates_of(run if local.occupied or local.parts else run.remote or run, self._policy, scan)
+            chosen = candidates_of(run if local.occupied or local.parts else run.remote or run, self._policy, scan)
         except CheckpointError:  # one that is not found is an OSError, too
             raise
         except OSError as error:
             raise _unlisted(run, error) from error
+        candidates = [known.get(path, Candidate(step, path)) for step, path in chosen]
         if self._policy.path is None:  # from the nearest place first
-            steps = [step for step, _ in candidates]
-            candidates = [(step, at.path_of(step)) for step in steps for at, has in places if step in has.committed]
+            paths = [at.path_of(step) for step, _ in chosen for _, at, _ in places]
+            candidates = [known[path] for path in paths if path in known]
         if self._saves:
-            self._folder.refuse_following(candidates[0][0] if candidates else None, occupied)
-        kept = "" if in_memory is None else in_memory[0].root
-        clients = () if in_memory is None or self._memory is None else self._memory.elsewhere(kept)
-        suspects = [
-            (step, at.path_of(step)) for at, has in places if at.root != kept for step in {**has.damaged, **has.torn}
-        ]
+            self._folder.refuse_following(candidates[0].step if candidates else None, occupied)
+        suspects = [Candidate(step, at.path_of(step)) for at, has in folders for step in {**has.damaged, **has.torn}]
         self._folder.purge.found(local)
-        suspects = suspects if self._policy.searches else []
-        return Found(candidates, durable, suspects, occupied, kept, clients, attempts)
+        told = [source.told() for source in self._sources]
+        return Found(candidates, durable, suspects if self._policy.searches else [], occupied, told)
 
     def _refuse_unknown(self, local: Scan, remote: str) -> None:
         """The permanent folder cannot be listed: refuse to begin if the local one has nothing to begin with.
@@ -356,14 +356,14 @@ class Restorer:
                 "but cannot be listed now. To start from scratch nevertheless, type checkpoint.resume=never."
             )
 
-    def _tidy(self, restored: int | None, suspects: Sequence[tuple[int, str]], found: Found) -> None:
+    def _tidy(self, restored: int | None, suspects: Sequence[Candidate], found: Found) -> None:
         """On the leading rank: retire the steps that follow, quarantine damaged ones, and repair the pointer."""
         moved = self._folder.retire_following(restored, found.occupied)
-        if self._policy.rewind and self._memory is not None:
-            self._memory.drop_after(restored)
-        for step, path in suspects:
-            if self._memory is not None and found.in_memory and _is_in(path, found.in_memory):
-                self._memory.drop(path)
+        for source in self._sources if self._policy.rewind else ():
+            source.drop_after(restored)
+        for step, path, number, _ in suspects:
+            if number is not None:
+                self._sources[number].drop(path)
                 continue
             if step in moved:
                 continue
@@ -429,7 +429,3 @@ def _unlisted(run: RunContext, error: OSError) -> CheckpointUnreadableError:
     if run.remote is not None:
         text += ", or without checkpoint.local.dir, to begin with what checkpoint.dir has"
     return CheckpointUnreadableError(f"{text}.", error.errno)
-
-
-def _is_in(path: str | None, root: str) -> bool:
-    return path is not None and path.startswith(f"{root}/")

@@ -43,8 +43,9 @@ class RunContext:
         warned: warnings that were logged already, and are not repeated
         elsewhere: returns the storage of a path outside of `root`, a checkpoint of another run or its folder
         remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None
-        memory: the same run in the memory of this host's servers, where each snapshot becomes whole first; None: none
-            stays there
+        snapshots: the same run where each snapshot becomes whole first and the newest stay; None: nowhere
+        load_options: returns arguments of `Checkpointer.load` for a checkpoint in `root`, given its manifest, by which
+            all ranks load what the leading one has found
         hosts: which ranks are on which host
         preset: name of the preset that the run was configured with, for texts; None: unknown
     """
@@ -59,7 +60,8 @@ class RunContext:
     warned: set[str] = field(default_factory=set)
     elsewhere: Callable[[str], Storage] = field(default_factory=lambda: Storages().of)
     remote: RunContext | None = None
-    memory: RunContext | None = None
+    snapshots: RunContext | None = None
+    load_options: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda _: {})
     hosts: Hosts = field(default_factory=lambda: Hosts(("",)))
     preset: str | None = None
 
@@ -99,6 +101,18 @@ class RunContext:
         if self.remote is not None:
             return self.remote.storage_of(path)
         return self.elsewhere(path) if is_url(path) or is_url(self.root) else self.fs
+
+    @property
+    def saved_in(self) -> Callable[[str], Storage]:
+        """Returns the storage that a save of a path goes to."""
+        fs, near = self.fs, None if self.snapshots is None else self.snapshots.fs
+        return lambda path: fs if near is None or not near.holds(path) else near
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        """The ranks whose files the leading rank does not look for at each commit; their word is taken for them."""
+        apart = self.fs.hosts and self.ranks.is_leader
+        return self.hosts.elsewhere(self.ranks.rank) if apart else frozenset()
 
     def scan(self, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
         """What the folder holds; `known` as for `scan_steps`."""

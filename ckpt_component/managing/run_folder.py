@@ -97,7 +97,7 @@ class RunFolder:
         if not self.settled:
             self._begin_with(self.run.step_of(path))
             self.settled = True
-        if self.run.memory is not None and path.startswith(f"{self.run.memory.root}/"):
+        if self.run.snapshots is not None and path.startswith(f"{self.run.snapshots.root}/"):
             return  # only this run saves there
         try:
             self._protocol.refuse_taken(path)

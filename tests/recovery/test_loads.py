@@ -129,7 +129,7 @@ def reading_memory(phase: str) -> Iterator[tuple[threading.Event, threading.Even
 
 
 @pytest.mark.parametrize("phase", ["verifying", "copying"])
-@pytest.mark.parametrize("keeper", ["lives", "dies"])
+@pytest.mark.parametrize("client", ["lives", "dies"])
 def test_a_reader_has_the_bytes_that_it_began_with_while_training_goes_on(
     tmp_path: Path, phase: str, client: str
 ) -> None:

@@ -112,7 +112,9 @@ def clients() -> dict[int, psutil.Process]:
     ours, found = os.environ["CKPT_RUNTIME_DIR"], {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            is_writer = any("core.writing" in argument for argument in process.cmdline())
+            is_writer = any(
+                name in argument for argument in process.cmdline() for name in ("core.writing", "hosts.keep")
+            )
             if is_writer and process.environ().get("CKPT_RUNTIME_DIR") == ours:
                 found[process.pid] = process
     return found

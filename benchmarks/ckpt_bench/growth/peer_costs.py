@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median_low
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 from ckpt_component.callers import PersistentCaller
 from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.scan import Scan
 from ckpt_component.core.coordination import Hosts, RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import RecoveryMode, ResolvedTimeouts
@@ -27,8 +29,9 @@ from ckpt_component.hosts import recovery, snapshot_source
 from ckpt_component.hosts.client import JobClients, ServedRun
 from ckpt_component.hosts.recovery import SnapshotsAtPeers
 from ckpt_component.hosts.wire import PeerAddress, memory_root
-from ckpt_component.managing.restore import Found
+from ckpt_component.managing.restore import Candidate, Found
 from ckpt_component.managing.run_context import RunContext
+from ckpt_component.saving.save_queue import SaveQueue
 from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
@@ -126,9 +129,9 @@ class _RankAlone:
         events = _CountedArrivals(run=_TOKEN)
         run = RunContext(job.files, _ROOT, MEGATRON, ranks, _TIMEOUTS, events=events, hosts=job.hosts)
         parts = recovery.SnapshotParts(_SETTINGS)
-        run = parts.begin(run)
+        run = parts.join(run, [_ROOT, []], saves=True)
         job.count(self)
-        queue = cast("partial[Any]", parts.queue(PersistentCaller(), DcpWriter(), ranks, run))
+        queue = cast("partial[Any]", parts.queue(SaveQueue, run, PersistentCaller(), DcpWriter(), []))
         stays = cast(SnapshotsAtPeers, queue.keywords["stays"])
         stays.begin(lambda: None)
         prepare = stays.preparation(cast(Any, _NoSnapshotStore()))
@@ -139,19 +142,26 @@ class _RankAlone:
             while events.arrived < number:
                 self.process.outside.sleep(_POLL)
             job.count(self)
-        memory = snapshot_source.PeerMemory(run, [_TOKEN], JobClients())
+        memory = _FoundMemory(run, [_TOKEN], JobClients(), has_peers=True)
         look = partial(self._look, memory)
-        found = Found(**ranks.meet("restore", memory.offer(), look, self.process.outside.now() + _SECONDS))
-        if len(found.clients) <= count:
-            raise RuntimeError(f"Of {count} snapshot servers, {len(found.clients) - 1} were found.")
+        found = Found(**ranks.meet("restore", [memory.offer()], look, self.process.outside.now() + _SECONDS))
+        places = found.told[0][-1]
+        if len(places) != count:
+            raise RuntimeError(f"Of {count} snapshot servers, {len(places)} were found.")
         job.count(self)
 
-    def _look(self, memory: snapshot_source.PeerMemory, offers: Sequence[Any]) -> Mapping[str, Any]:
+    def _look(self, memory: snapshot_source.RunMemory, offers: Sequence[Any]) -> Mapping[str, Any]:
         """What rank 0 tells of a snapshot that the servers have; reading it is left out."""
-        memory.look(offers)
-        root = memory_root(_ROOT, _TOKEN)
-        step, path = self._job.saves, f"{root}/{MEGATRON.folder(self._job.saves)}"
-        return Found([(step, path)], [[]], [], [], root, memory.elsewhere(root), {})._asdict()
+        memory.look([each for (each,) in offers])
+        step, path = self._job.saves, f"{memory_root(_ROOT, _TOKEN)}/{MEGATRON.folder(self._job.saves)}"
+        return Found([Candidate(step, path, 0, {"visible": None})], [[]], [], [], [memory.told()])._asdict()
+
+
+class _FoundMemory(snapshot_source.RunMemory):
+    """Has found a snapshot; listing and reading it is left out."""
+
+    def _look(self) -> tuple[RunContext, Scan]:
+        return replace(self._run, root=memory_root(_ROOT, _TOKEN)), Scan()
 
 
 class _CountedArrivals(EventRecorder):

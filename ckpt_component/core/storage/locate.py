@@ -20,6 +20,8 @@ MEMORY = "host://"
 #: The storages with a scheme of their own, by the module and the class that is called without arguments. Like the
 #: program of a process, each is named and not imported: it stands in the house above those who ask for it.
 SCHEMES = {MEMORY: ("ckpt_component.hosts.host_memory", "HostMemory")}
+#: The folder of their sockets, by whose files `may_have_memory` knows whether there may be any.
+MEMORY_FOLDER = "CKPT_RUNTIME_DIR"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 
@@ -27,6 +29,21 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path begins with a scheme, such as `s3://`."""
     return _SCHEME.match(os.fspath(path)) is not None
+
+
+def may_have_memory(outside: Outside = OUTSIDE) -> bool:
+    """Whether processes of this host may have memory with paths: False only where none has ever had any.
+
+    Args:
+        outside: of this process
+    """
+    folder = outside.environment.get(MEMORY_FOLDER) or f"/tmp/ckpt-{os.getuid()}"
+    try:
+        return not os.path.isabs(folder) or bool(os.listdir(folder))
+    except FileNotFoundError:
+        return False
+    except OSError:  # who looks for them says what is wrong
+        return True
 
 
 def path_text(path: object, argument: str = "path") -> str:
