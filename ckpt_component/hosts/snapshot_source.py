@@ -180,7 +180,7 @@ class RunMemory(SnapshotSource):
         logger.info(text, here, kept.folder)
         return None
 
-    def _servers(self, token: str) -> Iterator[tuple[str, HostClient]]:
+    def _servers(self, token: str) -> Iterator[tuple[str, SnapshotClient]]:
         """The servers on this host of a run that owns the folder, or did, each with the path of its memory."""
         kept = self._kept(token)
         if kept is not None:
