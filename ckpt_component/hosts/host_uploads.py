@@ -1,16 +1,10 @@
 """How the hosts that copy one checkpoint together agree: by notes in the folder of the attempt.
 
-The process that commits the attempt leaves a call for the parts of the others, and the manifest, which a save may not
-have put on each of them. While a host copies, its note changes every few seconds; at the end it says that the files are
-durable. It is believed only when the files are there. Before the commit the call and the notes are deleted. All of it
-is on disk, so the next process continues where one was killed.
-
-
-Wait for the files of other hosts in an attempt that this process commits, and believe only what is there.
-
-The uploader of another host: it sends the files of its host into what the leading rank's host has begun.
-
-The uploads of a host other than the leading rank's: a process that sends the files of its local folder.
+The process of the leading rank's host begins an attempt, leaves a call for the files of the others, waits for them, and
+commits. The call is the manifest, which a save may not have put on each host. While the process of another host copies,
+its note changes every few seconds; at the end it says that the files are durable. It is believed only when the files
+are there. Before the commit the call and the notes are deleted. All of it is on disk, so the next process continues
+where one was killed.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ..background.follower import Follower
@@ -62,7 +55,6 @@ logger = logging.getLogger("ckpt_component.storage")
 
 _PREFIX = ".ckpt-part."
 _CALL = f"{_PREFIX}call"
-_MANIFEST = f"{_PREFIX}all"
 _MAX_BYTES = 1 << 20
 #: How often the note of a host that copies changes.
 BEAT_SECONDS = 5.0
@@ -95,30 +87,17 @@ def is_note(name: str) -> bool:
 
 
 def call_for_parts(attempt: Attempt, manifest: Mapping[str, Any]) -> None:
-    """Durably say that the hosts are to copy their files of a checkpoint into an attempt."""
-    attempt.protocol.storage.write_over(os.path.join(attempt.staging, _MANIFEST), encode_manifest(manifest))
-    attempt.protocol.storage.write_over(os.path.join(attempt.staging, _CALL), b"{}")
+    """Durably say that the hosts are to copy their files of a checkpoint into an attempt, and which these are."""
+    attempt.protocol.storage.write_over(os.path.join(attempt.staging, _CALL), encode_manifest(manifest))
 
 
-def is_called(attempt: Attempt) -> bool:
-    """Whether an attempt waits for the files of the hosts. Reads the call, as a network file system caches names."""
-    try:
-        attempt.protocol.storage.read(os.path.join(attempt.staging, _CALL), _MAX_BYTES)
-    except FileNotFoundError:
-        return False
-    return True
+def call_of(attempt: Attempt) -> bytes | None:
+    """The manifest of the checkpoint whose files an attempt waits for, as it is stored; None: it waits for none.
 
-
-def called_manifest(attempt: Attempt) -> dict[str, Any] | None:
-    """The manifest of the checkpoint whose files an attempt waits for; None: it waits for none.
-
-    Raises:
-        CheckpointCorruptError: it is damaged
-        OSError: from the storage
+    Reads the call, as a network file system caches names. Raises OSError.
     """
-    path = os.path.join(attempt.staging, _MANIFEST)
     try:
-        return decode_manifest(attempt.protocol.storage.read(path, MAX_BYTES), path) if is_called(attempt) else None
+        return attempt.protocol.storage.read(os.path.join(attempt.staging, _CALL), MAX_BYTES)
     except FileNotFoundError:
         return None
 
@@ -183,7 +162,7 @@ class Beat:
             if outside.now() - self._moved > _STUCK_SECONDS:
                 continue
             try:
-                if not is_called(self._attempt):
+                if call_of(self._attempt) is None:
                     self._lost = True
                     return
                 write_note(self._storage, self._path, PartNote(beat))
@@ -199,54 +178,35 @@ _SEEN_SECONDS = 20.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 
-def wait_for_parts(
-    attempt: Attempt,
-    manifest: Mapping[str, Any],
-    own: str,
-    silent_seconds: float,
-    check: Callable[[Mapping[str, Any]], None],
-) -> list[PartNote]:
-    """Wait until all other hosts have copied their files; then delete the notes.
-
-    Args:
-        attempt: the attempt
-        manifest: of the checkpoint
-        own: the host of this process
-        silent_seconds: how long a host may be silent
-        check: called with the part of a host whose files are there with their sizes; raises CheckpointCorruptError if
-            one is damaged
-
-    Returns:
-        What the hosts said; nothing if the checkpoint is in a single folder.
+def wait_for_hosts(attempt: Attempt, manifest: Mapping[str, Any], own: str, silent_seconds: float) -> Copied:
+    """Wait until all hosts but this one, `own`, have copied their files; then delete the notes.
 
     Raises:
-        OSError: a host was silent, says that it cannot go on, or that it is done although a file is not there or
-            damaged; such a note is deleted, so that the host looks after its files again. Or from the storage.
+        OSError: a host was silent for so long, says that it cannot go on, or that it is done although a file is not
+            there or damaged; such a note is deleted, so that the host looks after its files again. Or from the storage.
     """
-    storage, outside = attempt.protocol.storage, attempt.protocol.storage.outside
-    waiting = [_AwaitedPart(attempt, manifest, host) for host in sorted(hosts_of(manifest)) if host != own]
-    if not waiting:
-        return []
-    done, pause = list[PartNote](), _FIRST_PAUSE
+    storage, staging, hosts = attempt.protocol.storage, attempt.staging, sorted(hosts_of(manifest))
+    waiting = [_AwaitedPart(attempt, manifest, host) for host in hosts if host != own]
+    copied, pause = Copied(), _FIRST_PAUSE
     while waiting:
         if any([part.has_changed() for part in waiting]):
             pause = _FIRST_PAUSE
         said = [part for part in waiting if part.note.attempt == attempt.token]
-        sizes = storage.sizes(attempt.staging, [name for part in said for name in part.sizes]) if said else {}
+        sizes = storage.sizes(staging, [name for part in said for name in part.sizes]) if said else {}
         for part in said:
-            if part.is_there(sizes, check):
-                done.append(part.note)
+            if part.is_there(sizes):
+                copied = Copied(copied.sent + part.note.sent, copied.reused + part.note.reused)
                 waiting.remove(part)
         for part in waiting:
             part.refuse_silence(sizes, silent_seconds)
         if waiting:
-            outside.sleep(pause)
+            storage.outside.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
     # The call first: it is the last in the order of names.
-    for entry in sorted(filter(is_note, storage.names(attempt.staging)), reverse=True):
+    for entry in sorted(filter(is_note, storage.names(staging)), reverse=True) if hosts else ():
         with contextlib.suppress(FileNotFoundError):
-            storage.unlink(os.path.join(attempt.staging, entry))
-    return done
+            storage.unlink(os.path.join(staging, entry))
+    return copied
 
 
 class _AwaitedPart:
@@ -258,9 +218,8 @@ class _AwaitedPart:
     """
 
     def __init__(self, attempt: Attempt, manifest: Mapping[str, Any], host: str) -> None:
-        self._storage = attempt.protocol.storage
-        self._path = note_path(attempt, manifest, host)
-        self._part = part_of(manifest, host)
+        self._storage, self._staging = attempt.protocol.storage, attempt.staging
+        self._path, self._part = note_path(attempt, manifest, host), part_of(manifest, host)
         self._host, self._what = host, f"its files of {os.path.basename(attempt.target)}"
         #: When that changed last.
         self._since = self._storage.outside.now()
@@ -277,16 +236,15 @@ class _AwaitedPart:
         self.note, self._since = note, self._storage.outside.now()
         return True
 
-    def is_there(self, sizes: Mapping[str, int | None], check: Callable[[Mapping[str, Any]], None]) -> bool:
-        """Whether the files are there, with their sizes. Raises OSError if `check` says that one is damaged."""
+    def is_there(self, sizes: Mapping[str, int | None]) -> bool:
+        """Whether the files are there, with their sizes. Raises OSError if a small one is damaged: it verifies others."""
         if self._wrong(sizes):
             return False
-        try:
-            check(self._part)
-        except CheckpointUnreadableError as error:
-            raise OSError(str(error)) from error
-        except CheckpointCorruptError as error:
-            raise self._disbelieve(str(error)) from error
+        for damage in small_files(self._storage, self._staging, self._part):
+            if isinstance(damage.error, CheckpointUnreadableError):
+                raise OSError(str(damage.error)) from damage.error
+            self._storage.unlink(os.path.join(self._staging, damage.file))
+            raise self._disbelieve(str(damage.error)) from damage.error
         return True
 
     def refuse_silence(self, sizes: Mapping[str, int | None], seconds: float) -> None:
@@ -383,9 +341,9 @@ class PartUploader(Uploading):
             own = None
         if own is not None and own["attempt"] == token:
             return  # its files are not here
-        manifest = called_manifest(new_attempt(self._storage, self._path(self._policy.target, step), token))
-        if manifest is not None and self._policy.takes(manifest, step):
-            self._local.write_over(os.path.join(folder, MANIFEST), encode_manifest(manifest))
+        call = call_of(new_attempt(self._storage, self._path(self._policy.target, step), token))
+        if call is not None and self._policy.takes(decode_manifest(call, f"the call for {folder}"), step):
+            self._local.write_over(os.path.join(folder, MANIFEST), call)
 
     def _is_wanted(self, step: int, local: Scan) -> bool:
         """Whether the host that commits has begun with a step, and waits for the files of this one."""
@@ -394,7 +352,7 @@ class PartUploader(Uploading):
         if note is not None and note.attempt == attempt.token:
             return False
         # After the note, which is deleted after the call: if this host has been waited for, there is none.
-        return is_called(attempt)
+        return call_of(attempt) is not None
 
     def _rest(self, local: Scan, changed: Latch, *, ended: bool) -> bool:
         if self._has_changed():
@@ -452,7 +410,7 @@ class PartUploader(Uploading):
                 copy_part(self._local, source, part, attempt, pace, self._sent.sharing(folder))
                 self._verify(attempt, part)
         except (CheckpointError, OSError, ValueError) as error:
-            if not is_called(attempt):
+            if call_of(attempt) is None:
                 return  # it was given up for a newer one
             write_note(self._storage, path, PartNote(error=str(error)))
             raise
@@ -544,16 +502,7 @@ class LeadingUploader(Uploader):
 
     def wait_for_others(self, attempt: Attempt, manifest: Mapping[str, Any]) -> Copied:
         """See the base class."""
-        check, policy = partial(self._verify_small, attempt.staging), self._policy
-        notes = wait_for_parts(attempt, manifest, policy.host, policy.silent_seconds, check)
-        return Copied(sum(note.sent for note in notes), sum(note.reused for note in notes))
-
-    def _verify_small(self, staging: str, part: Mapping[str, Any]) -> None:
-        """Verify the small files that another host has sent; they say what the large ones have to hold."""
-        for damage in small_files(self._storage, staging, part):
-            if not isinstance(damage.error, CheckpointUnreadableError):
-                self._storage.unlink(os.path.join(staging, damage.file))
-            raise damage.error
+        return wait_for_hosts(attempt, manifest, self._policy.host, self._policy.silent_seconds)
 
 
 def main(outside: Outside = OUTSIDE) -> None:

@@ -24,7 +24,7 @@ from ckpt_component.core.commit.manifest import encode_manifest, read_manifest
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import read_events
-from ckpt_component.hosts.host_uploads import HostUploads, PartNote, is_called, note_path, write_note
+from ckpt_component.hosts.host_uploads import HostUploads, PartNote, call_of, note_path, write_note
 
 HOSTS = ("host-a", "host-b", "host-c")
 
@@ -262,7 +262,7 @@ def test_a_host_that_the_manifest_has_not_come_to_gets_it_from_the_target(
     else:
         path.write_bytes(encode_manifest({**manifest, "attempt": "0" * 8 + "-older"}) if "older" in has else b"{")
     job.start("host-a")
-    until(lambda: Path(attempt.staging).exists() and is_called(attempt))
+    until(lambda: Path(attempt.staging).exists() and call_of(attempt))
     job.start("host-b")
     job.end()
     assert job.committed() == [1] and job.told("sent") == [1]

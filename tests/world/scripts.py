@@ -25,7 +25,15 @@ from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import part_of, read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.storage.new_names import new_token
-from ckpt_component.hosts.host_uploads import Beat, PartNote, note_path, wait_for_parts, write_note
+from ckpt_component.hosts.host_uploads import (
+    Beat,
+    PartNote,
+    call_for_parts,
+    is_note,
+    note_path,
+    wait_for_hosts,
+    write_note,
+)
 
 if TYPE_CHECKING:
     from world.world import Rank, World
@@ -154,9 +162,16 @@ def copy_from_hosts(rank: Rank) -> None:
                 with Beat(attempt, note) as beat:
                     copy_part(files, source, part_of(manifest, "two"), attempt, lambda nbytes: beat.moved())
                 write_note(files, note, PartNote(attempt=attempt.token))
-                wait_for_parts(attempt, manifest, "one", 0.0, lambda part: None)
+                wait_for_hosts(attempt, manifest, "one", 0.0)
 
-            continued = Continued(attempt.token, ownership, lambda nbytes: None, host="one")
+            continued = Continued(
+                attempt.token,
+                ownership,
+                lambda nbytes: None,
+                host="one",
+                begun=lambda attempt: call_for_parts(attempt, manifest),
+                stays=is_note,
+            )
             for tries_left in (1, 0):
                 try:
                     copy_checkpoint(files, source, manifest, files, target, others, continued=continued)

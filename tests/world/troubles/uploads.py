@@ -11,7 +11,7 @@ from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.hosts.host_uploads import PartNote, is_called, note_path, read_note, write_note
+from ckpt_component.hosts.host_uploads import PartNote, call_of, note_path, read_note, write_note
 from ckpt_component.testing import SimulatedBucket
 
 
@@ -33,7 +33,7 @@ def lie(hit: Hit) -> None:
     host = hosts[1] if hit.rank.host == hosts[0] else hit.rank.host
     attempt = new_attempt(world.files, part.replace(LOCAL, world.root), manifest["attempt"])
     path = note_path(attempt, manifest, host)
-    if not is_called(attempt) or ((note := read_note(world.files, path)) is not None and note.attempt):
+    if call_of(attempt) is None or ((note := read_note(world.files, path)) is not None and note.attempt):
         return  # nobody waits for it, or what it has said is right
     others = () if isinstance(world.files, SimulatedBucket) else ("other",)  # an object is whole
     how = world.choice("nothing", "short", *others)
