@@ -237,7 +237,7 @@ class _AwaitedPart:
         return True
 
     def is_there(self, sizes: Mapping[str, int | None]) -> bool:
-        """Whether the files are there, with their sizes. Raises OSError if a small one is damaged: it verifies others."""
+        """Whether the files are there, with their sizes. Raises OSError if one that verifies others is damaged."""
         if self._wrong(sizes):
             return False
         for damage in small_files(self._storage, self._staging, self._part):

@@ -101,7 +101,7 @@ def _safe_folder(outside: Outside) -> str:
     except FileNotFoundError:
         return path
     except OSError as error:
-        raise _refused(path, error.strerror or str(error), error.errno or errno.EIO) from error
+        raise _refused(path, error) from error
     if not stat.S_ISDIR(status.st_mode):
         raise _refused(path, "it is not a folder")
     if status.st_uid != os.getuid():
@@ -158,20 +158,13 @@ class SocketPlace:
             TimeoutError: so many connections wait that the server must have been stopped
             OSError: the socket cannot be used
         """
-        try:
-            folder = os.open(self.folder, _FOLDER)
-        except FileNotFoundError:
-            return None
-        try:
-            return self._connected(folder, rank, seconds)
-        except FileNotFoundError:
-            return None
-        except ConnectionRefusedError:
-            self._remove_dead(folder, rank)
-            self._remove_empty()
-            return None
-        finally:
-            os.close(folder)
+        with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+            try:
+                return self._connected(folder, rank, seconds)
+            except ConnectionRefusedError:
+                self._remove_dead(folder, rank)
+                self._remove_empty()
+        return None
 
     def listen(self, rank: int) -> tuple[Socket, int]:
         """Listen on a rank's socket, which replaces that of a predecessor.
@@ -193,39 +186,37 @@ class SocketPlace:
                 failure = error
                 if not isinstance(error, FileNotFoundError):  # else another process has just removed the empty folder
                     break
-        raise _refused(runtime, failure.strerror or str(failure), failure.errno or errno.EIO) from failure
+        raise _refused(runtime, failure) from failure
 
     def _listen(self, rank: int) -> tuple[Socket, int]:
         os.makedirs(_safe_folder(self.outside), mode=0o700, exist_ok=True)
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        folder = os.open(self.folder, _FOLDER)
         draft = f".new-{self.outside.pid()}-{rank}"
-        try:
-            with self._locked(folder):
-                with contextlib.suppress(FileNotFoundError):  # of a dead process with this number
-                    os.unlink(draft, dir_fd=folder)
-                listener = self.outside.listen(_address(folder, draft))
-                try:
-                    os.rename(draft, str(rank), src_dir_fd=folder, dst_dir_fd=folder)
-                    number = os.stat(str(rank), dir_fd=folder).st_ino
-                except BaseException:
-                    listener.close()
-                    raise
-        finally:
-            os.close(folder)
-        return listener, number
+        with self._opened() as folder, self._locked(folder):
+            with contextlib.suppress(FileNotFoundError):  # of a dead process with this number
+                os.unlink(draft, dir_fd=folder)
+            listener = self.outside.listen(_address(folder, draft))
+            try:
+                os.rename(draft, str(rank), src_dir_fd=folder, dst_dir_fd=folder)
+                return listener, os.stat(str(rank), dir_fd=folder).st_ino
+            except BaseException:
+                listener.close()
+                raise
 
     def remove(self, rank: int, number: int) -> None:
         """Remove a rank's socket, if it still has this number, and the folders that are then empty."""
-        with contextlib.suppress(FileNotFoundError):
-            folder = os.open(self.folder, _FOLDER)
-            try:
-                with self._locked(folder):
-                    if os.stat(str(rank), dir_fd=folder).st_ino == number:
-                        os.unlink(str(rank), dir_fd=folder)
-            finally:
-                os.close(folder)
+        with contextlib.suppress(FileNotFoundError), self._opened() as folder, self._locked(folder):
+            if os.stat(str(rank), dir_fd=folder).st_ino == number:
+                os.unlink(str(rank), dir_fd=folder)
         self._remove_empty()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        folder = os.open(self.folder, _FOLDER)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
 
     def _remove_empty(self) -> None:
         try:
@@ -289,8 +280,9 @@ def _id_of(plain: str) -> str:
     return hashlib.sha256(os.fsencode(plain)).hexdigest()[:16]
 
 
-def _refused(path: str, why: str, number: int = errno.EACCES) -> OSError:
-    text = f"{path} cannot have the sockets of snapshots in memory: {why}; set {VARIABLE} to a folder of your own"
+def _refused(path: str, why: str | OSError) -> OSError:
+    number, reason = (errno.EACCES, why) if isinstance(why, str) else (why.errno or errno.EIO, why.strerror or why)
+    text = f"{path} cannot have the sockets of snapshots in memory: {reason}; set {VARIABLE} to a folder of your own"
     return OSError(number, text)
 
 
