@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class RunMemory(SnapshotSource):
         self._clients = clients
         self._offers = has_peers and run.hosts.leads(run.ranks.rank)
         #: The servers that are to stay until this run has a snapshot of its own, and what they have.
-        self._held: list[HostClient] = []
+        self._held = ExitStack()
         self._found: tuple[RunContext, Scan] | None = None
         #: The runs that owned the folder after the one whose snapshots were found.
         self._later = set[str]()
@@ -190,7 +190,7 @@ class RunMemory(SnapshotSource):
     def _hold(self, root: str) -> None:
         """Have this host's servers of a root stay from now on."""
         for client in clients_of(root, self._run.ranks.outside):
-            self._held.append(client)
+            self._held.callback(client.close)
             with contextlib.suppress(ConnectionError):  # it has ended since it was found
                 client.hold()
 
@@ -226,8 +226,7 @@ class RunMemory(SnapshotSource):
     def let_go(self) -> None:
         """See the base class: the servers end when their lease is over, and loads find those on this host alone."""
         self._found = None
-        while self._held:
-            self._held.pop().close()
+        self._held.close()
         self._clients.forget()
 
     def drop(self, path: str) -> None:
