@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..loading.reader import Reader
 from ..managing.run_context import RunContext
 from ..managing.run_option import SnapshotSource
 from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, served_run
-from .wire import SCHEME, PeerAddress, memory_root, roots_here, tokens_at
+from .wire import SCHEME, PeerAddress, memory_root, roots_here, token_of, tokens_at
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RunMemory(SnapshotSource):
         self._clients = clients
         self._offers = has_peers and run.hosts.leads(run.ranks.rank)
         #: The servers that are to stay until this run has a snapshot of its own, and what they have.
-        self._held: list[SnapshotClient] = []
+        self._held = ExitStack()
         self._found: tuple[RunContext, Scan] | None = None
         #: The runs that owned the folder after the one whose snapshots were found.
         self._later = set[str]()
@@ -95,7 +95,7 @@ class RunMemory(SnapshotSource):
         if self._found is None:
             return None
         root = self._found[0].root
-        return [root, *self._offered.get(_token_of(root), ("", "", []))[1:]]
+        return [root, *self._offered.get(token_of(root), ("", "", []))[1:]]
 
     def join(self, told: Any) -> None:
         """See the base class; the first rank of a host has its servers stay."""
@@ -106,7 +106,7 @@ class RunMemory(SnapshotSource):
             return
         root, secret, places = told
         for place in places:
-            self._clients.know(_token_of(root), secret, PeerAddress(*place))
+            self._clients.know(token_of(root), secret, PeerAddress(*place))
         try:
             if self._offers:
                 self._hold(root)
@@ -190,7 +190,7 @@ class RunMemory(SnapshotSource):
     def _hold(self, root: str) -> None:
         """Have this host's servers of a root stay from now on."""
         for client in clients_of(root, self._run.ranks.outside):
-            self._held.append(client)
+            self._held.callback(client.close)
             with contextlib.suppress(ConnectionError):  # it has ended since it was found
                 client.hold()
 
@@ -226,8 +226,7 @@ class RunMemory(SnapshotSource):
     def let_go(self) -> None:
         """See the base class: the servers end when their lease is over, and loads find those on this host alone."""
         self._found = None
-        while self._held:
-            self._held.pop().close()
+        self._held.close()
         self._clients.forget()
 
     def drop(self, path: str) -> None:
@@ -277,10 +276,6 @@ class RunMemory(SnapshotSource):
 def _process_text(mark: str) -> str:
     process = marking_process(mark)
     return mark if process is None else f"process {process.pid}"
-
-
-def _token_of(root: str) -> str:
-    return root.rpartition("@")[2]
 
 
 def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Storage]) -> str:

@@ -260,10 +260,9 @@ class HostTier(Follower):
     def _begin(self, offers: Sequence[Any], *, saves: bool) -> dict[str, Any]:
         """On the leading rank: what all need to know each other, and a file to look for."""
         names = {self._hosts.names[rank]: address for rank, address in enumerate(offers) if address is not None}
-        if "" in names.values():
-            host = next(host for host, address in names.items() if not address)
+        if lost := [host for host, address in names.items() if not address]:
             raise CheckpointConfigError(
-                f"{self._named}: host {host} does not find the address by which others reach it (see its log); set "
+                f"{self._named}: host {lost[0]} does not find the address by which others reach it (see its log); set "
                 "MASTER_ADDR to a name that all hosts know."
             )
         trial = None
