@@ -134,6 +134,11 @@ class LocalFile(ReadableFile):
         begin, memory = self.base + offset, self._memory
         return None if memory is None or offset + length > self.length else memory[begin : begin + length]
 
+    def cut(self, path: str) -> OSError:
+        """The error of memory that ends before the file at a path does."""
+        there = max(os.fstat(self.descriptor).st_size - self.base, 0)
+        return OSError(errno.EIO, f"its memory ends after {there} of {self.length} bytes", path)
+
     @cached_property
     def _memory(self) -> memoryview | None:
         """The memory of the descriptor, mapped; None: its size is not sealed, or there is no address space."""
@@ -339,13 +344,17 @@ class MemoryStore(ServedStore):
         with self._lock:
             if path not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            content = self._files[path].content
-            if size_of(content) > limit:
+            entry = self._files[path]
+            content, size = entry.content, size_of(entry.content)
+            if size > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
             if isinstance(content, bytes):
                 return content
             with self._sources.opened({content.source}) as sources:
-                return _read(sources[content.source], content, path)
+                data, file = bytearray(size), _opened(content, entry.home, sources)
+                if not file.fill(memoryview(data), 0):
+                    raise file.cut(path)
+                return bytes(data)
 
     def put(self, path: str, data: bytes, *, new: bool = True) -> None:
         with self._lock:
@@ -431,7 +440,10 @@ class MemoryStore(ServedStore):
                 sources = self._entered(entry.content for entry in entries.values())
             until_closed.callback(self._leave, sources)
             descriptors = until_closed.enter_context(self._sources.opened(sources))
-            yield {os.path.basename(path): _open_content(entry, descriptors) for path, entry in entries.items()}
+            yield {
+                os.path.basename(path): content if isinstance(content, bytes) else _opened(content, home, descriptors)
+                for path, (content, _, home) in entries.items()
+            }
 
     @contextlib.contextmanager
     def linked(self, home: int, wanted: Mapping[str, tuple[int, str]]) -> Iterator[dict[str, ImageRange]]:
@@ -506,27 +518,14 @@ class MemoryStore(ServedStore):
             self._sources.leave(sources)
 
 
-def _open_content(entry: _HeldFile, descriptors: Mapping[int, int]) -> LocalFile | bytes:
-    content = entry.content
-    if isinstance(content, bytes):
-        return content
-    fd, is_replica = descriptors[content.source], entry.home is not None
-    return LocalFile(fd, content.base, content.length, content.tail, is_replica, content.identity)
+def _opened(content: ImageRange, home: int | None, descriptors: Mapping[int, int]) -> LocalFile:
+    place = descriptors[content.source], content.base, content.length, content.tail
+    return LocalFile(*place, home is not None, content.identity)
 
 
 def size_of(content: ImageRange | bytes) -> int:
     """How many bytes a file has."""
     return len(content) if isinstance(content, bytes) else content.length + len(content.tail)
-
-
-def _read(descriptor: int, place: ImageRange, path: str) -> bytes:
-    data = bytearray()
-    while len(data) < place.length:
-        part = os.pread(descriptor, place.length - len(data), place.base + len(data))
-        if not part:
-            raise OSError(errno.EIO, f"its memory ends after {len(data)} of {place.length} bytes", path)
-        data += part
-    return bytes(data) + place.tail
 
 
 class ReplicaBlock:
