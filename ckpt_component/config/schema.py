@@ -164,7 +164,7 @@ class Recovery:
     peers: Any = None
     """With `peers`: which host has copies for which, such as {node1: node4}; null: the one half the hosts away."""
     max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
-    """With `peers`: the most that each rank sends per second; null: no limit."""
+    """With `peers`: the most that each rank sends per second, to all its peers together; null: no limit."""
 
 
 @dataclass

@@ -36,7 +36,8 @@ class SaveReport:
         lost_s: the stall, plus an estimate of how much longer than others the steps took that ran beside the save
         host_memory_bytes: host memory that this rank holds for snapshots
         memory: whether the save was to memory alone (`checkpoint.recovery.every_steps`), and nothing was written
-        sent: bytes that this rank has sent to its peers (`checkpoint/recovery=peers`), for `on_at_peers`; 0 before
+        sent: bytes of replicas of other ranks that this rank has received (`checkpoint/recovery=peers`), for
+            `on_at_peers`; 0 before
         at_peers_s: when the snapshots of all ranks were at their peers, for `on_at_peers`; 0 before
     """
 

@@ -40,6 +40,7 @@ import sys
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -157,6 +158,8 @@ def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:
     return sums
 
 
+#: An item of a file: offset, length and checksum.
+_Item = tuple[int, int, int]
 #: Bytes to receive and sum at once, which fit into a processor's cache.
 _PIECE_BYTES = 1 << 20
 #: Bytes of a request, the most and the least; at a limited rate those of a tenth of a second, so they come steadily.
@@ -175,10 +178,11 @@ class PullResult(NamedTuple):
     sent: int
 
 
+@dataclass(frozen=True)
 class ReplicaPull:
     """Pulls a replica of what a rank on another host has of its own files of a snapshot.
 
-    Args:
+    Attributes:
         memory: where replicas are in this process
         home: the server of that rank
         secret: of the run
@@ -188,19 +192,13 @@ class ReplicaPull:
         outside: of this process
     """
 
-    def __init__(
-        self,
-        memory: ReplicaMemory,
-        home: PeerAddress,
-        secret: str,
-        rate: float | None,
-        until: float,
-        checksum_home: str | None = None,
-        outside: Outside = OUTSIDE,
-    ) -> None:
-        self._memory, self._home, self._secret, self._until = memory, home, secret, until
-        self._checksum_home, self._outside = checksum_home, outside
-        self._rate, self._throttle = math.inf if rate is None else rate, Throttle(rate, outside)
+    memory: ReplicaMemory
+    home: PeerAddress
+    secret: str
+    rate: float | None
+    until: float
+    checksum_home: str | None = None
+    outside: Outside = OUTSIDE
 
     def pull(self, path: str) -> PullResult:
         """Keep the files of a snapshot, in the place of all that is here of them from this rank.
@@ -214,87 +212,88 @@ class ReplicaPull:
             TimeoutError: it does not come in time
             OSError: the server is gone, there is no memory here, or what has come is damaged
         """
-        rank, files = self._home.rank, self._memory.files
-        seconds = min(ANSWER_SECONDS, max(self._until - self._outside.now(), 0.001))
-        client = PeerClient(self._home, self._secret, seconds=seconds, outside=self._outside)
+        rank, files = self.home.rank, self.memory.files
+        seconds = min(ANSWER_SECONDS, max(self.until - self.outside.now(), 0.001))
+        client = PeerClient(self.home, self.secret, seconds=seconds, outside=self.outside)
         with contextlib.closing(client), ExitStack() as until_kept:
             dates = {file.path: file.modified for file in client.listed(path) if file.home is None}
-            contents, images = dict[str, ImageRange](), dict[str, FetchedFile]()
+            found = dict[str, FetchedFile]()
             for folder in {os.path.dirname(file) for file in dates}:
-                for name, content in until_kept.enter_context(client.opened(folder)).items():
-                    file = os.path.join(folder, name)
-                    if not content.length:
-                        contents[file] = ImageRange(content.tail)
-                    elif file in dates:
-                        images[file] = content
-            if not dates or dates.keys() - contents.keys() - images.keys():
-                raise FileNotFoundError(errno.ENOENT, f"{self._home} does not have it, so there is no replica", path)
-            index = self._index(contents, images)
+                opened = until_kept.enter_context(client.opened(folder))
+                found |= {os.path.join(folder, name): file for name, file in opened.items()}
+            if not dates or dates.keys() - found.keys():
+                raise FileNotFoundError(errno.ENOENT, f"{self.home} does not have it, so there is no replica", path)
+            checksum, items = self._index(found)
+            contents = {file: ImageRange(found[file].tail) for file in dates if not found[file].length}
+            images = {file: found[file] for file in dates if found[file].length}
             wanted = {file: (image.length, image.identity) for file, image in images.items()}
             for file, place in until_kept.enter_context(files.linked(rank, wanted)).items():
                 image = images.pop(file)
                 contents[file] = place._replace(tail=image.tail, identity=image.identity)
-            nbytes, base, source = sum(align(image.length) for image in images.values()), 0, None
+            base, source, nbytes = 0, None, sum(align(image.length) for image in images.values())
             if images:
-                block = until_kept.enter_context(self._memory.block(rank, nbytes))
+                block = until_kept.enter_context(self.memory.block(rank, nbytes))
                 source = block.source, block.fd
                 for file, image in images.items():
-                    self._receive(file, image, index, block, base)
+                    self._receive(file, image, block, base, checksum, items.get(file, []))
                     contents[file] = ImageRange(image.tail, block.source, base, image.length, image.identity)
                     base += align(image.length)
-            kept = {file: (contents[file], modified) for file, modified in dates.items()}
-            files.put_replica(rank, path, kept, source)
-        return PullResult(sum(content.size for content, _ in kept.values()), client.received)
+            files.put_replica(rank, path, {file: (contents[file], date) for file, date in dates.items()}, source)
+        return PullResult(sum(content.size for content in contents.values()), client.received)
 
-    def _index(self, contents: Mapping[str, ImageRange], images: Mapping[str, FetchedFile]) -> _Index:
-        """What the home's integrity file says of its files.
+    def _index(self, found: Mapping[str, FetchedFile]) -> tuple[Checksum, Mapping[str, list[_Item]]]:
+        """What the home's integrity file says: the algorithm, and the items of each image, in order, by its path.
 
         Raises:
             OSError: it is not there, or the files are not those that it lists
         """
-        name = integrity_name(self._home.rank)
-        path = next((path for path in contents if os.path.basename(path) == name), None)
-        if path is None:
-            raise FileNotFoundError(errno.ENOENT, f"{self._home} does not have {name}, by which files are verified")
-        content, folder = json.loads(contents[path].tail), os.path.dirname(path)
+        name = integrity_name(self.home.rank)
+        path = next((path for path in found if os.path.basename(path) == name), "")
+        if not path:
+            raise FileNotFoundError(errno.ENOENT, f"{self.home} does not have {name}, by which files are verified")
+        content, items = json.loads(found[path].tail), dict[str, list[_Item]]()
         for entry in content["files"]:
-            file = os.path.join(folder, entry["name"])
-            size = images[file].size if file in images else contents.get(file, ImageRange()).size
-            if size != entry["size"]:
-                text = f"{self._home} has {size} bytes of it, and by {name} they are {entry['size']}"
-                raise OSError(errno.EBADMSG, text, file)
+            file = found.get(os.path.join(os.path.dirname(path), entry["name"]))
+            if (size := 0 if file is None else file.size) != entry["size"]:
+                text = f"{self.home} has {size} bytes of it, and by {name} they are {entry['size']}"
+                raise OSError(errno.EBADMSG, text, entry["name"])
         index = parse_rank_index(content, {entry["name"]: entry for entry in content["files"]})
-        tensors, items = index.tensors, dict[str, list[tuple[int, int, int]]]()
-        columns = tensors.files, tensors.offsets, tensors.lengths, tensors.checksums
-        for number, offset, length, value in sorted(zip(*columns, strict=True)):
-            items.setdefault(os.path.join(folder, tensors.names[number]), []).append((offset, length, value))
-        return _Index(find_checksum(index.checksum, self._checksum_home), items)
+        tensors = index.tensors
+        columns = zip(tensors.files, tensors.offsets, tensors.lengths, tensors.checksums, strict=True)
+        for number, offset, length, value in sorted(columns):
+            items.setdefault(os.path.join(os.path.dirname(path), tensors.names[number]), []).append(
+                (offset, length, value)
+            )
+        return find_checksum(index.checksum, self.checksum_home), items
 
-    def _receive(self, path: str, file: FetchedFile, index: _Index, block: ReplicaBlock, base: int) -> None:
+    def _receive(
+        self, path: str, file: FetchedFile, block: ReplicaBlock, base: int, checksum: Checksum, items: Sequence[_Item]
+    ) -> None:
         """Receive the bytes of a file into a block, and compare them."""
-        items = index.items.get(path, [])
         places = array("Q", chain.from_iterable(item[:2] for item in items))
-        found = [index.checksum.of(memoryview(b""))] * len(items)
-        cursor = SumCursor(Extent(0, 0, file.length, 0, memoryview(places)), index.checksum, found)
+        found = [checksum.of(memoryview(b""))] * len(items)
+        cursor = SumCursor(Extent(0, 0, file.length, 0, memoryview(places)), checksum, found)
         self._sum(self._arriving(path, file, block, base), cursor)
-        for (offset, _, value), came in zip(items, found, strict=True):
-            if came != value:
-                raise self._damaged(path, f"the item at byte {offset}")
-        others, memory = _between(places, file.length), block.part(base, base + file.length, self._until)
-        came_between = (memory[start:][:count] for start, count in zip(others[::2], others[1::2], strict=True))
-        if others and file.ranges(others.tobytes()) != b"".join(came_between):
-            raise self._damaged(path, "what lies between its items")
+        others, memory = _between(places, file.length), block.part(base, base + file.length, self.until)
+        between = (memory[start:][:count] for start, count in zip(others[::2], others[1::2], strict=True))
+        bad = [f"the item at byte {item[0]}" for item, came in zip(items, found, strict=True) if came != item[2]]
+        if others and file.ranges(others.tobytes()) != b"".join(between):
+            bad.append("what lies between its items")
+        if bad:
+            text = f"{bad[0]} was damaged on its way to {self.memory.name}: the bytes do not match their checksum"
+            raise OSError(errno.EBADMSG, text, path)
 
     def _arriving(self, path: str, file: FetchedFile, block: ReplicaBlock, base: int) -> Iterator[memoryview]:
         """Ask for the bytes of a file, and receive them into a block."""
-        run_bytes = int(max(min(self._rate / 10, _RUN_BYTES), _LEAST_RUN_BYTES))
+        rate, throttle = math.inf if self.rate is None else self.rate, Throttle(self.rate, self.outside)
+        run_bytes = int(max(min(rate / 10, _RUN_BYTES), _LEAST_RUN_BYTES))
         for start in range(0, file.length, run_bytes):
-            length, left = min(run_bytes, file.length - start), self._until - self._outside.now()
-            if left <= 0 or self._rate * left < length:
-                raise TimeoutError(errno.ETIMEDOUT, f"{self._home} does not send it in time; it is too slow", path)
-            self._throttle.wait(length)
+            length, left = min(run_bytes, file.length - start), self.until - self.outside.now()
+            if left <= 0 or rate * left < length:
+                raise TimeoutError(errno.ETIMEDOUT, f"{self.home} does not send it in time; it is too slow", path)
+            throttle.wait(length)
             end, starts = base + start + length, range(base + start, base + start + length, _PIECE_BYTES)
-            pieces = (block.part(at, min(at + _PIECE_BYTES, end), self._until) for at in starts)
+            pieces = (block.part(at, min(at + _PIECE_BYTES, end), self.until) for at in starts)
             yield from file.stream(start, length, pieces)
 
     def _sum(self, pieces: Iterator[memoryview], cursor: SumCursor) -> None:
@@ -302,7 +301,7 @@ class ReplicaPull:
 
         So a piece is summed by the processor that has it in its cache, and no thread waits until another one wakes up.
         """
-        receiving, summing = self._outside.lock(), self._outside.lock()
+        receiving, summing = self.outside.lock(), self.outside.lock()
 
         def work() -> None:
             while True:
@@ -314,24 +313,13 @@ class ReplicaPull:
                         turn.enter_context(summing)  # before another one comes, so that they stay in their order
                     cursor.feed([piece])
 
-        with self._outside.pool(1, "ckpt-replica") as pool:
+        with self.outside.pool(1, "ckpt-replica") as pool:
             other = pool.submit(work)
             work()
         try:
             other.result(0)
         finally:
             del other  # its error would hold it, and with it the memory
-
-    def _damaged(self, path: str, what: str) -> OSError:
-        text = f"{what} was damaged on its way to {self._memory.name}: the bytes do not match their checksum"
-        return OSError(errno.EBADMSG, text, path)
-
-
-class _Index(NamedTuple):
-    """The algorithm of the checksums; and of each image by its path the items in order: offset, length and checksum."""
-
-    checksum: Checksum
-    items: Mapping[str, Sequence[tuple[int, int, int]]]
 
 
 def _between(places: array[int], length: int) -> array[int]:

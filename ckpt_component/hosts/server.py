@@ -305,10 +305,8 @@ class _OpenFolders:
         """
         header, channel, piece = request.header, request.channel, self._image(request)
         start, end = header["offset"], header["offset"] + header["length"]
-        there = os.fstat(piece.descriptor).st_size - piece.base
-        if there < end:
-            text = f"its memory ends after {max(there, 0)} of {piece.length} bytes"
-            raise OSError(errno.EIO, text, header["name"])
+        if os.fstat(piece.descriptor).st_size < piece.base + end:
+            raise piece.cut(header["name"])
         yield Reply()
         for at in range(start, end, _SENT_BYTES):
             until, count = channel.outside.now() + _SEND_SECONDS, min(_SENT_BYTES, end - at)
@@ -322,7 +320,7 @@ class _OpenFolders:
         data, position = memoryview(bytearray(sum(places[1::2]))), 0
         for offset, length in zip(places[::2], places[1::2], strict=True):
             if not piece.fill(data[position : position + length], offset):
-                raise OSError(errno.EIO, "its memory is too short", request.header["name"])
+                raise piece.cut(request.header["name"])
             position += length
         return Reply(blobs=[data])
 

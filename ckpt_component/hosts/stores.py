@@ -130,6 +130,11 @@ class LocalFile(ReadableFile):
         begin, memory = self.base + offset, self._memory if offset + length <= self.length else None
         return None if memory is None else memory[begin : begin + length]
 
+    def cut(self, path: str) -> OSError:
+        """The error of memory that ends before the file at a path does."""
+        there = max(os.fstat(self.descriptor).st_size - self.base, 0)
+        return OSError(errno.EIO, f"its memory ends after {there} of {self.length} bytes", path)
+
     @cached_property
     def _memory(self) -> memoryview | None:
         """The memory of the descriptor, mapped; None: its size is not sealed, or there is no address space."""
@@ -348,14 +353,14 @@ class MemoryStore(ServedStore):
         with self._lock:
             if path not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            file = self._files[path]
-            if file.content.size > limit:
+            entry = self._files[path]
+            if entry.content.size > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
-            data = bytearray(file.content.size)
-            with self._sources.opened(_sources_of([file.content])) as descriptors:
-                if not file.opened(descriptors).fill(memoryview(data), 0):
-                    raise OSError(errno.EIO, f"its memory ends before its {len(data)} bytes", path)
-            return bytes(data)
+            with self._sources.opened(_sources_of([entry.content])) as descriptors:
+                data, file = bytearray(entry.content.size), entry.opened(descriptors)
+                if not file.fill(memoryview(data), 0):
+                    raise file.cut(path)
+                return bytes(data)
 
     def put(self, path: str, data: bytes, *, new: bool = True) -> None:
         with self._lock:

@@ -290,8 +290,8 @@ BUGS = [
     Bug(
         "a_replica_is_kept_without_comparison",
         "hosts/keep.py",
-        "            if found[number] != value:\n",
-        "            if False:\n",
+        " if came != item[2]]\n",
+        " if False]\n",
         "disk ab peers",
         ("flip_link:save+lose_host:save",),
     ),

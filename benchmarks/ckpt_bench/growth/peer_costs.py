@@ -1,7 +1,7 @@
 """The cost of copies at peers by the number of hosts, with one rank on each: what the ranks tell each other.
 
 The ranks, their store and their time are simulated, in one thread. What they run is the product's: how a run with
-`checkpoint/recovery=peers` begins, how the ranks agree on a snapshot that is sent to peers, and that it has arrived,
+`checkpoint/recovery=peers` begins, how the ranks agree on a snapshot that peers pull, and that it has arrived,
 and how the next run learns where the servers are. Servers are left out, and with them the bytes of the copies.
 """
 
@@ -187,8 +187,8 @@ class _NoSnapshotStore:
         """The port."""
         return 40_000
 
-    def replicate(self, path: str, to: Sequence[PeerAddress], rate: float | None, deadline: float) -> dict[str, Any]:
-        """Nothing is sent."""
+    def pull(self, path: str, homes: Sequence[tuple[PeerAddress, float | None]], deadline: float) -> dict[str, Any]:
+        """Nothing comes."""
         return {"bytes": 0, "sent": 0, "seconds": 0.0}
 
     def progress(self) -> int:

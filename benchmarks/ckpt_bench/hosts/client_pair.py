@@ -1,23 +1,25 @@
-"""Two servers as on two hosts, in processes of their own: one sends its snapshot, the other takes it.
+"""Two servers as on two hosts, in processes of their own: one has a snapshot, and the other pulls it.
 
 The same two processes also move as many bytes over a plain TCP connection, to compare with.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from ckpt_component.core.available_memory import available_bytes
+from ckpt_component.core.commit.names import integrity_name
 from ckpt_component.core.memory.huge_pages import SharedPages, align
 from ckpt_component.core.storage.checksum import fastest
-from ckpt_component.hosts.keep import CopyTaker, send_copy
+from ckpt_component.hosts.keep import ReplicaPull
 from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
-from ckpt_component.hosts.stores import FileSums, MemoryStore
+from ckpt_component.hosts.stores import MemoryStore, ReplicaMemory
 from ckpt_component.hosts.wire import PeerAddress, memory_root
 
 from ..spawned_process import SpawnedProcess
@@ -54,45 +56,45 @@ class SnapshotStorePair:
     """
 
     def __init__(self, items: Sequence[int]) -> None:
-        self._taker = SpawnedProcess(_serve_taker, sum(map(align, items)), seconds=_SECONDS)
-        self._sender = SpawnedProcess(_serve_sender, items, seconds=_SECONDS)
+        self._holder = SpawnedProcess(_serve_holder, sum(map(align, items)), seconds=_SECONDS)
+        self._home = SpawnedProcess(_serve_home, items, seconds=_SECONDS)
         self._number = 0
 
     def __enter__(self) -> SnapshotStorePair:
-        self._sender.ask("connect", *self._taker.ask("ports"))
+        self._home.ask("connect", self._holder.ask("port"))
+        self._holder.ask("connect", self._home.ask("port"))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sender.close()
-        self._taker.close()
+        self._home.close()
+        self._holder.close()
 
     def stream(self) -> Moved:
         """Over one plain TCP connection, from memory to memory that is there."""
-        return self._moved("stream")
+        before = self._cpu()
+        self._holder.begin("receive")
+        seconds = self._home.ask("stream")
+        self._holder.answer()
+        return Moved(seconds, self._cpu() - before)
 
     def copy(self) -> Moved:
-        """As a snapshot that a server copies to its peer; the one before it is dropped after that, on both sides."""
+        """As a snapshot that a peer pulls; the one before it is dropped after that, on both sides."""
         self._number += 1
-        moved = self._moved("copy", self._number)
-        self._taker.ask("drop", self._number - 1)
+        self._home.ask("keep", self._number)
+        before = self._cpu()
+        seconds = self._holder.ask("pull", self._number)
+        moved = Moved(seconds, self._cpu() - before)
+        for process in (self._home, self._holder):
+            process.ask("drop", self._number - 1)
         return moved
 
     def stay_on(self, cores: Collection[int]) -> None:
         """Have both run on these cores alone."""
-        for process in (self._sender, self._taker):
+        for process in (self._home, self._holder):
             process.ask("stay", [*cores])
 
-    def _moved(self, what: str, *arguments: Any) -> Moved:
-        before = self._cpu()
-        if what == "stream":
-            self._taker.begin("receive")
-        seconds = self._sender.ask(what, *arguments)
-        if what == "stream":
-            self._taker.answer()
-        return Moved(seconds, self._cpu() - before)
-
     def _cpu(self) -> float:
-        return float(self._sender.ask("cpu")) + float(self._taker.ask("cpu"))
+        return float(self._home.ask("cpu")) + float(self._holder.ask("cpu"))
 
 
 def _serve(pipe: Connection, acts: _Acts) -> None:
@@ -114,12 +116,10 @@ def _stay_on(cores: Collection[int]) -> None:
         os.sched_setaffinity(int(thread), cores)
 
 
-def _serve_taker(pipe: Connection, nbytes: int) -> None:
+def _serve_holder(pipe: Connection, nbytes: int) -> None:
     os.nice(_NICE)
-    files, endpoint = MemoryStore(), PeerEndpoint(_HOST, _SECRET)
-    taker = CopyTaker(files, _ROOT, "the peer", lambda: None)
-    server = SnapshotServer(files, _ROOT, 1, dict, taker.take)
-    server.open(endpoint)
+    files, homes = MemoryStore(), list[PeerAddress]()
+    replicas = ReplicaMemory(files, "the holder", available_bytes)
     listener = socket.create_server((_HOST, 0))
     memory, connections = _memory(nbytes).memory, list[socket.socket]()
 
@@ -131,53 +131,67 @@ def _serve_taker(pipe: Connection, nbytes: int) -> None:
             position += connection.recv_into(memory[position : position + _RECEIVED_BYTES])
         connection.sendall(b".")
 
-    def drop(number: int) -> None:
-        files.delete([file.path for file in files.listed(_step(number))])
+    def pull(number: int) -> float:
+        started = time.perf_counter()
+        ReplicaPull(replicas, homes[0], _SECRET, None, time.monotonic() + _SECONDS).pull(_step(number))
+        return time.perf_counter() - started
 
     _serve(
         pipe,
         {
-            "ports": lambda: (endpoint.port, listener.getsockname()[1]),
+            "port": lambda: listener.getsockname()[1],
+            "connect": lambda port: homes.append(PeerAddress("the home's host", _HOST, port, 0)),
             "receive": receive,
-            "drop": drop,
+            "pull": pull,
+            "drop": lambda number: files.delete([file.path for file in files.listed(_step(number))]),
         },
     )
-    server.close()
 
 
-def _serve_sender(pipe: Connection, items: Sequence[int]) -> None:
+def _serve_home(pipe: Connection, items: Sequence[int]) -> None:
     os.nice(_NICE)
     nbytes = sum(map(align, items))
-    image, checksum, connections = _memory(nbytes), fastest(), list[Any]()
-    places, position = array("Q"), 0
-    for item in items:
-        places.extend((position, item))
-        position += align(item)
-    values = array(
-        "Q", [checksum.of(image.memory[at : at + item]) for at, item in zip(places[::2], items, strict=True)]
-    )
-    sums = FileSums(checksum.name, places, values)
-    files = MemoryStore()
-
-    def connect(peer_port: int, port: int) -> None:
-        connections[:] = [PeerAddress("the peer's host", _HOST, peer_port, 1), socket.create_connection((_HOST, port))]
+    image, connections = _memory(nbytes), list[socket.socket]()
+    index = _index(image.memory, items)
+    files, endpoint = MemoryStore(), PeerEndpoint(_HOST, _SECRET)
+    server = SnapshotServer(files, _ROOT, 0, dict)
+    server.open(endpoint)
 
     def stream() -> float:
-        started, sent, connection = time.perf_counter(), 0, connections[1]
+        started, sent, connection = time.perf_counter(), 0, connections[0]
         while sent < nbytes:
             sent += os.sendfile(connection.fileno(), image.fd, sent, min(_SENT_BYTES, nbytes - sent))
         connection.recv(1)
         return time.perf_counter() - started
 
-    def copy(number: int) -> float:
-        files.put_image(f"{_step(number)}/data", number, image.fd, 0, nbytes, b"", sums)
-        started = time.perf_counter()
-        send_copy(files, 0, _step(number), connections[0], _SECRET, None, time.monotonic() + _SECONDS)
-        seconds = time.perf_counter() - started
-        files.delete([file.path for file in files.listed("")])
-        return seconds
+    def keep(number: int) -> None:
+        files.put_image(f"{_step(number)}/data", number, image.fd, 0, nbytes)
+        files.put(f"{_step(number)}/{integrity_name(0)}", index)
 
-    _serve(pipe, {"connect": connect, "stream": stream, "copy": copy})
+    _serve(
+        pipe,
+        {
+            "port": lambda: endpoint.port,
+            "connect": lambda port: connections.append(socket.create_connection((_HOST, port))),
+            "stream": stream,
+            "keep": keep,
+            "drop": lambda number: files.delete([file.path for file in files.listed(_step(number))]),
+        },
+    )
+    server.close()
+
+
+def _index(image: memoryview, items: Sequence[int]) -> bytes:
+    """The integrity file of the image, whose items begin at pages."""
+    checksum, rows, sums, position = fastest(), list[Any](), list[int](), 0
+    for item in items:
+        rows.append([0, position, item, position, "uint8", [item]])
+        sums.append(checksum.of(image[position : position + item]))
+        position += align(item)
+    files, layout = [{"name": "data", "size": position}], {"files": ["data"], "items": rows}
+    return json.dumps(
+        {"files": files, "layout": layout, "extras": [], "checksum": checksum.name, "sums": sums}
+    ).encode()
 
 
 def _step(number: int) -> str:

@@ -1,4 +1,4 @@
-"""How fast a server copies a snapshot to its peer, beside a plain TCP stream; and what that costs training."""
+"""How fast a server pulls a snapshot from its peer, beside a plain TCP stream; and what that costs training."""
 
 from __future__ import annotations
 

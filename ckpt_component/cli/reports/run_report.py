@@ -119,7 +119,7 @@ def _peers(found: Mapping[str, Any] | None) -> Iterator[str]:
     if found is not None:
         seconds, size = duration(found["at_peers_s"]), amount(found["sent"])
         newest = f"the last: step {found['step']}"
-        yield f"at their peers: {found['arrived']}, {newest}; {seconds} after the save, {size} sent by rank 0"
+        yield f"at their peers: {found['arrived']}, {newest}; {seconds} after the save, {size} received by rank 0"
 
 
 def _snapshots(found: Mapping[str, Any] | None) -> Iterator[str]:
