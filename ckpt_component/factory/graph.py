@@ -295,9 +295,9 @@ def _snapshots(settings: Checkpoint, outside: Outside) -> list[RunOption]:
     """The option that keeps snapshots in memory, if it is on; a checkpointer without a manager has it too."""
     if not settings.enabled or settings.recovery.mode is RecoveryMode.none:
         return []
-    from ..hosts.recovery import SnapshotParts
+    from .run_snapshots import RunSnapshots
 
-    return [SnapshotParts(settings, outside)]
+    return [RunSnapshots(settings, outside)]
 
 
 def _recorded(manager: CheckpointManager) -> CheckpointManager:

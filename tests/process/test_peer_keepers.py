@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
+from ckpt_component.callers.memory_caller import MemoryCaller
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.options import ResolvedTimeouts
@@ -22,7 +23,6 @@ from ckpt_component.core.writing.write_table import Extent, FileSpec, WriteTable
 from ckpt_component.errors import CheckpointSaveError
 from ckpt_component.hosts.client import HostClient, PeerClient
 from ckpt_component.hosts.host_memory import HostMemory
-from ckpt_component.hosts.snapshots import MemoryCaller
 from ckpt_component.hosts.wire import PeerAddress, SocketPlace, memory_root
 from ckpt_component.testing.conformance.leftovers import memfds, nothing_left
 

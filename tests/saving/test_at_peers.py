@@ -13,11 +13,11 @@ from rank_threads import rank_threads
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, SaveReport, WorkerDiedError
+from ckpt_component.callers.memory_caller import MemoryCaller
 from ckpt_component.core.coordination import Coordinator
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.events import EventRecorder
-from ckpt_component.hosts.recovery import PeerMap, SnapshotsAtPeers
-from ckpt_component.hosts.snapshots import MemoryCaller
+from ckpt_component.hosts.replicas import PeerMap, SnapshotsAtPeers
 from ckpt_component.hosts.wire import PeerAddress
 
 TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)
@@ -43,7 +43,7 @@ class SnapshotStore(MemoryCaller):
             raise WorkerDiedError("no port.")
         return 4000
 
-    def pull(self, path: str, homes: Sequence[tuple[PeerAddress, float | None]], deadline: float) -> dict[str, Any]:
+    def pull(self, path: str, homes: Sequence[tuple[Sequence[Any], float | None]], deadline: float) -> dict[str, Any]:
         self.pulled.append((path, homes))
         assert self.go_on.wait(20)
         if self.failure is not None:

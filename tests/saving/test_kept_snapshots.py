@@ -18,6 +18,7 @@ import torch
 from rank_threads import rank_threads
 
 from ckpt_component import CheckpointError, CheckpointFencedError, CheckpointGivenUpError, CheckpointSaveError
+from ckpt_component.callers.memory_caller import MemoryCaller, Retired
 from ckpt_component.callers.write_callers import InlineCaller
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
@@ -36,7 +37,7 @@ from ckpt_component.events import CheckpointListener, SaveReport
 from ckpt_component.events.recorder import EventRecorder
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.keep import Image, run_keep_job
-from ckpt_component.hosts.snapshots import MemoryCaller, Retired, TieredSaveQueue
+from ckpt_component.hosts.snapshots import TieredSaveQueue
 from ckpt_component.hosts.stores import MemoryStore
 from ckpt_component.loading import Reader
 from ckpt_component.saving.context import NoRun, SaveContext

@@ -25,9 +25,10 @@ from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import RecoveryMode, ResolvedTimeouts
 from ckpt_component.core.outside import Outside
 from ckpt_component.events import EventRecorder, SaveReport
-from ckpt_component.hosts import recovery, snapshot_source
+from ckpt_component.factory import run_snapshots
+from ckpt_component.hosts import replicas, snapshot_source
 from ckpt_component.hosts.client import JobClients, ServedRun
-from ckpt_component.hosts.recovery import SnapshotsAtPeers
+from ckpt_component.hosts.replicas import SnapshotsAtPeers
 from ckpt_component.hosts.wire import PeerAddress, memory_root
 from ckpt_component.managing.restore import Candidate, Found
 from ckpt_component.managing.run_context import RunContext
@@ -128,7 +129,7 @@ class _RankAlone:
         ranks = StoreCoordinator(RankStore(line, self.rank, count, "hosts/"), _SECONDS, _SECONDS)
         events = _CountedArrivals(run=_TOKEN)
         run = RunContext(job.files, _ROOT, MEGATRON, ranks, _TIMEOUTS, events=events, hosts=job.hosts)
-        parts = recovery.SnapshotParts(_SETTINGS)
+        parts = run_snapshots.RunSnapshots(_SETTINGS)
         run = parts.join(run, [_ROOT, []], saves=True)
         job.count(self)
         queue = cast("partial[Any]", parts.queue(SaveQueue, run, PersistentCaller(), DcpWriter(), []))
@@ -220,8 +221,8 @@ def _simulated(job: _PeerJob) -> Iterator[None]:
 
     with ExitStack() as until_measured:
         for module, name, value in (
-            (recovery, "MemoryCaller", _NoSnapshotStore),
-            (recovery, "offered_address", lambda outside: "10.100.100.100"),
+            (run_snapshots, "MemoryCaller", _NoSnapshotStore),
+            (replicas, "offered_address", lambda outside: "10.100.100.100"),
             (snapshot_source, "served_run", _served_run),
             (snapshot_source, "clients_of", lambda *_: [_NoSnapshotStore(int(running().name.removeprefix("rank ")))]),
         ):

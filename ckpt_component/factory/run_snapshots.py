@@ -1,0 +1,169 @@
+"""`RunSnapshots`: what `checkpoint/recovery` adds to a run. Imported only by runs that keep snapshots in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..background.follower import Follower
+from ..callers.memory_caller import MemoryCaller
+from ..callers.write_callers import PersistentCaller, WriteCaller
+from ..config.hydra.hydra_errors import HydraConfigError
+from ..config.image_count import ImageCount
+from ..config.schema import Checkpoint
+from ..core.commit.fencing import lineage_of
+from ..core.coordination import Hosts
+from ..core.options import RecoveryMode
+from ..core.outside import OUTSIDE, Outside
+from ..core.storage.storage import Storage
+from ..core.writing.process import WriterProgram
+from ..errors import CheckpointError
+from ..events import SaveReport
+from ..hosts.client import HostClient, HostClients, JobClients
+from ..hosts.host_memory import HostMemory
+from ..hosts.replicas import PeerMap, SnapshotsAtPeers
+from ..hosts.snapshot_source import NearestReader, RunMemory
+from ..hosts.snapshots import NewestStays, TieredSaveQueue
+from ..hosts.wire import SocketPlace, memory_root
+from ..managing.run_context import RunContext
+from ..managing.run_option import MakeQueue, MakeReader, RunOption, StorageOf
+from ..saving.save_queue import notify
+from ..writers.base import Writer
+
+logger = logging.getLogger(__name__)
+
+
+class RunSnapshots(RunOption):
+    """What a run that keeps snapshots in memory has beside other runs.
+
+    Args:
+        settings: the config
+        outside: what the run runs in
+    """
+
+    def __init__(self, settings: Checkpoint, outside: Outside = OUTSIDE) -> None:
+        self._settings, self._outside = settings.recovery, outside
+        self._arenas = settings.stager.get("arenas", 1)
+        self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
+        self._clients = JobClients(outside)
+        self._memory = HostMemory(self._clients, outside=outside)
+        self._mode = f"checkpoint/recovery={self._settings.mode}"
+        #: Whether other hosts have copies, and the snapshots of the run before; set by `join`.
+        self._has_peers = False
+        self._earlier: RunMemory | None = None
+
+    def begin_alone(self) -> None:
+        """See the base class: nobody keeps what this process saves."""
+        logger.info("%s: without a manager nothing stays in memory; loads take what others keep", self._mode)
+
+    def storage_of(self, storage_of: StorageOf) -> StorageOf:
+        """See the base class: a path may be in the memory of servers, where it is only read."""
+        memory = self._memory
+        return lambda path: memory if memory.holds(path) else storage_of(path)
+
+    def begun(self, storage: Storage, root: str) -> Any:
+        """See the base class: the folder, and the tokens of the runs that have owned it so far, the last one first."""
+        try:
+            return [root, lineage_of(storage, root)]
+        except (CheckpointError, OSError) as error:
+            logger.warning("the runs before this one, which may have snapshots in memory, are unknown: %s", error)
+            return [root, []]
+
+    def join(self, run: RunContext, begun: Any, *, saves: bool) -> RunContext:
+        """See the base class: this rank's server takes what is put there."""
+        named, lineage = begun
+        root, rank, outside = memory_root(named, run.events.run), run.ranks.rank, self._outside
+        own = HostClient(SocketPlace.of(root, outside), rank, now=False)  # its process starts later
+        self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
+        self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
+        self._earlier = RunMemory(run, lineage, self._clients, has_peers=self._has_peers)
+        memory = HostMemory(HostClients(besides=rank, outside=outside), own, outside)
+        return replace(run, snapshots=replace(run, fs=memory, root=root, remote=None))
+
+    def sources(self) -> Sequence[RunMemory]:
+        """See the base class."""
+        return [*filter(None, [self._earlier])]
+
+    def staging(self) -> dict[str, Any]:
+        """See the base class: a snapshot need not wait for one that is still being written, or sent."""
+        return {"kept": self._images.staying, "in_flight": self._images.in_flight}
+
+    def reader(self, reader: MakeReader) -> MakeReader:
+        """See the base class."""
+        return partial(NearestReader, clients=self._clients)
+
+    def queue(
+        self, queue: MakeQueue, run: RunContext, caller: WriteCaller, writer: Writer, followers: Sequence[Follower]
+    ) -> MakeQueue:
+        """See the base class: the writer process keeps snapshots."""
+        kept, earlier, ranks = run.snapshots, self._earlier, run.ranks
+        if kept is None or earlier is None:
+            return queue
+        if not isinstance(caller, PersistentCaller):
+            raise HydraConfigError(
+                f"{self._mode} keeps snapshots in the persistent writer process, and {type(caller).__name__} has none; "
+                "use checkpoint/caller=persistent."
+            )
+        if ranks.is_leader:
+            self._tell(run.hosts)
+        here, lease = run.fs.here(run.root), self._settings.lease
+        job = {"folder": here, "root": kept.root, "rank": ranks.rank, "world_size": ranks.world_size, "lease": lease}
+        connect = caller.runs(WriterProgram("ckpt_component.hosts.keep", job))
+        stays, on_kept = NewestStays(), earlier.end_others
+        if self._has_peers:
+            # What the run before has at its peers is needed until this one has something there.
+            ends = earlier.end_others if run.hosts.leads(ranks.rank) else _nothing
+            peers, on_kept = PeerMap.agree(run, self._settings), _nothing
+            stays = SnapshotsAtPeers(peers, MemoryCaller(connect, ranks.outside), ranks, run.timeouts, run.events, ends)
+        return partial(
+            TieredSaveQueue,
+            caller=MemoryCaller(connect, ranks.outside),
+            writer=writer,
+            memory=kept.fs,
+            path_of=lambda path: kept.path_of(run.step_of(path)),
+            on_kept=partial(_tell_all, [lambda _: on_kept(), *(follower.on_kept for follower in followers)]),
+            stays=stays,
+        )
+
+    def _tell(self, hosts: Hosts) -> None:
+        names, settings, images = [*dict.fromkeys(hosts.names)], self._settings, self._images
+        if not self._has_peers:
+            text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
+            logger.info(text, self._mode, images.own)
+            if settings.mode is RecoveryMode.peers:
+                logger.warning(
+                    "%s: all ranks are on one host, so nobody has copies, and all is as with host", self._mode
+                )
+            elif hosts.several:
+                text = (
+                    "%s: the %d ranks are on %d hosts, and a run is restored from memory only if all are on one host; "
+                    "else from its checkpoints"
+                )
+                logger.warning(text, self._mode, len(hosts.names), len(names))
+            return
+        text = (
+            "%s: each rank has up to %d images of its state in host memory, of which up to three stay, and up to %d "
+            "copies of other ranks' images"
+        )
+        logger.info(text, self._mode, images.own, images.copies)
+        replicas = min(settings.replicas, len(names) - 1)
+        if replicas < settings.replicas:
+            text = "checkpoint.recovery.replicas=%d: the job has %d hosts, so each has its copies on %d others"
+            logger.warning(text, settings.replicas, len(names), replicas)
+        unknown = sorted({*(settings.peers or {}).values()} - {*names})
+        if unknown:
+            text = "checkpoint.recovery.peers names %s, and no rank is there; the hosts are %s"
+            logger.warning(text, ", ".join(unknown), ", ".join(names))
+
+
+def _tell_all(hooks: Sequence[Callable[[SaveReport], None]], report: SaveReport) -> None:
+    """Call each hook, whatever becomes of the others."""
+    for hook in hooks:
+        notify(hook, report)
+
+
+def _nothing() -> None:
+    """Nothing follows."""
