@@ -18,7 +18,6 @@ from ckpt_component.core.coordination import Coordinator
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.events import EventRecorder
 from ckpt_component.hosts.replicas import PeerMap, SnapshotsAtPeers
-from ckpt_component.hosts.wire import PeerAddress
 
 TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)
 
@@ -28,7 +27,7 @@ class SnapshotStore(MemoryCaller):
 
     def __init__(self) -> None:
         super().__init__(lambda timeout: cast(Any, None))
-        self.pulled: list[tuple[str, Sequence[tuple[PeerAddress, float | None]]]] = []
+        self.pulled: list[tuple[str, Sequence[tuple[Sequence[Any], float | None]]]] = []
         self.go_on = threading.Event()
         self.go_on.set()
         self.failure: Exception | None = None
