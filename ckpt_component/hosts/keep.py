@@ -477,7 +477,7 @@ class SnapshotProcess:
             raise OSError(errno.ENOTCONN, text)
         if not path.startswith(f"{self._root}/"):
             raise OSError(errno.EINVAL, f"it is not of the run {self._root}, so no replica of it is kept", path)
-        self._homes |= {str(home.rank): home.host for home, _ in homes}
+        self._homes = {**self._homes, **{str(home.rank): home.host for home, _ in homes}}
         until, secret = outside.now() + seconds, peers.secret
 
         def pull(home: PeerAddress, rate: float | None) -> PullResult:
