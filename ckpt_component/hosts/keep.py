@@ -158,8 +158,6 @@ def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:
     return sums
 
 
-#: An item of a file: offset, length and checksum.
-_Item = tuple[int, int, int]
 #: Bytes to receive and sum at once, which fit into a processor's cache.
 _PIECE_BYTES = 1 << 20
 #: Bytes of a request, the most and the least; at a limited rate those of a tenth of a second, so they come steadily.
@@ -176,6 +174,14 @@ class PullResult(NamedTuple):
 
     bytes: int
     sent: int
+
+
+class _SummedItem(NamedTuple):
+    """An item of a file, as its index has it."""
+
+    offset: int
+    length: int
+    checksum: int
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,7 @@ class ReplicaPull:
         with contextlib.closing(client), ExitStack() as until_kept:
             dates = {file.path: file.modified for file in client.listed(path) if file.home is None}
             found = dict[str, FetchedFile]()
-            for folder in {os.path.dirname(file) for file in dates}:
+            for folder in dict.fromkeys(map(os.path.dirname, dates)):
                 opened = until_kept.enter_context(client.opened(folder))
                 found |= {os.path.join(folder, name): file for name, file in opened.items()}
             if not dates or dates.keys() - found.keys():
@@ -241,33 +247,40 @@ class ReplicaPull:
             files.put_replica(rank, path, {file: (contents[file], date) for file, date in dates.items()}, source)
         return PullResult(sum(content.size for content in contents.values()), client.received)
 
-    def _index(self, found: Mapping[str, FetchedFile]) -> tuple[Checksum, Mapping[str, list[_Item]]]:
+    def _index(self, found: Mapping[str, FetchedFile]) -> tuple[Checksum, Mapping[str, list[_SummedItem]]]:
         """What the home's integrity file says: the algorithm, and the items of each image, in order, by its path.
 
         Raises:
             OSError: it is not there, or the files are not those that it lists
         """
-        name = integrity_name(self.home.rank)
-        path = next((path for path in found if os.path.basename(path) == name), "")
-        if not path:
+        name, items, algorithm = integrity_name(self.home.rank), dict[str, list[_SummedItem]](), ""
+        for path, about in found.items():
+            folder, last = os.path.split(path)
+            if last != name:
+                continue
+            content = json.loads(about.tail)
+            for entry in content["files"]:
+                file = found.get(os.path.join(folder, entry["name"]))
+                if (size := 0 if file is None else file.size) != entry["size"]:
+                    text = f"{self.home} has {size} bytes of it, and by {name} they are {entry['size']}"
+                    raise OSError(errno.EBADMSG, text, entry["name"])
+            index = parse_rank_index(content, {entry["name"]: entry for entry in content["files"]})
+            tensors, algorithm = index.tensors, index.checksum
+            columns = zip(tensors.files, tensors.offsets, tensors.lengths, tensors.checksums, strict=True)
+            for number, *item in sorted(columns):
+                items.setdefault(os.path.join(folder, tensors.names[number]), []).append(_SummedItem(*item))
+        if not algorithm:
             raise FileNotFoundError(errno.ENOENT, f"{self.home} does not have {name}, by which files are verified")
-        content, items = json.loads(found[path].tail), dict[str, list[_Item]]()
-        for entry in content["files"]:
-            file = found.get(os.path.join(os.path.dirname(path), entry["name"]))
-            if (size := 0 if file is None else file.size) != entry["size"]:
-                text = f"{self.home} has {size} bytes of it, and by {name} they are {entry['size']}"
-                raise OSError(errno.EBADMSG, text, entry["name"])
-        index = parse_rank_index(content, {entry["name"]: entry for entry in content["files"]})
-        tensors = index.tensors
-        columns = zip(tensors.files, tensors.offsets, tensors.lengths, tensors.checksums, strict=True)
-        for number, offset, length, value in sorted(columns):
-            items.setdefault(os.path.join(os.path.dirname(path), tensors.names[number]), []).append(
-                (offset, length, value)
-            )
-        return find_checksum(index.checksum, self.checksum_home), items
+        return find_checksum(algorithm, self.checksum_home), items
 
     def _receive(
-        self, path: str, file: FetchedFile, block: ReplicaBlock, base: int, checksum: Checksum, items: Sequence[_Item]
+        self,
+        path: str,
+        file: FetchedFile,
+        block: ReplicaBlock,
+        base: int,
+        checksum: Checksum,
+        items: Sequence[_SummedItem],
     ) -> None:
         """Receive the bytes of a file into a block, and compare them."""
         places = array("Q", chain.from_iterable(item[:2] for item in items))
@@ -276,7 +289,8 @@ class ReplicaPull:
         self._sum(self._arriving(path, file, block, base), cursor)
         others, memory = _between(places, file.length), block.part(base, base + file.length, self.until)
         between = (memory[start:][:count] for start, count in zip(others[::2], others[1::2], strict=True))
-        bad = [f"the item at byte {item[0]}" for item, came in zip(items, found, strict=True) if came != item[2]]
+        sums = zip(items, found, strict=True)
+        bad = [f"the item at byte {item.offset}" for item, came in sums if came != item.checksum]
         if others and file.ranges(others.tobytes()) != b"".join(between):
             bad.append("what lies between its items")
         if bad:
@@ -459,7 +473,7 @@ class SnapshotProcess:
             raise OSError(errno.ENOTCONN, text)
         if not path.startswith(f"{self._root}/"):
             raise OSError(errno.EINVAL, f"it is not of the run {self._root}, so no replica of it is kept", path)
-        self._homes |= {str(home.rank): home.host for home, _ in homes}
+        self._homes = {**self._homes, **{str(home.rank): home.host for home, _ in homes}}
         until, secret = outside.now() + seconds, peers.secret
 
         def pull(home: PeerAddress, rate: float | None) -> PullResult:

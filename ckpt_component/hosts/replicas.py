@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ..callers.memory_caller import MemoryCaller
@@ -49,9 +49,14 @@ class PeerMap:
     secret: str
     bytes_per_second: float | None = None
 
-    def homes_of(self, holder: int) -> list[int]:
-        """The ranks whose replicas a rank holds."""
-        return [home for home, holders in enumerate(self.of) if holder in holders]
+    @cached_property
+    def homes(self) -> Sequence[Sequence[int]]:
+        """For each rank those whose replicas it holds."""
+        found: list[list[int]] = [[] for _ in self.of]
+        for home, holders in enumerate(self.of):
+            for holder in holders:
+                found[holder].append(home)
+        return found
 
     def rate(self, home: int) -> float | None:
         """The most bytes that a holder asks a home for in a second; None: no limit."""
@@ -228,7 +233,7 @@ class SnapshotsAtPeers(NewestStays):
         What is whole on one rank has been written on all of them, though some may not know yet that it is whole.
         """
         newest = max(messages, key=lambda message: message["number"])
-        homes = [[messages[home]["at"] for home in self._peers.homes_of(rank)] for rank in range(len(messages))]
+        homes = [[messages[home]["at"] for home in homes] for homes in self._peers.homes]
         is_possible = all(message["at"] for message in messages)
         return [[newest["number"], newest["path"], each if is_possible else None] for each in homes]
 

@@ -615,7 +615,9 @@ class ReplicaMemory:
             block = self._free_block(home, nbytes)
             is_new = block is None
             if block is None:
-                self._refuse_large(nbytes)
+                if nbytes > (left := self._available()):
+                    text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
+                    raise OSError(errno.ENOMEM, text)
                 block = ReplicaBlock(nbytes, self.name, self._outside)
                 self._blocks.setdefault(home, []).append(block)
             block.is_filling, block.source = True, self.files.new_source()
@@ -639,10 +641,3 @@ class ReplicaMemory:
                 else:
                     self._blocks[home].remove(block)
         return found
-
-    def _refuse_large(self, nbytes: int) -> None:
-        left = self._available()
-        if nbytes > left:
-            raise OSError(
-                errno.ENOMEM, f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
-            )

@@ -184,6 +184,6 @@ def test_nothing_is_pulled_while_a_rank_cannot_listen(both: Any, caplog: pytest.
 
 def test_a_home_sends_all_its_holders_together_no_more_than_its_limit() -> None:
     peers = PeerMap([[2], [2, 3], [1, 3], [0]], frozenset(), "", "", 600.0)
-    assert [peers.homes_of(rank) for rank in range(4)] == [[3], [2], [0, 1], [1, 2]]
+    assert peers.homes == [[3], [2], [0, 1], [1, 2]]
     assert [peers.rate(home) for home in range(4)] == [600.0, 300.0, 300.0, 600.0]
     assert PeerMap([[1], [0]], frozenset(), "", "").rate(0) is None

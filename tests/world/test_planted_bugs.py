@@ -290,7 +290,7 @@ BUGS = [
     Bug(
         "a_replica_is_kept_without_comparison",
         "hosts/keep.py",
-        " if came != item[2]]\n",
+        " if came != item.checksum]\n",
         " if False]\n",
         "disk ab peers",
         ("flip_link:save+lose_host:save",),
