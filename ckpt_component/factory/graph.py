@@ -60,6 +60,7 @@ from ..writers.base import PlansUnchanged, Writer, as_writer
 from .launch import Launch, versions
 from .run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
 from .run_uploads import uploads_of
+from .weights import read_once
 
 if TYPE_CHECKING:
     from ..hosts.recovery import SnapshotParts
@@ -415,11 +416,8 @@ def _collective(
     settings: Checkpoint, ranks: Coordinator, timeouts: ResolvedTimeouts, hosts: Hosts | None
 ) -> CollectiveLoads:
     """What makes the loads of all ranks; which hosts they are on, they ask at the first load if it is unknown."""
-    if settings.read_once is ReadMode.off or (hosts is not None and not hosts.several):
-        return CollectiveLoads(ranks, timeouts)
-    from ..hosts.share import ReadOnce  # which imports torch.distributed
-
-    return ReadOnce(ranks, timeouts)
+    reads_once = settings.read_once is not ReadMode.off
+    return CollectiveLoads(ranks, timeouts, read_once if reads_once else None, None if hosts is None else hosts.several)
 
 
 def _snapshot_parts(settings: Checkpoint, outside: Outside) -> SnapshotParts | None:
