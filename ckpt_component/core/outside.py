@@ -222,16 +222,6 @@ class Outside(Sockets):
     #: Returns the storage of a path, where disks and buckets are simulated; None: they are what they are.
     storage_of: Callable[[str], Any] | None = None
 
-    def distributed(self) -> Any:
-        """`torch.distributed` if the script has initialized it, else None.
-
-        What a simulation has in its place knows its world, `group.WORLD`, and what `GlooGroup` uses.
-        """
-        dist = sys.modules.get("torch.distributed")  # a script that uses it has imported it
-        if dist is None or not dist.is_available() or not dist.is_initialized():
-            return None
-        return dist
-
     def __reduce__(self) -> str:
         """The real one is pickled by its name, as the storage that has it is: there it is the one of that process."""
         return "OUTSIDE"

@@ -72,6 +72,7 @@ from .run_policies import (
     retention_policies,
     save_policy,
 )
+from .weights import read_once
 
 
 @brief_refusals
@@ -433,11 +434,8 @@ def _collective(
     settings: Checkpoint, ranks: Coordinator, timeouts: ResolvedTimeouts, hosts: Hosts | None
 ) -> CollectiveLoads:
     """What makes the loads of all ranks; which hosts they are on, they ask at the first load if it is unknown."""
-    if settings.read_once is ReadMode.off or (hosts is not None and not hosts.several):
-        return CollectiveLoads(ranks, timeouts)
-    from ..hosts.share import ReadOnce  # which imports torch.distributed
-
-    return ReadOnce(ranks, timeouts)
+    reads_once = settings.read_once is not ReadMode.off
+    return CollectiveLoads(ranks, timeouts, read_once if reads_once else None, None if hosts is None else hosts.several)
 
 
 def _progress(ranks: Coordinator) -> Progress:

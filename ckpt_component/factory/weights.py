@@ -24,7 +24,7 @@ from ..core.state.tensor_parts import parts_of
 from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import may_have_memory, path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
-from ..loading.collective import CollectiveLoad, Phase
+from ..loading.collective import CollectiveLoad, CollectiveLoads, Phase, SharedReads
 from ..loading.meta_tensors import checked_device
 from ..loading.object_state import load_state
 from ..loading.reader import Reader, shares_host
@@ -106,9 +106,7 @@ def load_weights(
         load: CollectiveLoad | None = None
         phase: Phase = contextlib.nullcontext
         if ranks.world_size > 1:
-            from ..hosts.share import ReadOnce  # which imports torch.distributed
-
-            loads = until_closed.enter_context(contextlib.closing(ReadOnce(ranks, timeouts)))
+            loads = until_closed.enter_context(contextlib.closing(CollectiveLoads(ranks, timeouts, read_once)))
             load = loads.load(text, name="load_weights")
             phase = load.phase
         with phase("find"):
@@ -164,6 +162,13 @@ def _reader_class() -> type[Reader]:
     from ..hosts.snapshot_source import NearestReader
 
     return NearestReader
+
+
+def read_once(ranks: Coordinator, timeouts: ResolvedTimeouts) -> SharedReads:
+    """What lets the ranks of several hosts read together."""
+    from ..hosts.share import ReadOnce  # which loads on one host need not wait for
+
+    return ReadOnce(ranks, timeouts)
 
 
 def _ranks_of_call(alone: bool, timeouts: ResolvedTimeouts) -> Coordinator:

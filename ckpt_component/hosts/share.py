@@ -1,48 +1,20 @@
-"""Who reads which bytes of files that several ranks want, and who gets them passed on. A pure function: no I/O.
-
-Each file is cut by a grid. What the ranks want of a cell is a batch: one rank reads it, and sends every other rank the
-bytes which that rank wants, in one message.
-
-Each rank has a quota: its part of all bytes, less what it alone wants and therefore reads anyway. Batch by batch, that
-rank reads which has used the smallest part of its quota, so all read at the same time, near each other in the files.
-
-
-`GlooGroup`: a process group in which all ranks pass bytes on: the only use of `torch.distributed` in a load.
-
-It is one of its own: what goes wrong in it does not end the connections of the program's groups.
-
-
-Messages between ranks: each has what a rank wants of a batch, and says at its end whether that was read.
-
-Their memory is used again and again, as fresh memory costs about as much as what it is for: each page is cleared first.
-
-
-`Arrivals`: the batches that a rank wants, which it takes from those that read them, in the order of the plan.
-
-A rank that ends, or sends nothing for too long, is lost: what it was to read is read from storage instead.
-
-
-`Relay`: the batches that a rank reads, for others and for itself, in the order of the plan, and sends to them.
-
-Batches on their way between ranks: each is read by one rank, and sent to those that want it, over gloo.
-
-A rank keeps two orders, which are those of the plan. It reads its batches in that order (`Relay`), and begins with one
-only if few of those before it are still on their way. It takes what it wants in that order (`Arrivals`), and only a
-little ahead of what its own reads wait for. So the first batch that has not arrived is always read and always taken: no
-rank waits for itself through another one, and memory is bounded.
-
-
-`PassedFiles`: the files of a checkpoint that several ranks read together, each byte of which one of them reads.
-
-`ReadOnce`: in a load that all ranks make, each byte that several of them want is read by one, and passed on.
+"""Each byte that several hosts want is read by one of them: `ReadOnce`, in a load that all ranks make.
 
 It begins where files are read in many ranges at once (`FileSet.read_all`), whatever these ranges become: tensors, parts
-of tensors in any sharding, objects. All ranks meet there, tell each other over the process group which ranges they
-want, make the same plan, and read by it. They meet until all have read what they want, however often each one reads.
+of tensors in any sharding, objects. All ranks meet there, tell which ranges they want, make the same plan, and read by
+it. They meet until all have read what they want, however often each one reads.
+
+A file is cut by a grid. What the ranks want of a cell is a batch, which one rank owns: it reads the batch and serves
+it, over the signed connections of `wire`, to those who want some of it. They fetch it from its owner.
+
+Each rank keeps the order of the plan twice. It reads the batches that it owns in that order, and only few of them ahead
+of the first one that another rank has not fetched. It gets what it wants in that order, and only a little ahead of what
+its own reads wait for. So the first batch of all that somebody has not got is always read and always fetched: no rank
+waits for itself through another one, and memory is bounded.
 
 Checksums of the checkpoint are compared by every rank, for all that it takes. So they find what was damaged in storage,
-in the memory of the rank that read it, or on its way; the rank then reads these bytes from storage. Bytes without such
-checksums are sent with one, as nothing else would tell that they were damaged on their way.
+in the memory of its owner, or on its way; the rank then reads these bytes from storage. Bytes without such checksums
+are served with one, as nothing else would tell that they were damaged on their way.
 """
 
 from __future__ import annotations
@@ -55,35 +27,36 @@ import itertools
 import json
 import logging
 import math
+import mmap
 import os
-import struct
-import weakref
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from typing import IO, Any, NamedTuple
 
-import torch
-
 from ..core.coordination import Coordinator
+from ..core.coordination.addresses import offered_address, reachable
 from ..core.formats.index import Index
 from ..core.memory import libc
-from ..core.memory.libc import memory_at
 from ..core.memory.scratch import ScratchBlock
 from ..core.options import ResolvedTimeouts
-from ..core.outside import Outside, Thread
+from ..core.outside import Outside, Socket, Thread
+from ..core.processes.framing import Channel
+from ..core.processes.remote_error import as_os_error
+from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
 from ..core.progress import Progress, no_progress
-from ..core.state.dense_tensors import tensor_bytes
 from ..core.storage.checksum import Checksum, fastest
 from ..core.storage.file_set import FileSet, RangeRead, extents_of
 from ..core.storage.safe_open import read_failure
 from ..core.storage.space import amount
 from ..errors import CheckpointError
-from ..loading.collective import CollectiveLoad, CollectiveLoads, OpenFiles
+from ..loading.collective import OpenFiles, SharedReads
+from .wire import PeerAddress, connect_to_peer, greet_peer, listen_to_peers
+
+logger = logging.getLogger("ckpt_component.readers")
 
 #: By file: what is wanted of it, as ranges (start, end) in order, without overlaps.
 Wanted = Mapping[str, Sequence[tuple[int, int]]]
@@ -132,9 +105,17 @@ class Batch(NamedTuple):
         """Who wants some of it, in order."""
         return sorted({rank for stretch in self.stretches for rank in stretch.ranks})
 
-    def part_of(self, rank: int) -> list[tuple[int, int]]:
-        """What a rank gets of it: all of it if the rank reads it, else what it wants."""
-        return [(start, end) for start, end, ranks in self.stretches if rank == self.reader or rank in ranks]
+    def part_of(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """What a rank gets of it: all of it if the rank reads it, else what it wants.
+
+        Yields:
+            Start and end in the file, place in what is read, and number of each such stretch.
+        """
+        place = 0
+        for number, (start, end, ranks) in enumerate(self.stretches):
+            if rank == self.reader or rank in ranks:
+                yield start, end, place, number
+            place += end - start
 
 
 def plan_reads(wants: Mapping[int, Wanted]) -> list[Batch]:
@@ -252,565 +233,15 @@ def _nbytes(stretches: Sequence[Stretch]) -> int:
     return sum(end - start for start, end, _ in stretches)
 
 
-#: The tag of a message that is never sent.
-_NEVER = (1 << 31) - 1
+class BatchBytes(NamedTuple):
+    """Memory for a batch, and the checksum of each stretch that is there."""
 
+    view: memoryview
+    sums: list[int]
 
-class GlooGroup:
-    """See the top of this file. All ranks make one at the same time.
 
-    Args:
-        dist: `torch.distributed`, or what `Outside.distributed` has in its place
-        rank: this rank
-        world_size: number of ranks
-        seconds: that making it may last, and a call of `gather`
-
-    Raises:
-        RuntimeError, ValueError: it cannot be made; or from a method: a connection has ended, or it takes too long
-    """
-
-    def __init__(self, dist: Any, rank: int, world_size: int, seconds: float) -> None:
-        self._dist, self._rank, self._world_size = dist, rank, world_size
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-
-    def send(self, message: torch.Tensor, to: int, number: int) -> Any:
-        """Begin to send a message with a number; returns the work, which has its memory."""
-        return self._dist.isend(message, to, group=self._group, tag=number)
-
-    def receive(self, message: torch.Tensor, sender: int, number: int) -> Any:
-        """Begin to receive one; returns the work."""
-        return self._dist.irecv(message, sender, group=self._group, tag=number)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank."""
-        found: list[Any] = [None] * self._world_size
-        self._dist.all_gather_object(found, value, group=self._group)
-        return found
-
-    def close(self) -> None:
-        """End all that still waits for something in it."""
-        # A wait that takes too long closes all connections of a group; nothing else ends a wait for a rank that hangs.
-        byte = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(RuntimeError, ValueError):
-            work = self.receive(byte, (self._rank + 1) % self._world_size, _NEVER)
-            work.wait(timedelta(milliseconds=1))
-        with contextlib.suppress(RuntimeError, ValueError):  # the program has destroyed all groups
-            self._dist.destroy_process_group(self._group)
-
-
-logger = logging.getLogger("ckpt_component.readers")
-
-#: At the end of a message: whether its bytes were read, and their checksum.
-_TRAILER = struct.Struct("<?Q")
-
-
-class Messages:
-    """What this rank sends to others and gets from them, over gloo. Thread-safe.
-
-    Args:
-        rank: this rank
-        group: of all ranks
-        checksum: of every message, for bytes that nothing else verifies; None: who takes them verifies them
-        most_bytes: of a batch
-        lasts: seconds that one message may last
-    """
-
-    def __init__(self, rank: int, group: GlooGroup, checksum: Checksum | None, most_bytes: int, lasts: float) -> None:
-        self._rank, self._group, self._checksum, self._most_bytes = rank, group, checksum, most_bytes
-        self._lasts = timedelta(seconds=lasts)
-        #: Memory that nobody has a view of now.
-        self._free: deque[torch.Tensor] = deque()
-
-    def blank(self, nbytes: int) -> torch.Tensor:
-        """Memory for a message of so many bytes, which says that they were not read."""
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            memory = torch.empty(self._most_bytes + _TRAILER.size, dtype=torch.uint8, device="cpu")
-        lease = _Lease()
-        weakref.finalize(lease, self._free.append, memory).atexit = False
-        message = torch.frombuffer(memory_at(memory.data_ptr(), nbytes + _TRAILER.size, lease), dtype=torch.uint8)
-        message[nbytes:] = 0
-        return message
-
-    def seal(self, message: torch.Tensor) -> None:
-        """Say that the bytes of a message are there."""
-        view = tensor_bytes(message)
-        checksum = 0 if self._checksum is None else self._checksum.of(view[: -_TRAILER.size])
-        _TRAILER.pack_into(view, view.nbytes - _TRAILER.size, True, checksum)
-
-    def part(self, message: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:
-        """A message of some of the bytes of another one."""
-        part = self.blank(sum(end - start for start, end in places))
-        torch.cat([message[start:end] for start, end in places], out=part[: -_TRAILER.size])
-        if bool(message[-_TRAILER.size]):  # it was read
-            self.seal(part)
-        return part
-
-    def content(self, message: torch.Tensor, sender: int) -> memoryview | None:
-        """The bytes of a message; None if they were not read, or are not as they were sent."""
-        view = tensor_bytes(message)
-        data = view[: -_TRAILER.size]
-        is_read, checksum = _TRAILER.unpack(view[-_TRAILER.size :])
-        if not is_read:
-            return None
-        if self._checksum is None or sender == self._rank or self._checksum.of(data) == checksum:
-            return data
-        logger.warning("%s that rank %d sent came damaged, and is read from storage", amount(data.nbytes), sender)
-        return None
-
-    def send(self, message: torch.Tensor, to: int, number: int) -> Any:
-        """Begin to send the message with a batch, by its number; returns the work, which has its memory.
-
-        Raises:
-            RuntimeError, ValueError: the connection has ended
-        """
-        return self._group.send(message, to, number)
-
-    def receive(self, nbytes: int, sender: int, number: int) -> torch.Tensor:
-        """Wait for the message with a batch, of so many bytes.
-
-        Raises:
-            RuntimeError, ValueError: the connection has ended, or it takes too long
-        """
-        message = self.blank(nbytes)
-        self.wait(self._group.receive(message, sender, number))
-        return message
-
-    def wait(self, work: Any) -> None:
-        """Wait until a message has arrived; raises as `receive`."""
-        work.wait(self._lasts)
-
-
-class _Lease:
-    """Lives as long as somebody has a view of a message's memory."""
-
-
-#: Most batches that a rank reads or takes ahead of what its reads wait for. Storage has something to do as long as
-#: they are on their way, however late a busy processor passes one on.
-_AHEAD = 16
-#: Most batches that come at the same time.
-_MOST_THREADS = 8
-
-
-class Arrivals:
-    """What one rank takes of the batches of a plan. Thread-safe.
-
-    Args:
-        plan: the batches, the same on all ranks
-        rank: this rank
-        messages: between it and the others
-        run: runs a function in a thread
-        waits: seconds that a read waits for a batch; then the rank that was to send it is lost
-        lasts: seconds without anything new after which a thread waits no longer for the reads of its own rank
-        outside: what this rank runs in
-
-    Attributes:
-        wanted: numbers of the batches that this rank wants some of, in order
-        changed: for waits for a place, of batches to be read or taken; notified when there may be one
-        is_broken: whether a message may still be on its way when all threads that could end have ended
-    """
-
-    def __init__(
-        self,
-        plan: Sequence[Batch],
-        rank: int,
-        messages: Messages,
-        run: Callable[[Callable[[], None]], None],
-        *,
-        waits: float,
-        lasts: float,
-        outside: Outside,
-    ) -> None:
-        self._now = outside.now
-        self._plan, self._rank, self._messages, self._run = plan, rank, messages, run
-        self._waits, self._lasts = waits, lasts
-        self.wanted = [number for number, batch in enumerate(plan) if rank in batch.ranks]
-        # Two of one lock, so that a batch that comes wakes nobody but those who read it.
-        lock = outside.lock()
-        self.changed, self._came = outside.condition(lock), outside.condition(lock)
-        self.is_broken = False
-        self._place = {number: place for place, number in enumerate(self.wanted)}
-        self._to_take = deque(number for number in self.wanted if plan[number].reader != rank)
-        #: What came of a batch; None: it did not come, or nothing is left to be taken of it.
-        self._arrived: dict[int, memoryview | None] = {}
-        self._left: dict[int, int] = {}
-        self._needed = 0
-        self._awaited: list[int] = []
-        #: When a batch came last, or was given up.
-        self._moved = self._now()
-        self._is_drained = False
-        #: Batches that threads are receiving.
-        self._receiving: list[int] = []
-        self._lost: set[int] = set()
-
-    def start(self, left: Mapping[int, int]) -> None:
-        """Begin to take; argument as for `Passing.start`."""
-        self._left = dict(left)
-        for _ in range(min(_MOST_THREADS, len(self._to_take))):
-            self._run(self._receive)
-
-    def take(self, number: int) -> memoryview | None:
-        """See `Passing.take`."""
-        reader, began = self._plan[number].reader, self._now()
-        # A rank that hangs in a read of its own tries it once more before the others give it up.
-        seconds = self._waits / 2 if reader == self._rank else self._waits
-        with self.changed:
-            if self._place[number] > self._needed:
-                self._needed = self._place[number]
-                self.changed.notify_all()
-            self._awaited.append(number)
-            try:
-                while number not in self._arrived:
-                    left = max(began, self._moved) + seconds - self._now()
-                    # Who is to send a later batch may itself wait for the first one.
-                    if left <= 0 and number == min(self._awaited):
-                        break
-                    self._came.wait(left if left > 0 else seconds)
-            finally:
-                self._awaited.remove(number)
-            if number in self._arrived:
-                return self._arrived[number]
-        self._give_up(reader)
-        return None
-
-    def taken(self, number: int, nbytes: int) -> None:
-        """See `Passing.taken`."""
-        with self.changed:
-            self._left[number] = self._left.get(number, 0) - nbytes
-            if self._left[number] <= 0:
-                self._arrived[number] = None
-
-    def drain(self) -> None:
-        """See `Passing.drain`."""
-        with self.changed:
-            self._is_drained = True
-            self._arrived = dict.fromkeys(self._arrived)
-            self.changed.notify_all()
-
-    def has_place_for(self, number: int) -> bool:
-        """Whether a batch is near what this rank's reads wait for, or it does not want it. Asked with `changed`."""
-        return number not in self._place or self._is_near(number)
-
-    def arrive(self, number: int, message: torch.Tensor) -> None:
-        """Keep a batch if this rank wants it, it was read, and it is as it was sent."""
-        if number not in self._place:
-            return
-        data = self._messages.content(message, self._plan[number].reader)
-        with self.changed:
-            if number not in self._arrived:
-                self._arrived[number] = None if self._is_drained else data
-                self._moved = self._now()
-                self._came.notify_all()
-
-    def _receive(self) -> None:
-        while (number := self._next()) is not None:
-            batch = self._plan[number]
-            nbytes = sum(end - start for start, end in batch.part_of(self._rank))
-            try:
-                message = self._messages.receive(nbytes, batch.reader, number)
-            except (RuntimeError, ValueError) as error:
-                self._lose(batch.reader, f"its connection ended ({str(error).partition('. ')[0][-200:]})")
-            else:
-                self.arrive(number, message)
-                del message  # its memory is of use for the next one
-            finally:
-                with self.changed:
-                    self._receiving.remove(number)
-
-    def _next(self) -> int | None:
-        """The batch to receive next, when it is near; None: there are no more, or this rank's reads stand still."""
-        with self.changed:
-            while self._to_take:
-                number = self._to_take[0]
-                if self._plan[number].reader in self._lost:
-                    self._to_take.popleft()
-                elif self._is_near(number):
-                    self._receiving.append(number)
-                    return self._to_take.popleft()
-                elif not self.changed.wait(self._lasts):
-                    return None
-        return None
-
-    def _is_near(self, number: int) -> bool:
-        return self._is_drained or self._place[number] <= self._needed + _AHEAD
-
-    def _give_up(self, reader: int) -> None:
-        """Wait no longer for a rank. The threads that wait for what it sends cannot be called back: others go on."""
-        with self.changed:
-            is_new = reader not in self._lost
-            stuck = [number for number in self._receiving if self._plan[number].reader == reader]
-        self.is_broken = True
-        self._lose(reader, "it takes too long (checkpoint.timeouts.stall)")
-        for _ in stuck if is_new else ():
-            self._run(self._receive)
-
-    def _lose(self, reader: int, why: str) -> None:
-        with self.changed:
-            if reader in self._lost:
-                return
-            self._lost.add(reader)
-            missing = [n for n in self.wanted if self._plan[n].reader == reader and n not in self._arrived]
-            self._arrived.update(dict.fromkeys(missing))
-            self._moved = self._now()
-            self._came.notify_all()
-            self.changed.notify_all()
-        nbytes = amount(sum(self._plan[number].nbytes for number in missing))
-        logger.warning("rank %d passes nothing on: %s; %s are read from storage instead", reader, why, nbytes)
-
-
-#: Most batches of a rank that are on their way to others.
-_IN_FLIGHT = 8
-#: From so many failed reads on, a rank reads no more for others: they may take a minute each.
-_MOST_FAILURES = 3
-
-
-class _Sent(NamedTuple):
-    """A batch on its way.
-
-    Attributes:
-        turn: its place in the order of what this rank reads
-        works: the sends, by rank; they have the memory
-    """
-
-    turn: int
-    works: list[tuple[int, Any]]
-
-
-class Relay:
-    """What one rank reads of the batches of a plan.
-
-    Args:
-        plan: the batches, the same on all ranks
-        rank: this rank
-        messages: between it and the others
-        arrivals: what it takes itself
-        open_files: opens the files that the batches are of
-        lasts: seconds without anything new after which it reads no more
-    """
-
-    def __init__(
-        self,
-        plan: Sequence[Batch],
-        rank: int,
-        messages: Messages,
-        arrivals: Arrivals,
-        open_files: Callable[[], FileSet],
-        *,
-        lasts: float,
-    ) -> None:
-        self._plan, self._rank, self._messages, self._arrivals = plan, rank, messages, arrivals
-        self._open_files, self._lasts = open_files, lasts
-        self._to_read = [number for number, batch in enumerate(plan) if batch.reader == rank]
-        self._turn = {number: turn for turn, number in enumerate(self._to_read)}
-        self._changed = arrivals.changed
-        self._sent: deque[_Sent] = deque()
-        #: The first turn whose batch is not taken by all yet, and those after it whose batches are.
-        self._first, self._ended = 0, set[int]()
-        self._passed: set[int] = set()
-        self._files: FileSet | None = None
-        self._failures = 0
-
-    @property
-    def has_work(self) -> bool:
-        """Whether this rank reads anything."""
-        return bool(self._to_read)
-
-    def work(self) -> None:
-        """Read and send all batches; what cannot be read, the others are told to read for themselves."""
-        reads = []
-        for number in self._to_read:
-            batch = self._plan[number]
-            start, end = batch.stretches[0].start, batch.stretches[-1].end
-            reads.append(RangeRead(batch.file, start, end - start, partial(self._pass_on, number)))
-        try:
-            with self._open_files() as self._files:
-                self._files.read_all(reads, batch_bytes=1)
-        except Exception as error:  # whatever it is, the others must not wait for what was to be read
-            self._fail(error)
-        for number in self._to_read:
-            if number not in self._passed:
-                self._send(number, self._messages.blank(self._plan[number].nbytes))
-        while self._sent:
-            self._await(self._sent.popleft())
-
-    def _pass_on(self, number: int) -> None:
-        """Read a batch, in its turn, and send it."""
-        while (oldest := self._admit(number)) is not None:
-            self._await(oldest)
-        batch = self._plan[number]
-        message = self._messages.blank(batch.nbytes)
-        if self._failures < _MOST_FAILURES:
-            try:
-                self._fill(message, batch)
-            except (CheckpointError, OSError) as error:
-                self._fail(error)
-            else:
-                self._messages.seal(message)
-        self._send(number, message)
-
-    def _admit(self, number: int) -> _Sent | None:
-        """Wait for the turn of a batch; or return one that is on its way, to be waited for first."""
-        with self._changed:
-            while True:
-                has_room = self._turn[number] < self._first + _IN_FLIGHT
-                if has_room and self._arrivals.has_place_for(number):
-                    return None
-                if not has_room and self._sent:
-                    return self._sent.popleft()
-                if not self._changed.wait(self._lasts):  # for a thread that sends, or for this rank's own reads
-                    raise TimeoutError(errno.ETIMEDOUT, f"nothing was taken for {self._lasts:g} s")
-
-    def _fill(self, message: torch.Tensor, batch: Batch) -> None:
-        """Read a batch into a message."""
-        view, place = tensor_bytes(message), 0
-        for start, end, _ in batch.stretches:
-            part = view[place : place + end - start]
-            if self._files is None or not self._files.fill(batch.file, part, start):
-                raise CheckpointError(f"{batch.file} is too short.")
-            place += part.nbytes
-
-    def _fail(self, error: Exception) -> None:
-        self._failures += 1
-        level = logging.WARNING if self._failures == 1 else logging.DEBUG
-        logger.log(level, "rank %d cannot read for others, which read that for themselves: %s", self._rank, error)
-
-    def _send(self, number: int, message: torch.Tensor) -> None:
-        """Send a batch to all who want some of it, this rank included."""
-        batch, works = self._plan[number], []
-        self._passed.add(number)
-        for rank in batch.ranks:
-            if rank == self._rank:
-                continue
-            try:
-                works.append((rank, self._messages.send(self._part_for(rank, batch, message), rank, number)))
-            except (RuntimeError, ValueError) as error:
-                logger.debug("rank %d gets nothing more of rank %d: %s", rank, self._rank, error)
-        self._arrivals.arrive(number, message)
-        with self._changed:
-            self._sent.append(_Sent(self._turn[number], works))
-            self._changed.notify_all()
-
-    def _part_for(self, rank: int, batch: Batch, message: torch.Tensor) -> torch.Tensor:
-        """The message for a rank: all of the batch, or the stretches that it wants."""
-        if all(rank in stretch.ranks for stretch in batch.stretches):
-            return message
-        place, places = 0, []
-        for start, end, ranks in batch.stretches:
-            if rank in ranks:
-                places.append((place, place + end - start))
-            place += end - start
-        return self._messages.part(message, places)
-
-    def _await(self, sent: _Sent) -> None:
-        """Wait until a batch has arrived, wherever there still is somebody who takes it."""
-        for rank, work in sent.works:
-            try:
-                self._messages.wait(work)
-            except (RuntimeError, ValueError) as error:
-                logger.debug("rank %d took nothing more of rank %d: %s", rank, self._rank, error)
-        with self._changed:
-            self._ended.add(sent.turn)
-            while self._first in self._ended:
-                self._ended.remove(self._first)
-                self._first += 1
-            self._changed.notify_all()
-
-
-class Passing:
-    """What one rank does with the batches of a plan.
-
-    Args:
-        plan: the batches, the same on all ranks
-        rank: this rank
-        group: of all ranks
-        open_files: opens the files that the batches are of
-        checksum: of every message, for bytes that nothing else verifies; None: who takes them verifies them
-        waits: seconds that a read waits for a batch; then the rank that was to send it is lost
-        lasts: seconds that one message may last
-        outside: what this rank runs in
-    """
-
-    def __init__(
-        self,
-        plan: Sequence[Batch],
-        rank: int,
-        group: GlooGroup,
-        open_files: Callable[[], FileSet],
-        checksum: Checksum | None,
-        *,
-        waits: float,
-        lasts: float,
-        outside: Outside,
-    ) -> None:
-        self._outside = outside
-        messages = Messages(rank, group, checksum, max(batch.nbytes for batch in plan), lasts)
-        self._arrivals = Arrivals(plan, rank, messages, self._run, waits=waits, lasts=lasts, outside=outside)
-        self._relay = Relay(plan, rank, messages, self._arrivals, open_files, lasts=lasts)
-        self._threads: list[Thread] = []
-        self._has_threads_left = False
-
-    @property
-    def wanted(self) -> Sequence[int]:
-        """Numbers of the batches that this rank wants some of, in order."""
-        return self._arrivals.wanted
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a message may still be on its way, so that the group is to be given up."""
-        return self._arrivals.is_broken or self._has_threads_left
-
-    def start(self, left: Mapping[int, int]) -> None:
-        """Begin to read, to send and to take.
-
-        Args:
-            left: how many bytes of each batch, by number, the reads of this rank take, counted as often as they do
-        """
-        if self._relay.has_work:
-            self._run(self._relay.work)
-        self._arrivals.start(left)
-
-    def take(self, number: int) -> memoryview | None:
-        """Wait for the bytes of a batch that this rank wants; None: they do not come, or were all taken before."""
-        return self._arrivals.take(number)
-
-    def taken(self, number: int, nbytes: int) -> None:
-        """Bytes of a batch were taken; its memory is freed when nothing is left to take."""
-        self._arrivals.taken(number, nbytes)
-
-    def drain(self) -> None:
-        """This rank reads no more. What still comes is taken, so that its sender can go on, and dropped."""
-        self._arrivals.drain()
-
-    def end(self, seconds: float) -> None:
-        """Wait for all threads, when every rank has what it wants; `is_broken` is set if they do not end in time."""
-        until = self._outside.now() + seconds
-        for thread in self._threads:
-            thread.join(max(until - self._outside.now(), 0))
-            self._has_threads_left |= thread.is_alive()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        self._threads.append(self._outside.start(f"ckpt-pass-{len(self._threads)}", work))
-
-
-_MAX_THREADS = 4
-#: Items are aligned to pages: what is between them is read too.
-_PADDING_BYTES = 4096
-
-#: Plans what all ranks want now, of which this rank's is given: the batches, and what passes them; None: this rank
-#: reads what it wants by itself.
-Plans = Callable[[Wanted], tuple[Sequence[Batch], Passing] | None]
-
-
-class _ComingRange(NamedTuple):
-    """A range of a file that comes with a batch.
-
-    Attributes:
-        start: where it begins in the file
-        end: where it ends
-        number: of the batch
-        place: where it begins in what comes
-    """
+class Coming(NamedTuple):
+    """A range of a file that this rank gets: where it begins and ends there, of which batch, and where in that."""
 
     start: int
     end: int
@@ -818,7 +249,467 @@ class _ComingRange(NamedTuple):
     place: int
 
 
-class PassedFiles(FileSet):
+#: Most batches that an owner has read, from the first one on that another rank has not fetched.
+_HELD = 8
+#: Most batches that a rank gets ahead of what its reads wait for. Storage has something to do as long as they are on
+#: their way, however late a busy processor serves one.
+_AHEAD = 16
+#: Most batches that are fetched at the same time.
+_MOST_THREADS = 8
+#: From so many failed reads on, a rank reads no more for others: they may take a minute each.
+_MOST_FAILURES = 3
+
+
+class SharedBatches:
+    """The batches of a plan on one rank, which reads and serves those that it owns, and fetches what else it wants.
+
+    Thread-safe. Memory is used again: fresh memory costs about as much as what it is for.
+
+    Args:
+        plan: the batches, the same on all ranks
+        number: of the plan
+        rank: this rank
+        connect: connects to the server of a rank; raises OSError
+        open_files: opens the files that the batches are of
+        checksum: for bytes that nothing else verifies; None: who takes them verifies them
+        outside: what this rank runs in
+        timeouts: `stall`: a read waits so long for a batch, then its owner is given up; `stage` and `write`: a thread
+            waits no longer when nothing has happened for both together
+    """
+
+    def __init__(
+        self,
+        plan: Sequence[Batch],
+        number: int,
+        rank: int,
+        connect: Callable[[int], Channel],
+        open_files: Callable[[], FileSet],
+        checksum: Checksum | None,
+        outside: Outside,
+        timeouts: ResolvedTimeouts,
+    ) -> None:
+        self._plan, self._number, self._rank, self._connect, self._open_files = plan, number, rank, connect, open_files
+        self._checksum, self._outside = checksum, outside
+        self._waits, self._lasts = timeouts.stall, timeouts.stage + timeouts.write
+        self._free, self._most_bytes = deque[BatchBytes](), max(batch.nbytes for batch in plan)
+        #: Who has not got a batch yet: of those that this rank owns, all who want it; else this rank.
+        self._waiting = {
+            number: {*batch.ranks} if batch.reader == rank else {rank}
+            for number, batch in enumerate(plan)
+            if rank in (batch.reader, *batch.ranks)
+        }
+        self._owned = [number for number in self._waiting if plan[number].reader == rank]
+        self._wanted = [number for number in self._waiting if rank in plan[number].ranks]
+        self._place = {number: place for place, number in enumerate(self._wanted)}
+        #: What was read or fetched of a batch; None: nothing was, or all have got it.
+        self._blocks: dict[int, BatchBytes | None] = {}
+        #: The first batch that it owns and that another rank has not got, by its place in their order.
+        self._first = self._failures = 0
+        #: Of each batch, the bytes that its reads have not taken, and how many threads do that now.
+        self._left, self._users = Counter[int](), Counter[int]()
+        #: The last batch that its reads have waited for, by place; those that they wait for; when one came last.
+        self._needed, self._awaited, self._came_at = 0, list[int](), outside.now()
+        self._channels, self._lost = dict[int, Channel](), set[int]()
+        self._threads: list[Thread] = []
+        # Two of one lock, so that a batch that comes wakes nobody but those who read it.
+        self._lock = outside.lock()
+        self._moved, self._came = outside.condition(self._lock), outside.condition(self._lock)
+        self._coming: dict[str, list[Coming]] = defaultdict(list)
+        for number in self._wanted:
+            for start, end, place, _ in plan[number].part_of(rank):
+                self._coming[plan[number].file].append(Coming(start, end, number, place))
+
+    def ranges(self, file: str, start: int, end: int) -> Iterator[Coming]:
+        """The ranges that one of a file consists of, in order. All of it was wanted, so there are no gaps."""
+        coming = self._coming[file]
+        first = max(bisect_right(coming, start, key=attrgetter("start")) - 1, 0)
+        return itertools.takewhile(lambda each: each.start < end, itertools.islice(coming, first, None))
+
+    def start(self, reads: Sequence[RangeRead]) -> None:
+        """Begin to read and to fetch, for these reads; each takes its bytes, also where they are the same."""
+        for file, offset, length, _ in reads:
+            for each in self.ranges(file, offset, offset + length):
+                self._left[each.number] += min(each.end, offset + length) - max(each.start, offset)
+        self._threads.append(self._outside.start("ckpt-share-read", self._read_all))
+        owners = sorted({self._plan[number].reader for number in self._wanted} - {self._rank})
+        for number in range(min(len(owners), _MOST_THREADS)):
+            self._threads.append(
+                self._outside.start("ckpt-share-fetch", self._fetch_all, owners[number::_MOST_THREADS])
+            )
+
+    def copy(self, coming: Coming, start: int, part: memoryview) -> bool:
+        """Wait for bytes, and copy them; False: they do not come, and are to be read from storage.
+
+        Args:
+            coming: the range that they are in
+            start: where they begin in the file
+            part: to be filled
+        """
+        number = coming.number
+        with self._lock:
+            block = self._await(number)
+            if block is None:
+                return False
+            self._users[number] += 1
+        # Releases the GIL, unlike a slice assignment.
+        place = coming.place + start - coming.start
+        libc.memmove(libc.address_of(part), libc.address_of(block.view) + place, part.nbytes)
+        with self._lock:
+            self._users[number] -= 1
+            self._left[number] -= part.nbytes
+            if self._left[number] <= 0 and not self._users[number]:
+                self._release(self._rank, [number])
+        return True
+
+    def serve(self, channel: Channel, rank: int, number: int) -> Iterator[Reply]:
+        """Answer a rank that asks for what it wants of a batch, whose bytes follow."""
+        with self._lock:
+            self._came.wait_for(lambda: self._is_over(number, rank), self._lasts)
+            block = self._block_of(number, rank)
+        if block is None:
+            yield Reply({"sums": None})
+            return
+        parts, until = [*self._plan[number].part_of(rank)], self._until()
+        yield Reply({"sums": [block.sums[each] for *_, each in parts]})
+        for start, end, place, _ in parts:
+            channel.send_bytes(block.view[place : place + end - start], until)
+        with self._lock:
+            self._release(rank, [number])
+
+    def leave(self, rank: int) -> None:
+        """A rank fetches nothing more."""
+        with self._lock:
+            self._release(rank, self._owned[self._first :])
+            self._came.notify_all()
+
+    def drain(self) -> None:
+        """This rank reads no more, and hangs up on those that it fetches from."""
+        with self._lock:
+            self._lost.update(range(max(batch.reader for batch in self._plan) + 1))
+            self._release(self._rank, self._wanted)
+            for channel in self._channels.values():
+                channel.hang_up(listens=False)
+
+    def end(self, seconds: float) -> None:
+        """Wait for all threads, at most so long, when every rank has what it wants."""
+        until = self._outside.now() + seconds
+        for thread in self._threads:
+            thread.join(max(until - self._outside.now(), 0))
+
+    def _is_over(self, number: int, rank: int) -> bool:
+        """Whether a rank need not wait for a batch any more."""
+        return number in self._blocks or rank not in self._waiting[number]
+
+    def _block_of(self, number: int, rank: int) -> BatchBytes | None:
+        return self._blocks.get(number) if rank in self._waiting[number] else None
+
+    def _await(self, number: int) -> BatchBytes | None:
+        owner, began = self._plan[number].reader, self._outside.now()
+        # A rank that hangs in a read of its own tries it once more before the others give it up.
+        seconds = self._waits / 2 if owner == self._rank else self._waits
+        if self._place[number] > self._needed:
+            self._needed = self._place[number]
+            self._moved.notify_all()
+        self._awaited.append(number)
+        try:
+            with self._outside.waits.on(f"rank {owner}, which reads for this one") as wait:
+                while not self._is_over(number, self._rank):
+                    left = max(began, self._came_at) + seconds - self._outside.now()
+                    # Who owns a later batch may itself wait for the first one.
+                    if left <= 0 and number == min(self._awaited):
+                        self._give_up(owner, "it takes too long (checkpoint.timeouts.stall)")
+                    else:
+                        self._came.wait(left if left > 0 else seconds)
+                        wait.look()
+        finally:
+            self._awaited.remove(number)
+        return self._block_of(number, self._rank)
+
+    def _give_up(self, owner: int, why: str) -> None:
+        """Fetch nothing more from a rank."""
+        if owner in self._lost:
+            return
+        self._lost.add(owner)
+        missing = [n for n in self._wanted if self._plan[n].reader == owner and not self._is_over(n, self._rank)]
+        self._release(self._rank, missing)
+        self._came_at = self._outside.now()
+        self._came.notify_all()
+        if owner in self._channels:
+            self._channels[owner].hang_up(listens=False)
+        nbytes = amount(sum(self._plan[number].nbytes for number in missing))
+        logger.warning("rank %d serves nothing: %s; %s are read from storage instead", owner, why, nbytes)
+
+    def _release(self, rank: int, numbers: Sequence[int]) -> None:
+        """A rank has got these batches, or does without: memory that nobody waits for is used again."""
+        for number in numbers:
+            self._waiting[number].discard(rank)
+            if not self._waiting[number] and (block := self._blocks.get(number)) is not None:
+                self._free.append(block)
+                self._blocks[number] = None
+        while self._first < len(self._owned) and self._waiting[self._owned[self._first]] <= {self._rank}:
+            self._first += 1
+        self._moved.notify_all()
+
+    def _put(self, number: int, block: BatchBytes | None) -> None:
+        """A batch has come; None: it has not, and does not any more."""
+        with self._lock:
+            self._blocks[number], self._came_at = block, self._outside.now()
+            if block is None:
+                self._waiting[number].clear()
+            # Nothing is taken of what is only between two items.
+            self._release(self._rank if self._left[number] <= 0 else -1, [number])
+            self._came.notify_all()
+
+    def _block(self) -> BatchBytes:
+        with contextlib.suppress(IndexError):
+            return self._free.pop()
+        return BatchBytes(memoryview(mmap.mmap(-1, self._most_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), [])
+
+    # What this rank owns
+
+    def _read_all(self) -> None:
+        reads = []
+        for turn, number in enumerate(self._owned):
+            batch = self._plan[number]
+            start, end = batch.stretches[0].start, batch.stretches[-1].end
+            reads.append(RangeRead(batch.file, start, end - start, partial(self._read, turn, number)))
+        try:
+            with self._open_files() as self._files:
+                self._files.read_all(reads, batch_bytes=1)
+        except Exception as error:  # whatever it is, the others must not wait for what was to be read
+            self._fail(error)
+        for number in self._owned:
+            if number not in self._blocks:
+                self._put(number, None)
+
+    def _read(self, turn: int, number: int) -> None:
+        """Read a batch, in its turn, if somebody still wants it."""
+        self._await_turn(turn, number)
+        block = None
+        if self._waiting[number] and self._failures < _MOST_FAILURES:
+            block = self._block()
+            try:
+                self._fill(self._plan[number], block)
+            except (CheckpointError, OSError) as error:
+                self._free.append(block)
+                block = None
+                self._fail(error)
+        self._put(number, block)
+
+    def _await_turn(self, turn: int, number: int) -> None:
+        until = self._until()
+        with self._lock:
+            while not self._moved.wait_for(partial(self._is_due, number, turn), self._waits / 2):
+                if self._outside.now() > until:
+                    raise TimeoutError(errno.ETIMEDOUT, f"nothing was fetched for {self._lasts:g} s")
+                first = self._owned[self._first]
+                if turn >= self._first + _HELD and first in self._blocks:  # nobody must wait for who fetches nothing
+                    for rank in self._waiting[first] - {self._rank}:
+                        logger.info("rank %d fetches nothing of rank %d, which keeps nothing for it", rank, self._rank)
+                        self._release(rank, self._owned[self._first :])
+
+    def _is_due(self, number: int, turn: int = 0) -> bool:
+        """Whether a batch is to be read or fetched, or is wanted by nobody any more."""
+        waiting = self._waiting[number]
+        is_near = self._rank not in waiting or self._place[number] <= self._needed + _AHEAD
+        return (is_near and turn < self._first + _HELD) or not waiting
+
+    def _fill(self, batch: Batch, block: BatchBytes) -> None:
+        block.sums.clear()
+        for start, end, place, _ in batch.part_of(self._rank):
+            part = block.view[place : place + end - start]
+            if not self._files.fill(batch.file, part, start):
+                raise CheckpointError(f"{batch.file} is too short.")
+            block.sums.append(0 if self._checksum is None else self._checksum.of(part))
+
+    def _fail(self, error: Exception) -> None:
+        self._failures += 1
+        level = logging.WARNING if self._failures == 1 else logging.DEBUG
+        logger.log(level, "rank %d cannot read for others, which read that for themselves: %s", self._rank, error)
+
+    # What others own
+
+    def _fetch_all(self, owners: Sequence[int]) -> None:
+        """Fetch what some ranks own, in its order. They are told at once: what they read waits for this rank."""
+        with contextlib.ExitStack() as until_closed:
+            for owner in owners:
+                with self._giving_up(owner):
+                    channel = until_closed.enter_context(contextlib.closing(self._connect(owner)))
+                    channel.send({"ask": "join", "plan": self._number, "rank": self._rank}, self._until())
+                    with self._lock:
+                        self._channels[owner] = channel
+                        if owner in self._lost:
+                            channel.hang_up(listens=False)
+            for number in self._wanted:
+                owner, block = self._plan[number].reader, None
+                if owner not in owners:
+                    continue
+                with self._lock:
+                    is_wanted = (
+                        self._moved.wait_for(partial(self._is_due, number), self._lasts) and self._waiting[number]
+                    )
+                if is_wanted:
+                    with self._giving_up(owner):
+                        block = self._fetch(number, self._channels[owner])
+                    self._put(number, block)
+
+    @contextlib.contextmanager
+    def _giving_up(self, owner: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with self._lock:
+                self._give_up(owner, error.strerror or str(error) or "it does not answer")
+            if isinstance(error, (ConnectionResetError, ConnectionRefusedError, BrokenPipeError)):
+                self.leave(owner)  # it has ended
+
+    def _until(self) -> float:
+        return self._outside.now() + self._lasts
+
+    def _fetch(self, number: int, channel: Channel) -> BatchBytes | None:
+        """Fetch a batch; None: it was not read, or was damaged. Raises OSError: nothing comes of its owner."""
+        until = self._until()
+        answer, _ = ask(channel, until, ask="batch", number=number)
+        if answer["sums"] is None:
+            return None
+        block, is_whole = self._block(), True
+        for (start, end, place, _), checksum in zip(
+            self._plan[number].part_of(self._rank), answer["sums"], strict=True
+        ):
+            part = block.view[place : place + end - start]
+            if not channel.receive_into(part, until):
+                raise ConnectionResetError(errno.ECONNRESET, "its connection ended")
+            is_whole &= self._checksum is None or self._checksum.of(part) == checksum
+        if is_whole:
+            return block
+        self._free.append(block)
+        text = "%s that rank %d served came damaged, and is read from storage"
+        logger.warning(text, amount(self._plan[number].nbytes), self._plan[number].reader)
+        return None
+
+
+def ask(channel: Channel, until: float, **header: Any) -> tuple[dict[str, Any], memoryview]:
+    """Ask a rank's server; returns its answer. Raises OSError: it has none, or says why not."""
+    channel.send(header, until)
+    frame = channel.receive(until)
+    if frame is None:
+        raise ConnectionResetError(errno.ECONNRESET, "its connection ended")
+    if frame[0]["kind"] != "done":
+        raise as_os_error(frame[0])
+    return frame[0], frame[1]
+
+
+_CONNECT_SECONDS, _SEND_SECONDS, _PAUSE_SECONDS = 10.0, 10.0, 0.1
+
+
+class BatchServer:
+    """Serves the batches that a rank owns, and what it wants, to ranks that know the secret of the job.
+
+    Args:
+        rank: this rank
+        address: of this host
+        secret: of the job
+        waits: seconds to wait for a plan that others have made already
+        outside: what this rank runs in
+
+    Attributes:
+        port: of TCP
+        wants: what this rank wants, as it is told, by its digest
+
+    Raises:
+        OSError: it cannot listen
+    """
+
+    def __init__(self, rank: int, address: str, secret: str, waits: float, outside: Outside) -> None:
+        self._rank, self._secret, self._waits, self._outside = rank, secret, waits, outside
+        self.wants: dict[str, bytes] = {}
+        self._plan: tuple[int, SharedBatches | None] = 0, None
+        self._changed = outside.condition()
+        self._serving: dict[Socket, Thread | None] = {}
+        self._is_closed = False
+        self._listener = listen_to_peers(address, outside)
+        self.port = int(self._listener.getsockname()[1])
+        outside.start("ckpt-share-accept", self._accept)
+
+    def serve(self, number: int, batches: SharedBatches | None) -> None:
+        """Serve the batches of a plan, in the place of those of the last one; None: this rank owns none."""
+        with self._changed:
+            self._plan = number, batches
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        """End all connections, and wait for the threads, at most so long. Safe to call twice."""
+        with self._changed:
+            self._is_closed, serving = True, dict(self._serving)
+        for sock in (self._listener, *serving):
+            with contextlib.suppress(OSError):  # it has ended
+                self._outside.hang_up(sock, listens=False)
+        until = self._outside.now() + seconds
+        for thread in filter(None, serving.values()):
+            thread.join(max(until - self._outside.now(), 0))
+
+    def _accept(self) -> None:
+        with contextlib.closing(self._listener):
+            while not self._is_closed:
+                try:
+                    sock, _ = self._listener.accept()
+                except OSError as error:
+                    if not self._is_closed:
+                        logger.warning("rank %d could not take a connection: %s", self._rank, error)
+                        self._outside.sleep(_PAUSE_SECONDS)  # descriptors may become free
+                    continue
+                with self._changed:
+                    if self._is_closed:
+                        sock.close()
+                        return
+                    self._serving[sock] = None
+                    self._serving[sock] = self._outside.start("ckpt-share-serve", self._serve, sock)
+
+    def _serve(self, sock: Socket) -> None:
+        """Answer a rank, until its connection ends: then it fetches nothing more."""
+        joined = list[tuple[SharedBatches, int]]()
+
+        def join(request: FrameRequest) -> None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._plan[0] >= request.header["plan"], self._waits)
+                number, batches = self._plan
+            if number != request.header["plan"] or batches is None:
+                raise OSError(errno.ENOENT, f"rank {self._rank} does not take part")
+            joined.append((batches, request.header["rank"]))
+
+        def batch(request: FrameRequest) -> Iterator[Reply]:
+            batches, rank = joined[-1]
+            return batches.serve(request.channel, rank, request.header["number"])
+
+        def wants(request: FrameRequest) -> Iterator[Reply]:
+            yield Reply(blobs=[self.wants[request.header["digest"]]])
+
+        try:
+            with contextlib.suppress(OSError):  # it hung up, or does not know the secret
+                channel = greet_peer(sock, self._secret, self._outside)
+                answer_requests(
+                    channel,
+                    {"batch": batch},
+                    wants,
+                    notes={"join": join},
+                    field="ask",
+                    seconds=_SEND_SECONDS,
+                    traced=False,
+                )
+        finally:
+            for batches, rank in joined:
+                batches.leave(rank)
+            with self._changed:
+                self._serving.pop(sock, None)
+            sock.close()
+
+
+_MAX_THREADS = 4
+#: Items are aligned to pages: what is between them is read too.
+_PADDING_BYTES = 4096
+
+
+class FetchedFiles(FileSet):
     """The files of a folder. What `read_all` reads comes from the rank that reads it for all, or else from storage.
 
     Every rank calls `read_all` as often, or takes part in its other ways.
@@ -826,19 +717,17 @@ class PassedFiles(FileSet):
     Args:
         folder: folder of the checkpoint
         files: the same files in storage, owned by this object
-        rank: this rank
-        plans: see `Plans`
+        plan: plans what all ranks want now, given what this one does; returns the batches, or None: this rank reads by
+            itself
     """
 
     _batch_bytes = MOST_BYTES
 
-    def __init__(self, folder: str, files: FileSet, rank: int, plans: Plans) -> None:
+    def __init__(self, folder: str, files: FileSet, plan: Callable[[Wanted], SharedBatches | None]) -> None:
         super().__init__(folder, files.outside)
         self._files = files
-        self._rank = rank
-        self._plans = plans
-        self._passing: Passing | None = None
-        self._pieces: dict[str, list[_ComingRange]] = {}
+        self._plan = plan
+        self._batches: SharedBatches | None = None
         self._again: list[tuple[str, int, int]] = []
 
     def size(self, name: str) -> int:
@@ -856,35 +745,21 @@ class PassedFiles(FileSet):
 
     def fill_block(self, name: str, offset: int, length: int) -> int | None:
         """As for `FileSet`."""
-        if self._passing is None:
+        if self._batches is None:
             return self._files.fill_block(name, offset, length)
         return super().fill_block(name, offset, length)
 
     def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
         """Fill a buffer with what comes, and from storage with what does not."""
-        passing, end = self._passing, offset + buffer.nbytes
-        if passing is None or any(each[0] == name and each[1] < end and offset < each[2] for each in self._again):
+        batches, end = self._batches, offset + buffer.nbytes
+        if batches is None or any(each[0] == name and each[1] < end and offset < each[2] for each in self._again):
             return self._files.fill(name, buffer, offset)
-        for piece in self._pieces_in(name, offset, end):
-            start, stop = max(piece.start, offset), min(piece.end, end)
-            part, data = buffer[: stop - start], passing.take(piece.number)
-            buffer, offset = buffer[stop - start :], stop
-            if data is not None:
-                place = piece.place + start - piece.start
-                # Releases the GIL, unlike a slice assignment.
-                libc.memmove(libc.address_of(part), libc.address_of(data) + place, part.nbytes)
-            elif not self._files.fill(name, part, start):
+        for coming in batches.ranges(name, offset, end):
+            start, stop = max(coming.start, offset), min(coming.end, end)
+            part = buffer[start - offset : stop - offset]
+            if not batches.copy(coming, start, part) and not self._files.fill(name, part, start):
                 return False
-            passing.taken(piece.number, part.nbytes)
         return True
-
-    def _pieces_in(self, name: str, start: int, end: int) -> Iterator[_ComingRange]:
-        """The pieces that a range consists of, in order. All of it was wanted, so there are no gaps."""
-        pieces = self._pieces.get(name, [])
-        for number in range(max(bisect_right(pieces, start, key=attrgetter("start")) - 1, 0), len(pieces)):
-            if pieces[number].start >= end:
-                return
-            yield pieces[number]
 
     def _forget(self, name: str, offset: int, length: int) -> None:
         """Read a range from storage from now on: it may have been damaged on its way."""
@@ -897,7 +772,7 @@ class PassedFiles(FileSet):
         progress: Progress = no_progress,
         *,
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        batch_bytes: float = float("inf"),
+        batch_bytes: float = math.inf,
     ) -> None:
         """Read what all ranks want together; see `FileSet.read_all`."""
         wanted: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -905,36 +780,16 @@ class PassedFiles(FileSet):
         for name, start, end in extents_of(ordered, _PADDING_BYTES):
             if start < end:
                 wanted[name].append((start, end))
-        planned = self._plans(wanted)
-        if planned is None:
+        self._batches = self._plan(wanted)
+        if self._batches is None:
             self._files.read_all(reads, progress, inside=inside, batch_bytes=batch_bytes)
             return
-        plan, self._passing = planned
         try:
-            self._pieces = self._come_with(plan, self._passing.wanted)
-            self._passing.start(self._taken_by(reads))
+            self._batches.start(reads)
             super().read_all(reads, progress, inside=inside, batch_bytes=batch_bytes)
         finally:
-            self._passing.drain()
-            self._passing = None
-
-    def _come_with(self, plan: Sequence[Batch], numbers: Sequence[int]) -> dict[str, list[_ComingRange]]:
-        """What comes with these batches, by file and in order."""
-        pieces: dict[str, list[_ComingRange]] = defaultdict(list)
-        for number in numbers:
-            place = 0
-            for start, end in plan[number].part_of(self._rank):
-                pieces[plan[number].file].append(_ComingRange(start, end, number, place))
-                place += end - start
-        return pieces
-
-    def _taken_by(self, reads: Sequence[RangeRead]) -> Counter[int]:
-        """How many bytes of each batch these reads take; tied tensors take the same ones."""
-        taken = Counter[int]()
-        for name, offset, length, _ in reads:
-            for piece in self._pieces_in(name, offset, offset + length):
-                taken[piece.number] += min(piece.end, offset + length) - max(piece.start, offset)
-        return taken
+            self._batches.drain()
+            self._batches = None
 
     def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
         return min(os.cpu_count() or 1, _MAX_THREADS, len(ordered))
@@ -944,193 +799,166 @@ class PassedFiles(FileSet):
         self._files.__exit__(*exception)
 
 
-#: Whether a rank has a group to pass bytes over, can make one with the others, or cannot. Then what the ranks do next:
-#: pass bytes on over their group or a new one, read by themselves, or end, as all have read.
-_READY, _NEW, _ALONE, _END = "ready", "new", "alone", "end"
-#: For each rank more, so many seconds more to make a group, in which all connect to all.
-_SECONDS_PER_RANK = 0.1
-
-
-class ReadOnce(CollectiveLoads):
-    """Makes loads whose ranks read together, and keeps the process group that they pass bytes over.
+class ReadOnce(SharedReads):
+    """See the top of this file. The ranks meet whenever one of them reads, until all have read what they want.
 
     Args:
         ranks: the ranks, which make their loads in the same order
-        timeouts: `stall`: a rank that sends nothing for so long is lost; others as for `CollectiveLoad`
+        timeouts: `stall`: a rank that serves nothing for so long is given up; others as for `CollectiveLoad`
     """
 
     def __init__(self, ranks: Coordinator, timeouts: ResolvedTimeouts) -> None:
-        super().__init__(ranks, timeouts)
-        self._reads_alone = False
-        self._group: GlooGroup | None = None
-        self._has_failed = False
+        self._ranks, self._timeouts, self._outside = ranks, timeouts, ranks.outside
+        self._lasts = timeouts.stage + timeouts.write
+        self._server: BatchServer | None = None
+        #: Of all ranks; and by which they know each other.
+        self._addresses, self._ports, self._secret = list[str](), list[int](), ""
+        self._reads_alone = self._is_cut = False
+        #: The load whose meeting has failed, on all ranks; how many there were; what was read since the last one.
+        self._failed, self._meetings = "", 0
+        self._batches: SharedBatches | None = None
 
-    def load(self, about: str, tag: str | None = None, name: str = "load") -> CollectiveLoad:
-        """As for `CollectiveLoads`."""
-        if self._reads_alone:
-            return super().load(about, tag, name)
-        return _LoadOnce(self, self._ranks, self._timeouts, about, tag, name)
+    def opens(self, tag: str, open_files: OpenFiles, index: Index, verified: bool) -> OpenFiles:
+        """Files whose reads all ranks of this load plan together."""
+        checksum = None if verified and index.manifest is not None else fastest()
 
-    def meet(self, tag: str, has_read: bool, is_broken: bool) -> str:
-        """Meet the other ranks; returns what all do next, and makes their group if they need one.
+        def opened(folder: str) -> FileSet:
+            plan = partial(self._plan, tag, partial(open_files, folder), index, checksum)
+            return FetchedFiles(folder, open_files(folder), plan)
+
+        return opened
+
+    def end_reads(self, tag: str) -> None:
+        """Meet the others until all have read."""
+        while self._meet(tag):
+            pass
+
+    def close(self) -> None:
+        """Serve nothing more; each rank reads by itself from now on."""
+        self._reads_alone = True
+        if self._server is not None:
+            self._server.close(self._timeouts.close)
+
+    def _meet(self, tag: str, wanted: bytes = b"") -> dict[str, list[int]]:
+        """Meet the other ranks.
 
         Args:
-            tag: names the question
-            has_read: whether this rank has read what it wants
-            is_broken: whether this rank's group is to be given up
+            tag: of the load
+            wanted: what this rank wants; empty: it has read all that it wants
+
+        Returns:
+            The ranks that want the same, by its digest. Empty: all have read, or each reads by itself.
 
         Raises:
             RanksError, CheckpointTimeoutError: a rank is dead, or does not come
         """
-        now, timeouts, dist = self._ranks.outside.now(), self._timeouts, self._ranks.outside.distributed()
-        has_world = dist is not None and dist.get_world_size() == self._ranks.world_size
-        state = _ALONE if self._has_failed or not has_world else _NEW if self._group is None or is_broken else _READY
-        try:
-            value = [self._ranks.outside.host_name(), state, has_read]
-            step: str = self._ranks.decide(tag, value, _next_step, now + timeouts.stage + timeouts.write)
-        except CheckpointError:
-            self.close()
-            raise
-        if step == _NEW or is_broken:
-            self.close()
-        if step == _NEW:
-            self._make_group(dist)
-        self._reads_alone |= step == _ALONE
-        return step
-
-    def close(self) -> None:
-        """Give the group up, and end all that still waits for something in it. Safe to call twice."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-
-    def _make_group(self, dist: Any) -> None:
-        # All ranks have just met. torch.distributed does not know of our heartbeats: it would wait for a dead rank.
-        size, timeouts = self._ranks.world_size, self._timeouts
-        seconds = min(timeouts.heartbeat + _SECONDS_PER_RANK * size, timeouts.stage)
-        try:
-            self._group = GlooGroup(dist, self._ranks.rank, size, seconds)
-        except (RuntimeError, ValueError) as error:
-            self._has_failed = True
-            text = "rank %d reads all by itself: no gloo group could be made (%s); see GLOO_SOCKET_IFNAME"
-            logger.warning(text, self._ranks.rank, error)
-
-    def passing(self, plan: Sequence[Batch], open_files: Callable[[], FileSet], checksum: Checksum | None) -> Passing:
-        """What passes the batches of a plan on over the group; arguments as for `Passing`."""
-        waits, lasts = self._timeouts.stall, self._timeouts.stage + self._timeouts.write
-        assert self._group is not None, "who cannot tell the others what it wants shares nothing with them"
-        return Passing(
-            plan,
-            self._ranks.rank,
-            self._group,
-            open_files,
-            checksum,
-            waits=waits,
-            lasts=lasts,
-            outside=self._ranks.outside,
-        )
-
-    def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks; this rank's alone if they cannot be exchanged, with a warning."""
-        group = self._group
-        try:
-            if group is not None:
-                return group.gather(value)
-        except (RuntimeError, ValueError) as error:
-            logger.warning("rank %d reads all by itself: what others want cannot be told (%s)", self._ranks.rank, error)
-            self.close()
-        return [value if rank == self._ranks.rank else None for rank in range(self._ranks.world_size)]
-
-
-def _next_step(values: Sequence[Any]) -> str:
-    """On the leading rank: what all ranks do next, given the host, the state and `has_read` of each."""
-    hosts, states, have_read = zip(*values, strict=True)
-    if _ALONE in states or len({*hosts}) == 1:
-        return _ALONE
-    if all(have_read):
-        return _END
-    return _NEW if _NEW in states else _READY
-
-
-class _LoadOnce(CollectiveLoad):
-    """A load whose ranks read together.
-
-    Args:
-        once: meets the others; further arguments as for `CollectiveLoad`
-    """
-
-    def __init__(
-        self, once: ReadOnce, ranks: Coordinator, timeouts: ResolvedTimeouts, about: str, tag: str | None, name: str
-    ) -> None:
-        super().__init__(ranks, timeouts, about, tag, name)
-        self._once = once
-        self._passing: Passing | None = None
-        self._meetings = 0
-        self._step = ""
-
-    def opens(self, open_files: OpenFiles, index: Index, verified: bool) -> OpenFiles:
-        """Files whose reads all ranks of this load plan together."""
-        checksum = None if verified and index.manifest is not None else fastest()
-        return partial(self._opened, open_files, index, checksum)
-
-    def _opened(self, open_files: OpenFiles, index: Index, checksum: Checksum | None, folder: str) -> FileSet:
-        plans = partial(self._plan, partial(open_files, folder), index, checksum)
-        return PassedFiles(folder, open_files(folder), self._ranks.rank, plans)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """As for `CollectiveLoad`; this rank has read when its part of such a phase is done, or has failed."""
-        with super().phase(name):
-            try:
-                yield
-            except Exception:
-                self._wait_for_readers(name)
-                raise
-            self._wait_for_readers(name)
-
-    def _wait_for_readers(self, phase: str) -> None:
-        """Take part in what others still read together."""
-        while phase in ("compare", "read") and self._meet(has_read=True) not in (_ALONE, _END):
-            self._once.exchange(("", {}))
-
-    def _meet(self, has_read: bool) -> str:
-        """What all ranks do next; when they meet, each has what was passed on since they met last."""
-        if self._step == _ALONE:
-            return _ALONE
+        if self._reads_alone or tag == self._failed:
+            return {}
         self._meetings += 1
-        before, self._passing = self._passing, None
-        is_broken = before is not None and before.is_broken
+        question, digest = f"{tag}/together/{self._meetings}", hashlib.sha256(wanted).hexdigest() if wanted else ""
+        before, self._batches = self._batches, None
         try:
-            self._step = self._once.meet(f"{self._tag}/together/{self._meetings}", has_read, is_broken)
+            if not self._addresses:
+                self._introduce(question)
+            if self._server is not None:
+                self._server.wants[digest] = wanted
+            value = [0 if self._server is None or self._is_cut else self._server.port, digest]
+            met = self._ranks.decide(question, value, _met, self._outside.now() + self._lasts)
         except CheckpointError:
-            self._step = _ALONE  # a meeting fails on all ranks, so none comes to a further one
+            self._failed = tag  # so none comes to a further one
             raise
-        if before is not None:
-            before.end(self._timeouts.close)
-            if before.is_broken and not is_broken:
-                self._once.close()
-        return self._step
+        finally:
+            if before is not None:  # each rank has what was served since they met last
+                before.end(self._timeouts.close)
+        if met is None or self._server is None:
+            self.close()
+            return {}
+        self._server.wants, self._ports = {digest: wanted}, met[0]
+        return dict(met[1])
+
+    def _introduce(self, question: str) -> None:
+        """Let the ranks know each other's addresses, at the first meeting, and serve."""
+        decide, until = partial(_addresses, self._outside), self._outside.now() + self._lasts
+        offered = offered_address(self._outside)
+        self._addresses, self._secret = self._ranks.decide(f"{question}/addresses", offered, decide, until)
+        rank, seconds = self._ranks.rank, self._timeouts.stall
+        try:
+            if self._addresses:
+                self._server = BatchServer(rank, self._addresses[rank], self._secret, seconds, self._outside)
+        except OSError as error:
+            logger.warning("rank %d: %s", rank, error.strerror or error)
+
+    def _channel(self, rank: int) -> Channel:
+        """Connect to a rank's server; raises OSError."""
+        to = PeerAddress(f"the host of rank {rank}", self._addresses[rank], self._ports[rank], rank)
+        try:
+            return connect_to_peer(to, self._secret, _CONNECT_SECONDS, self._outside)
+        except (TimeoutError, ConnectionRefusedError):
+            self._is_cut = True  # the ranks read by themselves after their next meeting, if it is alive
+            raise
 
     def _plan(
-        self, open_files: Callable[[], FileSet], index: Index, checksum: Checksum | None, wanted: Wanted
-    ) -> tuple[Sequence[Batch], Passing] | None:
-        """The plan of all ranks that now read the same checkpoint; None: it has nothing that this one shares."""
-        if self._meet(has_read=False) == _ALONE:
+        self, tag: str, open_files: Callable[[], FileSet], index: Index, checksum: Checksum | None, wanted: Wanted
+    ) -> SharedBatches | None:
+        """What all ranks read together that now read the same checkpoint; None: there is nothing for this one."""
+        identity, rank = _identity(index), self._ranks.rank
+        own = json.dumps([identity, wanted]).encode()
+        met = self._meet(tag, own)
+        if self._server is None or not met:
             return None
-        rank, identity, wants = self._ranks.rank, _identity(index), dict[int, Wanted]()
-        for other, value in enumerate(self._once.exchange((identity, dict(wanted)))):
-            if value is not None and value[0] == identity:
-                wants[other] = value[1]
-        plan = plan_reads(wants)
+        wants = dict[int, Wanted]()
+        try:
+            with self._outside.pool(_MOST_THREADS, "ckpt-share-wants") as pool:
+                told = pool.map(lambda each: own if rank in each[1] else self._told(each[0], each[1][0]), met.items())
+            for ranks, (other, ranges) in zip(met.values(), map(json.loads, told), strict=True):
+                if other == identity:
+                    ranges = {name: [(start, end) for start, end in each] for name, each in ranges.items()}
+                    wants.update(dict.fromkeys(ranks, ranges))
+        except OSError as error:
+            logger.warning("rank %d reads all by itself: what others want cannot be told (%s)", rank, error)
+            wants = {}
+        plan = plan_reads(dict(sorted(wants.items())))
         if self._ranks.is_leader and plan:
             shared, all_bytes = (sum(batch.nbytes for batch in plan if len(batch.ranks) > n) for n in (1, 0))
             text = "%d ranks read %s together; %s of it are wanted by several, and read by one"
             logger.info(text, len(wants), amount(all_bytes), amount(shared))
         takes_part = ({*batch.ranks, batch.reader} for batch in plan)
-        if not any(rank in ranks and len(ranks) > 1 for ranks in takes_part):
-            return None
-        self._passing = self._once.passing(plan, open_files, checksum)
-        return plan, self._passing
+        if any(rank in ranks and len(ranks) > 1 for ranks in takes_part):
+            about = rank, self._channel, open_files, checksum, self._outside, self._timeouts
+            self._batches = SharedBatches(plan, self._meetings, *about)
+        self._server.serve(self._meetings, self._batches)
+        return self._batches
+
+    def _told(self, digest: str, rank: int) -> bytes:
+        """What another rank wants; raises OSError."""
+        with contextlib.closing(self._channel(rank)) as channel:
+            return bytes(ask(channel, self._outside.now() + self._timeouts.stall, ask="wants", digest=digest)[1])
+
+
+def _addresses(outside: Outside, offered: Sequence[str]) -> tuple[list[str], str]:
+    """On the leading rank: where each rank is reached, and a secret. Empty: one of them is not."""
+    try:
+        addresses = [] if "" in offered else reachable(offered, outside)
+    except OSError as error:
+        logger.warning("the address by which other hosts reach this one cannot be found: %s", error)
+        addresses = []
+    return addresses, outside.random_bytes(32).hex()
+
+
+def _met(values: Sequence[Any]) -> tuple[list[int], dict[str, list[int]]] | None:
+    """On the leading rank: the ports of all ranks, and who wants the same; None, with a warning: they read alone."""
+    ports, wants = [port for port, _ in values], defaultdict[str, list[int]](list)
+    if 0 in ports:
+        logger.warning(
+            "all ranks read by themselves: other hosts do not reach rank %d, or it does not reach them (see its log); "
+            "set MASTER_ADDR to a name that all hosts know, or checkpoint.read_once=off",
+            ports.index(0),
+        )
+        return None
+    for rank, (_, digest) in enumerate(values):
+        if digest:
+            wants[digest].append(rank)
+    return ports, wants
 
 
 def _identity(index: Index) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ OpenFiles = Callable[[str], FileSet]
 #: Makes the context of a phase of a load, by the phase's name.
 Phase = Callable[[str], contextlib.AbstractContextManager[object]]
 
+#: The phases in which ranks read.
+READING = ("compare", "read")
 #: The types in which a failure reaches the other ranks, the worst first. The first two allow an older checkpoint.
 _KINDS: tuple[type[CheckpointError], ...] = (
     CheckpointCorruptError,
@@ -33,10 +36,27 @@ _KINDS: tuple[type[CheckpointError], ...] = (
 )
 
 
+class SharedReads(ABC):
+    """Lets the ranks of several hosts read together: each byte that several of them want is read by one."""
+
+    @abstractmethod
+    def opens(self, tag: str, open_files: OpenFiles, index: Index, verified: bool) -> OpenFiles:
+        """See `CollectiveLoad.opens`; the tag is that of the load, for questions to the other ranks."""
+
+    @abstractmethod
+    def end_reads(self, tag: str) -> None:
+        """This rank has read in a phase of a load, or has failed: take part in what others still read together."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all connections. Safe to call twice."""
+
+
 class CollectiveLoad:
     """One load that every rank makes.
 
     Args:
+        loads: makes it, and knows the hosts
         ranks: the ranks, which make their loads in the same order
         timeouts: `stage` is for all ranks to begin; with `write`, it is for the slowest to finish a phase
         about: distinguishes this load from one that a rank made by itself before
@@ -46,12 +66,14 @@ class CollectiveLoad:
 
     def __init__(
         self,
+        loads: CollectiveLoads,
         ranks: Coordinator,
         timeouts: ResolvedTimeouts,
         about: str,
         tag: str | None = None,
         name: str = "load",
     ) -> None:
+        self._loads = loads
         self._ranks = ranks
         self._timeouts = timeouts
         self._about = about
@@ -66,7 +88,8 @@ class CollectiveLoad:
             index: the checkpoint
             verified: whether what is read is compared with checksums of the checkpoint
         """
-        return open_files
+        shared = self._loads.shared
+        return open_files if shared is None else shared.opens(str(self._tag), open_files, index, verified)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -81,6 +104,8 @@ class CollectiveLoad:
             CheckpointTimeoutError: a rank did not make the call, or did not finish the phase in time
             RanksError: a rank is dead, or has gone on without the call
         """
+        if self._loads.asks_hosts:
+            self._loads.share(self._ask("hosts", self._ranks.outside.host_name(), _are_several))
         failure: Exception | None = None
         try:
             yield
@@ -88,7 +113,9 @@ class CollectiveLoad:
             failure = error
         outcome = None if failure is None else _outcome_of(failure)
         try:
-            worst = self._agree(name, outcome)
+            if name in READING and self._loads.shared is not None:
+                self._loads.shared.end_reads(str(self._tag))
+            worst = self._ask(name, outcome, _worst_of)
         except CheckpointError as error:
             raise error from failure
         if worst is None:
@@ -113,16 +140,16 @@ class CollectiveLoad:
         deadline = self._ranks.outside.now() + timeouts.stage + timeouts.write
         return self._ranks.decide(f"{self._tag}/{name}", value, decide, deadline)
 
-    def _agree(self, phase: str, outcome: tuple[int, str] | None) -> Any:
-        """The worst outcome of all ranks, with its rank."""
+    def _ask(self, question: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """The same, for the first question of a load, too: a rank that alone has made the call gets an error early."""
         now, timeouts = self._ranks.outside.now(), self._timeouts
         if self._tag is not None:
             deadline = now + timeouts.stage + timeouts.write
-            return self._ranks.decide(f"{self._tag}/{phase}", outcome, _worst_of, deadline)
+            return self._ranks.decide(f"{self._tag}/{question}", value, decide, deadline)
         call = f"{self._name} without alone=True"  # what a rank that waits says that the others have not called
-        worst = self._ranks.meet(call, outcome, _worst_of, now + timeouts.stage, self._about)
+        decision = self._ranks.meet(call, value, decide, now + timeouts.stage, self._about)
         self._tag = f"{self._name}/{self._ranks.meetings[call]}"
-        return worst
+        return decision
 
 
 class CollectiveLoads:
@@ -131,18 +158,43 @@ class CollectiveLoads:
     Args:
         ranks: the ranks, which make their loads in the same order
         timeouts: as for `CollectiveLoad`
+        sharing: makes what lets ranks on several hosts read together; None: each of them reads all that it wants
+        several: whether there are several hosts; None: the ranks ask each other at the first load
+
+    Attributes:
+        shared: what `sharing` has made; None: nothing is read together
+        asks_hosts: whether it is yet to be asked whether there are several hosts
     """
 
-    def __init__(self, ranks: Coordinator, timeouts: ResolvedTimeouts) -> None:
+    def __init__(
+        self,
+        ranks: Coordinator,
+        timeouts: ResolvedTimeouts,
+        sharing: Callable[[Coordinator, ResolvedTimeouts], SharedReads] | None = None,
+        several: bool | None = None,
+    ) -> None:
         self._ranks = ranks
         self._timeouts = timeouts
+        self._sharing = sharing
+        self.shared: SharedReads | None = None
+        self.asks_hosts = sharing is not None and several is None
+        if several:
+            self.share(True)
 
     def load(self, about: str, tag: str | None = None, name: str = "load") -> CollectiveLoad:
         """The next load; arguments as for `CollectiveLoad`."""
-        return CollectiveLoad(self._ranks, self._timeouts, about, tag, name)
+        return CollectiveLoad(self, self._ranks, self._timeouts, about, tag, name)
+
+    def share(self, several: bool) -> None:
+        """Let the ranks read together from now on if they are on several hosts."""
+        self.asks_hosts = False
+        if several and self._sharing is not None:
+            self.shared = self._sharing(self._ranks, self._timeouts)
 
     def close(self) -> None:
         """Close what loads have left open for those that follow. Safe to call twice."""
+        if self.shared is not None:
+            self.shared.close()
 
 
 def _outcome_of(failure: Exception) -> tuple[int, str]:
@@ -150,6 +202,11 @@ def _outcome_of(failure: Exception) -> tuple[int, str]:
     kinds = (CheckpointUnreadableError, CheckpointCorruptError, CheckpointNotFoundError)  # the first is a second too
     kind = next((each for each in kinds if isinstance(failure, each)), CheckpointLoadError)
     return _KINDS.index(kind), str(failure) if isinstance(failure, CheckpointError) else describe_error(failure)
+
+
+def _are_several(names: list[Any]) -> bool:
+    """On the leading rank: whether the ranks are on several hosts."""
+    return len({*names}) > 1
 
 
 def _worst_of(outcomes: list[Any]) -> tuple[int, int, str] | None:

@@ -65,7 +65,6 @@ class Simulation:
         network: between the hosts
         free_memory: how many bytes of memory a host has left
         storage_of: returns what a process sees of the storage of a path; None: storages are not simulated
-        distributed: returns what a process has in the place of `torch.distributed`; None: nothing
         failures: exceptions that a thread did not catch
     """
 
@@ -85,7 +84,6 @@ class Simulation:
         self.network = SimulatedNetwork(self)
         self.free_memory: Callable[[str], int] = lambda host: 1 << 40
         self.storage_of: Callable[[SimulatedProcess, str], Any] | None = None
-        self.distributed: Callable[[SimulatedProcess], Any] = lambda process: None
         #: Threads of `SimulatedProcess.start` that have not ended.
         self.running = 0
 
@@ -119,7 +117,7 @@ class Simulation:
             vars(process.outside).pop("waits", None)  # they refer to recorders
         self._processes, self._events = [], []
         self.network.forget()
-        self.storage_of, self.free_memory, self.distributed = None, lambda host: 1 << 40, lambda process: None
+        self.storage_of, self.free_memory = None, lambda host: 1 << 40
 
     @cached_property
     def folder(self) -> str:
@@ -526,10 +524,6 @@ class SimulatedOutside(SimulatedSockets, Outside):
         """The storages of the simulation, as the process sees them."""
         storage_of = self._process.simulation.storage_of
         return None if storage_of is None else partial(storage_of, self._process)
-
-    def distributed(self) -> Any:
-        """What the simulation has in the place of `torch.distributed`."""
-        return self._process.simulation.distributed(self._process)
 
     @property
     def _own(self) -> SimulatedProcess:

@@ -51,8 +51,9 @@ def test_what_goes_wrong_on_the_way_costs_these_bytes_once_more_and_nothing_else
             assert all(0.98 * stored < count <= stored for count in counts), (name, counts)
         elif name in ("cannot read once", "flip, unverified"):  # the ranks that it was for read one batch again
             assert stored < total <= stored + 2 * CELL, (name, counts)
-        elif name == "flip":  # rank 2 read an item again, of which it cannot say what is damaged
-            assert counts[0] + counts[1] <= 0.75 * stored and counts[2] <= 1.3 * stored, counts
+        elif name == "flip":  # another rank read an item again, of which it cannot say what is damaged
+            again = max(counts[0], counts[2])
+            assert total - again <= 0.75 * stored and again <= 1.3 * stored, counts
         elif name == "hangs":  # what rank 1 was to read, all read; on a busy machine, another rank may seem to hang too
             assert total <= stored + 3 * 2 * 1.1 * part, counts
         if name in ("cannot read", "damaged"):
@@ -65,7 +66,7 @@ def test_what_goes_wrong_on_the_way_costs_these_bytes_once_more_and_nothing_else
 
 
 @pytest.mark.slow
-def test_a_killed_relay_costs_what_it_was_to_read_and_an_error_in_time(tmp_path: Path) -> None:
+def test_a_killed_owner_costs_what_it_was_to_read_and_an_error_in_time(tmp_path: Path) -> None:
     first, dead, last = finish_ranks(start_ranks(SCRIPT, "killed", 3, tmp_path))
     assert (first.code, dead.code, last.code) == (0, -9, 0), (first.output, last.output)
     for rank in (first, last):
@@ -92,3 +93,8 @@ def test_what_a_rank_reads_from_the_system_is_its_part_of_the_checkpoint(tmp_pat
         pytest.skip("this system does not count what a process reads")
     for together, alone, stored in printed_by("system_reads", 2, tmp_path):
         assert together <= 0.55 * stored and alone >= 0.98 * stored
+
+
+@pytest.mark.slow
+def test_ranks_on_one_host_do_not_import_what_shares_reads(tmp_path: Path) -> None:
+    assert printed_by("one_host", 2, tmp_path) == [True, "", False]

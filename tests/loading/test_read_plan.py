@@ -59,7 +59,7 @@ def check(wants: Wants) -> None:
         assert joined(read) == [each for each in ranges if each[0] < each[1]], "each byte is read exactly once"
     for rank, own in wants.items():  # each rank gets what it wants, and what it reads
         for name, mine in own.items():
-            got = [each for batch in plan if batch.file == name for each in batch.part_of(rank)]
+            got = [(start, end) for batch in plan if batch.file == name for start, end, *_ in batch.part_of(rank)]
             for start, end in mine:
                 inside = [(max(a, start), min(b, end)) for a, b in got if a < end and start < b]
                 assert joined(inside) == [(start, end)]

@@ -47,7 +47,6 @@ from ckpt_component.factory.graph import build_checkpointer, manager_of
 from ckpt_component.factory.launch import Launch
 from ckpt_component.publishing.versions import NAMES
 from ckpt_component.testing import Disk, DiskFile, Fault, SimulatedBucket
-from ckpt_component.testing.simulated_gloo import SimulatedGloo
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
@@ -226,7 +225,6 @@ class World:
         self.simulation.storage_of = self.storage
         self.simulation.free_memory = lambda host: 1 << 40 if self.simulation.now >= self.full_until[host] else 0
         self.simulation.network.operation = lambda sock: self.operation(cast(SimulatedProcess, sock.process), "wire")
-        self.simulation.distributed = self.distributed
         self.waited, self._watched = list[Waited](), dict[SimulatedProcess, Callable[[], None]]()
         self.files = new_storage(case.storage)
         self.files.make_folders(ROOT)
@@ -325,11 +323,6 @@ class World:
                 return each.storage(process)
         is_local = f"{path}/".startswith(f"{SCRATCH}/")
         return seen_by(process, self, self.local.disk_of(process.host) if is_local else self.files)
-
-    def distributed(self, process: SimulatedProcess) -> SimulatedGloo | None:
-        """What a process has in the place of `torch.distributed`: only ranks have it."""
-        rank = self._rank_of.get(process)
-        return None if rank is None or self.ranks == 1 else rank.job.gloo
 
     @property
     def places(self) -> list[Folder]:
@@ -571,7 +564,6 @@ class Job:
         hosts: of its ranks
         ranks: its ranks
         agent: the process that holds the store: it is torchrun's
-        gloo: over which the ranks pass on what they read
     """
 
     def __init__(self, world: World, number: int, name: str) -> None:
@@ -580,7 +572,6 @@ class Job:
         self.agent = world.simulation.process(f"agent of {name} {number}", self.hosts[0])
         self.store = WorldStore(world, self.agent)
         self.ranks = [Rank(self, rank) for rank in range(world.ranks)]
-        self.gloo = SimulatedGloo([rank.process for rank in self.ranks], lambda rank: world.operation(rank, "wire"))
 
     @property
     def is_over(self) -> bool:

@@ -13,6 +13,7 @@ With one rank, all of them are plain calls.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,8 +23,13 @@ from typing import Any
 from ...errors import CheckpointWorldError
 from ..outside import OUTSIDE, Outside
 
-#: `torch.distributed`, for who has no ranks yet.
-distributed = OUTSIDE.distributed
+
+def distributed() -> Any:
+    """`torch.distributed` if the script has initialized it, else None."""
+    dist = sys.modules.get("torch.distributed")  # a script that uses it has imported it
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist
 
 
 class Coordinator(ABC):
@@ -46,7 +52,7 @@ class Coordinator(ABC):
         self.rank = rank
         self.world_size = world_size
         self.meetings: Counter[str] = Counter()
-        dist = outside.distributed()
+        dist = distributed()
         # Weak, so as not to keep a destroyed process group alive.
         self._group = None if dist is None else weakref.ref(dist.group.WORLD)
 
@@ -63,7 +69,7 @@ class Coordinator(ABC):
         Raises:
             CheckpointWorldError: a process group was initialized after this was built
         """
-        dist = self.outside.distributed()
+        dist = distributed()
         if dist is None or dist.get_world_size() == self.world_size == 1:
             return
         if self._group is None:

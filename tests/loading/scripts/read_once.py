@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt_component import CheckpointError, build_checkpointer, build_manager, load_weights
+from ckpt_component.core.processes.framing import Channel
+from ckpt_component.core.processes.request_loop import Reply
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError
@@ -164,38 +169,35 @@ def matrix(rank: int, world_size: int, folder: Path) -> None:
     print(json.dumps(found))
 
 
-class Watched:
-    """A message on its way, until it is waited for."""
-
-    def __init__(self, work: Any, number: int, on_way: list[int]) -> None:
-        self._work, self._number, self._on_way = work, number, on_way
-
-    def wait(self, timeout: Any) -> Any:
-        try:
-            return self._work.wait(timeout)
-        finally:
-            self._on_way.remove(self._number)
-
-
 @contextmanager
 def watching(flips: int | None = None) -> Iterator[list[int]]:
-    """Gives the most batches that this rank had on their way, and the bytes of its largest message; flips one bit."""
-    sends: Any = dist.isend
-    count, on_way, most = iter(range(1 << 30)), list[int](), [0, 0]
+    """Gives the most batches that this rank had for others at a time, and the bytes of the largest; flips one bit."""
+    from ckpt_component.hosts.share import SharedBatches  # which loads on one host do not import
 
-    def isend(tensor: torch.Tensor, *arguments: Any, tag: int, **options: Any) -> Any:
+    sends, serves = Channel.send_bytes, SharedBatches.serve
+    count, held, most = iter(range(1 << 30)), Counter[int](), [0, 0]
+
+    def send_bytes(channel: Channel, data: memoryview, deadline: float = math.inf) -> None:
         if next(count) == flips:
-            tensor = tensor.clone()
-            tensor[len(tensor) // 2] ^= 4
-        on_way.append(tag)
-        most[:] = max(most[0], len({*on_way})), max(most[1], tensor.nbytes)
-        return Watched(sends(tensor, *arguments, tag=tag, **options), tag, on_way)
+            data = memoryview(bytearray(data))
+            data[len(data) // 2] ^= 4
+        most[1] = max(most[1], data.nbytes)
+        sends(channel, data, deadline)
 
-    dist.isend = isend  # type: ignore[assignment]
+    def serve(batches: Any, channel: Channel, rank: int, number: int) -> Iterator[Reply]:
+        answers = serves(batches, channel, rank, number)
+        yield next(answers)  # which waits until the batch was read
+        held[number] += 1
+        most[0] = max(most[0], len([each for each, ranks in held.items() if ranks]))
+        yield from answers
+        held[number] -= 1
+
+    classes: Any = Channel, SharedBatches
+    classes[0].send_bytes, classes[1].serve = send_bytes, serve
     try:
         yield most
     finally:
-        dist.isend = sends
+        classes[0].send_bytes, classes[1].serve = sends, serves
 
 
 def troubles(rank: int, world_size: int, folder: Path) -> None:
@@ -320,3 +322,16 @@ def system_reads(rank: int, world_size: int, folder: Path) -> None:
                 checkpointer.load(folder / "one", {"large": torch.zeros(4 << 20)}, alone=alone)
                 counts.append(system_reads_so_far() - before)
         print(json.dumps(all_of([*counts, stored(folder / "one")])))
+
+
+def one_host(rank: int, world_size: int, folder: Path) -> None:
+    """Whether loads on one host import what shares reads between hosts."""
+    with hosts(0):
+        save(folder / "one", "replicated", rank)
+        whole, _, error = load(folder / "one", "replicated")
+        model = torch.nn.Linear(2, 2)
+        if rank == 0:
+            save_file(model.state_dict(), folder / "weights.safetensors")
+        dist.barrier()
+        load_weights(model, folder / "weights.safetensors", key="")
+    print(json.dumps([whole, error, "ckpt_component.hosts.share" in sys.modules]))
