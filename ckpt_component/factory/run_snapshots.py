@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 from ..events import SaveReport
 from ..hosts.client import HostClient, HostClients, JobClients
 from ..hosts.host_memory import HostMemory
-from ..hosts.replicas import PeerMap, SnapshotsAtPeers
+from ..hosts.peers import PeerMap, SnapshotsAtPeers
 from ..hosts.snapshot_source import NearestReader, RunMemory
 from ..hosts.snapshots import NewestStays, TieredSaveQueue
 from ..hosts.wire import SocketPlace, memory_root

@@ -83,7 +83,7 @@ ONCE = {
     # Frames; and the handshake that tells whether there will be any.
     "sendall": {"core/processes/framing.py", "hosts/wire.py"},
     "send_descriptors": {"core/processes/framing.py"},
-    "send_file": {"core/processes/framing.py", "hosts/server.py", "hosts/keep.py"},
+    "send_file": {"core/processes/framing.py", "hosts/server.py"},
     "answer_requests": {
         *("background/run_watch.py", "compat/worker_main.py"),
         *("hosts/server.py", "hosts/share.py", "core/writing/worker.py"),

@@ -129,7 +129,8 @@ class Channel:
         head = _HEAD.pack(len(text), sum(map(len, blobs)))
         with self._sending:
             sign = None if self._signatures is None else self._signatures.sign_next()
-            self._limit(deadline)
+            # `receive` waits by itself, and never meets this timeout.
+            self._sock.settimeout(min(max(deadline - self.outside.now(), 0.001), _LONGEST_SECONDS))
             first = head if sign is None else head + sign(head)
             if fds:
                 self.outside.send_descriptors(self._sock, first, fds)
@@ -221,12 +222,8 @@ class Channel:
     def send_bytes(self, data: memoryview, deadline: float = math.inf) -> None:
         """Send bytes to one that receives them by `receive_into`; raises as `send`. They may be changed then."""
         with self._sending:
-            self._limit(deadline)
+            self._sock.settimeout(min(max(deadline - self.outside.now(), 0.001), _LONGEST_SECONDS))
             self._sock.sendall(data)
-
-    def _limit(self, deadline: float) -> None:
-        """Let the next calls that send end by then. `receive` waits by itself, and never meets this timeout."""
-        self._sock.settimeout(min(max(deadline - self.outside.now(), 0.001), _LONGEST_SECONDS))
 
     def send_file(self, descriptor: int, offset: int, length: int, deadline: float = math.inf) -> int:
         """Send bytes of a file or memory to one that receives them by `receive_into`. No byte is copied here.
