@@ -22,9 +22,9 @@ from ..core.storage.storage import Storage
 from ..core.writing.process import WriterProgram
 from ..errors import CheckpointError
 from ..events import SaveReport
+from ..hosts.at_peers import PeerMap, SnapshotsAtPeers
 from ..hosts.client import HostClient, HostClients, JobClients
 from ..hosts.host_memory import HostMemory
-from ..hosts.peers import PeerMap, SnapshotsAtPeers
 from ..hosts.snapshot_source import NearestReader, RunMemory
 from ..hosts.snapshots import NewestStays, TieredSaveQueue
 from ..hosts.wire import SocketPlace, memory_root

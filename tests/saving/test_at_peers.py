@@ -17,7 +17,7 @@ from ckpt_component.callers.memory_caller import MemoryCaller
 from ckpt_component.core.coordination import Coordinator
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.events import EventRecorder
-from ckpt_component.hosts.peers import PeerMap, SnapshotsAtPeers
+from ckpt_component.hosts.at_peers import PeerMap, SnapshotsAtPeers
 
 TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)
 
