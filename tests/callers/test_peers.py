@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from waiting import eventually
 
+from ckpt_component.compat import peers
 from ckpt_component.compat.peers import PeerSession, ScheduledCall
 from ckpt_component.core.coordination import RankStore
 from ckpt_component.core.coordination.heartbeat import RESTING
@@ -184,7 +185,7 @@ def test_many_ranks_take_a_step_together() -> None:
 
 
 def test_a_rank_that_lives_and_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_peers, "GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(peers, "GRACE_SECONDS", 5.0)
     over = threading.Barrier(3)
 
     def work(session: PeerSession, rank: int) -> Any:
@@ -212,7 +213,7 @@ def test_an_error_without_a_text_reaches_all_ranks() -> None:
 
 
 def test_a_leading_rank_that_lives_and_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_peers, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "GRACE_SECONDS", 0.1)
     over = threading.Barrier(2)
 
     def work(session: PeerSession, rank: int) -> None:
@@ -230,7 +231,7 @@ def test_a_leading_rank_that_lives_and_does_not_look(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_whose_heart_stops_is_dead(dead: int, blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_peers, "HEARTBEAT_SECONDS", 0.4)
+    monkeypatch.setattr(peers, "HEARTBEAT_SECONDS", 0.4)
     stopped, over = threading.Event(), threading.Barrier(2)
     store = Store()
 
@@ -327,7 +328,7 @@ def test_heartbeats_are_sent_until_the_session_rests() -> None:
 
 
 def test_a_rank_that_rests_is_late_and_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_peers, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(peers, "HEARTBEAT_SECONDS", 0.2)
     resting, waiting = threading.Event(), threading.Barrier(2)
 
     def work(session: PeerSession, rank: int) -> Any:
