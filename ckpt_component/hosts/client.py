@@ -460,12 +460,8 @@ class PeerClient(SnapshotClient):
             raise
 
     def _filled(self, channel: Channel, buffer: memoryview) -> memoryview:
-        until = self._outside.now() + self._seconds
         try:
-            with self._outside.waits.on(f"bytes from {self._name}", until) as wait:
-                if not wait.for_all(channel.has_input_within):
-                    raise self._silent()
-            is_there = channel.receive_into(buffer, until)
+            is_there = channel.receive_into(buffer, self._outside.now() + self._seconds)
         except TimeoutError:
             raise self._silent() from None
         except OSError as error:

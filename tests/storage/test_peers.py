@@ -22,6 +22,7 @@ from waiting import eventually
 from ckpt_component.core.storage.checksum import find_checksum
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
+from ckpt_component.hosts import wire
 from ckpt_component.hosts.client import PeerClient
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.keep import PullResult, ReplicaPull
@@ -363,7 +364,9 @@ def test_wherever_a_bit_flips_nothing_is_kept(home: Home) -> None:
     refused_with_flipped_bits(home, positions)
 
 
-def test_a_way_that_ends_or_stands_still_keeps_nothing(home: Home) -> None:
+def test_a_way_that_ends_or_stands_still_keeps_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_PATIENCE", 1)
+
     def cut(_: socket.socket, data: bytearray, start: int) -> bool:
         return start < 100_000
 
