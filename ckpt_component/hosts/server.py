@@ -123,8 +123,80 @@ _PAUSE_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 
 
-class SnapshotServer:
-    """Listens on the socket of a rank, and for servers and trainers of other hosts. Each connection has a thread.
+class ConnectionServer(ABC):
+    """Takes the connections that come in at its endpoints. Each has a thread, which answers until it ends.
+
+    Args:
+        name: what takes them, for threads and errors
+        outside: of this process
+    """
+
+    def __init__(self, name: str, outside: Outside = OUTSIDE) -> None:
+        self._name, self._outside, self._lock = name, outside, outside.lock()
+        self._endpoints: set[Endpoint] = set()
+        self._connections: dict[Socket, Thread] = {}
+
+    @abstractmethod
+    def answer(self, channel: Channel) -> None:
+        """Answer a client that was let in, until it hangs up. What it raises as OSError ends the connection."""
+
+    def open(self, endpoint: Endpoint) -> None:
+        """Let clients in through one more endpoint."""
+        with self._lock:
+            self._endpoints.add(endpoint)
+        self._outside.start(f"ckpt-{self._name}", self._accept, endpoint)
+
+    def close(self, seconds: float = _JOIN_SECONDS) -> None:
+        """Hang up on all clients, wait for their threads, at most so long, and remove the socket and the folders that
+        are then empty. Safe to call twice.
+        """
+        with self._lock:
+            endpoints, self._endpoints = self._endpoints, set()
+            connections = dict(self._connections)
+        for endpoint in endpoints:
+            endpoint.close()
+            self._shut(endpoint.listener)  # wakes the thread that accepts
+        for sock in connections:
+            self._shut(sock)
+        until = self._outside.now() + seconds
+        for thread in connections.values():
+            thread.join(max(until - self._outside.now(), 0))
+
+    def _shut(self, sock: Socket) -> None:
+        """End a connection, or what listens, in whichever thread uses it; that one closes it."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._outside.hang_up(sock, listens=False)
+
+    def _accept(self, endpoint: Endpoint) -> None:
+        with contextlib.closing(endpoint.listener):
+            while True:
+                try:
+                    sock, _ = endpoint.listener.accept()
+                except OSError as error:
+                    if endpoint not in self._endpoints:
+                        return
+                    print(f"ckpt {self._name}: no connection could be taken: {error}", file=sys.stderr)
+                    self._outside.sleep(_PAUSE_SECONDS)  # descriptors may become free
+                    continue
+                with self._lock:
+                    if endpoint not in self._endpoints:
+                        sock.close()
+                        return
+                    name = f"ckpt-{self._name}-client"
+                    self._connections[sock] = self._outside.start(name, self._serve, endpoint, sock)
+
+    def _serve(self, endpoint: Endpoint, sock: Socket) -> None:
+        try:
+            with contextlib.suppress(OSError):  # it hung up, or may not come in and was told so
+                self.answer(endpoint.admit(sock))
+        finally:
+            with self._lock:
+                self._connections.pop(sock, None)
+            sock.close()
+
+
+class SnapshotServer(ConnectionServer):
+    """Serves what a process has: on the socket of a rank, and to servers and trainers of other hosts.
 
     Args:
         kept: what this process keeps
@@ -146,10 +218,8 @@ class SnapshotServer:
         about: Callable[[], Mapping[str, Any]],
         outside: Outside = OUTSIDE,
     ) -> None:
+        super().__init__("snapshot-server", outside)
         self._kept, self._place, self._rank, self._about = kept, SocketPlace.of(root, outside), rank, about
-        self._outside, self._lock = outside, outside.lock()
-        self._endpoints: set[Endpoint] = set()
-        self._connections: dict[Socket, Thread] = {}
         self._holding: set[Channel] = set()
         self.ended = outside.latch()
 
@@ -168,63 +238,10 @@ class SnapshotServer:
         """
         self.open(HostEndpoint(self._place, self._rank))
 
-    def open(self, endpoint: Endpoint) -> None:
-        """Let clients in through one more endpoint."""
-        with self._lock:
-            self._endpoints.add(endpoint)
-        self._outside.start("ckpt-server", self._accept, endpoint)
-
-    def close(self) -> None:
-        """Hang up on all clients, and remove the socket and the folders that are then empty. Safe to call twice."""
-        with self._lock:
-            endpoints, self._endpoints = self._endpoints, set()
-            connections = dict(self._connections)
-        for endpoint in endpoints:
-            endpoint.close()
-            self._shut(endpoint.listener)  # wakes the thread that accepts
-        for sock in connections:
-            self._shut(sock)
-        until = self._outside.now() + _JOIN_SECONDS
-        for thread in connections.values():
-            thread.join(max(until - self._outside.now(), 0))
-
-    def _shut(self, sock: Socket) -> None:
-        """End a connection, or what listens, in whichever thread uses it; that one closes it."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._outside.hang_up(sock, listens=False)
-
-    def _accept(self, endpoint: Endpoint) -> None:
-        with contextlib.closing(endpoint.listener):
-            while True:
-                try:
-                    sock, _ = endpoint.listener.accept()
-                except OSError as error:
-                    if endpoint not in self._endpoints:
-                        return
-                    print(f"ckpt snapshot server: no connection could be taken: {error}", file=sys.stderr)
-                    self._outside.sleep(_PAUSE_SECONDS)  # descriptors may become free
-                    continue
-                with self._lock:
-                    if endpoint not in self._endpoints:
-                        sock.close()
-                        return
-                    self._connections[sock] = self._outside.start("ckpt-server-client", self._serve, endpoint, sock)
-
-    def _serve(self, endpoint: Endpoint, sock: Socket) -> None:
-        channel: Channel | None = None
-        try:
-            with contextlib.suppress(OSError):  # it hung up, or may not come in and was told so
-                channel = endpoint.admit(sock)
-                self._answer_all(channel)
-        finally:
-            with self._lock:
-                self._connections.pop(sock, None)
-                if channel is not None:
-                    self._holding.discard(channel)
-            sock.close()
-
-    def _answer_all(self, channel: Channel) -> None:
-        with _OpenFolders(self._kept) as folders:
+    def answer(self, channel: Channel) -> None:
+        """See the base class."""
+        with _OpenFolders(self._kept) as folders, contextlib.ExitStack() as until_closed:
+            until_closed.callback(self._holding.discard, channel)
             answer_requests(
                 channel,
                 {

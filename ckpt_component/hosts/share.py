@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import heapq
 import itertools
 import json
 import logging
@@ -31,7 +30,7 @@ import mmap
 import os
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -43,7 +42,7 @@ from ..core.formats.index import Index
 from ..core.memory import libc
 from ..core.memory.scratch import ScratchBlock
 from ..core.options import ResolvedTimeouts
-from ..core.outside import Outside, Socket, Thread
+from ..core.outside import Outside, Thread
 from ..core.processes.framing import Channel
 from ..core.processes.remote_error import as_os_error
 from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
@@ -54,183 +53,11 @@ from ..core.storage.safe_open import read_failure
 from ..core.storage.space import amount
 from ..errors import CheckpointError
 from ..loading.collective import OpenFiles, SharedReads
-from .wire import PeerAddress, connect_to_peer, greet_peer, listen_to_peers
+from ..loading.read_plan import MOST_BYTES, Batch, Wanted, plan_reads
+from .server import ConnectionServer, PeerEndpoint
+from .wire import PeerAddress, connect_to_peer
 
 logger = logging.getLogger("ckpt_component.readers")
-
-#: By file: what is wanted of it, as ranges (start, end) in order, without overlaps.
-Wanted = Mapping[str, Sequence[tuple[int, int]]]
-
-#: Most bytes of a batch, and least ones of a cell of the grid, which page-aligned reads suit. Passing a batch on takes
-#: as much time of processors as about 1 MB of its bytes, so few large ones are better.
-MOST_BYTES, LEAST_BYTES = 23 << 18, 64 << 10
-#: A rank has at least so many cells, as far as they are not too small: it reads at most a part of them too much.
-_CELLS_OF_RANK = 20
-
-
-class Stretch(NamedTuple):
-    """A range of a file that the same ranks want.
-
-    Attributes:
-        start: where it begins in the file
-        end: where it ends
-        ranks: who wants it, in order
-    """
-
-    start: int
-    end: int
-    ranks: tuple[int, ...]
-
-
-class Batch(NamedTuple):
-    """What is read at once of a file, and passed on.
-
-    Attributes:
-        file: the file
-        stretches: what is wanted there, in order, within `MOST_BYTES`
-        reader: the rank that reads it
-    """
-
-    file: str
-    stretches: tuple[Stretch, ...]
-    reader: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes are read."""
-        return _nbytes(self.stretches)
-
-    @property
-    def ranks(self) -> list[int]:
-        """Who wants some of it, in order."""
-        return sorted({rank for stretch in self.stretches for rank in stretch.ranks})
-
-    def part_of(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """What a rank gets of it: all of it if the rank reads it, else what it wants.
-
-        Yields:
-            Start and end in the file, place in what is read, and number of each such stretch.
-        """
-        place = 0
-        for number, (start, end, ranks) in enumerate(self.stretches):
-            if rank == self.reader or rank in ranks:
-                yield start, end, place, number
-            place += end - start
-
-
-def plan_reads(wants: Mapping[int, Wanted]) -> list[Batch]:
-    """Plan reads such that each byte is read once, by ranks that read about equally much.
-
-    No rank reads more than a cell above the larger of two: what it alone wants, and the average of all ranks.
-
-    Args:
-        wants: by rank, in order of the ranks: what it wants. Each of these ranks can read all the files.
-
-    Returns:
-        The batches by file and place, the same on all ranks that have the same `wants`.
-    """
-    files = _stretches(wants)
-    total = sum(map(_nbytes, files.values()))
-    even = -(-total // max(len(wants), 1))
-    cell = min(max(even // _CELLS_OF_RANK // LEAST_BYTES, 1) * LEAST_BYTES, MOST_BYTES)
-    cells = [(name, batch) for name in sorted(files) for batch in _cells(files[name], cell)]
-    return _shared_out(cells, [*wants], even)
-
-
-def _stretches(wants: Mapping[int, Wanted]) -> dict[str, list[Stretch]]:
-    """What is wanted of each file, and by whom. Ranks that want the same, such as replicas, are treated as one."""
-    alike: dict[tuple[tuple[str, tuple[tuple[int, int], ...]], ...], list[int]] = defaultdict(list)
-    for rank, wanted in wants.items():
-        alike[tuple((name, tuple(ranges)) for name, ranges in sorted(wanted.items()))].append(rank)
-    groups = [*alike.values()]
-    changes: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for group, files in enumerate(alike):
-        for name, ranges in files:
-            for place in itertools.chain.from_iterable(ranges):
-                changes[name][place] ^= {group}  # where a range ends and the next one begins, nothing changes
-    ranks_of: dict[frozenset[int], tuple[int, ...]] = {frozenset(): ()}
-    found = dict[str, list[Stretch]]()
-    for name, places in changes.items():
-        found[name], now = [], frozenset[int]()
-        for start, end in itertools.pairwise(sorted(places)):
-            now ^= places[start]
-            if now not in ranks_of:
-                ranks_of[now] = tuple(sorted(itertools.chain.from_iterable(map(groups.__getitem__, now))))
-            if now:
-                found[name].append(Stretch(start, end, ranks_of[now]))
-    return found
-
-
-def _cells(stretches: Sequence[Stretch], cell: int) -> Iterator[tuple[Stretch, ...]]:
-    """The stretches of each cell of the grid that has some, cut at its bounds."""
-    cut = (
-        Stretch(max(start, number * cell), min(end, (number + 1) * cell), ranks)
-        for start, end, ranks in stretches
-        for number in range(start // cell, -(-end // cell))
-    )
-    for _, inside in itertools.groupby(cut, key=lambda each: each.start // cell):
-        yield tuple(inside)
-
-
-def _shared_out(cells: Sequence[tuple[str, tuple[Stretch, ...]]], ranks: Sequence[int], even: int) -> list[Batch]:
-    """The batches, each with its reader."""
-    quotas = dict.fromkeys(ranks, even)
-    for _, stretches in cells:
-        if (only := _only_rank(stretches)) is not None:
-            quotas[only] -= _nbytes(stretches)
-    choice = _LeastUsed(quotas)
-    batches = []
-    for name, stretches in cells:
-        reader = _only_rank(stretches)
-        if reader is None:
-            # Who wants it need not be sent it. Only if those have read enough, another rank does.
-            wanting = {each.ranks: None for each in stretches}
-            reader, has_enough = choice.among(tuple(sorted({*itertools.chain.from_iterable(wanting)})))
-            if has_enough:
-                reader, _ = choice.among(tuple(ranks))
-            choice.used[reader] += _nbytes(stretches)
-        batches.append(Batch(name, stretches, reader))
-    return batches
-
-
-class _LeastUsed:
-    """Finds the rank that has used the smallest part of its quota.
-
-    Args:
-        quotas: bytes that each rank is to read; what is not above 0 is used up
-
-    Attributes:
-        used: bytes that each rank reads so far, which only grow
-    """
-
-    def __init__(self, quotas: Mapping[int, int]) -> None:
-        self._quotas = quotas
-        self.used = dict.fromkeys(quotas, 0)
-        #: By the ranks to choose from: a heap of them, by the part that was used when they were put there.
-        self._heaps: dict[tuple[int, ...], list[tuple[float, int]]] = {}
-
-    def among(self, ranks: tuple[int, ...]) -> tuple[int, bool]:
-        """The rank, of these, and whether it has used up its quota."""
-        if ranks not in self._heaps:
-            self._heaps[ranks] = sorted((self._part(rank), rank) for rank in ranks)
-        heap = self._heaps[ranks]
-        while (now := self._part(heap[0][1])) != heap[0][0]:
-            heapq.heapreplace(heap, (now, heap[0][1]))
-        return heap[0][1], now >= 1
-
-    def _part(self, rank: int) -> float:
-        quota = self._quotas[rank]
-        return self.used[rank] / quota if quota > 0 else math.inf
-
-
-def _only_rank(stretches: Sequence[Stretch]) -> int | None:
-    """The rank that alone wants all of these; None: there are several."""
-    first = stretches[0].ranks
-    return first[0] if len(first) == 1 and all(stretch.ranks == first for stretch in stretches) else None
-
-
-def _nbytes(stretches: Sequence[Stretch]) -> int:
-    return sum(end - start for start, end, _ in stretches)
 
 
 class BatchBytes(NamedTuple):
@@ -599,10 +426,10 @@ def ask(channel: Channel, until: float, **header: Any) -> tuple[dict[str, Any], 
     return frame[0], frame[1]
 
 
-_CONNECT_SECONDS, _SEND_SECONDS, _PAUSE_SECONDS = 10.0, 10.0, 0.1
+_CONNECT_SECONDS, _SEND_SECONDS = 10.0, 10.0
 
 
-class BatchServer:
+class BatchServer(ConnectionServer):
     """Serves the batches that a rank owns, and what it wants, to ranks that know the secret of the job.
 
     Args:
@@ -621,15 +448,14 @@ class BatchServer:
     """
 
     def __init__(self, rank: int, address: str, secret: str, waits: float, outside: Outside) -> None:
-        self._rank, self._secret, self._waits, self._outside = rank, secret, waits, outside
+        super().__init__("share", outside)
+        self._rank, self._waits = rank, waits
         self.wants: dict[str, bytes] = {}
         self._plan: tuple[int, SharedBatches | None] = 0, None
         self._changed = outside.condition()
-        self._serving: dict[Socket, Thread | None] = {}
-        self._is_closed = False
-        self._listener = listen_to_peers(address, outside)
-        self.port = int(self._listener.getsockname()[1])
-        outside.start("ckpt-share-accept", self._accept)
+        endpoint = PeerEndpoint(address, secret, outside)
+        self.port = endpoint.port
+        self.open(endpoint)
 
     def serve(self, number: int, batches: SharedBatches | None) -> None:
         """Serve the batches of a plan, in the place of those of the last one; None: this rank owns none."""
@@ -637,35 +463,7 @@ class BatchServer:
             self._plan = number, batches
             self._changed.notify_all()
 
-    def close(self, seconds: float) -> None:
-        """End all connections, and wait for the threads, at most so long. Safe to call twice."""
-        with self._changed:
-            self._is_closed, serving = True, dict(self._serving)
-        for sock in (self._listener, *serving):
-            with contextlib.suppress(OSError):  # it has ended
-                self._outside.hang_up(sock, listens=False)
-        until = self._outside.now() + seconds
-        for thread in filter(None, serving.values()):
-            thread.join(max(until - self._outside.now(), 0))
-
-    def _accept(self) -> None:
-        with contextlib.closing(self._listener):
-            while not self._is_closed:
-                try:
-                    sock, _ = self._listener.accept()
-                except OSError as error:
-                    if not self._is_closed:
-                        logger.warning("rank %d could not take a connection: %s", self._rank, error)
-                        self._outside.sleep(_PAUSE_SECONDS)  # descriptors may become free
-                    continue
-                with self._changed:
-                    if self._is_closed:
-                        sock.close()
-                        return
-                    self._serving[sock] = None
-                    self._serving[sock] = self._outside.start("ckpt-share-serve", self._serve, sock)
-
-    def _serve(self, sock: Socket) -> None:
+    def answer(self, channel: Channel) -> None:
         """Answer a rank, until its connection ends: then it fetches nothing more."""
         joined = list[tuple[SharedBatches, int]]()
 
@@ -681,27 +479,15 @@ class BatchServer:
             batches, rank = joined[-1]
             return batches.serve(request.channel, rank, request.header["number"])
 
-        def wants(request: FrameRequest) -> Iterator[Reply]:
-            yield Reply(blobs=[self.wants[request.header["digest"]]])
+        def wants(request: FrameRequest) -> Reply:
+            return Reply(blobs=[self.wants[request.header["digest"]]])
 
+        handlers, seconds = {"batch": batch}, _SEND_SECONDS
         try:
-            with contextlib.suppress(OSError):  # it hung up, or does not know the secret
-                channel = greet_peer(sock, self._secret, self._outside)
-                answer_requests(
-                    channel,
-                    {"batch": batch},
-                    wants,
-                    notes={"join": join},
-                    field="ask",
-                    seconds=_SEND_SECONDS,
-                    traced=False,
-                )
+            answer_requests(channel, handlers, wants, notes={"join": join}, field="ask", seconds=seconds, traced=False)
         finally:
             for batches, rank in joined:
                 batches.leave(rank)
-            with self._changed:
-                self._serving.pop(sock, None)
-            sock.close()
 
 
 _MAX_THREADS = 4

@@ -23,7 +23,8 @@ from ckpt_component.core.storage.file_set import FileSet, RangeRead
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError
-from ckpt_component.hosts.share import Batch, SharedBatches, Stretch
+from ckpt_component.hosts.share import SharedBatches
+from ckpt_component.loading.read_plan import Batch, Stretch
 
 #: What each rank loads: they share one tensor, and each wants one that the other one does not.
 WANTED = (("a", "b"), ("b", "c"))
