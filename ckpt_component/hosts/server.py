@@ -147,9 +147,7 @@ class ConnectionServer(ABC):
         self._outside.start(f"ckpt-{self._name}", self._accept, endpoint)
 
     def close(self, seconds: float = _JOIN_SECONDS) -> None:
-        """Hang up on all clients, wait for their threads, at most so long, and remove the socket and the folders that
-        are then empty. Safe to call twice.
-        """
+        """Close the endpoints, hang up on all clients, and wait for their threads so long. Safe to call twice."""
         with self._lock:
             endpoints, self._endpoints = self._endpoints, set()
             connections = dict(self._connections)

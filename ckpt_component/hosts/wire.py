@@ -295,7 +295,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _HANDSHAKE_SECONDS = 10.0
 #: How long the parts of a frame, or of the bytes that follow it, may be on their way.
-_PATIENCE = 10.0
+PATIENCE_SECONDS = 10.0
 
 
 class PeerAddress(NamedTuple):
@@ -344,7 +344,7 @@ def connect_to_peer(to: PeerAddress, secret: str, seconds: float, outside: Outsi
         kind = type(error) if isinstance(error, ConnectionError) else ConnectionRefusedError
         raise kind(error.errno or errno.EHOSTUNREACH, f"{to} cannot be reached: {error.strerror or error}") from error
     try:
-        outside.watch_host(sock, _PATIENCE)
+        outside.watch_host(sock, PATIENCE_SECONDS)
         theirs = _exactly(sock, _HELLO_BYTES + _NONCE_BYTES, until, outside)
         hello = re.fullmatch(_HELLO.replace(b"%d", rb"(\d)"), theirs[:_HELLO_BYTES])
         if hello is None:
@@ -391,7 +391,7 @@ def greet_peer(sock: Socket, secret: str, outside: Outside = OUTSIDE) -> Channel
     """
     until = outside.now() + _HANDSHAKE_SECONDS
     try:
-        outside.watch_host(sock, _PATIENCE)
+        outside.watch_host(sock, PATIENCE_SECONDS)
         other = "the client at {} port {}".format(*sock.getpeername()[:2])
         ours = outside.random_bytes(_NONCE_BYTES)
         sock.settimeout(_HANDSHAKE_SECONDS)
@@ -419,7 +419,7 @@ def listen_to_peers(address: str, outside: Outside = OUTSIDE) -> Socket:
 
 
 def _channel(sock: Socket, keys: tuple[bytes, bytes], other: str, outside: Outside) -> Channel:
-    return Channel(sock, lambda: True, _PATIENCE, outside=outside, signatures=FrameSignatures(keys, other))
+    return Channel(sock, lambda: True, PATIENCE_SECONDS, outside=outside, signatures=FrameSignatures(keys, other))
 
 
 def _exactly(sock: Socket, count: int, until: float, outside: Outside) -> bytes:

@@ -97,7 +97,7 @@ def kept(root: Path) -> Iterator[Kept]:
         yield kept
 
 
-def test_ls_has_a_row_for_each_client(ckpt: Ckpt, root: Path, kept: Kept) -> None:
+def test_ls_has_a_row_for_each_server(ckpt: Ckpt, root: Path, kept: Kept) -> None:
     kept.take(2)
     ran = ckpt("memory", "ls", root)
     assert ran.code == 0
@@ -229,7 +229,7 @@ def test_who_has_no_checkpoint_left_begins_anew(ckpt: Ckpt, root: Path, kept: Ke
     assert ran.code == 0 and "has no checkpoint: the next start begins anew" in ran.out
 
 
-def test_ls_says_whose_copies_a_client_has(kept: Kept, ckpt: Ckpt) -> None:
+def test_ls_says_whose_copies_a_server_has(kept: Kept, ckpt: Ckpt) -> None:
     kept.take(1)
     own = kept.clients[0].nbytes
     kept.take_copies(1)
@@ -291,7 +291,7 @@ def test_a_copy_of_a_folder_has_nothing_in_memory(ckpt: Ckpt, root: Path, kept: 
     assert ckpt("memory", "drop", root, "--json").json["dropped"]
 
 
-def test_ls_says_for_whom_a_client_waits(ckpt: Ckpt, root: Path, kept: Kept) -> None:
+def test_ls_says_for_whom_a_server_waits(ckpt: Ckpt, root: Path, kept: Kept) -> None:
     seconds = [0.0]
     kept.outside.waits = Waits(lambda: seconds[0], time.time)
     with kept.outside.waits.on("rank 3, which has not voted", 60.0) as wait:

@@ -71,7 +71,7 @@ def save(caller: MemoryCaller, rank: int, step: int, arena: Arena) -> None:
 
 
 @pytest.mark.slow
-def test_a_snapshot_outlives_its_host_in_the_client_of_its_peer() -> None:
+def test_a_snapshot_outlives_its_host_in_the_server_of_its_peer() -> None:
     arenas = [Arena(4 * ITEM, shared=True) for _ in range(2)]
     for number, arena in enumerate(arenas):
         arena.memory[: 4 * ITEM] = bytes(range(number, number + 7)) * (4 * ITEM // 7)

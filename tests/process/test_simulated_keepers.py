@@ -64,7 +64,7 @@ def asked(lane: WriterConnection, outside: Outside, **header: Any) -> dict[str, 
     return lane.receive(outside.now() + 60, "test")
 
 
-def test_what_a_client_keeps_outlives_its_trainer_until_its_lease_is_over(simulation: Simulation) -> None:
+def test_what_a_server_keeps_outlives_its_trainer_until_its_lease_is_over(simulation: Simulation) -> None:
     trainer, other = simulation.process("trainer"), simulation.process("other")
     elsewhere = simulation.process("elsewhere", "b")
 
@@ -102,7 +102,7 @@ def test_what_a_client_keeps_outlives_its_trainer_until_its_lease_is_over(simula
     in_turn(simulation, [(other, look), (elsewhere, look_elsewhere)])
 
 
-def test_a_client_ends_with_close_or_is_killed(simulation: Simulation) -> None:
+def test_a_server_ends_with_close_or_is_killed(simulation: Simulation) -> None:
     def script(outside: Outside) -> None:
         process = client_of(outside)
         process.close(5)
@@ -119,7 +119,7 @@ def test_a_client_ends_with_close_or_is_killed(simulation: Simulation) -> None:
     in_turn(simulation, [(simulation.process("trainer"), script)])
 
 
-def test_clients_of_other_hosts_are_reached_until_their_link_is_cut(simulation: Simulation) -> None:
+def test_servers_of_other_hosts_are_reached_until_their_link_is_cut(simulation: Simulation) -> None:
     one, two, port = simulation.process("one", "a"), simulation.process("two", "b"), list[int]()
 
     def listen(outside: Outside) -> None:

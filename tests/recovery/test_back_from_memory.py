@@ -53,7 +53,7 @@ def test_another_number_of_ranks_goes_on_where_a_run_was_killed(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
-def test_all_fall_back_to_the_disk_when_one_client_of_two_is_gone(tmp_path: Path, first: int) -> None:
+def test_all_fall_back_to_the_disk_when_one_server_of_two_is_gone(tmp_path: Path, first: int) -> None:
     live(tmp_path, world_size=2, steps=3, durable=[1], end="kill")
     kill(client_of(first))
     # Without the leader's server, what the other one has looks unfinished, and is waited for.

@@ -55,7 +55,7 @@ def test_no_tensor_is_touched_when_memory_and_the_disk_are_damaged(tmp_path: Pat
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("left_on_purpose")
-def test_a_client_that_is_silent_is_passed_over_within_its_deadline(tmp_path: Path) -> None:
+def test_a_server_that_is_silent_is_passed_over_within_its_deadline(tmp_path: Path) -> None:
     live(tmp_path, steps=3, durable=[1], end="kill")
     with stopped(client_of(0)):
         (after,) = live(tmp_path, end="kill")
@@ -67,7 +67,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_training_goes_on_when_its_client_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_goes_on_when_its_server_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     overrides = [*MEMORY, "checkpoint.save.every_steps=100", "checkpoint.on_error=warn", "checkpoint.save.at_end=false"]
     with build_manager("async_persistent", overrides, dir=tmp_path / "run") as manager:
         manager.restore(state_of(0))

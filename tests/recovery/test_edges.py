@@ -93,7 +93,7 @@ def its_client() -> SnapshotClient:
     return client
 
 
-def test_a_client_stays_while_a_run_needs_it_and_then_for_its_lease() -> None:
+def test_a_server_stays_while_a_run_needs_it_and_then_for_its_lease() -> None:
     with orphan(0.3, f"{ROOT}/iter_1/file") as process:
         client, other = its_client(), its_client()
         client.hold()
@@ -108,7 +108,7 @@ def test_a_client_stays_while_a_run_needs_it_and_then_for_its_lease() -> None:
         assert roots_here() == []
 
 
-def test_a_client_that_another_run_ends_has_nothing_more_and_does_not_wait_for_its_lease() -> None:
+def test_a_server_that_another_run_ends_has_nothing_more_and_does_not_wait_for_its_lease() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
         client = its_client()
         client.end()
@@ -126,13 +126,13 @@ def test_a_server_without_files_ends_with_the_last_connection_to_its_trainer() -
         process.wait(20)
 
 
-def test_a_client_that_is_to_end_soon_has_no_lease() -> None:
+def test_a_server_that_is_to_end_soon_has_no_lease() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
         loses_its_trainer(process, "soon")
         process.wait(20)
 
 
-def test_who_reads_the_output_of_a_trainer_does_not_wait_for_its_client() -> None:
+def test_who_reads_the_output_of_a_trainer_does_not_wait_for_its_server() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
         loses_its_trainer(process)
         assert process.stdout is not None and process.stdout.read() == ""
@@ -144,7 +144,7 @@ def test_who_reads_the_output_of_a_trainer_does_not_wait_for_its_client() -> Non
         client.close()
 
 
-def test_a_client_stays_for_its_lease_if_nobody_needs_it() -> None:
+def test_a_server_stays_for_its_lease_if_nobody_needs_it() -> None:
     with orphan(1000, f"{ROOT}/iter_1/file") as process:
         loses_its_trainer(process)
         client = its_client()
@@ -163,7 +163,7 @@ def a_client() -> ByteProcess:
     return ByteProcess(30, WriterProgram("ckpt_component.hosts.keep", job))
 
 
-def test_sigterm_ends_a_client_in_order_when_its_trainer_has_died_and_not_before() -> None:
+def test_sigterm_ends_a_server_in_order_when_its_trainer_has_died_and_not_before() -> None:
     process = a_client()
     try:
         client = its_client()
@@ -179,7 +179,7 @@ def test_sigterm_ends_a_client_in_order_when_its_trainer_has_died_and_not_before
         process.kill()
 
 
-def test_a_client_without_a_safe_place_for_its_socket_says_so_to_its_trainer(
+def test_a_server_without_a_safe_place_for_its_socket_says_so_to_its_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as changed:
@@ -220,7 +220,7 @@ def test_a_folder_that_is_read_only_is_refused_with_the_key_that_names_it(
     assert caught.value.errno == errno.EROFS
 
 
-def test_a_client_of_a_run_that_was_replaced_keeps_no_more() -> None:
+def test_a_server_of_a_run_that_was_replaced_keeps_no_more() -> None:
     client = SnapshotProcess("/runs/one", ROOT, 0, 1, 10.0)
     client.start()
     try:
@@ -365,7 +365,7 @@ def test_no_tensor_has_bytes_of_a_damaged_image(kept: Kept) -> None:
     assert has(state, 0)
 
 
-def test_a_run_holds_clients_until_it_has_a_snapshot_of_its_own_and_then_ends_them(kept: Kept) -> None:
+def test_a_run_holds_servers_until_it_has_a_snapshot_of_its_own_and_then_ends_them(kept: Kept) -> None:
     kept.take_away(3)
     with next_run(kept) as (manager, _):
         for _ in range(2):
@@ -385,7 +385,7 @@ def test_a_run_holds_clients_until_it_has_a_snapshot_of_its_own_and_then_ends_th
         newer.close()
 
 
-def test_a_run_waits_for_the_snapshot_that_a_client_completes(kept: Kept) -> None:
+def test_a_run_waits_for_the_snapshot_that_a_server_completes(kept: Kept) -> None:
     memory = HostMemory(lambda _: [], own=kept.files)
     attempt = new_attempt(memory, f"{kept.root}/iter_0000003", new_token())
     begin(attempt)
@@ -403,7 +403,7 @@ def test_a_run_waits_for_the_snapshot_that_a_client_completes(kept: Kept) -> Non
         completing.result()
 
 
-def test_a_run_that_begins_elsewhere_lets_the_clients_go(kept: Kept) -> None:
+def test_a_run_that_begins_elsewhere_lets_the_servers_go(kept: Kept) -> None:
     kept.take(2)
     with next_run(kept) as (manager, _):
         assert manager.restore(state_of(0)) == 3
@@ -419,7 +419,7 @@ def test_going_back_drops_later_snapshots_alone(kept: Kept) -> None:
     assert kept.steps() == {"1", "2"}
 
 
-def test_sockets_of_dead_clients_that_owned_nothing_go_with_the_first_snapshot(kept: Kept) -> None:
+def test_sockets_of_dead_servers_that_owned_nothing_go_with_the_first_snapshot(kept: Kept) -> None:
     """Of a run that was killed with its server before it took the folder, and so is named nowhere."""
     dead = SocketPlace.of(memory_root(str(kept.folder), new_token()))
     dead.listen(0)[0].close()

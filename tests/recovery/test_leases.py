@@ -40,7 +40,7 @@ def test_all_is_gone_when_the_lease_is_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_has_restored_holds_the_client_until_its_first_snapshot(tmp_path: Path) -> None:
+def test_a_run_that_has_restored_holds_the_server_until_its_first_snapshot(tmp_path: Path) -> None:
     live(tmp_path, steps=2, end="kill", overrides=["checkpoint.recovery.lease=5s"])
     (first,) = clients().values()
     ranks = start_lives(tmp_path, end="hang")
@@ -55,7 +55,7 @@ def test_a_run_that_has_restored_holds_the_client_until_its_first_snapshot(tmp_p
 
 
 @pytest.mark.slow
-def test_the_first_snapshot_of_the_next_run_ends_the_client_before_its_lease(tmp_path: Path) -> None:
+def test_the_first_snapshot_of_the_next_run_ends_the_server_before_its_lease(tmp_path: Path) -> None:
     live(tmp_path, steps=2, end="kill")
     (first,) = clients().values()
     live(tmp_path, steps=3)

@@ -52,7 +52,7 @@ def test_a_save_that_is_retried_leaves_memory_and_the_disk_right(
     assert back.restored == (3, "storage") and back.told["began"] == killed.told["digests"]["3"]
 
 
-def test_saves_go_on_with_a_client_that_stood_still(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_go_on_with_a_server_that_stood_still(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with build_manager("async_persistent", QUIET, dir=tmp_path / "run") as manager:
         manager.maybe_save(1, weight(1))
         manager.wait()
@@ -67,7 +67,7 @@ def test_saves_go_on_with_a_client_that_stood_still(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.slow
-def test_a_client_that_stands_still_is_replaced_when_a_save_is_due(
+def test_a_server_that_stands_still_is_replaced_when_a_save_is_due(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process that keeps snapshots also writes: a save that it does not answer is written by a new one."""
@@ -93,7 +93,7 @@ def test_a_client_that_stands_still_is_replaced_when_a_save_is_due(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("left_on_purpose")
-def test_the_next_run_finds_what_was_kept_after_a_client_died(tmp_path: Path) -> None:
+def test_the_next_run_finds_what_was_kept_after_a_server_died(tmp_path: Path) -> None:
     with paused(tmp_path, world_size=2, steps=6, pause=3, end="kill") as killed:
         kill(client_of(1))
     assert any("WARNING" in life.output for life in killed)

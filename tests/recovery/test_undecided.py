@@ -118,7 +118,7 @@ def test_the_older_snapshot_is_dropped_if_the_last_save_of_a_dead_trainer_is_who
     assert client.storage.exists(f"{ROOT}/iter_0/file"), "it stays for its peers"
 
 
-def test_a_client_does_not_wait_where_the_one_that_decides_is_gone() -> None:
+def test_a_server_does_not_wait_where_the_one_that_decides_is_gone() -> None:
     """Or is on another host."""
     client = SnapshotProcess("/runs/one", ROOT, 1, 2, 10.0)
     attempt = new_attempt(client.storage, f"{ROOT}/iter_2", new_token())
@@ -160,18 +160,18 @@ class Decision:
             self.is_committed = manifest is not None and manifest["world_size"] == 3
 
 
-def test_the_client_that_decides_does_not_wait_for_a_rank_that_has_no_job() -> None:
+def test_the_server_that_decides_does_not_wait_for_a_rank_that_has_no_job() -> None:
     """Its trainer died before it asked for anything; rank 2's server, which waits for the decision, does not count."""
     decision = Decision(OtherSnapshotStore(1, writes=False))
     assert decision.outside.pauses == 0 and not decision.is_committed
 
 
-def test_the_client_that_decides_does_not_wait_for_a_client_that_is_gone() -> None:
+def test_the_server_that_decides_does_not_wait_for_a_server_that_is_gone() -> None:
     decision = Decision(None)
     assert decision.outside.pauses == 0 and not decision.is_committed
 
 
-def test_the_client_that_decides_waits_for_a_rank_that_still_writes() -> None:
+def test_the_server_that_decides_waits_for_a_rank_that_still_writes() -> None:
     middle = OtherSnapshotStore(1, writes=True)
 
     def ends(attempt: Attempt) -> None:
@@ -187,7 +187,7 @@ def test_a_rank_that_writes_nothing_is_given_up_after_the_heartbeat_timeout() ->
     assert TIMEOUTS.heartbeat <= decision.outside.pauses <= TIMEOUTS.heartbeat + 2 and not decision.is_committed
 
 
-def test_a_commit_does_not_wait_for_files_of_a_client_that_has_ended() -> None:
+def test_a_commit_does_not_wait_for_files_of_a_server_that_has_ended() -> None:
     """It had voted: what is not in memory now never comes, as it may on a file system that shows names late."""
     client = SnapshotProcess("/runs/one", ROOT, 0, 2, 10.0)
     attempt = new_attempt(client.storage, f"{ROOT}/iter_0000002", new_token())
@@ -199,7 +199,7 @@ def test_a_commit_does_not_wait_for_files_of_a_client_that_has_ended() -> None:
     assert outside.pauses == 0
 
 
-def test_a_rank_does_not_wait_for_the_attempt_of_a_leading_client_that_has_ended() -> None:
+def test_a_rank_does_not_wait_for_the_attempt_of_a_leading_server_that_has_ended() -> None:
     client = SnapshotProcess("/runs/one", ROOT, 1, 2, 10.0)
     attempt = new_attempt(client.storage, f"{ROOT}/iter_0000002", new_token())
     client.storage.outside = outside = QuickClock(lambda: None)

@@ -375,7 +375,7 @@ def test_a_part_says_so_to_who_opens_it(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "{root}/../secret", "{root}x/file"])
-def test_a_client_serves_its_folder_alone(path: str, cluster: Cluster) -> None:
+def test_a_server_serves_its_folder_alone(path: str, cluster: Cluster) -> None:
     client, path = cluster.clients[0], path.format(root=cluster.root)
     with pytest.raises(PermissionError):
         client.get(path, 10)

@@ -104,7 +104,7 @@ def within(seconds: float, is_so: object) -> bool:
     return True
 
 
-def test_each_file_of_a_folder_that_was_listed_is_asked_of_one_client_alone() -> None:
+def test_each_file_of_a_folder_that_was_listed_is_asked_of_one_server_alone() -> None:
     """As each rank reads an index of every other one, asking all servers for each took a square of their number."""
     asked = Counter[str]()
 
@@ -154,7 +154,7 @@ def test_a_path_names_its_run_whatever_is_below_it() -> None:
     assert SocketPlace.of(f"{of_bucket}/iter_1") == SocketPlace.of(memory_root("s3://bucket/one/", TOKEN))
 
 
-def test_without_a_client_there_is_nothing() -> None:
+def test_without_a_server_there_is_nothing() -> None:
     storage = storage_at(ROOT)
     assert isinstance(storage, HostMemory)
     assert not storage.exists(ROOT) and storage.names(ROOT) == [] and roots_here() == []
@@ -162,7 +162,7 @@ def test_without_a_client_there_is_nothing() -> None:
         files.size("file")
 
 
-def test_clients_of_two_ranks_are_one_storage(caplog: pytest.LogCaptureFixture) -> None:
+def test_servers_of_two_ranks_are_one_storage(caplog: pytest.LogCaptureFixture) -> None:
     one, two = MemoryStore(), MemoryStore()
     fd = image(b"--pieces")
     two.put_image(f"{ROOT}/iter_1/t/__1_0", 7, fd, 2, 6)
@@ -190,7 +190,7 @@ def test_clients_of_two_ranks_are_one_storage(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records, "the first one left the folder to the other"
 
 
-def test_who_has_no_client_changes_nothing() -> None:
+def test_who_has_no_server_changes_nothing() -> None:
     kept = MemoryStore()
     with serving(kept) as server:
         storage = storage_at(ROOT)
@@ -208,7 +208,7 @@ def test_who_has_no_client_changes_nothing() -> None:
         assert server.holders == 0
 
 
-def test_clients_say_what_they_are_and_hear_who_needs_them() -> None:
+def test_servers_say_what_they_are_and_hear_who_needs_them() -> None:
     kept = MemoryStore()
     kept.put(f"{ROOT}/file", b"abc")
     with serving(kept, 3) as server:
@@ -278,7 +278,7 @@ class SlowlyClosed(MemoryStore):
         self.is_closed = True
 
 
-def test_who_closes_a_client_waits_until_nothing_is_open_for_others() -> None:
+def test_who_closes_a_server_waits_until_nothing_is_open_for_others() -> None:
     kept = SlowlyClosed()
     with serving(kept) as server:
         (client,) = clients_of(ROOT)
@@ -304,7 +304,7 @@ def test_who_hangs_up_while_it_reads_gives_back_nothing_that_it_opens_later() ->
     kept.delete([f"{ROOT}/iter_1/file"])
 
 
-def test_a_client_takes_connections_again_when_it_has_descriptors() -> None:
+def test_a_server_takes_connections_again_when_it_has_descriptors() -> None:
     with client_process(stderr=subprocess.PIPE) as process:
         few = (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         usual = resource.prlimit(process.pid, resource.RLIMIT_NOFILE, few)
@@ -315,7 +315,7 @@ def test_a_client_takes_connections_again_when_it_has_descriptors() -> None:
             assert client.get(f"{ROOT}/iter_1/file", 5) == b"bytes"
 
 
-def test_a_client_that_takes_no_connection_is_waited_for_until_the_deadline() -> None:
+def test_a_server_that_takes_no_connection_is_waited_for_until_the_deadline() -> None:
     listener, number = PLACE.listen(0)
     with listener, contextlib.ExitStack() as waiting, ThreadPoolExecutor(1) as pool:
 
@@ -380,7 +380,7 @@ def test_a_socket_that_a_dead_process_has_left_half_made_is_in_nobodys_way(
     assert not [*runtime.iterdir()]
 
 
-def test_a_client_that_ends_before_it_answers_is_gone() -> None:
+def test_a_server_that_ends_before_it_answers_is_gone() -> None:
     listener, number = PLACE.listen(0)
 
     def hang_up() -> None:
@@ -436,7 +436,7 @@ def test_a_process_that_a_dead_reader_has_forked_holds_nothing() -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_client_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_open() -> None:
+def test_a_server_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_open() -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -465,7 +465,7 @@ def test_a_client_that_was_closed_answers_no_more_and_who_asks_leaves_nothing_op
     assert within(10, lambda: descriptors() <= before)
 
 
-def test_a_request_that_a_client_does_not_know_is_refused_in_words() -> None:
+def test_a_request_that_a_server_does_not_know_is_refused_in_words() -> None:
     with serving(MemoryStore()):
         sock = PLACE.connect(0, 10)
         assert sock is not None
@@ -508,7 +508,7 @@ def test_a_connection_says_whether_it_is_of_use_while_another_thread_waits() -> 
     assert ours.hung_up
 
 
-def test_a_dead_client_hides_no_other() -> None:
+def test_a_dead_server_hides_no_other() -> None:
     with client_process(rank=0) as process, client_process(rank=1):
         process.kill()
         process.wait()
@@ -633,7 +633,7 @@ def test_the_readers_of_a_folder_let_go_of_its_files() -> None:
     kept.delete([f"{ROOT}/iter_1/file"])
 
 
-def test_what_the_own_client_has_is_changed_and_deleted_whatever_another_one_answers() -> None:
+def test_what_the_own_server_has_is_changed_and_deleted_whatever_another_one_answers() -> None:
     """Else the mark of an attempt that is over stays for as long as its server lives, and each restore waits for it."""
 
     class Silent(MemoryStore):
@@ -691,7 +691,7 @@ def test_what_a_storage_of_memory_is() -> None:
         storage.touch(f"{ROOT}/mark")
 
 
-def test_who_lives_is_read_past_who_is_dead_and_the_own_client_must_live() -> None:
+def test_who_lives_is_read_past_who_is_dead_and_the_own_server_must_live() -> None:
     live = MemoryStore()
     live.put(f"{ROOT}/iter_1/other", b"other")
     with client_process() as process:
@@ -779,7 +779,7 @@ def test_the_process_of_another_user_is_refused_on_both_sides() -> None:
         clients_of(ROOT)[0].listed("")
 
 
-def test_a_dead_client_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
+def test_a_dead_server_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
     storage = storage_at(ROOT)
     with client_process() as process:
         assert storage.names(ROOT) == ["iter_1"]
@@ -795,7 +795,7 @@ def test_a_dead_client_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
         assert not [*runtime.iterdir()]
 
 
-def test_a_stopped_client_is_an_error_in_words_and_not_an_empty_place() -> None:
+def test_a_stopped_server_is_an_error_in_words_and_not_an_empty_place() -> None:
     impatient, patient = HostMemory(HostClients(seconds=0.3)), storage_at(ROOT)
     with client_process(rank=2) as process:
         assert patient.names(ROOT) == ["iter_1"]
@@ -822,7 +822,7 @@ def test_a_stopped_client_is_an_error_in_words_and_not_an_empty_place() -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_for_a_stopped_client_is_logged_if_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_for_a_stopped_server_is_logged_if_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckpt_component")
     with client_process(rank=2) as process:
         assert storage_at(ROOT).names(ROOT) == ["iter_1"]

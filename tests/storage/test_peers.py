@@ -251,7 +251,7 @@ def test_replicas_are_found_and_read_as_what_a_client_has(home: Home) -> None:
         eventually(lambda: peer.server.holders == 0 and not peer.files.held())
 
 
-def test_what_came_once_is_read_again_from_memory_and_the_rest_needs_the_client(home: Home) -> None:
+def test_what_came_once_is_read_again_from_memory_and_the_rest_needs_the_server(home: Home) -> None:
     client: PeerClient | None = None
     with Peer() as peer:
         fd = os.memfd_create("arena")
@@ -307,7 +307,7 @@ def test_who_does_not_know_the_secret_of_the_run_is_refused_in_words(home: Home)
         assert peer.contents() == {}
 
 
-def test_what_is_no_client_is_said_to_be_none_and_who_is_silent_to_be_late() -> None:
+def test_what_is_no_server_is_said_to_be_none_and_who_is_silent_to_be_late() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         address = PeerAddress("b", "127.0.0.1", listener.getsockname()[1], 5)
 
@@ -365,7 +365,7 @@ def test_wherever_a_bit_flips_nothing_is_kept(home: Home) -> None:
 
 
 def test_a_way_that_ends_or_stands_still_keeps_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_PATIENCE", 1)
+    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 1)
 
     def cut(_: socket.socket, data: bytearray, start: int) -> bool:
         return start < 100_000
