@@ -340,7 +340,7 @@ class Checkpoint:
     verify: Verify = Verify.on_read
     """When to verify checksums: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
     read_once: ReadMode = ReadMode.auto
-    """`auto`: on several hosts, one rank reads what several want, and passes it on; or `off`."""
+    """`auto`: on several hosts, one rank reads what several want, and serves it to them; or `off`."""
     check_replicas: ReplicaCheck = ReplicaCheck.sample
     """Compare replicas: a `sample` at some saves; `all` bytes at every save, for which training waits; or `off`."""
     on_different_replicas: OnDifferentReplicas = OnDifferentReplicas.warn

@@ -104,7 +104,7 @@ class Prove(Word):
 class ReadMode(Word):
     """Whether ranks on several hosts read a checkpoint together."""
 
-    auto = "auto"  # each byte that several ranks want is read by one, and passed on
+    auto = "auto"  # each byte that several ranks want is read by one, and served to the others
     off = "off"  # each rank reads what it wants
 
 

@@ -1,23 +1,14 @@
-"""`SnapshotClient`: a server in another process, over a connection; and what its answers mean.
+"""Snapshot servers in other processes, as who asks them sees them.
 
 A request is a frame with `ask` and its arguments; the answer is `done`, or `failed` with an errno and a text. What is
 open stays as it is until `release` or the end of the connection.
 
-
-`HostClient`: a server in another process of this user on this host, over its socket; and all those of a run.
-
-The answer to `open` has descriptors, a hundred in a frame.
-
-
-`PeerClient`: a server on another host, over TCP; and its files, whose bytes come when they are first read.
-
-A load opens files more than once, as it verifies all bytes before it changes a tensor. So what came once stays in
-memory until `forget`, when the load is over: no byte is sent twice, and what is used is what was verified.
-
-
-`JobClients`: the servers of runs on all hosts of a job.
-
-Which runs have servers on this host. A run is found by its token, which the owner file of its folder has.
+- `HostClient`: a server of this user on this host, over its socket. The answer to `open` has descriptors, a hundred in
+  a frame, so the bytes are read where they are.
+- `PeerClient`: a server on another host, over TCP. Bytes come when they are first read. A load opens files more than
+  once, as it verifies all bytes before it changes a tensor. So what came stays in memory until `forget`, when the load
+  is over: no byte is sent twice, and what is used is what was verified.
+- `HostClients`, `JobClients`: all those of a run. A run is found by its token, which the owner file of its folder has.
 """
 
 from __future__ import annotations

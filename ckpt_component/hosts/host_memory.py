@@ -1,15 +1,8 @@
-"""`MemoryFiles`: the files of a folder of `HostMemory`, read from the memory that their servers hold.
+"""What several snapshot servers have, as one `Storage`: checkpoints are committed, found and read as in a bucket.
 
-They are opened with the first file that is asked for; from then on the bytes that are on this host are there, even if a
-server ends.
-
-
-`CombinedStorage`: what several servers have, as one storage: each file is in one of them, and all of them are listed.
-
-`HostMemory`: the memory of a run's servers on this host as a storage of objects.
-
-Checkpoints are committed, found and read in it as in a bucket. A file is in one server: that of the rank
-that put it. What is listed is the union of all servers.
+A file is in one server; what is listed is what all of them have (`CombinedStorage`). `HostMemory` is the memory of a
+run: a file is in the server of the rank that put it. Files to read are opened with the first one that is asked for;
+from then on the bytes that are on this host are there, even if a server ends (`MemoryFiles`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How the hosts that copy one checkpoint together agree: by notes in the folder of the attempt.
+"""Each host sends the files of its folder to the permanent one: how those that copy one checkpoint together agree.
 
 The process of the leading rank's host begins an attempt, leaves a call for the files of the others, waits for them, and
 commits. The call is the manifest, which a save may not have put on each host. While the process of another host copies,
-its note changes every few seconds; at the end it says that the files are durable. It is believed only when the files
-are there. Before the commit the call and the notes are deleted. All of it is on disk, so the next process continues
-where one was killed.
+its note in the folder of the attempt changes every few seconds; at the end it says that the files are durable. It is
+believed only when the files are there. Before the commit the call and the notes are deleted. All of it is on disk, so
+the next process continues where one was killed.
 """
 
 from __future__ import annotations

@@ -1,24 +1,17 @@
-"""Run one keep job: checksum an image, and keep its files in memory by reference. Standard library only.
+"""The process that keeps and serves the newest whole snapshot of its rank in memory, also when its trainer has died.
 
-The counterpart of `write_job`, for snapshots that stay in the memory of this process. No byte of the image is copied:
-a file is a range of the arena, followed by the encoded objects that belong to it.
+It is the writer process of its rank, and has two connections to its trainer, each with a `ByteWorker` of its own: one
+for files, one for memory, so that a snapshot becomes whole in memory while an older one is being written. The frame
+`connect` opens the second. `retire` drops all snapshots but those that it names, and is answered by the arenas that
+other processes still read. `listen` lets servers and trainers of other hosts in, `pull` keeps replicas of what those
+have, on a connection of its own. Standard library only.
 
-
-`ReplicaPull`: keeps a replica of the files of another rank, which it reads from the server of its home.
-
-It reads them as a restore does, and compares what comes with the checksums of the home's integrity file, which comes
-within an answer, as small files do: between hosts, answers are signed. Bytes that belong to no item, such as headers
-and padding, have no checksum there: they come once more, within an answer. Files that are here already, by their path
-or identity, are linked. A replica is kept when all of it is right.
-
-
-The server: a writer process that keeps the newest whole snapshot of its rank, also when its trainer has died.
-
-It has two connections to its trainer, each with a `ByteWorker` of its own: one for files, one for memory, so that a
-snapshot becomes whole in memory while an older one is being written. The frame `connect` opens the second. What is kept
-is reached through a socket, by the trainers of this run and of the next one. `retire` drops all snapshots but those
-that it names, and is answered by the arenas that other processes still read. `listen` lets servers and trainers of
-other hosts in, `pull` keeps replicas of what those have, on a connection of its own.
+A snapshot is kept by reference (`run_keep_job`): a file is a range of the arena, followed by the encoded objects that
+belong to it. A replica is read from the server of its home (`ReplicaPull`), as a restore does, and what comes is
+compared with the checksums of the home's integrity file, which comes within an answer, as small files do: between
+hosts, answers are signed. Bytes that belong to no item, such as headers and padding, have no checksum there: they come
+once more, within an answer. Files that are here already, by their path or identity, are linked. A replica is kept when
+all of it is right.
 
 When the trainers have died, rank 0's server decides on a snapshot that is not committed, and waits only for ranks that
 may still put their part. The others release their marks, and follow its decision. A server that may still write

@@ -1,6 +1,7 @@
-"""Where clients of a server come in: its socket on this host, or a TCP port; and who may.
+"""`SnapshotServer`: answers those who read and write what this process has, by a table of handlers.
 
-`SnapshotServer`: answers, on a socket, those who read and write what this process keeps. See `remote_keeper`.
+Clients come in at endpoints: a socket of this host, for processes of this user, or a TCP port, for those who know the
+secret of the run. Each connection has a thread (`ConnectionServer`).
 """
 
 from __future__ import annotations

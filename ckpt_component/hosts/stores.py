@@ -1,21 +1,12 @@
-"""`SnapshotStore`: a process that keeps files in its memory, as who reads and writes them sees it.
+"""What a snapshot server serves: a `SnapshotStore` of sealed files, and the files that are open for reading.
 
-`MemoryStore` is the server within its own process, `HostClient` from another one. Paths are whole, as `HostMemory` has
-them: `host://runs/one@TOKEN/iter_0000200/manifest.json`.
+Paths are whole, as `HostMemory` has them: `host://runs/one@TOKEN/iter_0000200/manifest.json`. `MemoryStore` has the
+files of this process: small ones as bytes, those of a snapshot as ranges of its image. The image is held by a
+descriptor of the memory that the trainer has staged into; nothing is copied. Beside the files of the own rank there are
+replicas: files of ranks on other hosts, under the paths that they have at home.
 
-
-`HeldImages`: open images, and open files on disk, each as long as something of it is kept or read.
-
-`MemoryStore`: the files that this process keeps: small ones as bytes, those of a snapshot as ranges of its image.
-
-The image is held by a descriptor of the memory that the trainer has staged into; nothing is copied. Beside the files of
-the own rank there are replicas: files of ranks on other hosts, under the paths that they have at home.
-
-
-`ReplicaMemory`: memory that replicas come into, allocated ahead of their bytes, and used again.
-
-New memory is slow to come: each page of it is cleared, and in a virtual machine perhaps fetched from the host. So the
-memory of a replica that was dropped takes the next one of the same rank. Standard library only.
+Memory for replicas is allocated ahead of their bytes, and used again (`ReplicaMemory`). New memory is slow to come:
+each page of it is cleared, and in a virtual machine perhaps fetched from the host. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`FolderStore`: the server of a folder on this host's disk, for the other hosts of a job.
-
-`HostTier`: the folders that the hosts of a job have in front of `checkpoint.dir`. Imported only by jobs of several.
+"""`HostTier`: the folders that the hosts of a job have in front of `checkpoint.dir`. Imported only by jobs of several.
 
 Whether `checkpoint.local.dir` is one folder that all hosts share, or one on each host, is found out when a run begins:
 the leading rank leaves a file there, and the others look for it. To take one folder for several is harmless, as what is
-listed has every file once. The first rank of each host serves its folder to the others.
+listed has every file once. The first rank of each host serves its folder to the others (`FolderStore`).
 """
 
 from __future__ import annotations

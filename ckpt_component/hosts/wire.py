@@ -1,15 +1,14 @@
-"""Where servers are found: a socket for each, in a folder of its run, below a folder that only this user can open.
+"""Where snapshot servers are found on a host, and how connections between hosts are made.
 
-The memory of a run has the path `host://DURABLE_ROOT@TOKEN`, with the root as the leading rank has spelled it once; its
-sockets are `RUNTIME/ID_OF_ROOT/TOKEN/RANK`. Other runs spell the root as they like, and look for the token. A socket
-appears by a rename when it already listens, so what refuses connections is dead, and who finds it removes it.
+The memory of a run has the path `host://DURABLE_ROOT@TOKEN`, with the root as the leading rank has spelled it once. Its
+sockets are `RUNTIME/ID_OF_ROOT/TOKEN/RANK`, below a folder that only this user can open. Other runs spell the root as
+they like, and look for the token. A socket appears by a rename when it already listens, so what refuses connections is
+dead, and who finds it removes it.
 
-
-Connections to servers on other hosts: plain TCP, where both sides prove that they know the secret of the run.
-
-Each side sends a challenge and answers the other's with an HMAC of both. From both challenges follow the keys that sign
-all frames, so that a frame which was damaged, or is not from the other side, is refused in words. What follows a frame
-as raw bytes is not signed; who receives it compares checksums. Nothing is encrypted.
+Between hosts there is plain TCP, where both sides prove that they know the secret of the run: each sends a challenge
+and answers the other's with an HMAC of both. From both challenges follow the keys that sign all frames, so that a frame
+which was damaged, or is not from the other side, is refused in words. What follows a frame as raw bytes is not signed;
+who receives it compares checksums. Nothing is encrypted.
 """
 
 from __future__ import annotations

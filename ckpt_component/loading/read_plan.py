@@ -41,7 +41,7 @@ class Stretch(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What is read at once of a file, and passed on.
+    """What is read at once of a file, and served.
 
     Attributes:
         file: the file
