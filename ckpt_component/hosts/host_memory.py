@@ -23,12 +23,12 @@ from typing import IO, TypeVar
 from ..core.outside import OUTSIDE, Outside
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.file_stream import FileStream
+from ..core.storage.locate import MEMORY, MEMORY_FOLDER
 from ..core.storage.object_folders import FOLDER_MARK, ObjectFolders
 from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage, StoredFile
 from .client import HostClients
 from .stores import ListedFile, ReadableFile, SnapshotStore
-from .wire import SCHEME, VARIABLE
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -249,7 +249,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
 
     verifies_first = True
     shows_late = False
-    common = f"folder {VARIABLE} on each host, in all its containers"
+    common = f"folder {MEMORY_FOLDER} on each host, in all its containers"
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
         self._written: dict[int, _OpenFile] = {}
 
     def holds(self, path: str) -> bool:
-        return path.startswith(SCHEME)
+        return path.startswith(MEMORY)
 
     # Large files: none comes this way, as an image is put by its server
 

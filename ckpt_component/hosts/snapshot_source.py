@@ -24,7 +24,7 @@ from ..core.commit.liveness import living_marks, marking_process
 from ..core.commit.manifest import data_folder, read_manifest
 from ..core.commit.scan import Scan
 from ..core.state.flatten import StateDict
-from ..core.storage.locate import absolute
+from ..core.storage.locate import MEMORY, absolute
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError
 from ..events import LoadReport
@@ -34,7 +34,7 @@ from ..loading.reader import Reader
 from ..managing.run_context import RunContext
 from ..managing.run_option import SnapshotSource
 from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, served_run
-from .wire import SCHEME, PeerAddress, memory_root, roots_here, token_of, tokens_at
+from .wire import PeerAddress, memory_root, roots_here, token_of, tokens_at
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +332,7 @@ class NearestReader(Reader):
 
     def _read(self, path: str, state_dict: StateDict | torch.nn.Module | None, **options: Any) -> tuple[Any, list[str]]:
         wanted = LoadOptions(**options)
-        near = None if wanted.tag is not None or path.startswith(SCHEME) else self._nearest(path, wanted.alone)
+        near = None if wanted.tag is not None or path.startswith(MEMORY) else self._nearest(path, wanted.alone)
         if near is not None:
             try:
                 return super().read(near, state_dict, **{**options, "manifest": None})

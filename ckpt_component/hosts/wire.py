@@ -29,12 +29,11 @@ from typing import NamedTuple
 
 from ..core.outside import HOST_VARIABLE, OUTSIDE, Outside, Socket
 from ..core.processes.framing import Channel, FrameSignatures
+from ..core.storage.locate import MEMORY, MEMORY_FOLDER, memory_folder
 
 logger = logging.getLogger("ckpt_component.storage")
 
-SCHEME = "host://"
-_PATH = re.compile(rf"{SCHEME}(.*)@([\w.-]+)(?:/.*)?", re.S)
-VARIABLE = "CKPT_RUNTIME_DIR"
+_PATH = re.compile(rf"{MEMORY}(.*)@([\w.-]+)(?:/.*)?", re.S)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PAUSE_SECONDS, _LOCK_SECONDS = 0.02, 10.0
 #: How often to make a folder that others remove because it is empty.
@@ -48,7 +47,7 @@ def memory_root(durable_root: str, token: str) -> str:
         durable_root: absolute path, or URL, of its checkpoints
         token: of the run
     """
-    return f"{SCHEME}{_plain(durable_root)}@{token}"
+    return f"{MEMORY}{_plain(durable_root)}@{token}"
 
 
 def token_of(path: str) -> str:
@@ -92,9 +91,9 @@ def runtime_folder(outside: Outside = OUTSIDE) -> str:
 
 def _safe_folder(outside: Outside) -> str:
     """The folder that nobody else can open, and its check; see `runtime_folder`."""
-    path = outside.environment.get(VARIABLE) or f"/tmp/ckpt-{os.getuid()}"
+    path = memory_folder(outside)
     if not os.path.isabs(path):
-        raise OSError(errno.EINVAL, f"{VARIABLE} is not an absolute path; set it to one, or unset it", path)
+        raise OSError(errno.EINVAL, f"{MEMORY_FOLDER} is not an absolute path; set it to one, or unset it", path)
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -281,7 +280,9 @@ def _id_of(plain: str) -> str:
 
 def _refused(path: str, why: str | OSError) -> OSError:
     number, reason = (errno.EACCES, why) if isinstance(why, str) else (why.errno or errno.EIO, why.strerror or why)
-    text = f"{path} cannot have the sockets of snapshots in memory: {reason}; set {VARIABLE} to a folder of your own"
+    text = (
+        f"{path} cannot have the sockets of snapshots in memory: {reason}; set {MEMORY_FOLDER} to a folder of your own"
+    )
     return OSError(number, text)
 
 

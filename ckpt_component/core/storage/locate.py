@@ -31,13 +31,18 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _SCHEME.match(os.fspath(path)) is not None
 
 
+def memory_folder(outside: Outside = OUTSIDE) -> str:
+    """The folder of the sockets of processes with memory, as it is given, which need be neither safe nor there."""
+    return outside.environment.get(MEMORY_FOLDER) or f"/tmp/ckpt-{os.getuid()}"
+
+
 def may_have_memory(outside: Outside = OUTSIDE) -> bool:
     """Whether processes of this host may have memory with paths: False only where none has ever had any.
 
     Args:
         outside: of this process
     """
-    folder = outside.environment.get(MEMORY_FOLDER) or f"/tmp/ckpt-{os.getuid()}"
+    folder = memory_folder(outside)
     try:
         return not os.path.isabs(folder) or bool(os.listdir(folder))
     except FileNotFoundError:
