@@ -179,7 +179,8 @@ def copy_from_hosts(rank: Rank) -> None:
                 except OSError:
                     if not tries_left:
                         raise
-        world.acknowledged(next(job for job, saved in reversed(world.saved) if saved == step), step + 10)
+        for job in [job for job, saved in world.saved if saved == step][-1:]:  # else nobody was told that it is saved
+            world.acknowledged(job, step + 10)
 
 
 def leave_debris(world: World) -> None:
