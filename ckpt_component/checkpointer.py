@@ -19,7 +19,7 @@ from .core.commit.names import step_in_name
 from .core.commit.run_record import other_script
 from .core.coordination import Coordinator
 from .core.outside import Future
-from .core.processes.owner_process import OwnerProcess, refuse_at_exit
+from .core.processes.running import OwnerProcess, refuse_at_exit
 from .core.storage.locate import absolute, expanded, path_text
 from .errors import CheckpointError, CheckpointTypeError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport

@@ -12,8 +12,17 @@ PAGE = REPOSITORY / "docs" / "design.md"
 #: checks it.
 STOREYS = {
     "ground": (
-        *("errors", "_version", "core.waits", "core.sockets", "core.available_memory", "core.outside"),
-        *("core.memory", "core._lazy", "core.options", "core.spelling", "core.progress", "core.deprecation"),
+        *(
+            "errors",
+            "_version",
+            "core.waits",
+            "core.sockets",
+            "core.available_memory",
+            "core.outside",
+            "core.libc",
+            "core.memory",
+        ),
+        *("core.gc_control", "core._lazy", "core.options", "core.spelling", "core.progress"),
     ),
     "outside": ("core.processes", "core.lane", "core.job", "core.storage", "core.state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.commit.fencing import Owner, read_owner
 from ..core.processes.framing import Channel, Frame
-from ..core.processes.request_loop import FrameRequest, answer_requests
+from ..core.processes.serve import FrameRequest, answer_requests
 from ..core.storage.files import FileStorage
 from ..errors import CheckpointError
 from .upload_policy import UploadPolicy

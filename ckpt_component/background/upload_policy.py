@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.commit.cleanup import BestPolicy, RetentionPolicy
 from ..core.commit.manifest import hosts_of
 from ..core.commit.names import StepNames
-from ..core.commit.retention import BestPolicy, RetentionPolicy
 from ..core.commit.scan import Scan
 from ..errors import CheckpointExistsError
 

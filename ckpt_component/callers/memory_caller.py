@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.outside import OUTSIDE, Outside
-from ..core.processes.remote_error import as_local_error
+from ..core.processes.serve import as_local_error
 from ..core.writing.process import ByteProcess, WriterConnection
 from ..errors import CheckpointTimeoutError
 from .write_callers import ConnectedCaller

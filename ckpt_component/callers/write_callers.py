@@ -20,10 +20,10 @@ import psutil
 from ..core.image.arena import Arena
 from ..core.options import NICE, IoPriority, PageCache
 from ..core.outside import OUTSIDE, Outside
-from ..core.processes.priority import lower_priority
+from ..core.processes.start import lower_priority
 from ..core.spelling import member
 from ..core.storage.checksum import home_of
-from ..core.storage.folder_identity import same_folder
+from ..core.storage.locate import same_folder
 from ..core.writing.process import ByteProcess, WriterConnection, WriterProgram
 from ..core.writing.request import WriteRequest
 from ..core.writing.write_job import run_write_job

@@ -17,10 +17,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ..core.commit.cleanup import Unfinished, discard
+from ..core.commit.cleanup import RetentionPolicy, Unfinished, discard
 from ..core.commit.fencing import FencingToken
 from ..core.commit.names import ALIVE_PREFIX
-from ..core.commit.retention import RetentionPolicy
 from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError

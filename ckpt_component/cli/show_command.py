@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..core.commit.metrics import metrics_of
+from ..core.commit.manifest import metrics_of
 from ..core.commit.run_record import StoredConfig, stored_config
 from ..core.formats import Entry, Index, open_index
 from ..core.formats.checkpoints import created_of, find_checkpoint, matching_keys
-from ..core.memory.gc_control import collector_paused
+from ..core.gc_control import collector_paused
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointError, printable
 from ..exporting.export import open_blocks

@@ -14,7 +14,7 @@ from ..core.commit.manifest import read_manifest
 from ..core.formats.verification import verify_checkpoint, verify_files
 from ..core.progress import Progress
 from ..core.storage.files import local_files
-from ..core.storage.folder_identity import below
+from ..core.storage.locate import below
 from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
 from .roots import Location, is_one_checkpoint, point_elsewhere
 

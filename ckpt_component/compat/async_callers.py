@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core.options import NICE, IoPriority
 from ..core.outside import Future, Socket
-from ..core.processes.priority import lower_priority
+from ..core.processes.start import lower_priority
 from ..errors import CheckpointError, CheckpointSaveError
 from .async_request import AsyncRequest
 from .peers import Peers, ScheduledCall, this_rank

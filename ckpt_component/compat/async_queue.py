@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from ..core.options import IoPriority
-from ..core.processes.owner_process import OwnerProcess
+from ..core.processes.running import OwnerProcess
 from ..errors import CheckpointError, CheckpointSaveError
 from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from .async_request import AsyncRequest

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..core.memory.huge_pages import map_shared
 from ..core.outside import Empty
+from ..core.pages import map_shared
 from ..errors import CheckpointSaveError
 
 #: The first byte of a mailbox that has a result.

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.lane import Lane
 from ..core.outside import OUTSIDE, Future, Outside
-from ..core.processes.owner_process import OwnerProcess
+from ..core.processes.running import OwnerProcess
 from ..errors import CheckpointError, CheckpointSaveError
 from .spawn import ProcessContext, at_the_end_of
 from .worker_process import call, worker_job

@@ -19,9 +19,7 @@ from typing import Any
 
 from ..core.outside import Socket
 from ..core.processes.framing import Channel
-from ..core.processes.remote_error import failed_frame
-from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
-from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
+from ..core.processes.serve import SIGNALS_OF_THE_TRAINER, FrameRequest, Reply, answer_requests, failed_frame
 
 #: A function, its positional arguments, and its keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

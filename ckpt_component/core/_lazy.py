@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from .memory.gc_control import collector_paused
+from .gc_control import collector_paused
 
 
 def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:

@@ -27,9 +27,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from ..errors import CheckpointSaveError, CheckpointTimeoutError, RemoteTraceback, WorkerDiedError
 from .outside import OUTSIDE, Outside
-from .processes.exit_text import describe_exit
 from .processes.framing import Blobs, Frame
-from .processes.remote_error import as_local_error
+from .processes.serve import as_local_error
+from .processes.start import describe_exit
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from .outside import OUTSIDE, Future, Outside, Queue, Thread
-from .processes.owner_process import OwnerProcess, refuse_at_exit
+from .processes.running import OwnerProcess, refuse_at_exit
 
 logger = logging.getLogger(__name__)
 

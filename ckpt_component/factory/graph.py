@@ -25,9 +25,8 @@ from ..config.rules import PartFacts, refuse_unfit
 from ..config.schema import PARTS, Checkpoint, part_option
 from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.coordination import Coordinator, Hosts, LocalCoordinator
-from ..core.image.file_reuse import FileReuse, Find
-from ..core.image.unchanged_files import CommittedFile, FileBytes
-from ..core.memory.gc_control import collector_paused
+from ..core.gc_control import collector_paused
+from ..core.image.unchanged_files import CommittedFile, FileBytes, FileReuse, Find
 from ..core.options import (
     Commit,
     Durability,

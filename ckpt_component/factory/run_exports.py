@@ -10,8 +10,7 @@ from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.rules import resolved_commit
 from ..config.schema import Checkpoint
 from ..core.options import Commit, ExportFormat
-from ..core.storage.folder_identity import same_folder
-from ..core.storage.locate import absolute, expanded
+from ..core.storage.locate import absolute, expanded, same_folder
 from ..exporting.casting import check_dtype
 from ..exporting.export import ExportOptions
 from ..exporting.hugging_face import CONFIG

@@ -7,7 +7,7 @@ from typing import Any
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.rules import deadlines, longest_pause
 from ..config.schema import Checkpoint
-from ..core.commit.retention import BestPolicy, RetentionPolicy
+from ..core.commit.cleanup import BestPolicy, RetentionPolicy
 from ..core.options import MetricMode, ResolvedTimeouts
 from ..managing.policies import SavePolicy
 from ..saving.retry import ErrorPolicy

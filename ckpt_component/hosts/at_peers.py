@@ -17,7 +17,7 @@ from typing import Any
 from ..callers.memory_caller import MemoryCaller
 from ..config.schema import Recovery
 from ..core.coordination import Coordinator
-from ..core.coordination.addresses import offered_address, reachable
+from ..core.coordination.connection import offered_address, reachable
 from ..core.lane import Lane
 from ..core.options import ResolvedTimeouts
 from ..core.outside import Outside

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
-from ..core.memory.huge_pages import map_private
 from ..core.outside import OUTSIDE, Outside
+from ..core.pages import map_private
 from ..core.processes.framing import Channel, Frame
-from ..core.processes.remote_error import as_os_error
+from ..core.processes.serve import as_os_error
 from .stores import ListedFile, LocalFile, ReadableFile, SnapshotStore
 from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, refuse_newer, roots_here, token_of
 

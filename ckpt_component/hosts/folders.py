@@ -23,10 +23,10 @@ from operator import attrgetter
 from typing import IO, Any, TypeVar, cast
 
 from ..core.commit.manifest import read_manifest
-from ..core.commit.manifest_commit import ManifestCommit
 from ..core.commit.protocol import Attempt
-from ..core.memory.scratch import ScratchBlock
+from ..core.commit.protocols import ManifestCommit
 from ..core.outside import Outside
+from ..core.pages import ScratchBlock
 from ..core.progress import Progress, no_progress
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage

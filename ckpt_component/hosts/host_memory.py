@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import IO, TypeVar
 
 from ..core.outside import OUTSIDE, Outside
-from ..core.storage.file_set import FileSet, RangeRead
-from ..core.storage.file_stream import FileStream
+from ..core.storage.bucket_store import FOLDER_MARK, ObjectFolders
+from ..core.storage.file_set import FileSet, FileStream, RangeRead
 from ..core.storage.locate import MEMORY, MEMORY_FOLDER
-from ..core.storage.object_folders import FOLDER_MARK, ObjectFolders
 from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage, StoredFile
 from .client import HostClients

@@ -37,9 +37,9 @@ from ..core.commit.manifest import (
     part_of,
     read_manifest,
 )
-from ..core.commit.manifest_commit import attempts_in
 from ..core.commit.names import MANIFEST
 from ..core.commit.protocol import Attempt
+from ..core.commit.protocols import attempts_in
 from ..core.commit.scan import Scan, scan_steps
 from ..core.formats.verification import small_files, verify_part
 from ..core.outside import OUTSIDE, Latch, Outside

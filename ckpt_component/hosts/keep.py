@@ -41,20 +41,17 @@ from typing import Any, NamedTuple
 from ..core.commit.commit import is_over
 from ..core.commit.names import integrity_name
 from ..core.formats.rank_index import parse_rank_index
-from ..core.memory.huge_pages import align
 from ..core.outside import OUTSIDE, Outside, Thread
+from ..core.pages import align
 from ..core.processes.framing import Channel
-from ..core.processes.remote_error import failed_frame
-from ..core.processes.request_loop import FrameRequest, Handler
-from ..core.processes.serve import ParentChannel, serve
+from ..core.processes.serve import FrameRequest, Handler, ParentChannel, failed_frame, serve
 from ..core.storage.checksum import Checksum, find_checksum
 from ..core.storage.storage import Storage
 from ..core.writing.orphan_commit import UndecidedSave
 from ..core.writing.range_writer import SumCursor, Throttle
-from ..core.writing.request import ReusedFile, WriteRequest, WriteResult
+from ..core.writing.request import Extent, ReusedFile, WriteRequest, WriteResult
 from ..core.writing.worker import ByteWorker, MappedArena
 from ..core.writing.write_job import sizes_of, sum_objects, write_integrity
-from ..core.writing.write_table import Extent
 from ..errors import CheckpointError, CheckpointFencedError
 from .client import ANSWER_SECONDS, FetchedFile, HostClients, PeerClient
 from .host_memory import HostMemory

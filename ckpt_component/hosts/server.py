@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core.outside import OUTSIDE, Outside, Socket, Thread
 from ..core.processes.framing import Channel
-from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
+from ..core.processes.serve import FrameRequest, Reply, answer_requests
 from .stores import LocalFile, ServedStore
 from .wire import VERSION, SocketPlace, greet_peer, listen_to_peers
 

@@ -36,16 +36,15 @@ from functools import partial
 from operator import attrgetter
 from typing import IO, Any, NamedTuple
 
+from ..core import libc
 from ..core.coordination import Coordinator
-from ..core.coordination.addresses import offered_address, reachable
+from ..core.coordination.connection import offered_address, reachable
 from ..core.formats.index import Index
-from ..core.memory import libc
-from ..core.memory.scratch import ScratchBlock
 from ..core.options import ResolvedTimeouts
 from ..core.outside import Outside, Thread
+from ..core.pages import ScratchBlock
 from ..core.processes.framing import Channel
-from ..core.processes.remote_error import as_os_error
-from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
+from ..core.processes.serve import FrameRequest, Reply, answer_requests, as_os_error
 from ..core.progress import Progress, no_progress
 from ..core.storage.checksum import Checksum, fastest
 from ..core.storage.file_set import FileSet, RangeRead, extents_of

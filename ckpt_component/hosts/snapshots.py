@@ -18,7 +18,7 @@ from ..callers.memory_caller import MemoryCaller, Retired
 from ..core.commit.commit import new_attempt
 from ..core.commit.protocol import Attempt
 from ..core.image.arena import Arena
-from ..core.image.file_reuse import ProvedReuse
+from ..core.image.unchanged_files import ProvedReuse
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointSaveError
 from ..events import SaveReport

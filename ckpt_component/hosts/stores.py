@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..core.memory.huge_pages import SharedPages, map_sealed
 from ..core.outside import OUTSIDE, Outside
+from ..core.pages import SharedPages, map_sealed
 from ..core.storage.safe_open import open_to_read
 
 logger = logging.getLogger("ckpt_component.storage")

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..background.follower import Follower
-from ..core.coordination.addresses import offered_address, reachable
+from ..core.coordination.connection import offered_address, reachable
+from ..core.storage.bucket_store import FOLDER_MARK
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import new_token
-from ..core.storage.object_folders import FOLDER_MARK
 from ..core.storage.tree_removal import remove_if_empty
 from ..errors import CheckpointConfigError, CheckpointError
 from ..managing.run_context import RunContext

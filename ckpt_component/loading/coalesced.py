@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ..core.formats.rank_index import ItemColumns
-from ..core.memory.libc import IOV_BYTES, IOV_MAX
-from ..core.memory.scratch import BLOCK_BYTES
+from ..core.libc import IOV_BYTES, IOV_MAX
+from ..core.pages import BLOCK_BYTES
 from ..core.state.int_columns import column_of
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import GAP_BYTES, FileSet, RangeRead

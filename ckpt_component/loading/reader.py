@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ..core.commit.manifest import manifest_of_attempt
+from ..core.commit.protocol import wait_visible
 from ..core.commit.scan import pointed_folder
-from ..core.commit.visibility import wait_visible
 from ..core.formats.opening import open_index
 from ..core.formats.verification import verify_checkpoint
-from ..core.memory.gc_control import collector_paused
+from ..core.gc_control import collector_paused
 from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
 from ..core.state.flatten import StateDict

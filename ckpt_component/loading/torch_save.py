@@ -13,7 +13,7 @@ import torch
 from ..core.formats.index import Contents, Place
 from ..core.formats.own import OwnTorchSave
 from ..core.formats.rank_index import ItemColumns
-from ..core.memory.libc import address_of
+from ..core.libc import address_of
 from ..core.progress import Progress, no_progress
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from .foreign.torch_file import StateSource, load_stream

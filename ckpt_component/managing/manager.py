@@ -14,8 +14,8 @@ from typing import Any, cast
 from ..background.follower import Follower
 from ..callers.write_callers import PersistentCaller
 from ..checkpointer import Checkpointer
-from ..core.memory.gc_control import collector_paused
-from ..core.processes.owner_process import OwnerProcess
+from ..core.gc_control import collector_paused
+from ..core.processes.running import OwnerProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
 from ..saving.in_flight import InFlightSaves, SaveHandle

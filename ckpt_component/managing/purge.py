@@ -8,10 +8,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
-from ..core.commit.cleanup import discard
-from ..core.commit.known_steps import KnownSteps
-from ..core.commit.retention import RetentionPolicy
-from ..core.commit.scan import Scan, warn_of_skipped
+from ..core.commit.cleanup import RetentionPolicy, discard
+from ..core.commit.scan import KnownSteps, Scan, warn_of_skipped
 from ..core.lane import Lane
 from .run_context import RunContext
 

@@ -15,7 +15,7 @@ from ..checkpointer import Checkpointer
 from ..core.commit.cleanup import Unfinished, quarantine, wait_for_writers
 from ..core.commit.scan import Scan, both, is_deleted, repair_pointer
 from ..core.state.flatten import not_a_state
-from ..core.storage.folder_identity import same_folder
+from ..core.storage.locate import same_folder
 from ..core.storage.space import amount
 from ..errors import (
     CheckpointCorruptError,

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.commit.cleanup import BestPolicy
 from ..core.commit.names import StepNames
-from ..core.commit.retention import BestPolicy
 from ..core.commit.scan import Scan, both, scan_steps, warn_of_skipped
 from ..core.coordination import Coordinator, Hosts, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..core.options import ResolvedTimeouts
 from ..core.outside import Outside
-from ..core.storage.folder_identity import below
-from ..core.storage.locate import Storages, is_url
+from ..core.storage.locate import Storages, below, is_url
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError
 from ..events import EventRecorder

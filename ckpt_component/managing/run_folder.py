@@ -13,14 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..background.follower import Follower
-from ..core.commit.cleanup import discard, quarantine
+from ..core.commit.cleanup import RetentionPolicy, discard, quarantine
 from ..core.commit.fencing import FencingToken, Owner
 from ..core.commit.protocols import protocol_of
-from ..core.commit.retention import RetentionPolicy
 from ..core.commit.scan import Scan, examine, read_pointer, write_pointer
 from ..core.spelling import typed
-from ..core.storage.folder_identity import same_folder
-from ..core.storage.locate import absolute
+from ..core.storage.locate import absolute, same_folder
 from ..errors import (
     CheckpointExistsError,
     CheckpointSaveError,

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from ..core.coordination import Coordinator
-from ..core.processes.owner_process import OwnerProcess
+from ..core.processes.running import OwnerProcess
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
 
 logger = logging.getLogger(__name__)

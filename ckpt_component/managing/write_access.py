@@ -8,7 +8,7 @@ import os
 
 from ..core.commit.fencing import FencingToken
 from ..core.commit.names import TRIAL_PREFIX
-from ..core.commit.visibility import wait_visible
+from ..core.commit.protocol import wait_visible
 from ..core.storage.new_names import new_token
 from ..core.storage.space import FULL
 from ..core.storage.storage import Storage

@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 from ..core.commit.manifest import checkpoint_around
 from ..core.progress import Progress, no_progress
 from ..core.storage.files import FileStorage
-from ..core.storage.folder_identity import same_folder
-from ..core.storage.locate import absolute, is_url, storage_at
+from ..core.storage.locate import absolute, is_url, same_folder, storage_at
 from ..core.storage.storage import Storage
 from ..errors import (
     CheckpointConfigError,

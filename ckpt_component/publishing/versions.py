@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..core.commit.known_steps import KnownSteps
 from ..core.commit.names import ALIVE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, StepNames
 from ..core.commit.protocols import creates_targets
-from ..core.commit.scan import warn_of_skipped
+from ..core.commit.scan import KnownSteps, warn_of_skipped
 from ..core.storage.new_names import NEW_PREFIX
 from ..core.storage.storage import Storage
 from ..errors import CheckpointNotFoundError

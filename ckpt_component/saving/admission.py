@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict
 
-from ..core.commit.metrics import encode_metrics
+from ..core.commit.manifest import encode_metrics
 from ..core.commit.names import owned_token
 from ..core.storage.new_names import new_token
 from ..errors import (

@@ -20,7 +20,7 @@ from ..core.commit.liveness import AttemptLock
 from ..core.commit.protocol import Attempt
 from ..core.image.unchanged_files import SharedFile
 from ..core.options import OnDifferentReplicas
-from ..core.processes.owner_process import refuse_at_exit
+from ..core.processes.running import refuse_at_exit
 from ..core.progress import no_progress
 from ..core.state.differences import ReplicaDifference, differing
 from ..core.storage.space import FULL, amount, full_text, rate, refuse_without_room

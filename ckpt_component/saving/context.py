@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..core.commit.commit import refuse_existing
 from ..core.coordination import Coordinator
-from ..core.image.file_reuse import FileReuse
+from ..core.image.unchanged_files import FileReuse
 from ..core.options import ResolvedTimeouts
 from ..core.progress import Progress, no_progress
 from ..core.storage.storage import Storage

@@ -13,7 +13,7 @@ from typing import Any
 from ..callers.write_callers import WriteCaller
 from ..core.commit.protocols import protocol_of
 from ..core.outside import Future
-from ..core.processes.owner_process import OwnerProcess, refuse_at_exit
+from ..core.processes.running import OwnerProcess, refuse_at_exit
 from ..errors import CheckpointError
 from ..events import SaveReport
 from ..stagers.base import Stager

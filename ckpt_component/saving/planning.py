@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core.memory.freed import give_back_freed
-from ..core.memory.gc_control import collector_paused
+from ..core.gc_control import collector_paused
+from ..core.pages import give_back_freed
 from ..core.state.dedup import names_held
 from ..core.writing.request import EncodedSave
 from ..errors import ranks_failed

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 
 from ..core.lane import Lane
-from ..core.processes.owner_process import ENDING
+from ..core.processes.running import ENDING
 from ..errors import CheckpointError
 from ..events import SaveReport
 from .attempts import SaveAttempts

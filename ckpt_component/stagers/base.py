@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.coordination import Coordinator
+from ..core.gc_control import collector_paused
 from ..core.image.arena import Arena
-from ..core.image.file_reuse import FileReuse
 from ..core.image.layout import Layout
-from ..core.image.unchanged_files import UnchangedFiles
-from ..core.memory.gc_control import collector_paused
+from ..core.image.unchanged_files import FileReuse, UnchangedFiles
 from ..core.outside import OUTSIDE, Future
 from ..core.state.dedup import Selection, Share
 from ..core.state.flatten import FlatState, flatten, is_torch_own

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import torch
 
+from ..core.gc_control import collector_paused
 from ..core.image.arena import Arena
 from ..core.image.arena_pool import ArenaPool
 from ..core.image.copy import CopyPlan, CopyTasks, sources_of
 from ..core.image.layout import Layout
 from ..core.image.unchanged_files import UnchangedFiles
-from ..core.memory.gc_control import collector_paused
 from ..core.options import ARENAS
 from ..core.outside import OUTSIDE, Future, Outside
 from ..core.state.dedup import likely_bytes

@@ -26,8 +26,7 @@ from ..core.state.dict_classes import is_class_kind
 from ..core.state.paths import key_of
 from ..core.state.structure import Structure
 from ..core.storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
-from ..core.writing.request import EncodedSave, WriteOptions
-from ..core.writing.write_table import Extent, FileSpec, WriteTable, places_of
+from ..core.writing.request import EncodedSave, Extent, FileSpec, WriteOptions, WriteTable, places_of
 from ..errors import CheckpointConfigError, CheckpointStageError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.memory.gc_control import collector_paused
+from ..core.gc_control import collector_paused
 from ..core.state.coverage import cover_fault
 from ..core.state.paths import Path, key_of
 from ..errors import CheckpointStageError

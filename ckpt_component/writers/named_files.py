@@ -16,13 +16,12 @@ from typing import Any
 
 from ..core.commit.names import MANIFEST, RUN_RECORD
 from ..core.image.layout import ImageFile, Item, Layout
-from ..core.memory.huge_pages import PAGE, align
+from ..core.pages import PAGE, align
 from ..core.state.paths import key_of
 from ..core.state.structure import Relation, Stored, Structure
 from ..core.state.tensor_parts import CONTEXT
 from ..core.storage.safe_open import is_plain_name
-from ..core.writing.request import EncodedSave, ObjectBlob
-from ..core.writing.write_table import Extent
+from ..core.writing.request import EncodedSave, Extent, ObjectBlob
 from ..errors import CheckpointStageError
 from .base import FormatPlan, Writer, extents_by_bytes, make_table
 from .safetensors import SafetensorsPlan

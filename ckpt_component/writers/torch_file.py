@@ -19,8 +19,8 @@ import torch
 from ..core.commit.names import CHECKSUMS
 from ..core.formats.zip_records import CRC_AT, ITEM_ALIGNMENT, central_header, end_of_directory, local_header
 from ..core.image.layout import ImageFile, Item, Layout
-from ..core.memory.huge_pages import align
 from ..core.options import ChecksumName
+from ..core.pages import align
 from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.structure import Structure
 from ..core.writing.request import EncodedSave, ObjectBlob

@@ -18,7 +18,7 @@ import torch
 
 from ..core.formats.zip_records import ITEM_ALIGNMENT, central_header, end_of_directory, local_header
 from ..core.image.layout import ImageFile, Item, Layout
-from ..core.memory.huge_pages import align
+from ..core.pages import align
 from ..core.state import objects as object_codec
 from ..core.state.dense_tensors import tensor_bytes
 from ..core.state.flatten import unflatten

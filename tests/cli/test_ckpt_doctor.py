@@ -17,8 +17,7 @@ from ckpt_component.cli import doctor_command
 from ckpt_component.cli.app import main
 from ckpt_component.cli.health import folder_checks, host_checks, machine_checks, memory_checks
 from ckpt_component.cli.health.package_checks import check_packages
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -80,8 +79,8 @@ def test_the_text_has_a_line_for_what_to_do(capsys: pytest.CaptureFixture[str], 
 def test_a_folder_where_saves_fail(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failpoint: str, what: str
 ) -> None:
-    monkeypatch.setenv(SPEC, failpoint)
-    monkeypatch.setenv(LOG, str(tmp_path / "log"))
+    monkeypatch.setenv(FAILPOINT, failpoint)
+    monkeypatch.setenv(FAILPOINT_LOG, str(tmp_path / "log"))
     root = tmp_path / "root"
     root.mkdir()
     code, found = doctor(capsys, str(root))

@@ -20,8 +20,8 @@ from ckpt_component import build_manager
 from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.background.uploader import Uploader
+from ckpt_component.core.commit.cleanup import RetentionPolicy
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.locate import storage_at

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ckpt_component.core.coordination.addresses import is_loopback, own_address
+from ckpt_component.core.coordination.connection import is_loopback, own_address
 from ckpt_component.core.outside import OUTSIDE
 
 

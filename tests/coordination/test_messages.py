@@ -12,7 +12,7 @@ from strides import in_turn
 from ckpt_component import CheckpointError, CheckpointSaveError, RanksError
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
-from ckpt_component.core.coordination.polled_coordinator import PolledCoordinator
+from ckpt_component.core.coordination.store_coordinator import PolledCoordinator
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import Simulation
 

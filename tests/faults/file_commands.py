@@ -12,13 +12,12 @@ import ckpt_component.cli.cp_command
 import ckpt_component.cli.gc_command
 import ckpt_component.cli.rm_command  # noqa: F401  # before any fork
 from ckpt_component.cli.app import main
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 
 
 def ckpt(arguments: Sequence[str], failpoint: str, log: str, across: bool) -> int | None:
     """Run a command; `across`: as if all folders were on other file systems. Returns the exit code."""
-    os.environ |= {SPEC: failpoint, LOG: log} if failpoint else {}
+    os.environ |= {FAILPOINT: failpoint, FAILPOINT_LOG: log} if failpoint else {}
     if across:
         genuine = FileStorage.rename_new
 

@@ -22,7 +22,7 @@ from ckpt_component import (
     WorkerDiedError,
     build_manager,
 )
-from ckpt_component.core.storage.faults import LOG, SPEC
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 
@@ -49,7 +49,7 @@ def live(root: str, acks: str, saves: int, log: str, failpoint: str = "", preset
     Returns:
         Unless it is killed: the violations that it found, and how many saves failed.
     """
-    os.environ |= {LOG: log} | ({SPEC: failpoint} if failpoint else {})
+    os.environ |= {FAILPOINT_LOG: log} | ({FAILPOINT: failpoint} if failpoint else {})
     acknowledged = newest_ack(acks)
     Path(f"{log}.ready0").touch()
     try:
@@ -88,7 +88,7 @@ def live_on_ranks(
     waits for the others.
     """
     os.environ["RANK"] = str(rank)
-    os.environ |= {LOG: log} | ({SPEC: failpoint} if failpoint else {})
+    os.environ |= {FAILPOINT_LOG: log} | ({FAILPOINT: failpoint} if failpoint else {})
     wrong: list[str] = []
     failed = None
     try:

@@ -26,9 +26,8 @@ from inside import tidied
 from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.faults.operation_log import read_log
-from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.failpoint_fs import read_log
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 from ckpt_component.core.storage.new_names import NEW_PREFIX
 from ckpt_component.testing import faults
 
@@ -74,11 +73,11 @@ def wrong_after_failure(root: str, step: int) -> list[str]:
 
 @contextlib.contextmanager
 def failpoint(text: str, log: str) -> Iterator[None]:
-    os.environ |= {SPEC: text, LOG: log}
+    os.environ |= {FAILPOINT: text, FAILPOINT_LOG: log}
     try:
         yield
     finally:
-        os.environ.pop(SPEC), os.environ.pop(LOG)
+        os.environ.pop(FAILPOINT), os.environ.pop(FAILPOINT_LOG)
 
 
 def fill_disk(root: str, preset: str, overrides: list[str], inodes: bool = False) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from faults.workloads import newest_ack
 from forker import Forker
 from strides import first_of, in_turn
 
-from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.failpoint_fs import read_log
 
 pytestmark = pytest.mark.slow
 ALL = [pytest.mark.soak, pytest.mark.timeout(400)]

@@ -19,9 +19,8 @@ from ckpt_component import build_manager
 from ckpt_component.core.commit.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, staging_path, trash_path
 from ckpt_component.core.commit.scan import read_pointer, scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
-from ckpt_component.core.storage.faults import LOG
-from ckpt_component.core.storage.faults.operation_log import read_log
-from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.failpoint_fs import read_log
+from ckpt_component.core.storage.files import FAILPOINT_LOG, FileStorage
 from ckpt_component.core.storage.new_names import new_token
 
 MANY = 200
@@ -112,7 +111,7 @@ def run_through(kind: str, action: str, stride: int, forker: Forker, template: P
         done = there == (a, b)
         age(str(place))
         again = forker.run(
-            "faults.file_commands:ckpt", {LOG: ""}, arguments=arguments, failpoint="", log="", across=across
+            "faults.file_commands:ckpt", {FAILPOINT_LOG: ""}, arguments=arguments, failpoint="", log="", across=across
         )
         # What is gone cannot be moved or deleted once more.
         assert again == 0 or (done and kind != "cp" and kind != "gc") or kind == "rm", f"again after {told}"

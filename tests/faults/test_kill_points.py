@@ -19,9 +19,8 @@ from forker import Forker
 from strides import first_of
 
 from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.faults.failpoints import EFFECTS
-from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.failpoint_fs import EFFECTS, read_log
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +59,7 @@ def enumerate_kills(
     """
     root, acks, wrong = str(folder / "root"), str(folder / "acks"), []
     kills = 0
-    env = {SPEC: always, LOG: str(folder / "looks")} if always else {}
+    env = {FAILPOINT: always, FAILPOINT_LOG: str(folder / "looks")} if always else {}
     for number in range(first_of(stride), MANY, stride):
         log = str(folder / f"ops{number}")
         action = "kill" if victim == "self" else "stop"

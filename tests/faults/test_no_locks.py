@@ -23,8 +23,7 @@ from ckpt_component.core.commit.cleanup import Unfinished
 from ckpt_component.core.commit.liveness import QUIET_SECONDS, AttemptLock
 from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON
 from ckpt_component.core.commit.protocol import Attempt
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 from ckpt_component.core.storage.new_names import new_token
 
 pytestmark = pytest.mark.slow
@@ -41,8 +40,8 @@ class NoLocks(FileStorage):
 @pytest.fixture
 def without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, and in the writer processes that it starts."""
-    monkeypatch.setenv(SPEC, NO_LOCKS)
-    monkeypatch.setenv(LOG, str(tmp_path / "ops"))
+    monkeypatch.setenv(FAILPOINT, NO_LOCKS)
+    monkeypatch.setenv(FAILPOINT_LOG, str(tmp_path / "ops"))
 
 
 def begun(fs: FileStorage, root: Path, step: int) -> Attempt:

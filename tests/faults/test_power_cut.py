@@ -23,7 +23,7 @@ from faults.workloads import newest_ack
 from forker import Forker
 from strides import first_of
 
-from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.failpoint_fs import read_log
 from ckpt_component.testing import Disk as SimulatedDisk, DiskFile, SimulatedFiles
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from publishing.publish_worlds import bytes_of, save, weights_at
 from publishing.published_format import is_delta, pull
 from strides import first_of
 
-from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.failpoint_fs import read_log
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.publishing.versions import Versions, chain_to
 

@@ -13,7 +13,7 @@ import ckpt_component.factory.graph as factory
 from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager
 from ckpt_component.config.hydra.parts import part_class
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.storage.faults import LOG, SPEC
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 
 KEEP_ONE = ("checkpoint.keep.last=1", "checkpoint.save.at_end=false", "checkpoint.timeouts.close=20")
 
@@ -59,7 +59,7 @@ def crash_round(
     if wrong:
         return {"violations": wrong}
     acknowledge(acks, step)
-    os.environ |= {SPEC: failpoint, LOG: log}
+    os.environ |= {FAILPOINT: failpoint, FAILPOINT_LOG: log}
     if bare:
         with build_checkpointer(preset, (*KEEP_ONE, *overrides)) as checkpointer:
             futures = checkpointer.save(state_of(step + 1), os.path.join(root, MEGATRON.folder(step + 1)))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_component.core import libc
 from ckpt_component.core.image.copy import CopyPlan, CopyTasks, copy_on_host
-from ckpt_component.core.memory import libc
 
 
 def mixed() -> list[torch.Tensor]:

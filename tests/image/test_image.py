@@ -301,7 +301,7 @@ def test_a_shared_arena_has_all_its_pages_from_the_beginning(
 ) -> None:
     """One that is only sized would kill whoever writes to it when memory runs out."""
     if advice is not None:
-        monkeypatch.setattr("ckpt_component.core.memory.huge_pages.MADV_POPULATE_WRITE", advice)
+        monkeypatch.setattr("ckpt_component.core.pages.MADV_POPULATE_WRITE", advice)
     arena = Arena(5 << 20, shared=True)
     try:
         assert arena.fd is not None and os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes == 5 << 20

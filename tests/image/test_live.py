@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_component.core import libc
 from ckpt_component.core.coordination import LocalCoordinator
 from ckpt_component.core.image.live_source import LiveSource
-from ckpt_component.core.memory import libc
-from ckpt_component.core.memory.huge_pages import PAGE
+from ckpt_component.core.pages import PAGE
 from ckpt_component.stagers.base import Stager
 from ckpt_component.stagers.live import LiveStager
 from ckpt_component.stagers.shared_memory import SharedMemoryStager

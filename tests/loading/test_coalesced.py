@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
+from ckpt_component.core import libc
 from ckpt_component.core.formats.rank_index import item_columns
-from ckpt_component.core.memory import libc
-from ckpt_component.core.memory.scratch import ScratchBlock
+from ckpt_component.core.pages import ScratchBlock
 from ckpt_component.core.storage.checksum import Checksum, find_checksum
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.loading.coalesced import SMALL_BYTES, CoalescedReads, TensorItems

@@ -22,7 +22,7 @@ from evidence import Record
 from ckpt_component import CheckpointCorruptError, CheckpointError, build_checkpointer
 from ckpt_component.core.formats import open_index
 from ckpt_component.core.image.copy import LARGE_BYTES
-from ckpt_component.core.memory.libc import IOV_MAX
+from ckpt_component.core.libc import IOV_MAX
 from ckpt_component.core.storage.file_set import CHUNK_BYTES
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.writing.request import WriteOptions

@@ -19,12 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_component import CheckpointCorruptError, build_checkpointer
-from ckpt_component.core.memory import page_cache
-from ckpt_component.core.memory.page_cache import share_in_memory
-from ckpt_component.core.storage import direct_io, open_files
-from ckpt_component.core.storage.direct_io import DirectReader
+from ckpt_component.core.storage import open_files
 from ckpt_component.core.storage.file_set import RangeRead
-from ckpt_component.core.storage.open_files import OpenFiles
+from ckpt_component.core.storage.open_files import DirectReader, OpenFiles, share_in_memory
 from ckpt_component.core.storage.safe_open import is_on_disk, kind_of
 from ckpt_component.loading.reader import shares_host
 
@@ -68,7 +65,7 @@ def cached_share(path: Path) -> float:
     """How much of a file is in memory."""
     with open(path, "rb") as file:
         pages = range(0, path.stat().st_size, 4096)
-        return sum(page_cache.are_cached(file.fileno(), pages)) / len(pages)
+        return sum(open_files.are_cached(file.fileno(), pages)) / len(pages)
 
 
 def direct_opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -177,7 +174,7 @@ def direct_reader(folder: Path, fd: int) -> Iterator[DirectReader]:
 
 
 #: Of a range that is read by direct I/O, at least, and in one piece, at most.
-LEAST, MOST = 64 << 10, direct_io.MAX_BYTES
+LEAST, MOST = 64 << 10, open_files.MAX_BYTES
 
 
 @pytest.mark.parametrize("offset", [0, 1, 511, 4095, 4096, 70_001])
@@ -308,7 +305,7 @@ def test_a_cache_that_cannot_be_looked_at(
     def failing(fd: int, offsets: Sequence[int]) -> list[bool]:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(page_cache, "are_cached", failing)
+    monkeypatch.setattr(open_files, "are_cached", failing)
     with build_checkpointer("sync") as checkpointer, caplog.at_level(logging.INFO):
         check_loaded(checkpointer.load(path))
     assert not opens and sum("cannot query the page cache" in record.message for record in caplog.records) == 1
@@ -370,7 +367,7 @@ def test_samples_are_spread_over_all_ranges(tmp_path: Path, monkeypatch: pytest.
         samples.extend((fd, offset) for offset in offsets)
         return [False] * len(offsets)
 
-    monkeypatch.setattr(page_cache, "are_cached", are_cached)
+    monkeypatch.setattr(open_files, "are_cached", are_cached)
     assert share_in_memory(small) == 0
     for fd in fds:
         os.close(fd)

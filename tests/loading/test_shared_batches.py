@@ -18,7 +18,7 @@ from ckpt_component.core.coordination import StoreCoordinator
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.outside import OUTSIDE
 from ckpt_component.core.processes.framing import Channel
-from ckpt_component.core.processes.request_loop import Reply
+from ckpt_component.core.processes.serve import Reply
 from ckpt_component.core.storage.file_set import FileSet, RangeRead
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles

@@ -3,7 +3,7 @@
 In the folder tests:
 
     python -m mutation.mutate                                    all files of `ROOMS`; takes hours
-    python -m mutation.mutate managing core/commit/retention.py
+    python -m mutation.mutate managing core/commit/cleanup.py
     python -m mutation.mutate --changed main                     the files that differ from a branch
     python -m mutation.mutate --among FILE --more 10 saving      those that a file lists, with more tests
     python -m mutation.mutate --tests tests/saving/test_keep.py managing/policies.py

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_component.core.processes.framing import Channel
-from ckpt_component.core.processes.remote_error import failed_frame
-from ckpt_component.core.processes.request_loop import Reply, answer_requests
-from ckpt_component.core.processes.serve import serve
+from ckpt_component.core.processes.serve import Reply, answer_requests, failed_frame, serve
 
 
 def main() -> None:

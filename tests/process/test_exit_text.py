@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_component.core.processes.exit_text import describe_exit
+from ckpt_component.core.processes.start import describe_exit
 
 
 @pytest.mark.parametrize(

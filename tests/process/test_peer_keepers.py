@@ -18,8 +18,15 @@ from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.process import ByteProcess, WriterProgram
-from ckpt_component.core.writing.request import ObjectBlob, WriteOptions, WriteRequest
-from ckpt_component.core.writing.write_table import Extent, FileSpec, WriteTable, places_of
+from ckpt_component.core.writing.request import (
+    Extent,
+    FileSpec,
+    ObjectBlob,
+    WriteOptions,
+    WriteRequest,
+    WriteTable,
+    places_of,
+)
 from ckpt_component.errors import CheckpointSaveError
 from ckpt_component.hosts.client import HostClient, PeerClient
 from ckpt_component.hosts.host_memory import HostMemory

@@ -14,7 +14,7 @@ SCRIPT = """
 import os, subprocess
 import psutil
 from ckpt_component.core.options import IoPriority
-from ckpt_component.core.processes.priority import lower_priority
+from ckpt_component.core.processes.start import lower_priority
 os.setuid(65534)
 processes = [
     subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=own) for own in (True, True, True, False)

@@ -10,8 +10,15 @@ import pytest
 
 from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.core.processes.framing import Channel, FrameSignatures
-from ckpt_component.core.processes.remote_error import as_local_error, as_os_error, failed_frame
-from ckpt_component.core.processes.request_loop import END, FrameRequest, Reply, answer_requests
+from ckpt_component.core.processes.serve import (
+    END,
+    FrameRequest,
+    Reply,
+    answer_requests,
+    as_local_error,
+    as_os_error,
+    failed_frame,
+)
 from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError, error_as_plain, error_from_plain
 from ckpt_component.testing.simulation import Simulation
 

@@ -12,13 +12,13 @@ from published import leftovers, version_at
 
 import ckpt_component.publishing.delta_files  # noqa: F401  # before any fork
 from ckpt_component import CheckpointError
-from ckpt_component.core.storage.faults import LOG, SPEC
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 from ckpt_component.publishing.receiver import Receiver
 
 
 def receive(source: str, folder: str, numbers: Sequence[int], failpoint: str, log: str) -> str:
     """Bring a folder to one version after the other; returns the error in words, or nothing."""
-    os.environ |= {SPEC: failpoint, LOG: log}
+    os.environ |= {FAILPOINT: failpoint, FAILPOINT_LOG: log}
     try:
         with Receiver(source, folder) as receiver:
             for number in numbers:

@@ -15,7 +15,7 @@ from forker import Forker
 from published import Source, assert_at, leftovers, pull, random_state, version_at
 from strides import first_of
 
-from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.failpoint_fs import read_log
 
 MANY = 400
 

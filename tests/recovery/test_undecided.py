@@ -21,8 +21,7 @@ from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.orphan_commit import UndecidedSave
-from ckpt_component.core.writing.request import WriteOptions, WriteRequest
-from ckpt_component.core.writing.write_table import WriteTable
+from ckpt_component.core.writing.request import WriteOptions, WriteRequest, WriteTable
 from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError
 from ckpt_component.hosts.keep import SnapshotProcess
 from ckpt_component.hosts.server import SnapshotServer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt_component import build_checkpointer
-from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.failpoint_fs import read_log
 
 #: What changes the content of a file.
 WRITES = ("write", "copy", "truncate")

@@ -28,7 +28,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.image.copy import CopyTasks
-from ckpt_component.core.storage.faults import LOG, SPEC
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 from ckpt_component.events import SaveReport
 from ckpt_component.saving.context import NoRun
 from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle
@@ -356,8 +356,8 @@ def test_a_refusal_that_the_program_caught_is_not_raised_again_at_the_end(
 def test_a_last_step_that_failed_is_tried_once_more_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(LOG, str(tmp_path / "operations"))
-    monkeypatch.setenv(SPEC, "create:path=iter_0000002:nth=1:action=raise:ENOSPC")
+    monkeypatch.setenv(FAILPOINT_LOG, str(tmp_path / "operations"))
+    monkeypatch.setenv(FAILPOINT, "create:path=iter_0000002:nth=1:action=raise:ENOSPC")
     with (
         build_manager("sync", dir=tmp_path / "run") as manager,
         pytest.raises(CheckpointSaveError, match="No space left"),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ckpt_component.core.commit.retention import BestPolicy, RetentionPolicy
+from ckpt_component.core.commit.cleanup import BestPolicy, RetentionPolicy
 
 
 @pytest.mark.parametrize(

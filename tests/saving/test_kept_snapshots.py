@@ -26,7 +26,7 @@ from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import Coordinator, LocalCoordinator
 from ckpt_component.core.image.arena import Arena
-from ckpt_component.core.image.file_reuse import FileReuse
+from ckpt_component.core.image.unchanged_files import FileReuse
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.state.unchanged_tensors import UnchangedTensors
 from ckpt_component.core.storage.locate import file_storage

@@ -16,7 +16,7 @@ from ranks import finish_ranks, run_ranks, start_ranks
 
 from ckpt_component import CheckpointLoadError, build_checkpointer, build_manager
 from ckpt_component.core.commit.names import ALIVE_PREFIX
-from ckpt_component.core.storage.faults import LOG, SPEC
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def trainers_killed_in_mid_write(folder: Path, before: int, locks: bool = True) 
     """The stopped writer processes of two ranks whose trainers are dead."""
     env: dict[str, Any] = {"SAVED_BEFORE": str(before)}
     if not locks:
-        env |= {SPEC: "flock:action=raise:ENOLCK", LOG: str(folder / "ops")}
+        env |= {FAILPOINT: "flock:action=raise:ENOLCK", FAILPOINT_LOG: str(folder / "ops")}
     ranks = start_ranks(SCRIPT, "all_killed_in_mid_write", 2, folder, **env)
     writers = []
     try:

@@ -32,17 +32,15 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.core.commit.cleanup import discard, wait_for_writers
+from ckpt_component.core.commit.cleanup import RetentionPolicy, discard, wait_for_writers
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.names import MEGATRON, QUARANTINE_PREFIX
-from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.coordination import StoreCoordinator
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.outside import Outside
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.faults.operation_log import read_log
-from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.failpoint_fs import read_log
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.events import CheckpointListener, LoadReport
 from ckpt_component.managing.policies import ResumePolicy
@@ -509,8 +507,8 @@ def test_a_restore_reads_each_manifest_once(commit: str, tmp_path: Path, monkeyp
     with manager_in(root, *usual) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"weight": torch.full((1000,), float(step)), "step": step})
-    monkeypatch.setenv(LOG, str(log))
-    monkeypatch.setenv(SPEC, "read:path=manifest.json:action=sleep:0")
+    monkeypatch.setenv(FAILPOINT_LOG, str(log))
+    monkeypatch.setenv(FAILPOINT, "read:path=manifest.json:action=sleep:0")
     assert restored(root, *usual) == 3
     read = Counter(entry.path for entry in read_log(f"{log}.fired"))
     assert read == {str(root / f"iter_{step:07d}" / "manifest.json"): 1 for step in (1, 2, 3)}

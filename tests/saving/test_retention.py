@@ -19,9 +19,8 @@ from inside import tidied
 from outsides import Ending
 
 from ckpt_component import CheckpointManager, CheckpointStepError, build_manager
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.faults.operation_log import read_log
-from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.failpoint_fs import read_log
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -204,8 +203,8 @@ def test_a_step_whose_folder_was_there_before_counts_when_it_is_committed(tmp_pa
 def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counter[str]]:
     """How often a manifest was read, and a file of a step looked at, since the last call."""
     log, seen = str(tmp_path / "ops"), [0]
-    monkeypatch.setenv(LOG, log)
-    monkeypatch.setenv(SPEC, "read:path=manifest.json:action=sleep:0;size:path=/iter_:action=sleep:0")
+    monkeypatch.setenv(FAILPOINT_LOG, log)
+    monkeypatch.setenv(FAILPOINT, "read:path=manifest.json:action=sleep:0;size:path=/iter_:action=sleep:0")
 
     def count() -> Counter[str]:
         entries = read_log(f"{log}.fired")[seen[0] :]

@@ -14,8 +14,8 @@ import torch
 from damage import flip_step
 
 from ckpt_component import CheckpointCorruptError, CheckpointExistsError, build_checkpointer, build_manager
+from ckpt_component.core.commit.cleanup import RetentionPolicy
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import Scan
 from ckpt_component.core.coordination import LocalCoordinator
 from ckpt_component.core.options import ResolvedTimeouts

@@ -22,7 +22,7 @@ import ckpt_component
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointManager, CheckpointTypeError, build_manager
 from ckpt_component.core.coordination import LocalCoordinator
 from ckpt_component.core.outside import Outside
-from ckpt_component.core.processes.owner_process import OwnerProcess
+from ckpt_component.core.processes.running import OwnerProcess
 from ckpt_component.managing.stop_signals import STOPPING, StoppableLoop, StopSignals
 
 SCRIPT = Path(__file__).parent / "scripts" / "stopping.py"

@@ -27,8 +27,8 @@ from ckpt_component import (
 )
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.cli.app import main
+from ckpt_component.core.commit.cleanup import BestPolicy, RetentionPolicy
 from ckpt_component.core.commit.names import MEGATRON, OWNER
-from ckpt_component.core.commit.retention import BestPolicy, RetentionPolicy
 from ckpt_component.core.commit.scan import Scan
 from ckpt_component.core.processes.start import start_in_background
 from ckpt_component.events import read_events

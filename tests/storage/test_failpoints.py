@@ -12,32 +12,29 @@ from pathlib import Path
 import pytest
 
 from ckpt_component import build_checkpointer
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.faults.failpoint_fs import FailpointFs
-from ckpt_component.core.storage.faults.failpoints import FailpointError, parse_failpoints
-from ckpt_component.core.storage.faults.operation_log import read_log
-from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.failpoint_fs import FailpointError, FailpointFs, parse_failpoints, read_log
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 from ckpt_component.core.storage.locate import storage_at
 
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = str(tmp_path / "ops")
-    monkeypatch.setenv(LOG, path)
+    monkeypatch.setenv(FAILPOINT_LOG, path)
     return path
 
 
 def test_unset_it_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SPEC, raising=False)
-    monkeypatch.delenv(LOG, raising=False)
+    monkeypatch.delenv(FAILPOINT, raising=False)
+    monkeypatch.delenv(FAILPOINT_LOG, raising=False)
     assert type(storage_at(".")) is FileStorage
     assert not storage_at(".", durable=False).durable
 
 
 def test_a_failpoint_without_a_log_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SPEC, "any:nth=1:action=kill")
-    monkeypatch.delenv(LOG, raising=False)
-    with pytest.raises(FailpointError, match=f"{LOG} is not"):
+    monkeypatch.setenv(FAILPOINT, "any:nth=1:action=kill")
+    monkeypatch.delenv(FAILPOINT_LOG, raising=False)
+    with pytest.raises(FailpointError, match=f"{FAILPOINT_LOG} is not"):
         storage_at(".")
 
 
@@ -60,7 +57,7 @@ def test_what_cannot_be_understood_is_named(text: str, told: str) -> None:
 
 
 def test_the_nth_match_fails_and_no_other(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SPEC, "create:path=data:nth=2:action=raise:ENOSPC; unlink:from=2:action=raise:EIO")
+    monkeypatch.setenv(FAILPOINT, "create:path=data:nth=2:action=raise:ENOSPC; unlink:from=2:action=raise:EIO")
     fs = storage_at(".")
     fs.write_new(str(tmp_path / "other"), b"x")
     fs.write_new(str(tmp_path / "data1"), b"x")
@@ -78,7 +75,7 @@ def test_the_nth_match_fails_and_no_other(tmp_path: Path, log: str, monkeypatch:
 
 
 def test_a_skipped_operation_is_not_done(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SPEC, "rename_new:action=skip")
+    monkeypatch.setenv(FAILPOINT, "rename_new:action=skip")
     (tmp_path / "a").mkdir()
     storage = storage_at(".")
     assert isinstance(storage, FileStorage)
@@ -93,7 +90,7 @@ def test_a_torn_write_leaves_half(tmp_path: Path, log: str) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "file")],
-        env=os.environ | {SPEC: "write:action=torn"},
+        env=os.environ | {FAILPOINT: "write:action=torn"},
         timeout=60,
         check=False,
     )
@@ -102,7 +99,7 @@ def test_a_torn_write_leaves_half(tmp_path: Path, log: str) -> None:
 
 
 def test_the_rank_and_the_process_are_told_apart(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SPEC, "make_folder:rank=1:process=writer:action=raise:EIO")
+    monkeypatch.setenv(FAILPOINT, "make_folder:rank=1:process=writer:action=raise:EIO")
     for rank, process, fails in (("0", "writer", False), ("1", "trainer", False), ("1", "writer", True)):
         monkeypatch.setenv("RANK", rank)
         fs = storage_at(".", process=process)

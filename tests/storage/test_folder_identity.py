@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bound import asked, bound
 
-from ckpt_component.core.storage.folder_identity import below, folder_id, same_folder
+from ckpt_component.core.storage.locate import below, folder_id, same_folder
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ckpt_component.core.commit.manifest import manifest_of_attempt, read_manife
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
-from ckpt_component.core.storage.faults.failpoints import EFFECTS
+from ckpt_component.core.storage.failpoint_fs import EFFECTS
 from ckpt_component.core.storage.file_set import RangeRead
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.storage import Storage

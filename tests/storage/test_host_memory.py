@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_component.core.memory.huge_pages import SharedPages
 from ckpt_component.core.outside import OUTSIDE, Outside, Socket
+from ckpt_component.core.pages import SharedPages
 from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.storage import Storage

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt_component import build_manager
-from ckpt_component.core.commit.known_steps import KnownSteps
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON
+from ckpt_component.core.commit.scan import KnownSteps
 from ckpt_component.core.storage.files import FileStorage
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
+from ckpt_component.core import libc
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
-from ckpt_component.core.memory import libc
 from ckpt_component.core.storage import locate, tree_removal
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token

@@ -16,7 +16,6 @@ from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine, sweep_attempts
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import VERSION, encode_manifest, read_manifest
-from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import (
     ALIVE_PREFIX,
     MANIFEST,
@@ -27,6 +26,7 @@ from ckpt_component.core.commit.names import (
     trash_path,
 )
 from ckpt_component.core.commit.protocol import Attempt
+from ckpt_component.core.commit.protocols import attempts_in, is_quarantined
 from ckpt_component.core.processes.running import ProcessName
 from ckpt_component.core.storage.new_names import host_token, new_token
 from ckpt_component.errors import CheckpointConfigError, CheckpointExistsError, CheckpointSaveError

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ckpt_component import CheckpointTimeoutError
-from ckpt_component.core.commit.visibility import wait_visible
+from ckpt_component.core.commit.protocol import wait_visible
 
 
 def test_what_does_not_become_visible_is_an_error_after_that_time() -> None:

@@ -32,7 +32,7 @@ def asked(question: str, **arguments: Any) -> Any:
 
 def ids(paths: list[str]) -> list[str]:
     """What each folder is."""
-    from ckpt_component.core.storage.folder_identity import folder_id
+    from ckpt_component.core.storage.locate import folder_id
 
     return [folder_id(path) for path in paths]
 

@@ -266,7 +266,7 @@ def _function(call: str) -> Any:
 
 
 def _stopped(log: str) -> int | None:
-    from ckpt_component.core.storage.faults.operation_log import read_log
+    from ckpt_component.core.storage.failpoint_fs import read_log
 
     for operation in read_log(f"{log}.fired"):
         with contextlib.suppress(OSError):

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from ckpt_component.background.upload_policy import UploadPolicy
+from ckpt_component.core.commit.cleanup import RetentionPolicy
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.manifest import read_manifest
-from ckpt_component.core.commit.manifest_commit import ManifestCommit
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON
 from ckpt_component.core.commit.protocol import Attempt
-from ckpt_component.core.commit.retention import RetentionPolicy
+from ckpt_component.core.commit.protocols import ManifestCommit
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.processes.start import Child, start_in_background

@@ -11,8 +11,8 @@ from world.memory import Memory
 from world.verdict import Folder
 
 from ckpt_component.core.commit.manifest import MAX_BYTES, decode_manifest, hosts_of
-from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import MANIFEST, QUARANTINED
+from ckpt_component.core.commit.protocols import attempts_in, is_quarantined
 from ckpt_component.hosts.folders import HostFolders
 from ckpt_component.hosts.tier import FolderStore
 from ckpt_component.testing import Disk, SimulatedFiles

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from world.states import differences, said_in
 from world.trouble import KINDS
 
-from ckpt_component.core.commit.manifest_commit import attempts_in, is_quarantined
 from ckpt_component.core.commit.names import (
     ALIVE_PREFIX,
     MANIFEST,
@@ -34,6 +33,7 @@ from ckpt_component.core.commit.names import (
     StepNames,
     is_owned_token,
 )
+from ckpt_component.core.commit.protocols import attempts_in, is_quarantined
 from ckpt_component.core.commit.scan import Scan, scan_steps
 from ckpt_component.core.storage.new_names import NEW_PREFIX
 from ckpt_component.errors import CheckpointCorruptError

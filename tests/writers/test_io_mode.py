@@ -22,7 +22,7 @@ from strides import in_turn
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
 from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.core.writing import io_mode
+from ckpt_component.core.writing import write_job
 from ckpt_component.core.writing.range_writer import Throttle
 from ckpt_component.testing.machine import PatientOutside
 
@@ -116,7 +116,7 @@ def test_files_in_memory_are_those_on_the_disk(
 
 
 def test_in_memory_nothing_is_tried(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
+    monkeypatch.setattr(write_job, "SMALLEST", 1 << 20)
     monkeypatch.setattr(FileStorage, "open_direct", without_direct_io)
     made = list[str]()
     create = FileStorage.create
@@ -202,8 +202,8 @@ def test_auto_tries_once(
         seconds += 1.0 if tried[-1:] == ["direct"] else 2.0
         sync(fs, fd)
 
-    monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
-    monkeypatch.setattr(io_mode, "TRIED_BYTES", 1 << 20)
+    monkeypatch.setattr(write_job, "SMALLEST", 1 << 20)
+    monkeypatch.setattr(write_job, "TRIED_BYTES", 1 << 20)
     outside = Outside()
     outside.now = lambda: OUTSIDE.now() + seconds
     monkeypatch.setattr(FileStorage, "create", watched_create)
@@ -220,7 +220,7 @@ def test_auto_tries_once(
 
 
 def test_ranks_try_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_mode, "TRIED_BYTES", 1 << 20)
+    monkeypatch.setattr(write_job, "TRIED_BYTES", 1 << 20)
     create, both = FileStorage.create, threading.Barrier(2)
 
     def together(fs: FileStorage, path: str, size: int = 0) -> int:
@@ -231,7 +231,7 @@ def test_ranks_try_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(FileStorage, "create", together)
     sample = memoryview(mmap.mmap(-1, 1 << 20))
     with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(io_mode.try_modes, FileStorage(), str(tmp_path), sample) for _ in range(2)]
+        found = [pool.submit(write_job.try_modes, FileStorage(), str(tmp_path), sample) for _ in range(2)]
     assert all(each.result()[0] > 0 for each in found)
     assert not list(tmp_path.iterdir())
 
@@ -246,8 +246,8 @@ def test_ranks_try_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_direct_may_take_longer_beside_training(direct: float | None, waiting: str, beside: str) -> None:
-    assert io_mode.better_mode(1.0, direct, beside_training=False) == waiting
-    assert io_mode.better_mode(1.0, direct, beside_training=True) == beside
+    assert write_job.better_mode(1.0, direct, beside_training=False) == waiting
+    assert write_job.better_mode(1.0, direct, beside_training=True) == beside
 
 
 def test_small_images_are_not_worth_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

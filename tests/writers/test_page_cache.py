@@ -13,9 +13,9 @@ import torch
 
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.core import available_memory
-from ckpt_component.core.memory.page_cache import share_in_memory
+from ckpt_component.core.storage.open_files import share_in_memory
 from ckpt_component.core.storage.safe_open import is_on_disk
-from ckpt_component.core.writing import cached_files
+from ckpt_component.core.writing import worker
 
 STATE = {"w": torch.arange(6 << 20, dtype=torch.float32)}
 
@@ -129,8 +129,8 @@ def test_a_checkpoint_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch:
     request = SimpleNamespace(fs=SimpleNamespace(has_direct_io=True), source=SimpleNamespace(nbytes=1000), world_size=8)
     monkeypatch.setattr(available_memory, "available_bytes", lambda: 32_000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert cached_files.CachedFiles.fit(request)  # type: ignore[arg-type]
+    assert worker.CachedFiles.fit(request)  # type: ignore[arg-type]
     monkeypatch.setattr(available_memory, "available_bytes", lambda: 31_999)
-    assert not cached_files.CachedFiles.fit(request)  # type: ignore[arg-type]
+    assert not worker.CachedFiles.fit(request)  # type: ignore[arg-type]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cached_files.CachedFiles.fit(request)  # type: ignore[arg-type]
+    assert worker.CachedFiles.fit(request)  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ import torch
 from ckpt_component.config import compose_checkpoint
 from ckpt_component.core.commit.names import MANIFEST, integrity_name
 from ckpt_component.core.coordination.question import pack
+from ckpt_component.core.gc_control import collector_paused
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.image.copy import CopyPlan, CopyTasks, sources_of
-from ckpt_component.core.memory.gc_control import collector_paused
 from ckpt_component.core.state.flatten import flatten
 from ckpt_component.core.state.structure import Structure
 from ckpt_component.factory.graph import build_checkpointer

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckpt_component.core.available_memory import available_bytes
 from ckpt_component.core.commit.names import integrity_name
-from ckpt_component.core.memory.huge_pages import SharedPages, align
+from ckpt_component.core.pages import SharedPages, align
 from ckpt_component.core.storage.checksum import fastest
 from ckpt_component.hosts.keep import ReplicaPull
 from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ckpt_component.core.memory.huge_pages import map_private
+from ckpt_component.core.pages import map_private
 
 Checksum = Callable[[memoryview], int]
 

@@ -6,8 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ckpt_component.core.processes.exit_text import describe_exit
-from ckpt_component.core.processes.start import start_in_background
+from ckpt_component.core.processes.start import describe_exit, start_in_background
 
 from .spent import Spent, SpentClock
 

@@ -15,7 +15,7 @@ from ...core.storage.locate import file_storage
 from ...core.storage.new_names import new_token
 from ...core.storage.safe_open import kind_of
 from ...core.storage.space import FULL, amount, rate
-from ...core.writing.io_mode import BLOCK_BYTES, TRIED_BYTES, better_mode, try_modes
+from ...core.writing.write_job import BLOCK_BYTES, TRIED_BYTES, better_mode, try_modes
 from .finding import FAILS, NOTE, OK, Finding
 
 #: Less free space than this cannot hold a checkpoint of any use.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...config.image_count import ImageCount
 from ...config.schema import Checkpoint
 from ...core.available_memory import available_bytes
-from ...core.coordination.hosts import Hosts
+from ...core.coordination.coordinator import Hosts
 from ...core.options import RecoveryMode
 from ...core.storage.files import FileStorage
 from ...core.storage.locate import absolute, is_url

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 
 from ...config.rules import other_platform
-from ...core.memory.huge_pages import HUGE_PAGE, SharedPages
+from ...core.pages import HUGE_PAGE, SharedPages
 from ...core.storage.checksum import fastest, find_checksum
 from ...core.storage.space import amount
 from ...core.writing.process import ByteProcess

@@ -9,7 +9,7 @@ from functools import cached_property
 from ...config.config_files import parts_of
 from ...config.image_count import ImageCount
 from ...config.schema import PARTS, Recovery
-from ...core.coordination.hosts import Hosts
+from ...core.coordination.coordinator import Hosts
 from .measured import Rates
 from .measured_restores import RestoreRates
 

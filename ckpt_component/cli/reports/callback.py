@@ -20,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from ...config.hydra.hydra_errors import CheckpointConfigError
-from ...core.processes.owner_process import OwnerProcess
+from ...core.processes.running import OwnerProcess
 from ...managing import recording
 from .disks import Span, disk_of
 from .result import RUNNING, add_returned, add_span, read_result, write_job_result

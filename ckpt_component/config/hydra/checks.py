@@ -11,8 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...core.commit.manifest import checkpoint_around
 from ...core.commit.names import NAMINGS
 from ...core.storage.bucket_store import SCHEMES
-from ...core.storage.folder_identity import below, same_folder
-from ...core.storage.locate import file_storage, is_url
+from ...core.storage.locate import below, file_storage, is_url, same_folder
 from ..schema import PARTS, Checkpoint, Publish, Upload, part_schema
 from .explain import USUAL, not_itself, picked_with_a_dot, unknown_key_of
 from .hydra_errors import HydraConfigError, built_text

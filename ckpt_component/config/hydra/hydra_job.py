@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...core.commit.names import NAMINGS
 from ...core.commit.run_record import StoredConfig, stored_config
-from ...core.storage.folder_identity import folder_id, same_folder
-from ...core.storage.locate import absolute, file_storage, is_url
+from ...core.storage.locate import absolute, file_storage, folder_id, is_url, same_folder
 from ...core.storage.new_names import new_token
 from ...core.storage.storage import Storage
 from ...errors import CheckpointError

@@ -32,9 +32,8 @@ from ...errors import CheckpointSaveError, CheckpointTimeoutError
 from ..storage.storage import Storage
 from .fencing import check_owner
 from .manifest import VERSION, encode_manifest
-from .protocol import Attempt
+from .protocol import Attempt, wait_visible
 from .protocols import protocol_of
-from .visibility import wait_visible
 
 
 def refuse_existing(storage: Storage, path: str, file: str = "") -> None:

@@ -20,8 +20,7 @@ from typing import Any
 from ...errors import CheckpointFencedError, CheckpointSaveError
 from ..outside import OUTSIDE, Outside
 from ..processes.running import ProcessName
-from ..storage.folder_identity import same_folder
-from ..storage.locate import is_url
+from ..storage.locate import is_url, same_folder
 from ..storage.storage import LocalFolders, Storage
 from .cleanup import Unfinished
 from .names import MEGATRON, OWNER, StepNames

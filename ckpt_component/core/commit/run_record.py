@@ -19,8 +19,7 @@ from ...errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoun
 from ..storage.locate import absolute, is_url, storage_at
 from ..storage.safe_open import read_failure
 from ..storage.storage import Storage
-from .manifest import data_folder, read_manifest
-from .metrics import metrics_of
+from .manifest import data_folder, metrics_of, read_manifest
 from .names import MANIFEST, NAMINGS, RUN_RECORD
 
 #: Larger than any record.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import CheckpointCorruptError, CheckpointError, CheckpointPartError, CheckpointUnreadableError
 from ..storage.storage import Storage
-from .manifest import check_files, data_folder, read_manifest, whole_manifest
-from .manifest_commit import attempts_in, is_quarantined
-from .metrics import metrics_of
+from .manifest import check_files, data_folder, metrics_of, read_manifest, whole_manifest
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames, is_stray, step_in_name
+from .protocols import attempts_in, is_quarantined
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -270,3 +269,78 @@ def repair_pointer(storage: Storage, root: str, names: StepNames, committed: Seq
         # It is behind after a kill between commit and this file. One that is ahead names a checkpoint that is gone.
         level = logging.WARNING if pointed is not None and pointed > committed[-1] else logging.INFO
         logger.log(level, "updated %s in %s to step %d", names.pointer, root, committed[-1])
+
+
+class KnownSteps:
+    """The folders of steps under a root: each is examined when it appears, and again when a deletion depends on it.
+
+    What could not be read is examined at every update. What becomes a checkpoint after it was examined, or whole again,
+    is not noticed: it neither counts nor is deleted.
+    Not for several threads at the same time.
+
+    Args:
+        storage: the storage
+        root: folder of the checkpoints
+        names: how steps are named there
+        scan: what a scan of it has just found, owned by this object from now on; None: nothing is known
+
+    Attributes:
+        scan: what is known; its committed steps are not sorted
+    """
+
+    def __init__(self, storage: Storage, root: str, names: StepNames, scan: Scan | None = None) -> None:
+        self._storage = storage
+        self._root = root
+        self._names = names
+        self.scan = scan or Scan()
+        #: The steps that were examined -> when their manifests were last modified, if that is known.
+        self._examined: dict[int, float | None] = dict.fromkeys(self.scan.steps())
+
+    def update(self, entries: Collection[str]) -> set[int]:
+        """Examine the folders of steps that are new, and forget those that are gone.
+
+        Args:
+            entries: the names in the root
+
+        Returns:
+            The steps that were examined.
+
+        Raises:
+            OSError: a folder cannot be examined now; the next update tries it again
+        """
+        there = {step for name in entries if (step := self._names.step_of(name)) is not None}
+        for step in (self._examined.keys() - there) | self.scan.unusable.keys():
+            self._forget(step)
+        new = there - self._examined.keys()
+        self.look_again(new)
+        return new
+
+    def look_again(self, steps: Iterable[int]) -> None:
+        """Examine folders of steps; a manifest is decoded only if it is not known, or was modified.
+
+        Raises:
+            OSError: as `update`
+        """
+        for step in steps:
+            folder = os.path.join(self._root, self._names.folder(step))
+            modified = self._modified_at(folder)
+            is_known = modified is not None and modified == self._examined.get(step)
+            known = self.scan.manifests.get(step) if is_known else None
+            self._forget(step)
+            examine(self._storage, folder, step, self.scan, known)
+            self._examined[step] = modified
+
+    def keep_manifests(self, steps: Collection[int]) -> None:
+        """Forget the manifests of other steps, which take memory for each file of a checkpoint."""
+        self.scan.manifests = {step: manifest for step, manifest in self.scan.manifests.items() if step in steps}
+
+    def _modified_at(self, folder: str) -> float | None:
+        """When a manifest was last modified; None if that is unknown, as the reading of it shows."""
+        try:
+            return self._storage.modified(os.path.join(folder, MANIFEST))
+        except OSError:
+            return None
+
+    def _forget(self, step: int) -> None:
+        self.scan.forget(step)
+        self._examined.pop(step, None)

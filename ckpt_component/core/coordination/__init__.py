@@ -1,11 +1,9 @@
 """How ranks agree on one decision."""
 
-from .calls import StepQuestions
-from .coordinator import Coordinator, LocalCoordinator, distributed
-from .hosts import Hosts
-from .polled_coordinator import PolledCoordinator
+from .coordinator import Coordinator, Hosts, LocalCoordinator, distributed
+from .question import StepQuestions
 from .rank_store import RankStore
-from .store_coordinator import StoreCoordinator
+from .store_coordinator import PolledCoordinator, StoreCoordinator
 
 __all__ = [
     "Coordinator",

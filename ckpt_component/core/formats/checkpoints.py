@@ -16,8 +16,8 @@ from typing import Any
 
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...events.checked import is_time
+from ..commit.cleanup import BestPolicy
 from ..commit.names import MANIFEST, MEGATRON, NAMINGS, QUARANTINE_PREFIX, SINGLE_FILES, StepNames, step_in_name
-from ..commit.retention import BestPolicy
 from ..commit.run_record import stored_config
 from ..commit.scan import Scan, foreign_checkpoints, scan_steps
 from ..spelling import closest

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from ...errors import CheckpointError
-from ..memory.huge_pages import SharedPages, align, map_private
+from ..pages import SharedPages, align, map_private
 from ..state.int_columns import column_of
 from .layout import Layout
 

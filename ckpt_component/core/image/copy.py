@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..memory import libc
-from ..memory.libc import IOV_BYTES, IOV_MAX
+from .. import libc
+from ..libc import IOV_BYTES, IOV_MAX
 from ..outside import OUTSIDE, Outside
 from ..state.flatten import FlatState
 from ..state.int_columns import column_of

@@ -6,9 +6,9 @@ import bisect
 import mmap
 from array import array
 
-from ..memory.huge_pages import address_of, align, map_private
-from ..memory.libc import IOV_MAX, memmove
+from ..libc import IOV_MAX, memmove
 from ..outside import OUTSIDE
+from ..pages import address_of, align, map_private
 from ..state.dense_tensors import BATCH, plain_addresses, tensor_bytes
 from ..state.flatten import FlatState
 from .copy import LARGE_BYTES, Gather, sources_of

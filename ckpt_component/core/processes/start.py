@@ -1,19 +1,105 @@
-"""Start a process of this package, talk with it, and end it: the only place that has one launched.
-
-It is started with `subprocess`, not with `multiprocessing`: a `multiprocessing` child would import the training
-script again, and torch with it (2 to 4 s and 270 MB instead of 20 to 70 ms and 15 MB). Its side is `serve`.
-"""
+"""Start a child process with one pipe to it and a priority, and say in words how it ended."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..options import IoPriority
 from ..outside import OUTSIDE, Outside, Thread
 from .framing import Channel
-from .priority import lower_priority
+
+_LIKELY_CAUSES = {
+    signal.SIGKILL: "probably the out-of-memory killer",
+    signal.SIGBUS: "probably a full /dev/shm, or a file that shrank under a mapping",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGXCPU: "over its CPU time limit",
+}
+
+
+def signal_name(number: int) -> str:
+    """Name of a signal, such as `SIGKILL`; `signal 63` for one that Python has no name for."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit(exitcode: int | None, pid: int | None = None) -> str:
+    """Describe how a process exited, as the second half of a sentence.
+
+    Args:
+        exitcode: as `multiprocessing` and `subprocess` report it: negative for a signal, None while it runs
+        pid: process id, given where the kernel's log may have more
+
+    Returns:
+        For example `exited with code 3`, or `was killed by SIGKILL (probably the out-of-memory killer)`.
+    """
+    if exitcode is None:
+        return "still runs"
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    text = f"was killed by {signal_name(-exitcode)}"
+    cause = next((words for number, words in _LIKELY_CAUSES.items() if number == -exitcode), None)
+    if cause is not None:
+        log = f", see dmesg for pid {pid}" if -exitcode == signal.SIGKILL and pid is not None else ""
+        text += f" ({cause}{log})"
+    return text
+
+
+logger = logging.getLogger("ckpt_component.callers")
+
+#: Users other than root may set one group in a tenth of a second, on the whole host.
+_TRY_SECONDS, _PAUSE_SECONDS = 2.0, 0.02
+
+
+def lower_priority(pid: int, nice: int, io_priority: IoPriority, outside: Outside = OUTSIDE) -> None:
+    """Lower the priority of a writer process. If that fails, a warning is logged and the process keeps its priority.
+
+    Args:
+        pid: pid of the process
+        nice: nice value, 0 to 19; not applied if the process has a higher one
+        io_priority: I/O priority
+        outside: of this process
+    """
+    import psutil  # late: the worker processes import this module too, and do not need psutil
+
+    try:
+        process = psutil.Process(pid)
+        nice = max(nice, process.nice())
+        process.nice(nice)
+        if io_priority is IoPriority.low:
+            process.ionice(psutil.IOPRIO_CLASS_BE, 7)
+        elif io_priority is IoPriority.idle:
+            process.ionice(psutil.IOPRIO_CLASS_IDLE)
+    except (psutil.Error, OSError) as error:
+        logger.warning("the checkpoint writer process keeps its normal priority (%s)", error)
+        return
+    _lower_group(pid, nice, outside)
+
+
+def _lower_group(pid: int, nice: int, outside: Outside) -> None:
+    """Where the kernel groups tasks by session, give the group of a session's leader the same priority.
+
+    There `nice` counts only among the tasks of one session, and a process in a session of its own gets as much of a
+    busy core as all of the training; see "The autogroup feature" in sched(7).
+    """
+    group, deadline = f"/proc/{pid}/autogroup", outside.now() + _TRY_SECONDS
+    try:
+        while os.getsid(pid) == pid and os.path.exists(group):
+            with open(group, "r+b", buffering=0) as setting:
+                if setting.write(b"%d" % nice) is not None:
+                    return
+            if outside.now() > deadline:
+                raise TimeoutError(f"other groups were set for {_TRY_SECONDS:g} s")
+            outside.sleep(_PAUSE_SECONDS)
+    except OSError as error:  # read-only in some containers
+        logger.info("%s keeps its normal priority, which counts where no cgroup divides the cores (%s)", group, error)
+
 
 _SEND_SECONDS = 30.0
 _KILL_SECONDS = 5.0

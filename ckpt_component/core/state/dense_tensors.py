@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 
 from ...errors import CheckpointError
-from ..memory.libc import memory_at
+from ..libc import memory_at
 
 #: Number of tensors to examine at once. The Python objects of 20,000 tensors do not fit into the CPU caches, so reading
 #: one attribute of all of them, then the next, would miss the caches every time.

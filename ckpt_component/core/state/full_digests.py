@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..memory.libc import views_of
+from ..libc import views_of
 from ..outside import OUTSIDE
 from ..storage.checksum import ChecksumMissingError, find_checksum
 from .dense_tensors import BATCH, plain_addresses, tensor_bytes

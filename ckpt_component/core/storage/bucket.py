@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .bucket_store import bucket_of, open_store, package, patiently, typed_errors
-from .object_folders import FOLDER_MARK, ObjectFolders
+from .bucket_store import FOLDER_MARK, ObjectFolders, bucket_of, open_store, package, patiently, typed_errors
 from .storage import Held, StoredFile
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from typing import IO, NamedTuple, Protocol
 
 from ..outside import Future, Outside, Pool
 from .bucket_store import patiently
-from .file_set import FileSet, RangeRead, extents_of
-from .file_stream import FileStream
+from .file_set import FileSet, FileStream, RangeRead, extents_of
 from .safe_open import read_failure
 
 #: Most bytes of a request.

@@ -6,13 +6,12 @@ import importlib
 import os
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from ...errors import CheckpointConfigError, CheckpointTypeError
 from ..outside import OUTSIDE, Outside
-from .faults import LOG, SPEC
-from .files import FileStorage
+from .files import FAILPOINT, FAILPOINT_LOG, FileStorage
 from .storage import Storage
 
 #: Begins the paths in the memory of processes of this host.
@@ -139,9 +138,9 @@ def storage_at(
 
 def file_storage(*, durable: bool = True, atomic_rename: bool = True, process: str = "trainer") -> FileStorage:
     """The storage of files; arguments and errors as for `storage_at`."""
-    if not (os.environ.get(SPEC) or os.environ.get(LOG)):
+    if not (os.environ.get(FAILPOINT) or os.environ.get(FAILPOINT_LOG)):
         return FileStorage(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
-    from .faults.failpoint_fs import FailpointFs  # only tests set these variables; production never imports it
+    from .failpoint_fs import FailpointFs  # only tests set these variables; production never imports it
 
     return FailpointFs(durable=durable, atomic_rename=atomic_rename, process=process)
 
@@ -172,3 +171,60 @@ class Storages:
                 self._made[root] = storage_at(path, **self._settings)
                 self._made[root].outside = self._outside
             return self._made[root]
+
+
+def folder_id(path: str | os.PathLike[str]) -> str:
+    """A text that all spellings of a folder have in common, and no other folder has while this one exists.
+
+    Args:
+        path: of a folder or file, which need not exist; or a URL
+    """
+    return absolute(path) if is_url(path) else _id_of(_real(path))
+
+
+def same_folder(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether two paths are one folder."""
+    return absolute(one) == absolute(other) or folder_id(one) == folder_id(other)
+
+
+def below(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> str | None:
+    """Where a path is in a folder.
+
+    Returns:
+        The rest of the path, with slashes; empty: it is the folder; None: it is not in it.
+    """
+    wanted, rest = folder_id(folder), list[str]()
+    for above in with_those_above(path):
+        if folder_id(above) == wanted:
+            return "/".join(reversed(rest))
+        rest.append(os.path.basename(above))
+    return None
+
+
+def with_those_above(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A path without links, then the folders that it is in, up to the root of the files, or the bucket."""
+    place, in_bucket = (absolute(path), True) if is_url(path) else (_real(path), False)
+    while True:
+        yield place
+        above = os.path.dirname(place)
+        if above == place or (in_bucket and not is_url(above)):
+            return
+        place = above
+
+
+def _real(path: str | os.PathLike[str]) -> str:
+    # `..` is the folder above in the text, as everywhere else; a link before it is not followed.
+    return os.path.realpath(absolute(path))
+
+
+def _id_of(place: str) -> str:
+    """See `folder_id`, of a path without links."""
+    rest = ""
+    while True:
+        try:
+            status = os.stat(place)
+        except OSError:  # it is not there, or cannot be looked at: then the folder above and the name are all there is
+            place, name = os.path.split(place)
+            rest = f"/{name}{rest}"
+            continue
+        return f"{status.st_dev:x}:{status.st_ino:x}{rest}"

@@ -3,19 +3,137 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import IO
 
-from ..memory import libc
-from ..memory.page_cache import share_in_memory
-from ..memory.scratch import ScratchBlock
+from .. import libc
 from ..outside import OUTSIDE, Outside
-from .direct_io import MAX_BYTES, PAGE, DirectReader
+from ..pages import BLOCK_BYTES, ScratchBlock
 from .file_set import GAP_BYTES, FileSet, RangeRead, extents_of
-from .safe_open import forget, is_on_disk, open_regular, read_failure
+from .safe_open import forget, is_on_disk, open_past_cache, open_regular, read_failure
+
+#: Number of pages to query over all files.
+_SAMPLES = 256
+
+
+def share_in_memory(ranges: Sequence[tuple[int, int, int]]) -> float | None:
+    """Estimate the share of file ranges that is in the page cache, from 0 to 1, by sampling pages.
+
+    Args:
+        ranges: (descriptor, offset, length) of each range
+
+    Returns:
+        The share; None if there are no bytes, or for files that this process neither owns nor may write, for which
+        Linux does not give the real answer.
+
+    Raises:
+        OSError: a file cannot be queried
+    """
+    offsets: dict[int, list[int]] = {}
+    step = max(sum(length for _, _, length in ranges) / _SAMPLES, 1)
+    position = 0.0  # of the next sample, relative to the start of the range
+    for fd, offset, length in ranges:
+        while position < length:
+            offsets.setdefault(fd, []).append(offset + int(position))
+            position += step
+        position -= length
+    if not offsets or not all(map(_may_query, offsets)):
+        return None
+    answers = [cached for fd in offsets for cached in are_cached(fd, offsets[fd])]
+    return sum(answers) / len(answers)
+
+
+def _may_query(fd: int) -> bool:
+    """Linux gives the real answer only to processes that own or may write a file; to others it reports "cached"."""
+    return os.fstat(fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
+
+
+def are_cached(fd: int, offsets: Sequence[int]) -> list[bool]:
+    """Whether the bytes at these offsets of a file are in the page cache.
+
+    Raises:
+        OSError: the file cannot be queried
+    """
+    size = max(offsets) + 1
+    # Nothing is read through this mapping, so a failing disk cannot kill the process with SIGBUS.
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address == libc.MAP_FAILED:
+        raise libc.last_error()
+    answers, page = [], libc.string_buffer(1)
+    try:
+        for offset in offsets:
+            if libc.mincore(address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, page) != 0:
+                raise libc.last_error()
+            answers.append(page.raw[0] & 1 == 1)
+    finally:
+        libc.munmap(address, size)
+    return answers
+
 
 logger = logging.getLogger("ckpt_component.storage")
+
+#: Offsets and lengths are multiples of this.
+PAGE = mmap.PAGESIZE
+#: Most bytes per read: together with the rest of the first and last page they fit a block.
+MAX_BYTES = BLOCK_BYTES - 2 * PAGE
+#: Shorter reads would spend too much on the unneeded rest of their first and last page.
+_MIN_BYTES = 64 << 10
+
+
+class DirectReader:
+    """Direct reads of files in one folder. Thread-safe.
+
+    Args:
+        folder: the folder of the files
+        descriptors: descriptors of the files, open for reading. The caller closes them.
+    """
+
+    def __init__(self, folder: str, descriptors: Iterable[int]) -> None:
+        self._folder = folder
+        self._direct: dict[int, int] = {}
+        self._disabled = False
+        try:
+            for fd in descriptors:
+                self._direct[fd] = open_past_cache(fd)
+        except OSError as error:
+            self._disable(error)
+
+    def read(self, fd: int, block: memoryview, offset: int, length: int) -> int | None:
+        """Read a range of a file into a block. Whole pages are read, so the range begins at `offset % PAGE` there.
+
+        Args:
+            fd: descriptor of the file
+            block: a page-aligned buffer, at least two pages longer than the range
+            offset: start of the range in the file
+            length: length of the range
+
+        Returns:
+            How many bytes of the range were read, fewer at the end of the file; None: read it through the page cache
+            instead, because the range is short or direct I/O fails here.
+        """
+        if length < _MIN_BYTES or self._disabled:
+            return None
+        shift = offset % PAGE
+        try:
+            with block[: -(-(shift + length) // PAGE) * PAGE] as view:
+                return max(min(os.preadv(self._direct[fd], [view], offset - shift) - shift, length), 0)
+        except OSError as error:
+            self._disable(error)
+            return None
+
+    def _disable(self, error: OSError) -> None:
+        """Fall back to ordinary reads, which report any fault of the disk itself."""
+        if not self._disabled:
+            self._disabled = True
+            logger.info("reading %s through the page cache: direct I/O failed (%s)", self._folder, error)
+
+    def close(self) -> None:
+        """Close its descriptors."""
+        while self._direct:
+            os.close(self._direct.popitem()[1])
+
 
 _MAX_THREADS = 4
 #: Used with direct I/O, where threads wait for the disk because nothing is read ahead.

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from ..outside import OUTSIDE, Outside
-from ..processes.exit_text import describe_exit
 from ..processes.framing import Blobs, Channel
-from ..processes.remote_error import as_local_error
-from ..processes.start import Child
+from ..processes.serve import as_local_error
+from ..processes.start import Child, describe_exit
 
 #: Settings of malloc: memory that a save has freed is returned to the system, whichever thread used it.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}

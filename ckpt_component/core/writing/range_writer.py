@@ -12,11 +12,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from ..memory.huge_pages import align, align_down
 from ..outside import OUTSIDE, Future, Outside, Pool
+from ..pages import align, align_down
 from ..storage.checksum import Checksum, Stream
-from .request import WriteRequest
-from .write_table import Extent
+from .request import Extent, WriteRequest
 
 _Result = TypeVar("_Result")
 

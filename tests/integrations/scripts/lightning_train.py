@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "stop_at": -1,  # likewise `signal`, to the last rank
     "signal": "SIGTERM",
     "slurm": "",  # a folder with stand-ins for the commands of Slurm: a job of this many tasks, its number is 77
-    "failpoint": "",  # see ckpt_component.core.storage.faults.failpoints
+    "failpoint": "",  # see ckpt_component.core.storage.failpoint_fs
     "workers": 0,
     "accumulate": 1,
     "val_interval": 1.0,

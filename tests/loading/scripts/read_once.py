@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckpt_component import CheckpointError, build_checkpointer, build_manager, load_weights
 from ckpt_component.core.processes.framing import Channel
-from ckpt_component.core.processes.request_loop import Reply
+from ckpt_component.core.processes.serve import Reply
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError

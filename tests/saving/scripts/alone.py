@@ -16,13 +16,13 @@ import torch.distributed as dist
 from inside import make_due
 
 from ckpt_component import CheckpointManager, CheckpointTimeoutError, PerRank, RanksError, build_manager
-from ckpt_component.core.coordination import RankStore, calls
+from ckpt_component.core.coordination import RankStore, question
 
 SECONDS = 20.0
 
 
 def manager_in(folder: Path, *overrides: str) -> CheckpointManager:
-    calls._LOOK_SECONDS = 0.1
+    question._LOOK_SECONDS = 0.1
     return build_manager(
         "async_persistent",
         ["checkpoint.save.at_end=false", "checkpoint.timeouts.heartbeat=2", "checkpoint.timeouts.stage=60", *overrides],
@@ -77,7 +77,7 @@ def a_lone_save_often(rank: int, world_size: int, folder: Path) -> None:
 
 def the_others_never_call(rank: int, world_size: int, folder: Path) -> None:
     """One line says who is missing, and so does the error at the deadline; the others' next save is not lost."""
-    calls._WARN_SECONDS = 1.5
+    question._WARN_SECONDS = 1.5
     with manager_in(folder, "checkpoint.timeouts.stage=4") as manager:
         if rank == 0:
             text = r"Timed out: save must be called on every rank; rank 1 did not for step 1: it has not called"

@@ -13,12 +13,12 @@ from typing import Any
 from ckpt_component.background.run_watch import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.background.uploader import Uploader
+from ckpt_component.core.commit.cleanup import RetentionPolicy
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.formats.verification import verify_checkpoint
-from ckpt_component.core.storage.faults import LOG, SPEC
-from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.failpoint_fs import read_log
+from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.new_names import NEW_PREFIX
 
@@ -30,7 +30,7 @@ def upload(target: str, log: str, failpoint: str) -> int:
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
-    os.environ.update({LOG: log, SPEC: failpoint})
+    os.environ.update({FAILPOINT_LOG: log, FAILPOINT: failpoint})
     policy = UploadPolicy(source, target, MEGATRON, RetentionPolicy(last=1), run=log, atomic_rename=by_rename)
     run, failed = RunWatch(policy), list[dict[str, Any]]()
     run.ended.set()

@@ -46,6 +46,7 @@ malloc_trim = _call("malloc_trim", (_SIZE,))
 
 # These release the GIL while they run.
 memmove = ctypes.memmove
+string_buffer = ctypes.create_string_buffer
 get_errno = ctypes.get_errno
 
 
