@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         stored_config as stored_config,
         stored_metrics as stored_metrics,
     )
-    from .core.state.per_rank import PerRank as PerRank
     from .events import CheckpointListener as CheckpointListener, LoadReport as LoadReport, SaveReport as SaveReport
     from .factory.graph import (
         build_checkpointer as build_checkpointer,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from .factory.weights import load_weights as load_weights
     from .managing.manager import CheckpointManager as CheckpointManager
     from .megatron.args import add_checkpoint_args as add_checkpoint_args, compose_from_args as compose_from_args
+    from .state.paths import PerRank as PerRank
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
@@ -66,7 +66,7 @@ __all__, __getattr__, __dir__ = lazy(
         ".config": "compose_checkpoint",
         ".megatron.args": "add_checkpoint_args compose_from_args",
         ".factory.graph": "build_checkpointer build_manager instantiate_manager",
-        ".core.state.per_rank": "PerRank",
+        ".state.paths": "PerRank",
         ".managing.manager": "CheckpointManager",
         ".factory.weights": "load_weights",
         ".compat": (

@@ -12,22 +12,13 @@ PAGE = REPOSITORY / "docs" / "design.md"
 #: checks it.
 STOREYS = {
     "ground": (
-        *(
-            "errors",
-            "_version",
-            "core.waits",
-            "core.sockets",
-            "core.available_memory",
-            "core.outside",
-            "core.libc",
-            "core.memory",
-        ),
-        *("core.gc_control", "core._lazy", "core.options", "core.spelling", "core.progress"),
+        *("errors", "_version", "core.waits", "core.sockets", "core.available_memory", "core.outside", "core.libc"),
+        *("core.pages", "core.gc_control", "core._lazy", "core.options", "core.spelling", "core.progress"),
     ),
-    "outside": ("core.processes", "core.lane", "core.job", "core.storage", "core.state", "core.coordination"),
+    "outside": ("core.processes", "core.lane", "core.job", "core.storage", "state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),
-    "files": ("events", "core.writing", "core.formats"),
-    "reading and writing formats, configs": ("config", "writers", "loading"),
+    "formats": ("events", "core.writing", "formats"),
+    "configs, loads": ("config", "loading"),
     "parts": ("exporting", "publishing", "compat", "callers", "stagers"),
     "one save, a run": ("background", "saving", "checkpointer", "managing"),
     "other processes and hosts": ("hosts",),

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..core.formats import Entry, Index
 from ..core.progress import progress_bar
-from ..core.state.dtypes import SAFETENSORS, WIDTHS
 from ..exporting.blocks import TensorBlocks
 from ..exporting.export import open_blocks
+from ..state.dtypes import SAFETENSORS, WIDTHS
 from .key_tree import shape_text
 from .object_values import same_object, value_text
 

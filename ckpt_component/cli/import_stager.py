@@ -12,10 +12,6 @@ import torch
 
 from ..core.image.layout import Layout
 from ..core.image.live_source import LiveSource
-from ..core.state.dense_tensors import tensor_bytes
-from ..core.state.flatten import FlatState, unflatten
-from ..core.state.key_map import KeyMap
-from ..core.state.paths import key_of
 from ..core.storage.locate import storage_at
 from ..errors import first_keys
 from ..loading import Reader
@@ -23,6 +19,10 @@ from ..loading.foreign.archives import RefusedObject
 from ..loading.mapped_source import MappedSource
 from ..loading.source import Request, Source
 from ..stagers import LiveStager, Snapshot, StatePlan
+from ..state.flatten import FlatState, unflatten
+from ..state.key_map import KeyMap
+from ..state.paths import key_of
+from ..state.tensors import tensor_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from ..core.image.arena import Arena
 from ..core.image.copy import copy_on_host
-from ..core.state.flatten import flatten
-from ..core.state.structure import Stored, Structure
+from ..state.flatten import flatten
+from ..state.structure import Stored, Structure
 from ..writers.dcp import layout_of_archives
 from .host_image import HostImage, ImageBucket, Place, SharedFile
 

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..core.state.objects import check_tensor
 from ..core.storage.files import FileStorage
 from ..core.storage.locate import file_storage
 from ..errors import CheckpointSaveError
+from ..state.objects import check_tensor
 from ..writers.base import groups_of_files
 from ..writers.dcp import check_separation_hint
 from . import bucket_io

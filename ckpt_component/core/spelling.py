@@ -1,9 +1,10 @@
-"""Suggestions for mistyped names."""
+"""Names that users type: what was probably meant by an unknown one, and what to type instead of an old one."""
 
 from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TypeVar
@@ -82,3 +83,18 @@ def member(key: str, value: E | str, words: type[E]) -> E:
     if value not in words.__members__:
         raise CheckpointConfigError(invalid_choice(key, value, list(words.__members__)))
     return words[str(value)]
+
+
+def warn_deprecated(old: str, new: str, *, removed_in: str) -> None:
+    """Warn that a module, a name or a config key has another name now.
+
+    Call it where the old name is used: at the top of a module that has moved, or where a key is read.
+
+    Args:
+        old: as users type it
+        new: what to type instead
+        removed_in: the release without the old name, such as `0.4`
+    """
+    # A module is imported through several frames of importlib, which are not shown; the import is named by `old`.
+    text = f"{old} is deprecated, and {removed_in} will not have it: use {new}."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)

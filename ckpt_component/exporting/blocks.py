@@ -12,10 +12,10 @@ from typing import Any
 
 from ..core.formats import Entry, Index, StoredRange
 from ..core.formats.rank_index import checksum_of
-from ..core.state.dtypes import WIDTHS
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet
 from ..errors import CheckpointCorruptError
+from ..state.dtypes import WIDTHS
 
 #: Bytes of a block; a few blocks are all the memory that an export needs.
 BLOCK_BYTES = 2 << 20

@@ -18,7 +18,6 @@ from ..core.commit.names import MANIFEST, SINGLE_FILES
 from ..core.formats import Entry, Index, open_index
 from ..core.progress import Progress, no_progress
 from ..core.spelling import invalid_choice
-from ..core.state.key_map import KeyMap
 from ..core.storage.files import FileStorage
 from ..core.storage.locate import storage_at
 from ..core.storage.new_names import new_token
@@ -32,6 +31,7 @@ from ..errors import (
     CheckpointSaveError,
     first_keys,
 )
+from ..state.key_map import KeyMap
 from .blocks import TensorBlocks
 from .casting import check_dtype
 from .export_files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from ..core.formats import Entry, Index
-from ..core.state import objects
-from ..core.state.dense_tensors import tensor_bytes
 from ..loading.open_source import open_source
 from ..loading.source import Access, Request
+from ..state import objects
+from ..state.tensors import tensor_bytes
 from .blocks import BLOCK_BYTES, TensorBlocks
 
 

@@ -6,10 +6,10 @@ import math
 from typing import NamedTuple
 
 from ..core.formats import Entry, Index
-from ..core.state.dtypes import WIDTHS
-from ..core.state.key_map import KeyMap, RenamedKeys, unknown_names
-from ..core.state.paths import FROZEN, Path
 from ..errors import CheckpointLoadError
+from ..state.dtypes import WIDTHS
+from ..state.key_map import KeyMap, RenamedKeys, unknown_names
+from ..state.paths import FROZEN, Path
 from .casting import cast_dtype
 
 #: Where most states have the model.

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..core.formats import Index
-from ..core.state.dense_tensors import tensor_bytes
-from ..core.state.flatten import unflatten
 from ..loading.foreign.archives import RefusedObject
 from ..loading.open_source import open_source
 from ..loading.source import Access
+from ..state.flatten import unflatten
+from ..state.tensors import tensor_bytes
 from .export_files import File
 from .selection import Selected
 

@@ -39,8 +39,6 @@ from ..core.options import (
 )
 from ..core.outside import OUTSIDE, Outside
 from ..core.progress import Progress, no_progress, progress_bar
-from ..core.state.frozen_weights import FrozenWeights
-from ..core.state.unchanged_tensors import UnchangedTensors
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -61,6 +59,8 @@ from ..saving.pipeline import SavePipeline
 from ..saving.replica_comparison import ReplicaPolicy
 from ..saving.save_queue import SaveQueue
 from ..stagers.base import Stager
+from ..state.frozen_weights import FrozenWeights
+from ..state.unchanged_tensors import UnchangedTensors
 from ..writers.base import PlansUnchanged, Writer, as_writer
 from .launch import Launch, versions
 from .run_policies import (

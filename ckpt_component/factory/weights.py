@@ -19,9 +19,6 @@ from ..core.formats.checkpoints import FoundCheckpoint, find_checkpoint
 from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
 from ..core.spelling import closest
-from ..core.state.key_map import names_above
-from ..core.state.tensor_parts import parts_of
-from ..core.state.wrapped_modules import canonical_state_of, without_wrappers
 from ..core.storage.locate import may_have_memory, path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from ..loading.collective import CollectiveLoad, CollectiveLoads, Phase, SharedReads
@@ -29,6 +26,9 @@ from ..loading.meta_tensors import checked_device
 from ..loading.object_state import load_state
 from ..loading.reader import Reader, shares_host
 from ..loading.source import Source
+from ..state.key_map import names_above
+from ..state.shards import parts_of
+from ..state.wrapped_modules import canonical_state_of, without_wrappers
 
 logger = logging.getLogger("ckpt_component.readers")
 

@@ -23,7 +23,6 @@ from ..core.commit.fencing import is_copy, read_owner
 from ..core.commit.liveness import living_marks, marking_process
 from ..core.commit.manifest import data_folder, read_manifest
 from ..core.commit.scan import Scan
-from ..core.state.flatten import StateDict
 from ..core.storage.locate import MEMORY, absolute
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError
@@ -33,6 +32,7 @@ from ..loading.load_options import LoadOptions
 from ..loading.reader import Reader
 from ..managing.run_context import RunContext
 from ..managing.run_option import SnapshotSource
+from ..state.flatten import StateDict
 from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, served_run
 from .wire import PeerAddress, memory_root, roots_here, token_of, tokens_at
 

@@ -14,11 +14,11 @@ from typing import Any
 from ..config.hydra.compose import checked_overrides
 from ..config.hydra.resolve import resolve_config
 from ..core.spelling import closest
-from ..core.state.per_rank import PerRank
 from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..factory.graph import build_manager
 from ..managing.manager import CheckpointManager
 from ..managing.stop_signals import REQUEUE_EXIT_CODE, checked_signals
+from ..state.paths import PerRank
 from .lightning_io import BackgroundCheckpointIO
 from .lightning_package import part
 from .lightning_position import Position

@@ -16,9 +16,9 @@ import torch
 from ..core.formats.rank_index import ItemColumns
 from ..core.libc import IOV_BYTES, IOV_MAX
 from ..core.pages import BLOCK_BYTES
-from ..core.state.int_columns import column_of
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import GAP_BYTES, FileSet, RangeRead
+from ..state.tensors import column_of
 from .source import Request
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..core.progress import Progress
-from ..core.state.flatten import StateDict, unflatten
-from ..core.state.frozen_weights import FrozenWeights
-from ..core.state.paths import FROZEN
-from ..core.state.wrapped_modules import canonical_state_of
 from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
+from ..state.flatten import StateDict, unflatten
+from ..state.frozen_weights import FrozenWeights
+from ..state.paths import FROZEN
+from ..state.wrapped_modules import canonical_state_of
 from .foreign.archives import RefusedObject
 from .frozen_base import FrozenBase
 from .load_options import LoadOptions

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import torch
 
-from ..core.state.flatten import FlatState
-from ..core.state.frozen_weights import FrozenPart, FrozenWeights, parts_at, read_record
-from ..core.state.part_digests import add_up
-from ..core.state.paths import FROZEN, key_of
 from ..errors import CheckpointCorruptError
+from ..state.digests import add_up
+from ..state.flatten import FlatState
+from ..state.frozen_weights import FrozenPart, FrozenWeights, parts_at, read_record
+from ..state.paths import FROZEN, key_of
 from .mapped_source import MappedSource
 from .mismatch import Misfit
 from .source import Source

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ..core.formats.index import Entry
-from ..core.state.flatten import FlatState
-from ..core.state.module_trial import modules_with_own_code, refusal_of
-from ..core.state.paths import Path
-from ..core.state.quantized_parameters import parts_to_fill, quantized_name
+from ..state.flatten import FlatState
+from ..state.module_trial import modules_with_own_code, refusal_of
+from ..state.paths import Path
+from ..state.wrapped_modules import parts_to_fill, quantized_name
 from .mismatch import Misfit
 from .source import DTYPES
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..core.state.flatten import StateDict, Stateful, kind_of
-from ..core.state.paths import Path, key_of, keys_of
-from ..core.state.per_rank import PerRank, rank_name, rank_of
 from ..errors import CheckpointLoadError
+from ..state.flatten import StateDict, Stateful, kind_of
+from ..state.paths import Path, PerRank, key_of, keys_of, rank_name, rank_of
 from .mismatch import Misfit
 from .source import Source
 

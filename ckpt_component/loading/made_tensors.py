@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from ..core.state.equality import same_value
-from ..core.state.flatten import FlatState, flatten
-from ..core.state.parameter_names import optimizers_of
-from ..core.state.paths import Path, key_of, keys_of
-from ..core.state.tensor_parts import CONTEXT, read_context
 from ..errors import CheckpointLoadError
+from ..state.compare import same_value
+from ..state.flatten import FlatState, flatten
+from ..state.parameter_names import optimizers_of
+from ..state.paths import Path, key_of, keys_of
+from ..state.shards import CONTEXT, read_context
 from .mismatch import Misfit, Mismatches
 from .source import Source
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..core.deprecation import warn_deprecated
-from ..core.state.key_map import KeyMap, RenamedKeys, names_above
-from ..core.state.paths import key_of
-from ..core.state.wrapped_modules import without_wrappers
+from ..core.spelling import warn_deprecated
+from ..state.key_map import KeyMap, RenamedKeys, names_above
+from ..state.paths import key_of
+from ..state.wrapped_modules import without_wrappers
 from .source import RenamedSource, Source
 
 

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..core.state.dense_tensors import has_plain_bytes
-from ..core.state.flatten import FlatState
-from ..core.state.parameter_names import optimizers_of
-from ..core.state.paths import Path, key_of
-from ..core.state.shards import mesh_of
-from ..core.state.tensor_parts import dense_parts
-from ..core.state.wrapped_modules import CanonicalNames
 from ..errors import CheckpointConfigError, CheckpointLoadError, first_keys
+from ..state.flatten import FlatState
+from ..state.parameter_names import optimizers_of
+from ..state.paths import Path, key_of
+from ..state.shards import dense_parts, mesh_of
+from ..state.tensors import has_plain_bytes
+from ..state.wrapped_modules import CanonicalNames
 from .source import tensor_on
 
 #: Where autograd keeps the hooks of a tensor.

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..core.state.flatten import FlatState, StateDict, Stateful, unflatten
-from ..core.state.paths import Path, key_of
-from ..core.state.quantized_parameters import QUANTIZED_MARKS, without_parts
 from ..errors import CheckpointLoadError
+from ..state.flatten import FlatState, StateDict, Stateful, unflatten
+from ..state.paths import Path, key_of
+from ..state.wrapped_modules import QUANTIZED_MARKS, without_parts
 from .kinds import Kinds
 from .made_tensors import whole_values
 from .optimizer_values import options_of, put_back, replaced_options

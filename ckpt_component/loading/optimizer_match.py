@@ -1,7 +1,7 @@
 """Give the saved state of each optimizer to the parameters of the same names, wherever they stand now.
 
 A checkpoint has an optimizer's state by number (`optimizer.state.3.exp_avg`), and the names of the parameters beside it
-(`core/state/parameter_names.py`); or by name, as torch's `get_optimizer_state_dict` returns it. If the target's
+(`state/parameter_names.py`); or by name, as torch's `get_optimizer_state_dict` returns it. If the target's
 parameters have other numbers or groups, the load sees the checkpoint under the target's numbers. All that follows works
 by number.
 """
@@ -16,11 +16,11 @@ from itertools import chain, count
 from typing import Any, NamedTuple
 
 from ..core.formats.index import Contents, Entry
-from ..core.state.equality import same_value
-from ..core.state.flatten import FlatState
-from ..core.state.parameter_names import NAMES, NamedOptimizer, named_optimizers
-from ..core.state.paths import Path, key_of
 from ..errors import CheckpointLoadError, first_keys
+from ..state.compare import same_value
+from ..state.flatten import FlatState
+from ..state.parameter_names import NAMES, NamedOptimizer, named_optimizers
+from ..state.paths import Path, key_of
 from .saved_optimizers import SavedOptimizers, SavedParameter, number_in
 from .source import RenamedSource, Source
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..core.state.dense_tensors import ORDINARY
-from ..core.state.equality import same_value
+from ..state.compare import same_value
+from ..state.tensors import ORDINARY
 
 #: Options that a scheduler changes at each step, where its own start value (`initial_lr`) is the checkpoint's.
 _SCHEDULED, _CYCLED = frozenset({"lr"}), frozenset({"betas", "momentum"})

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.formats.index import Contents, Entry
-from ..core.state.paths import Path
-from ..core.state.wrapped_modules import names_in_other_wrapping
+from ..state.paths import Path
+from ..state.wrapped_modules import names_in_other_wrapping
 from .mapped_source import MappedSource
 from .source import RenamedSource, Source
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from ..core.formats.index import Contents
-from ..core.state.dict_classes import lost_class
-from ..core.state.flatten import FlatState
-from ..core.state.paths import Path, key_of, keys_of
 from ..errors import CheckpointLoadError, first_keys
+from ..state.flatten import FlatState
+from ..state.paths import Path, key_of, keys_of, lost_class
 
 
 def emptied(flat: FlatState, contents: Contents) -> FlatState:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.state.dense_tensors import ORDINARY
-from ..core.state.equality import same_value
-from ..core.state.flatten import Stateful, is_torch_own
-from ..core.state.paths import Path, key_of
-from ..core.state.tensor_parts import dense_parts
-from ..core.state.unchanged_tensors import mark_of
-from ..core.state.wrapped_modules import CanonicalNames
 from ..errors import CheckpointLoadError, first_keys
+from ..state.compare import same_value
+from ..state.flatten import Stateful, is_torch_own
+from ..state.paths import Path, key_of
+from ..state.shards import dense_parts
+from ..state.tensors import ORDINARY
+from ..state.unchanged_tensors import mark_of
+from ..state.wrapped_modules import CanonicalNames
 
 logger = logging.getLogger("ckpt_component.readers")
 

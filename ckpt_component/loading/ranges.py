@@ -16,11 +16,11 @@ from ..core.formats.index import Contents, Index, Place
 from ..core.formats.rank_index import StoredRange, checksum_of
 from ..core.formats.verification import Damage, verify_open_items
 from ..core.progress import Progress, no_progress
-from ..core.state.dense_tensors import tensor_bytes
-from ..core.state.regions import overlap
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet, RangeRead
 from ..errors import CheckpointCorruptError
+from ..state.coverage import overlap
+from ..state.tensors import tensor_bytes
 from .coalesced import SMALL_BYTES, CoalescedReads, TensorItems
 from .foreign.archives import load_objects
 from .source import Access, Request, Source, copy_into

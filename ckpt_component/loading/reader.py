@@ -21,15 +21,15 @@ from ..core.formats.verification import verify_checkpoint
 from ..core.gc_control import collector_paused
 from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
-from ..core.state.flatten import StateDict
-from ..core.state.frozen_weights import FrozenWeights
-from ..core.state.key_map import KeyMap
-from ..core.state.objects import refuse_fake_tensors
-from ..core.state.paths import FROZEN
 from ..core.storage.locate import storage_at
 from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointNotFoundError
+from ..state.flatten import StateDict
+from ..state.frozen_weights import FrozenWeights
+from ..state.key_map import KeyMap
+from ..state.objects import refuse_fake_tensors
+from ..state.paths import FROZEN
 from .collective import CollectiveLoad, CollectiveLoads, OpenFiles, Phase
 from .filling import Filling, load_all, to_device_of
 from .frozen_base import together

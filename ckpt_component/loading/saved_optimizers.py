@@ -8,10 +8,10 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from ..core.state.parameter_names import NAMES, NamedOptimizer, Names
-from ..core.state.paths import Path, key_of
-from ..core.state.wrapped_modules import names_in_other_wrapping
 from ..errors import CheckpointCorruptError
+from ..state.parameter_names import NAMES, NamedOptimizer, Names
+from ..state.paths import Path, key_of
+from ..state.wrapped_modules import names_in_other_wrapping
 from .source import Source
 
 #: A parameter or a group in the checkpoint: the path of its optimizer, and its number there.

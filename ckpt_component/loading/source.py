@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from ..core.formats.index import Contents, Entry
 from ..core.progress import Progress, no_progress
-from ..core.state.dense_tensors import BATCH, plain_address, plain_addresses
-from ..core.state.regions import Region
 from ..core.storage.file_set import FileSet
 from ..errors import CheckpointLoadError
+from ..state.coverage import Region
+from ..state.tensors import BATCH, plain_address, plain_addresses
 
 #: By the name after `torch.`. Names from a file are looked up here: attributes of torch can import modules.
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from ..core.formats.index import Entry, rows_of
-from ..core.state.flatten import StateDict, Stateful, flatten
-from ..core.state.frozen_weights import FrozenWeights
-from ..core.state.paths import FROZEN, Path, key_of, keys_of
-from ..core.state.per_rank import PerRank, rank_of
-from ..core.state.quantized_parameters import QUANTIZED_MARKS, QuantDescription
-from ..core.state.shards import Shard, local_part, mesh_of
-from ..core.state.tensor_parts import CONTEXT
 from ..errors import CheckpointLoadError
+from ..state.flatten import StateDict, Stateful, flatten
+from ..state.frozen_weights import FrozenWeights
+from ..state.paths import FROZEN, Path, PerRank, key_of, keys_of, rank_of
+from ..state.shards import CONTEXT, Shard, local_part, mesh_of
+from ..state.wrapped_modules import QUANTIZED_MARKS, QuantDescription
 from .foreign.archives import RefusedObject
 from .frozen_base import FrozenBase
 from .handed_values import HandedValues, refuse_other_quantization, with_parts_to_fill

@@ -14,7 +14,6 @@ import torch
 from ..checkpointer import Checkpointer
 from ..core.commit.cleanup import Unfinished, quarantine, wait_for_writers
 from ..core.commit.scan import Scan, both, is_deleted, repair_pointer
-from ..core.state.flatten import not_a_state
 from ..core.storage.locate import same_folder
 from ..core.storage.space import amount
 from ..errors import (
@@ -26,6 +25,7 @@ from ..errors import (
     MissingKeysError,
 )
 from ..loading.object_state import new_optimizer_states
+from ..state.flatten import not_a_state
 from .lookup import candidates_of
 from .run_folder import RunFolder
 

@@ -22,7 +22,6 @@ from ..core.image.unchanged_files import SharedFile
 from ..core.options import OnDifferentReplicas
 from ..core.processes.running import refuse_at_exit
 from ..core.progress import no_progress
-from ..core.state.differences import ReplicaDifference, differing
 from ..core.storage.space import FULL, amount, full_text, rate, refuse_without_room
 from ..core.writing.request import ReusedFile, WriteRequest
 from ..errors import (
@@ -33,6 +32,7 @@ from ..errors import (
     describe_error,
     ranks_failed,
 )
+from ..state.compare import ReplicaDifference, differing
 from ..writers.base import Writer
 from .context import SaveContext
 from .planning import RankIndexes

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from ..core.options import OnDifferentReplicas, ReplicaCheck
-from ..core.state.dedup import Holdings, Share, holdings, share_out
-from ..core.state.differences import DESCRIBED, ReplicaDifference
-from ..core.state.full_digests import HASHES, installed_hashes
-from ..core.state.replicas import Digests, LastAgreement, Replicas
-from ..core.state.structure import Structure
 from ..errors import ReplicasDifferError
 from ..stagers.base import StatePlan
+from ..state.compare import DESCRIBED, ReplicaDifference
+from ..state.digests import HASHES, installed_hashes
+from ..state.replicas import Digests, Holdings, LastAgreement, Replicas, Share, holdings, share_out
+from ..state.structure import Structure
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import torch
 
 from ..core.image.copy import CopyTasks
 from ..core.outside import OUTSIDE, Future, Outside
-from ..core.state.flatten import FlatState
-from ..core.state.paths import key_of
 from ..errors import CheckpointStallError, TornSnapshotError
+from ..state.flatten import FlatState
+from ..state.paths import key_of
 
 
 class BackgroundCopy(Future[None]):

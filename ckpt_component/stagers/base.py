@@ -19,16 +19,16 @@ from ..core.image.arena import Arena
 from ..core.image.layout import Layout
 from ..core.image.unchanged_files import FileReuse, UnchangedFiles
 from ..core.outside import OUTSIDE, Future
-from ..core.state.dedup import Selection, Share
-from ..core.state.flatten import FlatState, flatten, is_torch_own
-from ..core.state.frozen_weights import FrozenWeights
-from ..core.state.module_trial import warn_of_refusals
-from ..core.state.objects import encode, refuse_fake_tensors
-from ..core.state.parameter_names import ParameterNames
-from ..core.state.paths import key_of
-from ..core.state.structure import Structure
 from ..core.storage.storage import Storage
 from ..core.writing.request import ByteSource, EncodedSave
+from ..state.flatten import FlatState, flatten, is_torch_own
+from ..state.frozen_weights import FrozenWeights
+from ..state.module_trial import warn_of_refusals
+from ..state.objects import encode, refuse_fake_tensors
+from ..state.parameter_names import ParameterNames
+from ..state.paths import key_of
+from ..state.replicas import Selection, Share
+from ..state.structure import Structure
 from ..writers.base import FormatPlan, PlansUnchanged, Writer
 from .optimizers import optimizers_in
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable
 import torch
 
 from ..core.image.copy import CopyPlan
-from ..core.state.flatten import FlatState
-from ..core.state.tensor_parts import dense_parts
+from ..state.flatten import FlatState
+from ..state.shards import dense_parts
 from .shared_memory import ArenaFill
 
 

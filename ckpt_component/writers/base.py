@@ -22,12 +22,11 @@ import torch
 from ..core.image.layout import Layout
 from ..core.options import BLOCK_BYTES, BYTES_PER_SECOND, WORKERS, ChecksumName, IoMode
 from ..core.spelling import member
-from ..core.state.dict_classes import is_class_kind
-from ..core.state.paths import key_of
-from ..core.state.structure import Structure
 from ..core.storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from ..core.writing.request import EncodedSave, Extent, FileSpec, WriteOptions, WriteTable, places_of
 from ..errors import CheckpointConfigError, CheckpointStageError
+from ..state.paths import is_class_kind, key_of
+from ..state.structure import Structure
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from typing import Any
 from ..core.formats.zip_records import ITEM_ALIGNMENT
 from ..core.image.layout import ImageFile, Item, Layout
 from ..core.pages import PAGE, align
-from ..core.state import objects as object_codec
-from ..core.state.paths import key_of
-from ..core.state.structure import Stored, Structure
-from ..core.state.tensor_parts import CONTEXT
 from ..core.writing.request import EncodedSave, Extent, ObjectBlob, WriteTable, places_of
 from ..errors import CheckpointConfigError
+from ..state import objects as object_codec
+from ..state.paths import key_of
+from ..state.shards import CONTEXT
+from ..state.structure import Stored, Structure
 from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
 from .metadata_pickle import metadata_of
 from .torch_items import around_payload

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..core.gc_control import collector_paused
-from ..core.state.coverage import cover_fault
-from ..core.state.paths import Path, key_of
 from ..errors import CheckpointStageError
+from ..state.coverage import cover_fault
+from ..state.paths import Path, key_of
 from .stock_records import (
     BEGIN,
     END,

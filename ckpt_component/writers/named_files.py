@@ -17,12 +17,12 @@ from typing import Any
 from ..core.commit.names import MANIFEST, RUN_RECORD
 from ..core.image.layout import ImageFile, Item, Layout
 from ..core.pages import PAGE, align
-from ..core.state.paths import key_of
-from ..core.state.structure import Relation, Stored, Structure
-from ..core.state.tensor_parts import CONTEXT
 from ..core.storage.safe_open import is_plain_name
 from ..core.writing.request import EncodedSave, Extent, ObjectBlob
 from ..errors import CheckpointStageError
+from ..state.paths import key_of
+from ..state.shards import CONTEXT
+from ..state.structure import Relation, Stored, Structure
 from .base import FormatPlan, Writer, extents_by_bytes, make_table
 from .safetensors import SafetensorsPlan
 from .torch_save import TorchSavePlan

@@ -12,11 +12,11 @@ from typing import Any
 
 from ..core.formats.safetensors import header_of
 from ..core.image.layout import ImageFile, Item, Layout
-from ..core.state.paths import key_of
-from ..core.state.structure import Structure
-from ..core.state.tensor_parts import CONTEXT
 from ..core.writing.request import EncodedSave
 from ..errors import CheckpointStageError
+from ..state.paths import key_of
+from ..state.shards import CONTEXT
+from ..state.structure import Structure
 from .base import FormatPlan, Writer, dtype_name, extents_by_bytes, make_table, refuse_parts
 
 

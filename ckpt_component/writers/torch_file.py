@@ -21,10 +21,10 @@ from ..core.formats.zip_records import CRC_AT, ITEM_ALIGNMENT, central_header, e
 from ..core.image.layout import ImageFile, Item, Layout
 from ..core.options import ChecksumName
 from ..core.pages import align
-from ..core.state.dense_tensors import tensor_bytes
-from ..core.state.structure import Structure
 from ..core.writing.request import EncodedSave, ObjectBlob
 from ..errors import CheckpointConfigError, CheckpointStageError
+from ..state.structure import Structure
+from ..state.tensors import tensor_bytes
 from .base import FormatPlan, Writer, extents_by_bytes, make_table
 
 #: Storages of up to this many bytes are written with the pickle, so that a number more does not need a new plan.

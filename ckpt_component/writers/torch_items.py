@@ -17,7 +17,7 @@ import sys
 import torch
 
 from ..core.formats.zip_records import central_header, end_of_directory, local_header
-from ..core.state.structure import contiguous_stride, element_bytes
+from ..state.structure import contiguous_stride, element_bytes
 
 #: The pickle protocol of `torch.save`.
 _PROTOCOL = 2

@@ -19,12 +19,12 @@ import torch
 from ..core.formats.zip_records import ITEM_ALIGNMENT, central_header, end_of_directory, local_header
 from ..core.image.layout import ImageFile, Item, Layout
 from ..core.pages import align
-from ..core.state import objects as object_codec
-from ..core.state.dense_tensors import tensor_bytes
-from ..core.state.flatten import unflatten
-from ..core.state.paths import Path, key_of
-from ..core.state.structure import Relation, Stored, Structure, contiguous_stride
 from ..core.writing.request import EncodedSave, ObjectBlob
+from ..state import objects as object_codec
+from ..state.flatten import unflatten
+from ..state.paths import Path, key_of
+from ..state.structure import Relation, Stored, Structure, contiguous_stride
+from ..state.tensors import tensor_bytes
 from .base import FormatPlan, Writer, extents_by_bytes, make_table, refuse_parts
 from .torch_items import STORAGES
 

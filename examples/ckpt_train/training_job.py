@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig
 
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError, for_hydra
-from ckpt_component.core.state.per_rank import PerRank
 from ckpt_component.core.storage.locate import expanded
+from ckpt_component.state.paths import PerRank
 
 from .data import WindowSampler, cut, load_text, windows_in
 from .model import Gpt, loss_of

@@ -24,7 +24,7 @@ from ckpt_bench.schema import Bench, BenchRequest
 from torch.distributed import HashStore
 
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
-from ckpt_component.core.state.flatten import flatten
+from ckpt_component.state.flatten import flatten
 
 pytestmark = pytest.mark.slow
 

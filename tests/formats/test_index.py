@@ -27,11 +27,11 @@ from ckpt_component.core.formats import Index, StoredRange, open_index
 from ckpt_component.core.formats.index import contents_of
 from ckpt_component.core.formats.rank_index import RankIndex, item_columns
 from ckpt_component.core.formats.torch_archive import STORAGE_DTYPES
-from ckpt_component.core.state.dtypes import SAFETENSORS, WIDTHS
-from ckpt_component.core.state.flatten import flatten
-from ckpt_component.core.state.paths import key_of
 from ckpt_component.core.storage.checksum import find_checksum
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.state.dtypes import SAFETENSORS, WIDTHS
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.paths import key_of
 
 
 def opened(path: Path) -> Index:

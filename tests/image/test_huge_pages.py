@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component.core import libc, pages
+from ckpt_component.core import libc, pages as huge_pages
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.pages import (
     HUGE_PAGE,
@@ -43,78 +43,78 @@ def huge_pages_given() -> None:
     """Skip where the system makes none."""
     fd = os.memfd_create("test")
     os.ftruncate(fd, SIZE)
-    pages = map_shared(fd, SIZE)
-    code = make_huge(address_of(pages), SIZE)
+    memory = map_shared(fd, SIZE)
+    code = make_huge(address_of(memory), SIZE)
     os.close(fd)
     if code:
         pytest.skip(f"this system makes no huge pages of a memfd: {os.strerror(code)}")
 
 
-def mapped(pages: memoryview) -> list[str]:
+def mapped(memory: memoryview) -> list[str]:
     """What smaps says of the mappings in which this memory lies."""
-    start, found, inside = address_of_any(pages), list[str](), False
+    start, found, inside = address_of_any(memory), list[str](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.partition(" ")[0]
         if not first.endswith(":"):
             begin, end = (int(each, 16) for each in first.split("-"))
-            inside = begin < start + pages.nbytes and end > start
+            inside = begin < start + memory.nbytes and end > start
         if inside:
             found.append(line)
     return found
 
 
-def address_of_any(pages: memoryview) -> int:
-    return torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+def address_of_any(memory: memoryview) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
 def mapped_pages() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0])
 
 
-def huge_bytes(pages: memoryview) -> int:
+def huge_bytes(memory: memoryview) -> int:
     """How much of it is mapped in huge pages."""
-    return sum(int(line.split()[1]) << 10 for line in mapped(pages) if line.startswith("ShmemPmdMapped:"))
+    return sum(int(line.split()[1]) << 10 for line in mapped(memory) if line.startswith("ShmemPmdMapped:"))
 
 
 @pytest.mark.usefixtures("huge_pages_given")
 def test_what_fills_huge_pages_is_made_of_them_and_keeps_its_bytes(fd: int) -> None:
-    pages = map_shared(fd, SIZE)
-    assert make_huge(address_of(pages), SIZE) == 0
-    assert huge_bytes(pages) == 3 * HUGE_PAGE
-    assert bytes(pages) == os.pread(fd, SIZE + 1, 0) == DATA
+    memory = map_shared(fd, SIZE)
+    assert make_huge(address_of(memory), SIZE) == 0
+    assert huge_bytes(memory) == 3 * HUGE_PAGE
+    assert bytes(memory) == os.pread(fd, SIZE + 1, 0) == DATA
 
 
 @pytest.mark.usefixtures("huge_pages_given")
 def test_a_part_that_has_no_bytes_yet() -> None:
     fd = os.memfd_create("test")
     os.ftruncate(fd, SIZE)
-    pages = map_shared(fd, SIZE)
-    assert make_huge(address_of(pages) + HUGE_PAGE, HUGE_PAGE + 100) == 0
-    assert os.fstat(fd).st_blocks * 512 == huge_bytes(pages) == HUGE_PAGE
-    assert bytes(pages) == bytes(SIZE)
+    memory = map_shared(fd, SIZE)
+    assert make_huge(address_of(memory) + HUGE_PAGE, HUGE_PAGE + 100) == 0
+    assert os.fstat(fd).st_blocks * 512 == huge_bytes(memory) == HUGE_PAGE
+    assert bytes(memory) == bytes(SIZE)
     os.close(fd)
 
 
 def test_small_memory_is_left_alone() -> None:
     fd = os.memfd_create("test")
     os.ftruncate(fd, SIZE)
-    pages = map_shared(fd, SIZE)
-    assert make_huge(address_of(pages), HUGE_PAGE - 1) == 0
+    memory = map_shared(fd, SIZE)
+    assert make_huge(address_of(memory), HUGE_PAGE - 1) == 0
     assert os.fstat(fd).st_blocks == 0
     os.close(fd)
 
 
 @pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE, HUGE_PAGE, SIZE])
 def test_a_mapping_is_shared_and_goes_with_its_last_view(nbytes: int, fd: int) -> None:
-    pages = map_shared(fd, nbytes)
-    address = address_of_any(pages)
-    assert address % HUGE_PAGE == 0 and pages.nbytes == nbytes and bytes(pages) == DATA[:nbytes]
+    memory = map_shared(fd, nbytes)
+    address = address_of_any(memory)
+    assert address % HUGE_PAGE == 0 and memory.nbytes == nbytes and bytes(memory) == DATA[:nbytes]
     os.pwrite(fd, b"x", 0)
-    assert pages[0] == ord("x")
-    pages[0] = ord("y")
+    assert memory[0] == ord("x")
+    memory[0] = ord("y")
     assert os.pread(fd, 1, 0) == b"y"
-    view = pages[:1]
-    del pages
+    view = memory[:1]
+    del memory
     assert any("memfd:test" in line for line in mapped(view)) and view[0] == ord("y")
     before = mapped_pages()
     del view
@@ -122,16 +122,16 @@ def test_a_mapping_is_shared_and_goes_with_its_last_view(nbytes: int, fd: int) -
 
 
 def test_a_mapping_to_read_from(fd: int) -> None:
-    pages = map_shared(fd, SIZE, writable=False)
-    assert pages.readonly and bytes(pages) == DATA
+    memory = map_shared(fd, SIZE, writable=False)
+    assert memory.readonly and bytes(memory) == DATA
     with pytest.raises(TypeError, match="read-only"):
-        pages[0] = 1
+        memory[0] = 1
 
 
 def test_only_a_memfd_whose_size_is_sealed_is_mapped_for_reading(fd: int, tmp_path: Path) -> None:
     pages = SharedPages(SIZE)
-    pages = map_sealed(pages.fd, SIZE)
-    assert pages is not None and pages.readonly and pages.nbytes == SIZE
+    memory = map_sealed(pages.fd, SIZE)
+    assert memory is not None and memory.readonly and memory.nbytes == SIZE
     assert map_sealed(pages.fd, SIZE + 1) is None and map_sealed(fd, SIZE) is None
     with open(tmp_path / "file", "w+b") as file:
         file.write(DATA)
@@ -182,7 +182,7 @@ def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
         refuses = advice == refused and (advice == libc.MADV_COLLAPSE or nbytes == mmap.PAGESIZE)
         return code if refuses else 0
 
-    monkeypatch.setattr(pages, "advise", advise)
+    monkeypatch.setattr(huge_pages, "advise", advise)
     caplog.set_level(logging.INFO, logger="ckpt_component")
     arena = Arena(SIZE, shared=True)
     try:
@@ -198,7 +198,7 @@ def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
 def test_without_huge_pages_a_block_has_small_ones_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pages, "advise", lambda *_: errno.EINVAL)
+    monkeypatch.setattr(huge_pages, "advise", lambda *_: errno.EINVAL)
     caplog.set_level(logging.DEBUG, logger="ckpt_component")
     block = ScratchBlock(huge=True)
     block.view[HUGE_PAGE - 8] = 7

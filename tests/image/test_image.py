@@ -16,11 +16,11 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.image.arena_pool import ArenaPool
-from ckpt_component.core.state.flatten import FlatState, flatten, unflatten
-from ckpt_component.core.state.objects import PACKED_DTYPES, decode, dump, encode
-from ckpt_component.core.state.paths import key_of
-from ckpt_component.core.state.structure import Structure
 from ckpt_component.errors import CheckpointStageError
+from ckpt_component.state.flatten import FlatState, flatten, unflatten
+from ckpt_component.state.objects import PACKED_DTYPES, decode, dump, encode
+from ckpt_component.state.paths import key_of
+from ckpt_component.state.structure import Structure
 from ckpt_component.writers.dcp import DcpWriter
 from ckpt_component.writers.torch_items import around_payload, tensor_pickle
 
@@ -177,7 +177,7 @@ def structure_of(state: dict[str, Any]) -> tuple[Structure, FlatState]:
 
 def together(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let so many tensors be looked at before the next ones."""
-    monkeypatch.setattr("ckpt_component.core.state.structure.BATCH", count)
+    monkeypatch.setattr("ckpt_component.state.structure.BATCH", count)
 
 
 def test_a_changed_structure_is_always_noticed() -> None:

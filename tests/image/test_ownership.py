@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_component.core.state.dedup import Selection, holdings, share_out
-from ckpt_component.core.state.flatten import flatten
-from ckpt_component.core.state.paths import key_of
-from ckpt_component.core.state.per_rank import PerRank
-from ckpt_component.core.state.structure import Structure
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.paths import PerRank, key_of
+from ckpt_component.state.replicas import Selection, holdings, share_out
+from ckpt_component.state.structure import Structure
 
 
 def held_by(world_size: int, tied: bool = False) -> list[tuple[Structure, dict[str, object]]]:

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from ckpt_component import CheckpointCorruptError
-from ckpt_component.core.state.coverage import check_cover, is_shape
-from ckpt_component.core.state.regions import Region
+from ckpt_component.state.coverage import Region, check_cover, is_shape
 
 
 def cut_up(whole: tuple[int, ...], rng: random.Random) -> list[Region]:

@@ -59,7 +59,7 @@ _RESUME = ("optimizer_match", "optimizer_values", "saved_optimizers", "proof")
 _LOADING = tuple(f"loading/{name}.py" for name in (*_RESUME, "coalesced"))
 ROOMS = (
     *("core/commit", "core/coordination", "core/writing/orphan_commit.py", "hosts"),
-    *("core/state/parameter_names.py", *_LOADING, "publishing", "managing", "saving"),
+    *("state/parameter_names.py", *_LOADING, "publishing", "managing", "saving"),
 )
 _OF_ROOMS = (
     "world",

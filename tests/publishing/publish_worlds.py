@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ckpt_component import build_checkpointer
-from ckpt_component.core.state.dense_tensors import tensor_bytes
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.exporting.export import ExportOptions
 from ckpt_component.publishing.publisher import Published, Publisher, PublishOptions
+from ckpt_component.state.tensors import tensor_bytes
 
 State = dict[str, torch.Tensor]
 

@@ -10,9 +10,9 @@ import xxhash
 from publishing.published_format import changed
 
 from ckpt_component import CheckpointConfigError, CheckpointCorruptError
-from ckpt_component.core.state.dense_tensors import tensor_bytes
-from ckpt_component.core.state.dtypes import SAFETENSORS
 from ckpt_component.publishing.delta import ENCODINGS, EncodedTensor, TensorDelta, apply_delta, require_codec
+from ckpt_component.state.dtypes import SAFETENSORS
+from ckpt_component.state.tensors import tensor_bytes
 
 BLOCK = 1 << 10
 

@@ -23,13 +23,13 @@ from ckpt_component import (
     load_weights,
 )
 from ckpt_component.core.formats.opening import open_index
-from ckpt_component.core.state import frozen_weights
-from ckpt_component.core.state.part_digests import digest_of_part
-from ckpt_component.core.state.paths import FROZEN
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.exporting.export import ExportOptions, export_checkpoint
 from ckpt_component.publishing import follow
+from ckpt_component.state import frozen_weights
+from ckpt_component.state.digests import digest_of_part
+from ckpt_component.state.paths import FROZEN
 
 RANKS = Path(__file__).parent / "scripts" / "frozen_worlds.py"
 WIDTH = 256

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from ckpt_component.core.state.part_digests import add_up, digest_of_part
-from ckpt_component.core.state.shards import Shard
+from ckpt_component.state.digests import add_up, digest_of_part
+from ckpt_component.state.shards import Shard
 
 SHAPES = [(37, 5, 3), (65_537, 1), (100, 333), (3, 4, 5, 6), (7,), (70_001,), (2, 16_384)]
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex64]

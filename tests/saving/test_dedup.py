@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_component.core.state.dedup import share_out
+from ckpt_component.state.replicas import share_out
 
 
 def test_shared_tensors_are_spread_by_bytes_the_largest_first() -> None:

@@ -28,7 +28,6 @@ from ckpt_component.core.coordination import Coordinator, LocalCoordinator
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.image.unchanged_files import FileReuse
 from ckpt_component.core.options import ResolvedTimeouts
-from ckpt_component.core.state.unchanged_tensors import UnchangedTensors
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.writing.request import WriteRequest
@@ -46,6 +45,7 @@ from ckpt_component.saving.pipeline import SavePipeline
 from ckpt_component.saving.retry import ErrorPolicy
 from ckpt_component.saving.save_queue import SaveQueue
 from ckpt_component.stagers import SharedMemoryStager
+from ckpt_component.state.unchanged_tensors import UnchangedTensors
 from ckpt_component.writers import DcpWriter
 
 IN_MEMORY = "host://runs/one@1f2e3d4c-0a0b0c0d"

@@ -16,12 +16,11 @@ import torch
 from ranks import run_ranks
 
 from ckpt_component import CheckpointConfigError, build_checkpointer
-from ckpt_component.core.state.differences import NEVER, SAME_AS_THEN, SINCE_CHANGED, differing, parted
-from ckpt_component.core.state.flatten import FlatState
-from ckpt_component.core.state.full_digests import HASHES, FullDigests, Hash, installed_hashes
-from ckpt_component.core.state.object_digests import object_digest
 from ckpt_component.core.storage.checksum import find_checksum
 from ckpt_component.saving.replica_comparison import share_out_hashes
+from ckpt_component.state.compare import NEVER, SAME_AS_THEN, SINCE_CHANGED, differing, parted
+from ckpt_component.state.digests import HASHES, FullDigests, Hash, installed_hashes, object_digest
+from ckpt_component.state.flatten import FlatState
 
 SCRIPT = Path(__file__).parent / "scripts" / "replicas.py"
 #: More bytes than one of the pieces in which a digest is computed.

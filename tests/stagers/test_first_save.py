@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from ckpt_component.state.dedup import Selection, holdings, likely_bytes, share_out
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.structure import Structure
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.core import libc, pages
-from ckpt_component.core.state.dedup import Selection, holdings, likely_bytes, share_out
-from ckpt_component.core.state.flatten import flatten
-from ckpt_component.core.state.structure import Structure
+from ckpt_component.core import libc, pages as huge_pages
 from ckpt_component.writers import DcpWriter
 
 #: The state of a model, in bytes; with Adam's moments three times as much.
@@ -74,7 +74,7 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The background thread allocates one slice and then waits for this event; other threads do not."""
-    go_on, advise = threading.Event(), pages.advise
+    go_on, advise = threading.Event(), huge_pages.advise
     slices = 0
 
     def advise_slowly(address: int, nbytes: int, advice: int) -> int:
@@ -85,7 +85,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
                 go_on.wait(60)
         return advise(address, nbytes, advice)
 
-    monkeypatch.setattr(pages, "advise", advise_slowly)
+    monkeypatch.setattr(huge_pages, "advise", advise_slowly)
     return go_on
 
 
@@ -160,8 +160,8 @@ def test_a_save_that_comes_earlier_does_the_rest(tmp_path: Path, slowly: threadi
         assert made() < 3 * MODEL
         threading.Timer(0.5, slowly.set).start()  # it holds one slice, which only it can end
         manager.save(2, job.state)
-        pages = made()
-        assert 3 * MODEL <= pages < 3.3 * MODEL
+        memory = made()
+        assert 3 * MODEL <= memory < 3.3 * MODEL
         manager.wait()
         assert manager.steps() == [2]
 
@@ -180,12 +180,12 @@ def test_close_in_between_is_quick_and_frees_it(tmp_path: Path, slowly: threadin
 def test_memory_that_is_short_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    advise, refuses = pages.advise, True
+    advise, refuses = huge_pages.advise, True
 
     def no_memory(address: int, nbytes: int, advice: int) -> int:
         return 12 if refuses and advice == libc.MADV_POPULATE_WRITE else advise(address, nbytes, advice)
 
-    monkeypatch.setattr(pages, "advise", no_memory)
+    monkeypatch.setattr(huge_pages, "advise", no_memory)
     job = Job()
     with build_manager("async_persistent", [OFTEN], dir=tmp_path) as manager:
         job.step()

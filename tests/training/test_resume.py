@@ -16,9 +16,9 @@ from ckpt_train.training_job import TrainingJob
 from omegaconf import DictConfig
 
 from ckpt_component import stored_metrics
-from ckpt_component.core.state.flatten import flatten
-from ckpt_component.core.state.paths import key_of
 from ckpt_component.errors import CheckpointLoadError, CheckpointNotFoundError
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.paths import key_of
 
 Composed = Callable[..., DictConfig]
 N = 6  # an epoch of the text ends in step 5, so the second half begins inside a shuffled epoch

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ckpt_train.state import RngState
 
-from ckpt_component.core.state import objects
+from ckpt_component.state import objects
 
 CPU = torch.device("cpu")
 

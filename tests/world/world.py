@@ -40,12 +40,12 @@ from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.coordination.connection import StoreConnection
-from ckpt_component.core.state.dense_tensors import tensor_bytes
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.waits import SHOWN_SECONDS, LongWait
 from ckpt_component.factory.graph import build_checkpointer, manager_of
 from ckpt_component.factory.launch import Launch
 from ckpt_component.publishing.versions import NAMES
+from ckpt_component.state.tensors import tensor_bytes
 from ckpt_component.testing import Disk, DiskFile, Fault, SimulatedBucket
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_component import CheckpointStageError
-from ckpt_component.core.state.flatten import flatten
-from ckpt_component.core.state.structure import Structure
 from ckpt_component.core.writing.request import WriteTable
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.structure import Structure
 from ckpt_component.writers.dcp import DcpWriter
 from ckpt_component.writers.metadata_pickle import metadata_of
 

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
-from ..state.coverage import check_cover, is_shape
-from ..state.dtypes import WIDTHS
-from ..state.paths import Path
+from ...state.coverage import check_cover, is_shape
+from ...state.dtypes import WIDTHS
+from ...state.paths import Path
 from ..storage.safe_open import is_plain_name, read_failure
 from ..storage.storage import Storage
 from .folder import MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA

@@ -13,11 +13,11 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ...errors import CheckpointCorruptError
+from ...state.coverage import check_cover
+from ...state.dtypes import WIDTHS
+from ...state.key_map import RenamedKeys, pattern_of
+from ...state.paths import Path, key_of, keys_of
 from ..commit.names import step_in_name
-from ..state.coverage import check_cover
-from ..state.dtypes import WIDTHS
-from ..state.key_map import RenamedKeys, pattern_of
-from ..state.paths import Path, key_of, keys_of
 from ..storage.storage import Storage
 from .rank_index import RankIndex, StoredRange
 

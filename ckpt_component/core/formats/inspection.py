@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import CheckpointCorruptError, CheckpointError, CheckpointPartError
+from ...state.paths import key_of
 from ..commit.manifest import check_files, data_folder, hosts_missing, read_manifest
 from ..commit.names import MANIFEST, integrity_name
 from ..commit.scan import is_torn
-from ..state.paths import key_of
 from ..storage.storage import Storage
 from .opening import open_index
 from .rank_index import RankIndex, StoredRange, checksum_of, read_rank_indexes

@@ -9,9 +9,9 @@ from operator import itemgetter
 from typing import Any
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...state.paths import rank_name
 from ..commit.manifest import check_files, data_folder
 from ..commit.names import SINGLE_FILES
-from ..state.per_rank import rank_name
 from .index import Contents, Entry, Index, Listing, contents_of, joined
 from .rank_index import RankIndex, StoredRange, read_rank_indexes
 from .safetensors import safetensors_index

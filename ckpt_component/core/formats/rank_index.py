@@ -15,11 +15,10 @@ from operator import add, itemgetter, le, mul
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...state.coverage import MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
+from ...state.dtypes import WIDTHS
+from ...state.paths import Path, is_class_kind
 from ..commit.names import integrity_name
-from ..state.coverage import MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
-from ..state.dict_classes import is_class_kind
-from ..state.dtypes import WIDTHS
-from ..state.paths import Path
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from ..storage.safe_open import read_failure
 from ..storage.storage import Storage

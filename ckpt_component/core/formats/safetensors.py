@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any, cast
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
-from ..state.coverage import is_shape
-from ..state.dtypes import SAFETENSORS, WIDTHS
+from ...state.coverage import is_shape
+from ...state.dtypes import SAFETENSORS, WIDTHS
 from ..storage.file_set import FileSet
 from ..storage.safe_open import is_plain_name, place_of, read_failure
 from ..storage.storage import Storage

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 from ...errors import CheckpointCorruptError
+from ...state.dtypes import WIDTHS
 from ..commit.names import CHECKSUMS
-from ..state.dtypes import WIDTHS
 from ..storage.checksum import find_checksum
 from .safe_unpickle import Record, load_inert, record_class
 

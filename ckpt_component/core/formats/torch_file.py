@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import IO, Any, NamedTuple
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...state.coverage import is_shape
+from ...state.dtypes import WIDTHS
+from ...state.paths import TAG, Path, key_of
 from ..commit.names import CHECKSUMS
-from ..state.coverage import is_shape
-from ..state.dtypes import WIDTHS
-from ..state.paths import TAG, Path, key_of
 from ..storage.safe_open import place_of, read_failure
 from ..storage.storage import Storage
 from .index import Contents, Entry, Index, Listing

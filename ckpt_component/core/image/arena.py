@@ -18,8 +18,8 @@ import psutil
 import torch
 
 from ...errors import CheckpointError
+from ...state.tensors import column_of
 from ..pages import SharedPages, align, map_private
-from ..state.int_columns import column_of
 from .layout import Layout
 
 logger = logging.getLogger("ckpt_component.image")

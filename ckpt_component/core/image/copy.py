@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from ...state.flatten import FlatState
+from ...state.tensors import column_of
 from .. import libc
 from ..libc import IOV_BYTES, IOV_MAX
 from ..outside import OUTSIDE, Outside
-from ..state.flatten import FlatState
-from ..state.int_columns import column_of
 from .arena import Slots
 from .layout import Layout
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..state.int_columns import column_of
-from ..state.structure import Relation, Stored, Structure
+from ...state.structure import Relation, Stored, Structure
+from ...state.tensors import column_of
 
 
 class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is slower to make

@@ -6,11 +6,11 @@ import bisect
 import mmap
 from array import array
 
+from ...state.flatten import FlatState
+from ...state.tensors import BATCH, plain_addresses, tensor_bytes
 from ..libc import IOV_MAX, memmove
 from ..outside import OUTSIDE
 from ..pages import address_of, align, map_private
-from ..state.dense_tensors import BATCH, plain_addresses, tensor_bytes
-from ..state.flatten import FlatState
 from .copy import LARGE_BYTES, Gather, sources_of
 from .layout import Layout
 

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...state.flatten import FlatState
+from ...state.paths import key_of
+from ...state.structure import Structure
+from ...state.tensors import plain_addresses, tensor_bytes
+from ...state.unchanged_tensors import Name, UnchangedTensors, mark_of, name_of
 from ..outside import OUTSIDE
-from ..state.dense_tensors import plain_addresses, tensor_bytes
-from ..state.flatten import FlatState
-from ..state.paths import key_of
-from ..state.structure import Structure
-from ..state.unchanged_tensors import Name, UnchangedTensors, mark_of, name_of
 from ..storage.storage import Held, Storage
 from .layout import Layout
 

@@ -13,8 +13,8 @@ import torch
 
 from ...core.formats.safe_unpickle import Record, record_class
 from ...core.formats.torch_archive import check_archive
-from ...core.state import objects as object_codec
 from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...state import objects as object_codec
 
 _DEFAULTDICT = "collections.defaultdict"
 

@@ -12,9 +12,9 @@ import torch
 from ...core.formats.dcp_metadata import StockDcp
 from ...core.formats.rank_index import StoredRange
 from ...core.progress import Progress, no_progress
-from ...core.state.regions import overlap
 from ...core.storage.file_set import FileSet, RangeRead
 from ...errors import CheckpointCorruptError
+from ...state.coverage import overlap
 from ..source import DTYPES, Access, Request, Source, copy_into
 from .archives import load_archive, load_objects
 

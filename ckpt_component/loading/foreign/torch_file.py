@@ -16,12 +16,12 @@ import torch
 from ...core.formats.index import Contents, Entry
 from ...core.formats.torch_archive import check_archive, verify_records
 from ...core.progress import Progress, no_progress
-from ...core.state.flatten import flatten
-from ...core.state.paths import key_of
 from ...core.storage.locate import is_url
 from ...core.storage.safe_open import read_failure
 from ...core.storage.storage import Storage
 from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
+from ...state.flatten import flatten
+from ...state.paths import key_of
 from ..source import DTYPE_NAMES, Access, Request, Source, copy_into
 from .archives import decode_all, load_safely, refused_kind
 

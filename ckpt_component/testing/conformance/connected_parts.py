@@ -16,7 +16,6 @@ from ...config.schema import PARTS
 from ...core.commit import commit
 from ...core.coordination import LocalCoordinator
 from ...core.options import ResolvedTimeouts
-from ...core.state.structure import Structure
 from ...core.storage.files import FileStorage
 from ...core.storage.new_names import new_token
 from ...core.writing.request import WriteOptions, WriteRequest
@@ -24,6 +23,7 @@ from ...errors import CheckpointStageError
 from ...loading.reader import Reader
 from ...stagers.base import Snapshot, Stager
 from ...stagers.live import LiveStager
+from ...state.structure import Structure
 from ...writers.base import Writer
 from .leftovers import PATIENCE_S, nothing_left, within
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from snapshots import MEMORY, tell
 
 from ckpt_component import CheckpointListener, LoadReport, PerRank, SaveReport, build_manager
-from ckpt_component.core.state.per_rank import WhenResized
+from ckpt_component.state.paths import WhenResized
 
 
 class Rng:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_component.config import config_dir
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
-from ckpt_component.core.state.flatten import flatten
-from ckpt_component.core.state.paths import key_of
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.paths import key_of
 
 KINDS = ("ddp", "fsdp", "tp")
 N = 3

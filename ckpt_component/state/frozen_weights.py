@@ -15,16 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import first_keys
-from ..outside import OUTSIDE
+from ..core.outside import OUTSIDE
+from ..errors import first_keys
+from .digests import digest_of_part
 from .flatten import FlatState
-from .part_digests import digest_of_part
-from .paths import FROZEN, Path, key_of
-from .per_rank import rank_name
-from .quantized_parameters import parts_of_parameters
+from .paths import FROZEN, Path, key_of, rank_name
 from .shards import is_spread
 from .unchanged_tensors import mark_of
-from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
+from .wrapped_modules import WRAPPER_MARKS, CanonicalNames, parts_of_parameters
 
 logger = logging.getLogger("ckpt_component.state")
 

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from .flatten import HOOKS, FlatState, is_torch_own, unflatten
 from .paths import Path, key_of
-from .quantized_parameters import without_parts
 from .shards import is_spread
+from .wrapped_modules import without_parts
 
 logger = logging.getLogger("ckpt_component.state")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from ...errors import CheckpointLoadError, CheckpointTypeError, first_keys
-from ..spelling import closest
+from ..core.spelling import closest
+from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys
 from .paths import Path, key_of, keys_of
 
 #: Names among which a suggestion for a mistyped one is looked for.

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import CheckpointStageError
-from .dense_tensors import BATCH, ORDINARY
+from ..errors import CheckpointStageError
 from .flatten import FlatState
 from .objects import STORED_DTYPES, check_tensor
 from .paths import Path, key_of, keys_of
+from .tensors import BATCH, ORDINARY
 
 _COMPLEX = frozenset(dtype for dtype in STORED_DTYPES if dtype.is_complex)
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..outside import OUTSIDE
-from ..spelling import closest
+from ..core.outside import OUTSIDE
+from ..core.spelling import closest
 from .flatten import FlatState
 from .paths import Path, key_of
+from .shards import dense_parts
 from .structure import Structure
-from .tensor_parts import dense_parts
 
 logger = logging.getLogger("ckpt_component.state")
 

@@ -18,18 +18,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ...errors import CheckpointStageError
-from .dense_tensors import ORDINARY
-from .dict_classes import class_kind, new_dict
-from .generators import GENERATOR_NAMES, GeneratorState, is_generator
-from .held_tensors import held_tensors
-from .objects import DEEPEST
-from .paths import TAG, Path, key_of
-from .per_rank import PerRank, rank_name
-from .quantized_parameters import QUANTIZED_MARKS, add_parts_of_shards
+from ..errors import CheckpointStageError
+from .held_tensors import GENERATOR_NAMES, GeneratorState, held_tensors, is_generator
+from .objects import DEEPEST, is_config
+from .paths import TAG, Path, PerRank, class_kind, key_of, new_dict, rank_name
 from .shards import Shard, is_spread, mesh_of
-from .suggestions import is_config
-from .wrapped_modules import WRAPPER_MARKS, CanonicalNames
+from .tensors import ORDINARY
+from .wrapped_modules import QUANTIZED_MARKS, WRAPPER_MARKS, CanonicalNames, add_parts_of_shards
 
 StateDict = dict[str, Any]
 #: The rank of `PerRank` values: one rank for all, or a function of path and value.
@@ -189,7 +184,7 @@ def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "statef
 def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | None = None) -> FlatState:
     """Flatten a state dict; objects with `state_dict()` are replaced by their state at any depth.
 
-    The state of a module has its canonical names (`core/state/wrapped_modules.py`).
+    The state of a module has its canonical names (`state/wrapped_modules.py`).
 
     Args:
         state_dict: the state dict to save, or to load into
