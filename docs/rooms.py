@@ -17,7 +17,7 @@ STOREYS = {
     ),
     "outside": ("core.processes", "core.lane", "core.job", "core.storage", "state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),
-    "formats": ("events", "core.writing", "formats"),
+    "formats": ("events", "core.writing", "formats", "writers"),
     "configs, loads": ("config", "loading"),
     "parts": ("exporting", "publishing", "compat", "callers", "stagers"),
     "one save, a run": ("background", "saving", "checkpointer", "managing"),

@@ -11,7 +11,6 @@ from typing import Any, cast
 from ..core.commit.fencing import check_owner
 from ..core.commit.manifest import read_manifest
 from ..core.commit.scan import scan_steps
-from ..core.formats.checkpoints import created_of
 from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
@@ -19,6 +18,7 @@ from ..core.storage.files import FileStorage
 from ..core.storage.locate import MEMORY, file_storage, storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointFencedError, CheckpointNotFoundError
+from ..formats.checkpoints import created_of
 from ..publishing.publisher import Publisher
 from .publishing import PublishPolicy
 

@@ -13,10 +13,10 @@ from ..core.commit.fencing import FencingToken
 from ..core.commit.manifest import data_folder, part_of
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
-from ..core.formats.verification import verify_part
 from ..core.outside import Latch
 from ..core.storage.files import local_files
 from ..core.storage.storage import Storage
+from ..formats.verification import verify_part
 from .run_watch import RunWatch
 from .upload_policy import UploadPolicy
 from .uploading import Uploading

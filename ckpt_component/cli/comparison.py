@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.formats import Entry, Index
 from ..core.progress import progress_bar
 from ..exporting.blocks import TensorBlocks
 from ..exporting.export import open_blocks
+from ..formats import Entry, Index
 from ..state.dtypes import SAFETENSORS, WIDTHS
 from .key_tree import shape_text
 from .object_values import same_object, value_text

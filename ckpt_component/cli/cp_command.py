@@ -18,10 +18,10 @@ import argparse
 
 from ..core.commit.manifest import read_manifest
 from ..core.commit.names import MANIFEST
-from ..core.formats.checkpoints import find_checkpoint
 from ..core.progress import progress_bar
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointNotFoundError
+from ..formats.checkpoints import find_checkpoint
 from .output import Output
 from .roots import add_safeguards, destination, place_of, shown, tree_bytes, typed_errors
 from .transfer import Transfer

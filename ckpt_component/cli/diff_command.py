@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..core.commit.run_record import stored_config
-from ..core.formats import Index, open_index
-from ..core.formats.checkpoints import find_checkpoint, matching_keys
 from ..core.gc_control import collector_paused
+from ..formats import Index, open_index
+from ..formats.checkpoints import find_checkpoint, matching_keys
 from .comparison import Comparison, Difference, compare
 from .config_changes import config_changes
 from .output import Output, fitted

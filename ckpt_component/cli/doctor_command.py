@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 
 from ..config.quantities import BYTES
 from ..config.schema import Checkpoint
-from ..core.formats.checkpoints import Root
 from ..core.options import RecoveryMode
 from ..core.outside import OUTSIDE
 from ..core.storage.locate import absolute, expanded, is_url, storage_at
 from ..errors import CheckpointConfigError
+from ..formats.checkpoints import Root
 from .config_words import add_config, is_override, with_unit
 from .health.bucket_checks import check_bucket
 from .health.finding import FAILS, NOTE, OK, Finding

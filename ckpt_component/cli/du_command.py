@@ -21,10 +21,10 @@ from itertools import chain
 from typing import Any
 
 from ..core.commit.names import QUARANTINE_PREFIX
-from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.locate import is_url
 from ..core.storage.space import amount
 from ..core.storage.storage import StoredFile
+from ..formats.checkpoints import Root, find_root
 from .listing import DEBRIS, IN_PROGRESS, STYLES, Listed, advice, entries_of, what_text
 from .output import Output
 from .roots import shown

@@ -21,7 +21,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..core.formats.checkpoints import find_checkpoint
 from ..core.progress import progress_bar
 from ..core.storage.locate import file_storage
 from ..core.storage.space import amount
@@ -29,6 +28,7 @@ from ..errors import CheckpointConfigError
 from ..exporting.casting import check_dtype
 from ..exporting.export import FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
 from ..exporting.hugging_face import CONFIG
+from ..formats.checkpoints import find_checkpoint
 from .output import Output
 from .text import counted
 

@@ -20,9 +20,9 @@ from typing import Any
 from ..core.commit.cleanup import RetentionPolicy, Unfinished, discard
 from ..core.commit.fencing import FencingToken
 from ..core.commit.names import ALIVE_PREFIX
-from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
+from ..formats.checkpoints import Root, find_root
 from .output import Output
 from .roots import add_safeguards, place_of, point_elsewhere, typed_errors
 from .text import Table

@@ -20,11 +20,11 @@ from typing import Any
 
 from ..core.commit.names import MAX_STEP, MEGATRON, NAMINGS
 from ..core.commit.scan import repair_pointer, scan_steps
-from ..core.formats.checkpoints import find_checkpoint
 from ..core.storage.locate import absolute, storage_at
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
 from ..events import SaveReport
+from ..formats.checkpoints import find_checkpoint
 from .export_command import add_key_map, renames
 from .output import Output
 from .text import counted

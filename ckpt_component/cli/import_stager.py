@@ -14,10 +14,9 @@ from ..core.image.layout import Layout
 from ..core.image.live_source import LiveSource
 from ..core.storage.locate import storage_at
 from ..errors import first_keys
+from ..formats.foreign import RefusedObject
+from ..formats.source import MappedSource, Request, Source
 from ..loading import Reader
-from ..loading.foreign.archives import RefusedObject
-from ..loading.mapped_source import MappedSource
-from ..loading.source import Request, Source
 from ..stagers import LiveStager, Snapshot, StatePlan
 from ..state.flatten import FlatState, unflatten
 from ..state.key_map import KeyMap

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ..core.formats import Entry
+from ..formats import Entry
 
 #: How many ranges of numbers a folded name shows.
 _SHOWN = 3

@@ -14,11 +14,11 @@ from typing import Any
 from ..core.commit.manifest import read_manifest
 from ..core.commit.names import RUN_RECORD, saved_as, step_in_name
 from ..core.commit.run_record import StoredConfig, stored_config
-from ..core.formats.checkpoints import Root, created_of
 from ..core.storage.locate import same_folder
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError
 from ..events import checked_events
+from ..formats.checkpoints import Root, created_of
 from .config_changes import Change, config_changes
 
 COMMITTED, DAMAGED, SET_ASIDE, DELETED = "committed", "damaged", "set aside", "deleted"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..core.commit.cleanup import Unfinished
 from ..core.commit.names import ALIVE_PREFIX, STAGING_PREFIX, saved_as, step_in_name
-from ..core.formats.checkpoints import Root, created_of, is_checkpoint
+from ..formats.checkpoints import Root, created_of, is_checkpoint
 from .roots import tree_bytes
 
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"

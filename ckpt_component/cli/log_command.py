@@ -13,7 +13,7 @@ import argparse
 import time
 from collections.abc import Iterator
 
-from ..core.formats.checkpoints import find_root
+from ..formats.checkpoints import find_root
 from .lineage import COMMITTED, DELETED, LoggedRun, Saved, runs_of
 from .output import Output, fitted
 from .text import age_text, clock_text, counted

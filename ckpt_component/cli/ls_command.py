@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from ..core.formats.checkpoints import Root, find_root
 from ..core.storage.locate import absolute, is_url, storage_at
 from ..core.storage.space import amount
+from ..formats.checkpoints import Root, find_root
 from ..hosts.wire import roots_here
 from .listing import (
     COMMITTED,

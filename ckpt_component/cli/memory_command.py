@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..core.formats.checkpoints import NEWEST, Root
 from ..core.outside import OUTSIDE
 from ..core.spelling import closest
 from ..core.storage.locate import absolute, storage_at
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointNotFoundError
+from ..formats.checkpoints import NEWEST, Root
 from . import show_command
 from .memory_runs import RunInMemory, runs_in_memory, runs_of
 from .output import Output

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..core.commit.fencing import is_copy, read_owner
 from ..core.commit.names import NAMINGS
-from ..core.formats.checkpoints import Root, created_of
 from ..core.spelling import closest
 from ..core.storage.locate import storage_at
 from ..errors import CheckpointNotFoundError
+from ..formats.checkpoints import Root, created_of
 from ..hosts.client import HostClients, SnapshotClient, memory_of
 from ..hosts.host_memory import HostMemory
 from ..hosts.stores import ListedFile, SnapshotStore

@@ -6,9 +6,9 @@ import io
 import pickletools
 import reprlib
 
-from ..core.formats.safe_unpickle import Record
-from ..core.formats.torch_archive import DATA, load_state, members_of, stored_bytes
 from ..errors import CheckpointCorruptError
+from ..formats.safe_unpickle import Record
+from ..formats.torch_archive import DATA, load_state, members_of, stored_bytes
 
 _TEXT = reprlib.Repr()
 _TEXT.maxstring = _TEXT.maxother = 40

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from ..core.commit.cleanup import discard
 from ..core.commit.names import MANIFEST, QUARANTINE_PREFIX, StepNames
 from ..core.commit.scan import scan_steps
-from ..core.formats.checkpoints import find_checkpoint
 from ..core.storage.locate import absolute
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
+from ..formats.checkpoints import find_checkpoint
 from .output import Output
 from .roots import Location, add_safeguards, place_of, point_elsewhere, shown, typed_errors
 from .text import counted

@@ -13,11 +13,11 @@ from ..core.commit.fencing import FencingToken
 from ..core.commit.manifest import read_manifest
 from ..core.commit.names import MANIFEST, MEGATRON, NAMINGS, StepNames
 from ..core.commit.scan import read_pointer, scan_steps, write_pointer
-from ..core.formats.checkpoints import Root
-from ..core.formats.folder import METADATA
 from ..core.storage.locate import absolute, is_url, storage_at
 from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointFencedError, CheckpointSaveError, printable
+from ..formats.checkpoints import Root
+from ..formats.folder import METADATA
 
 #: `ROOT@300`: the step of a new checkpoint.
 _NEW_STEP = re.compile(r"(.+)@(\d+)")

@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 
-from ..core.formats.checkpoints import Root
-from ..core.formats.rank_index import StoredRange
 from ..core.storage.locate import is_url
 from ..core.storage.storage import Storage, StoredFile
+from ..formats.checkpoints import Root
+from ..formats.rank_index import StoredRange
 from .usage import files_in, usage_of
 
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from ..core.commit.manifest import metrics_of
 from ..core.commit.run_record import StoredConfig, stored_config
-from ..core.formats import Entry, Index, open_index
-from ..core.formats.checkpoints import created_of, find_checkpoint, matching_keys
 from ..core.gc_control import collector_paused
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointError, printable
 from ..exporting.export import open_blocks
+from ..formats import Entry, Index, open_index
+from ..formats.checkpoints import created_of, find_checkpoint, matching_keys
 from .key_tree import Line, lines_of, shape_text
 from .object_values import value_text
 from .output import Output, width

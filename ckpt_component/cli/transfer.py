@@ -11,11 +11,11 @@ from typing import Any
 from ..core.commit.cleanup import discard, sweep_attempts
 from ..core.commit.copying import copy_checkpoint, same_content
 from ..core.commit.manifest import read_manifest
-from ..core.formats.verification import verify_checkpoint, verify_files
 from ..core.progress import Progress
 from ..core.storage.files import local_files
 from ..core.storage.locate import below
 from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
+from ..formats.verification import verify_checkpoint, verify_files
 from .roots import Location, is_one_checkpoint, point_elsewhere
 
 #: Formats whose files do not say which step they are of.

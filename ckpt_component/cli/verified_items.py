@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from ..core.commit.names import MANIFEST
-from ..core.formats.inspection import Inspection
-from ..core.formats.rank_index import StoredRange
 from ..core.storage.storage import Storage
+from ..formats.rank_index import StoredRange
+from ..formats.verification import Inspection
 
 logger = logging.getLogger(__name__)
 

@@ -21,14 +21,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from ..core.formats.checkpoints import find_checkpoint, matching_keys
-from ..core.formats.inspection import Inspection, inspect
-from ..core.formats.rank_index import StoredRange
-from ..core.formats.verification import Damage, verify_items
 from ..core.progress import progress_bar
 from ..core.storage.space import amount
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointUnreadableError, first_keys
+from ..formats.checkpoints import find_checkpoint, matching_keys
+from ..formats.rank_index import StoredRange
+from ..formats.verification import Damage, Inspection, inspect, verify_items
 from .app import FAILED, NO
 from .output import Output
 from .roots import shown

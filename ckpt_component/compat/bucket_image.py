@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from ..core.image.arena import Arena
 from ..core.image.copy import copy_on_host
+from ..formats.dcp import layout_of_archives
 from ..state.flatten import flatten
 from ..state.structure import Stored, Structure
-from ..writers.dcp import layout_of_archives
 from .host_image import HostImage, ImageBucket, Place, SharedFile
 
 #: A file to write before its tensors are copied: path, name in `.metadata`, and its contents, each with its item.

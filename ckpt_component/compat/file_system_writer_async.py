@@ -28,9 +28,9 @@ from torch.futures import Future
 from ..core.storage.files import FileStorage
 from ..core.storage.locate import file_storage
 from ..errors import CheckpointSaveError
+from ..formats.dcp import check_separation_hint
+from ..formats.writer import groups_of_files
 from ..state.objects import check_tensor
-from ..writers.base import groups_of_files
-from ..writers.dcp import check_separation_hint
 from . import bucket_io
 from .bucket_image import FilesImage, ImageLease, WriteBucket, preload_tensors
 from .host_image import ImageBucket, ResultMailbox

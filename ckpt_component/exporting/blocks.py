@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from operator import mul
 from typing import Any
 
-from ..core.formats import Entry, Index, StoredRange
-from ..core.formats.rank_index import checksum_of
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet
 from ..errors import CheckpointCorruptError
+from ..formats import Entry, Index, StoredRange
+from ..formats.rank_index import checksum_of
 from ..state.dtypes import WIDTHS
 
 #: Bytes of a block; a few blocks are all the memory that an export needs.

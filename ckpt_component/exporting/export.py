@@ -15,7 +15,6 @@ from ..core.commit.commit import new_attempt
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.manifest import checkpoint_around
 from ..core.commit.names import MANIFEST, SINGLE_FILES
-from ..core.formats import Entry, Index, open_index
 from ..core.progress import Progress, no_progress
 from ..core.spelling import invalid_choice
 from ..core.storage.files import FileStorage
@@ -31,6 +30,7 @@ from ..errors import (
     CheckpointSaveError,
     first_keys,
 )
+from ..formats import Entry, Index, open_index
 from ..state.key_map import KeyMap
 from .blocks import TensorBlocks
 from .casting import check_dtype

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..core.formats.safetensors import header_of
+from ..formats.safetensors import header_of
 from .selection import Tensor
 
 #: The name of the weights in a Hugging Face folder.

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ..core.formats import Entry, Index
-from ..loading.open_source import open_source
-from ..loading.source import Access, Request
+from ..formats import Entry, Index
+from ..formats.open_source import open_source
+from ..formats.source import Access, Request
 from ..state import objects
 from ..state.tensors import tensor_bytes
 from .blocks import BLOCK_BYTES, TensorBlocks

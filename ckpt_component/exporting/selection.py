@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..core.formats import Entry, Index
 from ..errors import CheckpointLoadError
+from ..formats import Entry, Index
 from ..state.dtypes import WIDTHS
 from ..state.key_map import KeyMap, RenamedKeys, unknown_names
 from ..state.paths import FROZEN, Path

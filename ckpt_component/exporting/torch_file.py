@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..core.formats import Index
-from ..loading.foreign.archives import RefusedObject
-from ..loading.open_source import open_source
-from ..loading.source import Access
+from ..formats import Index
+from ..formats.foreign import RefusedObject
+from ..formats.open_source import open_source
+from ..formats.source import Access
 from ..state.flatten import unflatten
 from ..state.tensors import tensor_bytes
 from .export_files import File

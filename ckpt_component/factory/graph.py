@@ -43,6 +43,7 @@ from ..core.storage.locate import Storages, absolute, expanded, is_url, path_tex
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
 from ..events import EventFile, EventRecorder
+from ..formats.writer import PlansUnchanged, Writer, as_writer
 from ..loading.collective import CollectiveLoads
 from ..loading.meta_tensors import checked_device
 from ..loading.reader import Reader, shares_host
@@ -61,7 +62,6 @@ from ..saving.save_queue import SaveQueue
 from ..stagers.base import Stager
 from ..state.frozen_weights import FrozenWeights
 from ..state.unchanged_tensors import UnchangedTensors
-from ..writers.base import PlansUnchanged, Writer, as_writer
 from .launch import Launch, versions
 from .run_policies import (
     best_policy,

@@ -22,6 +22,7 @@ from ..core.storage.storage import Storage
 from ..core.writing.process import WriterProgram
 from ..errors import CheckpointError
 from ..events import SaveReport
+from ..formats.writer import Writer
 from ..hosts.at_peers import PeerMap, SnapshotsAtPeers
 from ..hosts.client import HostClient, HostClients, JobClients
 from ..hosts.host_memory import HostMemory
@@ -31,7 +32,6 @@ from ..hosts.wire import SocketPlace, memory_root
 from ..managing.run_context import RunContext
 from ..managing.run_option import MakeQueue, MakeReader, RunOption, StorageOf
 from ..saving.save_queue import notify
-from ..writers.base import Writer
 
 logger = logging.getLogger(__name__)
 

@@ -15,17 +15,17 @@ import torch
 
 from ..core.commit.names import step_in_name
 from ..core.coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
-from ..core.formats.checkpoints import FoundCheckpoint, find_checkpoint
 from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
 from ..core.spelling import closest
 from ..core.storage.locate import may_have_memory, path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
+from ..formats.checkpoints import FoundCheckpoint, find_checkpoint
+from ..formats.source import Source
 from ..loading.collective import CollectiveLoad, CollectiveLoads, Phase, SharedReads
 from ..loading.meta_tensors import checked_device
 from ..loading.object_state import load_state
 from ..loading.reader import Reader, shares_host
-from ..loading.source import Source
 from ..state.key_map import names_above
 from ..state.shards import parts_of
 from ..state.wrapped_modules import canonical_state_of, without_wrappers

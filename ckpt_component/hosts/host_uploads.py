@@ -41,7 +41,6 @@ from ..core.commit.names import MANIFEST
 from ..core.commit.protocol import Attempt
 from ..core.commit.protocols import attempts_in
 from ..core.commit.scan import Scan, scan_steps
-from ..core.formats.verification import small_files, verify_part
 from ..core.outside import OUTSIDE, Latch, Outside
 from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
@@ -50,6 +49,7 @@ from ..core.storage.new_names import NEW_PREFIX
 from ..core.storage.space import amount
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
+from ..formats.verification import small_files, verify_part
 
 logger = logging.getLogger("ckpt_component.storage")
 

@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 
 from ..core.commit.commit import is_over
 from ..core.commit.names import integrity_name
-from ..core.formats.rank_index import parse_rank_index
 from ..core.outside import OUTSIDE, Outside, Thread
 from ..core.pages import align
 from ..core.processes.framing import Channel
@@ -53,6 +52,7 @@ from ..core.writing.request import Extent, ReusedFile, WriteRequest, WriteResult
 from ..core.writing.worker import ByteWorker, MappedArena
 from ..core.writing.write_job import sizes_of, sum_objects, write_integrity
 from ..errors import CheckpointError, CheckpointFencedError
+from ..formats.rank_index import parse_rank_index
 from .client import ANSWER_SECONDS, FetchedFile, HostClients, PeerClient
 from .host_memory import HostMemory
 from .server import PeerEndpoint, SnapshotServer

@@ -39,7 +39,6 @@ from typing import IO, Any, NamedTuple
 from ..core import libc
 from ..core.coordination import Coordinator
 from ..core.coordination.connection import offered_address, reachable
-from ..core.formats.index import Index
 from ..core.options import ResolvedTimeouts
 from ..core.outside import Outside, Thread
 from ..core.pages import ScratchBlock
@@ -51,6 +50,7 @@ from ..core.storage.file_set import FileSet, RangeRead, extents_of
 from ..core.storage.safe_open import read_failure
 from ..core.storage.space import amount
 from ..errors import CheckpointError
+from ..formats.index import Index
 from ..loading.collective import OpenFiles, SharedReads
 from ..loading.read_plan import MOST_BYTES, Batch, Wanted, plan_reads
 from .server import ConnectionServer, PeerEndpoint

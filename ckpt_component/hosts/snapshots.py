@@ -22,6 +22,7 @@ from ..core.image.unchanged_files import ProvedReuse
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointSaveError
 from ..events import SaveReport
+from ..formats.writer import Writer
 from ..saving.attempts import SaveAttempts
 from ..saving.context import Ownership, RunHooks, SaveContext
 from ..saving.in_flight import SaveHandle
@@ -30,7 +31,6 @@ from ..saving.repeated_warning import RepeatedWarning
 from ..saving.retry import ErrorPolicy
 from ..saving.save_queue import SaveQueue, notify
 from ..stagers.base import Snapshot
-from ..writers.base import Writer
 
 logger = logging.getLogger(__name__)
 

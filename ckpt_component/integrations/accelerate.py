@@ -39,7 +39,7 @@ from ..errors import (
     CheckpointUnreadableError,
 )
 from ..factory.graph import build_checkpointer
-from ..writers.named_files import FilesWriter
+from ..formats.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of
 

@@ -15,9 +15,9 @@ from ..core.commit.names import MEGATRON
 from ..core.storage.locate import file_storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
 from ..factory.graph import build_checkpointer
-from ..loading.foreign.torch_file import verify_torch_file
+from ..formats.foreign import verify_torch_file
+from ..formats.torch_save import TorchFileWriter, file_state
 from ..saving.in_flight import SaveHandle
-from ..writers.torch_file import TorchFileWriter, file_state
 from .lightning_package import part
 from .settings import settings_of
 

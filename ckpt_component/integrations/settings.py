@@ -10,7 +10,7 @@ from ..config.hydra.compose import checked_overrides
 from ..config.hydra.resolve import resolve_config
 from ..config.schema import Checkpoint
 from ..errors import CheckpointConfigError
-from ..writers.base import Writer
+from ..formats.writer import Writer
 
 
 def refuse_decided(overrides: Sequence[str], decided: Mapping[str, str]) -> list[str]:

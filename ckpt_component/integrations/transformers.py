@@ -30,8 +30,8 @@ from ..core.storage.locate import file_storage
 from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..events import CheckpointListener, SaveReport
 from ..factory.graph import build_manager
+from ..formats.named_files import FilesWriter
 from ..managing.manager import CheckpointManager
-from ..writers.named_files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..core.coordination import Coordinator
-from ..core.formats.index import Index
 from ..core.options import ResolvedTimeouts
 from ..core.storage.file_set import FileSet
 from ..errors import (
@@ -19,6 +18,7 @@ from ..errors import (
     CheckpointUnreadableError,
     describe_error,
 )
+from ..formats.index import Index
 
 #: Opens the files of a folder.
 OpenFiles = Callable[[str], FileSet]

@@ -11,19 +11,18 @@ import torch
 
 from ..core.progress import Progress
 from ..errors import CheckpointCorruptError, CheckpointLoadError, first_keys
+from ..formats.foreign import RefusedObject
+from ..formats.source import MappedSource, Source
 from ..state.flatten import StateDict, unflatten
 from ..state.frozen_weights import FrozenWeights
 from ..state.paths import FROZEN
 from ..state.wrapped_modules import canonical_state_of
-from .foreign.archives import RefusedObject
 from .frozen_base import FrozenBase
 from .load_options import LoadOptions
-from .mapped_source import MappedSource
 from .mismatch import Misfit, how_to_find
 from .object_state import load_state
 from .own_dicts import plain_now
 from .proof import Proof
-from .source import Source
 from .target import Target
 
 logger = logging.getLogger("ckpt_component.readers")

@@ -15,13 +15,12 @@ from dataclasses import replace
 import torch
 
 from ..errors import CheckpointCorruptError
+from ..formats.source import MappedSource, Source
 from ..state.digests import add_up
 from ..state.flatten import FlatState
 from ..state.frozen_weights import FrozenPart, FrozenWeights, parts_at, read_record
 from ..state.paths import FROZEN, key_of
-from .mapped_source import MappedSource
 from .mismatch import Misfit
-from .source import Source
 
 logger = logging.getLogger("ckpt_component.readers")
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ..core.formats.index import Entry
+from ..formats.index import Entry
+from ..formats.source import DTYPES
 from ..state.flatten import FlatState
 from ..state.module_trial import modules_with_own_code, refusal_of
 from ..state.paths import Path
 from ..state.wrapped_modules import parts_to_fill, quantized_name
 from .mismatch import Misfit
-from .source import DTYPES
 
 
 class HandedValues:

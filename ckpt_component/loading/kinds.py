@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import CheckpointLoadError
+from ..formats.source import Source
 from ..state.flatten import StateDict, Stateful, kind_of
 from ..state.paths import Path, PerRank, key_of, keys_of, rank_name, rank_of
 from .mismatch import Misfit
-from .source import Source
 
 _NOTHING = object()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..formats.source import Source
 from .collective import CollectiveLoad
-from .source import Source
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointLoadError
+from ..formats.source import Source
 from ..state.compare import same_value
 from ..state.flatten import FlatState, flatten
 from ..state.parameter_names import optimizers_of
-from ..state.paths import Path, key_of, keys_of
-from ..state.shards import CONTEXT, read_context
+from ..state.paths import CONTEXT, Path, key_of, keys_of
+from ..state.shards import read_context
 from .mismatch import Misfit, Mismatches
-from .source import Source
 
 
 def match_made_tensors(

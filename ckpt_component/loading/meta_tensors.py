@@ -17,13 +17,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointConfigError, CheckpointLoadError, first_keys
+from ..formats.source import tensor_on
 from ..state.flatten import FlatState
 from ..state.parameter_names import optimizers_of
 from ..state.paths import Path, key_of
 from ..state.shards import dense_parts, mesh_of
 from ..state.tensors import has_plain_bytes
 from ..state.wrapped_modules import CanonicalNames
-from .source import tensor_on
 
 #: Where autograd keeps the hooks of a tensor.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -15,14 +15,14 @@ from dataclasses import replace
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-from ..core.formats.index import Contents, Entry
 from ..errors import CheckpointLoadError, first_keys
+from ..formats.index import Contents, Entry
+from ..formats.source import RenamedSource, Source
 from ..state.compare import same_value
 from ..state.flatten import FlatState
 from ..state.parameter_names import NAMES, NamedOptimizer, named_optimizers
 from ..state.paths import Path, key_of
 from .saved_optimizers import SavedOptimizers, SavedParameter, number_in
-from .source import RenamedSource, Source
 
 #: Options of a group that say which parameters it has.
 _MEMBERS = frozenset({"params", NAMES})

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.formats.index import Contents, Entry
+from ..formats.index import Contents, Entry
+from ..formats.source import MappedSource, RenamedSource, Source
 from ..state.paths import Path
 from ..state.wrapped_modules import names_in_other_wrapping
-from .mapped_source import MappedSource
-from .source import RenamedSource, Source
 
 
 def under_names_of_target(

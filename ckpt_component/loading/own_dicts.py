@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..core.formats.index import Contents
 from ..errors import CheckpointLoadError, first_keys
+from ..formats.index import Contents
 from ..state.flatten import FlatState
 from ..state.paths import Path, key_of, keys_of, lost_class
 

@@ -16,8 +16,6 @@ import torch
 from ..core.commit.manifest import manifest_of_attempt
 from ..core.commit.protocol import wait_visible
 from ..core.commit.scan import pointed_folder
-from ..core.formats.opening import open_index
-from ..core.formats.verification import verify_checkpoint
 from ..core.gc_control import collector_paused
 from ..core.options import Prove, Verify
 from ..core.progress import Progress, no_progress
@@ -25,6 +23,10 @@ from ..core.storage.locate import storage_at
 from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError, CheckpointNotFoundError
+from ..formats.open_source import open_source
+from ..formats.opening import open_index
+from ..formats.source import Access, MappedSource, Source
+from ..formats.verification import verify_checkpoint
 from ..state.flatten import StateDict
 from ..state.frozen_weights import FrozenWeights
 from ..state.key_map import KeyMap
@@ -34,10 +36,7 @@ from .collective import CollectiveLoad, CollectiveLoads, OpenFiles, Phase
 from .filling import Filling, load_all, to_device_of
 from .frozen_base import together
 from .load_options import LoadOptions
-from .mapped_source import MappedSource
-from .open_source import open_source
 from .proof import Proof
-from .source import Access, Source
 
 logger = logging.getLogger("ckpt_component.readers")
 

@@ -9,10 +9,10 @@ from itertools import chain
 from typing import Any
 
 from ..errors import CheckpointCorruptError
+from ..formats.source import Source
 from ..state.parameter_names import NAMES, NamedOptimizer, Names
 from ..state.paths import Path, key_of
 from ..state.wrapped_modules import names_in_other_wrapping
-from .source import Source
 
 #: A parameter or a group in the checkpoint: the path of its optimizer, and its number there.
 SavedParameter = tuple[Path, int]

@@ -9,19 +9,29 @@ from typing import Any
 
 import torch
 
-from ..core.formats.index import Entry, rows_of
 from ..errors import CheckpointLoadError
+from ..formats.foreign import RefusedObject
+from ..formats.index import Entry, rows_of
+from ..formats.source import (
+    DTYPE_NAMES,
+    ON_META,
+    MappedSource,
+    Request,
+    Source,
+    addresses_if_matching,
+    copy_into,
+    memory_of,
+    why_unfillable,
+)
 from ..state.flatten import StateDict, Stateful, flatten
 from ..state.frozen_weights import FrozenWeights
-from ..state.paths import FROZEN, Path, PerRank, key_of, keys_of, rank_of
-from ..state.shards import CONTEXT, Shard, local_part, mesh_of
+from ..state.paths import CONTEXT, FROZEN, Path, PerRank, key_of, keys_of, rank_of
+from ..state.shards import Shard, local_part, mesh_of
 from ..state.wrapped_modules import QUANTIZED_MARKS, QuantDescription
-from .foreign.archives import RefusedObject
 from .frozen_base import FrozenBase
 from .handed_values import HandedValues, refuse_other_quantization, with_parts_to_fill
 from .kinds import Kinds, owner_of
 from .made_tensors import match_made_tensors, whole_values
-from .mapped_source import MappedSource
 from .meta_tensors import MetaTensors
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
@@ -29,7 +39,6 @@ from .optimizer_match import match_optimizers
 from .other_wrapping import under_names_of_target
 from .own_dicts import emptied, plain_now, refill
 from .proof import Proof
-from .source import DTYPE_NAMES, ON_META, Request, Source, addresses_if_matching, copy_into, memory_of, why_unfillable
 from .tuples import TupleFit
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..formats.source import DTYPE_NAMES
 from .kinds import binding_kind
 from .mismatch import Misfit, Mismatches
-from .source import DTYPE_NAMES
 
 
 class TupleFit:

@@ -14,10 +14,10 @@ from ..core.commit.scan import (
     read_pointer,
     scan_steps,
 )
-from ..core.formats.folder import is_readable
 from ..core.spelling import typed
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
+from ..formats.folder import is_readable
 from .policies import ResumePolicy
 from .run_context import RunContext, steps_text
 

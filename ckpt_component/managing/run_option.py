@@ -15,9 +15,9 @@ from ..callers.write_callers import WriteCaller
 from ..core.commit.scan import Scan
 from ..core.storage.storage import Storage
 from ..events import LoadReport
+from ..formats.writer import Writer
 from ..loading.reader import Reader
 from ..saving.save_queue import SaveQueue
-from ..writers.base import Writer
 from .run_context import RunContext
 
 #: What an option may put another one in the place of: what returns the storage of a path, and what makes a part.

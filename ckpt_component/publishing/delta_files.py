@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.commit.manifest import data_folder
-from ..core.formats.safetensors import header_of
 from ..core.storage.checksum import find_checksum
 from ..core.storage.safe_open import is_plain_name, read_failure
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError
 from ..exporting.export_files import INDEX, WEIGHTS
+from ..formats.safetensors import header_of
 from .delta import CHECKSUM, COMPRESSION, ENCODINGS, EncodedTensor
 from .versions import Version
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Collection
 from typing import TypeVar
 
-from ..core.formats import open_index
-from ..core.formats.rank_index import StoredRange
 from ..core.storage.files import FileStorage
+from ..formats import open_index
+from ..formats.rank_index import StoredRange
 
 Self = TypeVar("Self", bound="TensorFiles")
 

@@ -9,7 +9,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ..core.formats import open_index
 from ..core.storage.checksum import find_checksum
 from ..core.storage.files import FileStorage
 from ..core.storage.storage import Storage
@@ -18,6 +17,7 @@ from ..exporting.export_files import File, hugging_face_files
 from ..exporting.hugging_face import small_files
 from ..exporting.selection import Tensor
 from ..exporting.streaming import stream_file, tensor_bytes_of
+from ..formats import open_index
 
 
 class WeightFiles(NamedTuple):

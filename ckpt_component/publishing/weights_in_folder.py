@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..core.formats import open_index
 from ..core.storage.locate import file_storage
 from ..core.storage.safe_open import open_regular
 from ..errors import CheckpointNotFoundError
+from ..formats import open_index
 from .copy_state import read_state
 
 if TYPE_CHECKING:

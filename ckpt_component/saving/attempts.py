@@ -32,8 +32,8 @@ from ..errors import (
     describe_error,
     ranks_failed,
 )
+from ..formats.writer import Writer
 from ..state.compare import ReplicaDifference, differing
-from ..writers.base import Writer
 from .context import SaveContext
 from .planning import RankIndexes
 from .records import Committed, SaveRequest, Staged, Written, report_of

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ..core.commit.manifest import data_folder, read_manifest
 from ..core.commit.names import StepNames
 from ..core.commit.scan import scan_steps
-from ..core.formats.rank_index import ItemColumns, RankIndex, read_rank_indexes
 from ..core.image.unchanged_files import CommittedFile, FileBytes, find_hash
 from ..core.storage.storage import Storage
 from ..errors import CheckpointError
+from ..formats.rank_index import ItemColumns, RankIndex, read_rank_indexes
 
 logger = logging.getLogger(__name__)
 

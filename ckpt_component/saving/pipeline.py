@@ -16,8 +16,8 @@ from ..core.outside import Future
 from ..core.processes.running import OwnerProcess, refuse_at_exit
 from ..errors import CheckpointError
 from ..events import SaveReport
+from ..formats.writer import Writer
 from ..stagers.base import Stager
-from ..writers.base import Writer
 from .admission import SaveAdmission
 from .attempts import SaveAttempts
 from .context import SaveContext

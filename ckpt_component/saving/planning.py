@@ -10,9 +10,9 @@ from ..core.gc_control import collector_paused
 from ..core.pages import give_back_freed
 from ..core.writing.request import EncodedSave
 from ..errors import ranks_failed
+from ..formats.writer import Writer
 from ..stagers.base import Stager, StatePlan, check_objects
 from ..state.replicas import names_held
-from ..writers.base import Writer
 from .context import SaveContext
 from .replica_comparison import ReplicaComparison, ReplicaComparisons, share_out_hashes
 

@@ -21,6 +21,7 @@ from ..core.image.unchanged_files import FileReuse, UnchangedFiles
 from ..core.outside import OUTSIDE, Future
 from ..core.storage.storage import Storage
 from ..core.writing.request import ByteSource, EncodedSave
+from ..formats.writer import FormatPlan, PlansUnchanged, Writer
 from ..state.flatten import FlatState, flatten, is_torch_own
 from ..state.frozen_weights import FrozenWeights
 from ..state.module_trial import warn_of_refusals
@@ -29,7 +30,6 @@ from ..state.parameter_names import ParameterNames
 from ..state.paths import key_of
 from ..state.replicas import Selection, Share
 from ..state.structure import Structure
-from ..writers.base import FormatPlan, PlansUnchanged, Writer
 from .optimizers import optimizers_in
 
 logger = logging.getLogger(__name__)

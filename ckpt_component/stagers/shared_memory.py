@@ -19,9 +19,9 @@ from ..core.image.layout import Layout
 from ..core.image.unchanged_files import UnchangedFiles
 from ..core.options import ARENAS
 from ..core.outside import OUTSIDE, Future, Outside
+from ..formats.writer import FormatPlan
 from ..state.flatten import FlatState
 from ..state.replicas import likely_bytes
-from ..writers.base import FormatPlan
 from .base import Snapshot, Stager, StatePlan, check_objects
 
 logger = logging.getLogger(__name__)

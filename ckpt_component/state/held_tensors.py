@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointStageError
-from .paths import Path, key_of
-from .shards import CONTEXT, Shard, check_mesh, context_of, is_made_of_tensors, local_parts, mesh_of, parts_of
+from .paths import CONTEXT, Path, key_of
+from .shards import Shard, check_mesh, context_of, is_made_of_tensors, local_parts, mesh_of, parts_of
 from .tensors import ORDINARY
 
 

@@ -16,6 +16,8 @@ Path = tuple[Any, ...]
 TAG = "__ckpt_component_numpy__"
 #: The key, beside the values of a module, of what stands for the frozen parameters that are left out.
 FROZEN = "__ckpt_component_frozen__"
+#: The key of what a tensor made of tensors is beside them; named after the method that takes it.
+CONTEXT = "__tensor_unflatten__"
 
 
 def key_of(path: Path) -> str:

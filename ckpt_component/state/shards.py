@@ -111,10 +111,6 @@ def check_mesh(mesh: Any, key: str, world_size: int) -> None:
         )
 
 
-#: The key beside the inner tensors for what is not a tensor; named after the method that takes it.
-CONTEXT = "__tensor_unflatten__"
-
-
 def is_made_of_tensors(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory of its own, and its class says which tensors it is made of.
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, load_model
 
 from ckpt_component import build_checkpointer
 from ckpt_component.cli.app import main
-from ckpt_component.core.formats import Contents, Entry, StoredRange
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.exporting import casting
 from ckpt_component.exporting.blocks import TensorBlocks
+from ckpt_component.formats import Contents, Entry, StoredRange
 
 
 def ckpt(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -23,9 +23,9 @@ from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON, STEP
 from ckpt_component.core.commit.scan import read_pointer, scan_steps
-from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.formats.verification import verify_checkpoint
 
 Ckpt = Callable[..., tuple[int, str, str]]
 

@@ -17,9 +17,9 @@ import torch
 from ckpt_component import CheckpointConfigError, CheckpointNotFoundError, build_manager
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.liveness import AttemptLock
-from ckpt_component.core.formats.checkpoints import find_checkpoint, find_root
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.formats.checkpoints import find_checkpoint, find_root
 
 
 def test_lists_checkpoints_with_the_newest_and_the_best(ckpt: Callable[..., Any], root: Path) -> None:

@@ -21,7 +21,7 @@ from ckpt_component.cli import verify_command
 from ckpt_component.cli.app import main
 from ckpt_component.core.commit.manifest import decode_manifest, encode_manifest
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON
-from ckpt_component.core.formats.verification import verify_items
+from ckpt_component.formats.verification import verify_items
 
 Ckpt = Callable[..., tuple[int, str, str]]
 

@@ -13,10 +13,10 @@ from cloud.server import Bucket
 from ranks import run_ranks
 
 from ckpt_component import build_checkpointer, build_manager
-from ckpt_component.core.formats import open_index
 from ckpt_component.core.storage import bucket_store
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.errors import CheckpointUnreadableError
+from ckpt_component.formats import open_index
 
 pytestmark = pytest.mark.slow
 

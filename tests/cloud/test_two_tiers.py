@@ -19,9 +19,9 @@ from cloud.server import Bucket
 from ckpt_component import build_manager
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.events import read_events
+from ckpt_component.formats.verification import verify_checkpoint
 from ckpt_component.managing.manager import CheckpointManager
 
 pytestmark = pytest.mark.slow

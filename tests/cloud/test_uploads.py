@@ -23,8 +23,8 @@ from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.cleanup import RetentionPolicy
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.formats.verification import verify_checkpoint
 from ckpt_component.hosts.host_uploads import PartNote, note_path, read_note, write_note
 
 pytestmark = pytest.mark.slow

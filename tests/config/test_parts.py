@@ -234,8 +234,8 @@ def test_our_own_parts_are_built_from_their_files() -> None:
     from ckpt_component.callers.write_callers import WriteCaller
     from ckpt_component.config import resolve_config
     from ckpt_component.config.schema import PARTS
+    from ckpt_component.formats.writer import Writer
     from ckpt_component.stagers.base import Stager
-    from ckpt_component.writers.base import Writer
 
     config = resolve_config("sync")
     for kind, base in (("stager", Stager), ("caller", WriteCaller), ("writer", Writer)):

@@ -18,10 +18,10 @@ from strides import first_of
 from ckpt_component import build_manager
 from ckpt_component.core.commit.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, staging_path, trash_path
 from ckpt_component.core.commit.scan import read_pointer, scan_steps
-from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.failpoint_fs import read_log
 from ckpt_component.core.storage.files import FAILPOINT_LOG, FileStorage
 from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.formats.verification import verify_checkpoint
 
 MANY = 200
 #: With it operations are counted, and nothing fails.

@@ -23,12 +23,12 @@ from ckpt_component import (
     compose_checkpoint,
 )
 from ckpt_component.core.commit.manifest import decode_manifest, encode_manifest
-from ckpt_component.core.formats import Index, StoredRange, open_index
-from ckpt_component.core.formats.index import contents_of
-from ckpt_component.core.formats.rank_index import RankIndex, item_columns
-from ckpt_component.core.formats.torch_archive import STORAGE_DTYPES
 from ckpt_component.core.storage.checksum import find_checksum
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.formats import Index, StoredRange, open_index
+from ckpt_component.formats.index import contents_of
+from ckpt_component.formats.rank_index import RankIndex, item_columns
+from ckpt_component.formats.torch_archive import STORAGE_DTYPES
 from ckpt_component.state.dtypes import SAFETENSORS, WIDTHS
 from ckpt_component.state.flatten import flatten
 from ckpt_component.state.paths import key_of
@@ -177,7 +177,7 @@ def test_needs_no_torch(tmp_path: Path) -> None:
         (tmp_path / form).mkdir()
         paths.append(str(save(tmp_path / form)))
     code = (
-        "import sys\nfrom ckpt_component.core.formats import open_index\n"
+        "import sys\nfrom ckpt_component.formats import open_index\n"
         "from ckpt_component.core.storage.locate import storage_at\n"
         "for path in sys.argv[1:]: assert open_index(storage_at(path), path).entries\nassert 'torch' not in sys.modules"
     )

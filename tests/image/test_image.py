@@ -17,12 +17,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.image.arena_pool import ArenaPool
 from ckpt_component.errors import CheckpointStageError
+from ckpt_component.formats.dcp import DcpWriter
+from ckpt_component.formats.zip_records import around_payload, tensor_pickle
 from ckpt_component.state.flatten import FlatState, flatten, unflatten
 from ckpt_component.state.objects import PACKED_DTYPES, decode, dump, encode
 from ckpt_component.state.paths import key_of
 from ckpt_component.state.structure import Structure
-from ckpt_component.writers.dcp import DcpWriter
-from ckpt_component.writers.torch_items import around_payload, tensor_pickle
 
 DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint16]
 SHAPES = [(), (0,), (3,), (0, 5), (7, 1, 3), (1000,), (1024, 300)]

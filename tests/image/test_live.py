@@ -15,13 +15,13 @@ from ckpt_component.core import libc
 from ckpt_component.core.coordination import LocalCoordinator
 from ckpt_component.core.image.live_source import LiveSource
 from ckpt_component.core.pages import PAGE
+from ckpt_component.formats.dcp import DcpWriter
+from ckpt_component.formats.safetensors import SafetensorsWriter
+from ckpt_component.formats.torch_save import TorchSaveWriter
+from ckpt_component.formats.writer import Writer
 from ckpt_component.stagers.base import Stager
 from ckpt_component.stagers.live import LiveStager
 from ckpt_component.stagers.shared_memory import SharedMemoryStager
-from ckpt_component.writers.base import Writer
-from ckpt_component.writers.dcp import DcpWriter
-from ckpt_component.writers.safetensors import SafetensorsWriter
-from ckpt_component.writers.torch_save import TorchSaveWriter
 
 STATE: Mapping[str, Any] = {
     "many": {str(number): torch.full((number,), float(number)) for number in range(300)},

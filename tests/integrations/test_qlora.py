@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from ckpt_component.core.formats.opening import open_index
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.formats.opening import open_index
 from ckpt_component.state.paths import FROZEN
 
 SCRIPT = Path(__file__).parent / "scripts" / "qlora_job.py"

@@ -19,13 +19,13 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_component import build_checkpointer
 from ckpt_component.core.commit.run_record import stored_metrics
-from ckpt_component.core.formats import open_index
 from ckpt_component.core.storage import bucket_store
 from ckpt_component.core.storage.bucket import ObjectStorage
 from ckpt_component.core.storage.bucket_set import ObjectSet
 from ckpt_component.core.storage.file_set import RangeRead
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
+from ckpt_component.formats import open_index
 from ckpt_component.loading import Reader
 
 pytest.importorskip("obstore", reason="pip install 'ckpt_component[cloud]'")

@@ -15,12 +15,12 @@ import torch
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from ckpt_component.core import libc
-from ckpt_component.core.formats.rank_index import item_columns
 from ckpt_component.core.pages import ScratchBlock
 from ckpt_component.core.storage.checksum import Checksum, find_checksum
 from ckpt_component.core.storage.open_files import OpenFiles
-from ckpt_component.loading.coalesced import SMALL_BYTES, CoalescedReads, TensorItems
-from ckpt_component.loading.source import Request
+from ckpt_component.formats.ranges import SMALL_BYTES, CoalescedReads, TensorItems
+from ckpt_component.formats.rank_index import item_columns
+from ckpt_component.formats.source import Request
 
 #: What lies around a payload, as an archive's header and its end do.
 BEFORE, AFTER = 11, 5

@@ -20,13 +20,13 @@ from damage import damaged, flipped
 from evidence import Record
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, build_checkpointer
-from ckpt_component.core.formats import open_index
 from ckpt_component.core.image.copy import LARGE_BYTES
 from ckpt_component.core.libc import IOV_MAX
 from ckpt_component.core.storage.file_set import CHUNK_BYTES
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.writing.request import WriteOptions
-from ckpt_component.loading.coalesced import MANY_ITEMS, SMALL_BYTES
+from ckpt_component.formats import open_index
+from ckpt_component.formats.ranges import MANY_ITEMS, SMALL_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

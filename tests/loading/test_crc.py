@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_component.core.storage.checksum import ChecksumMissingError, find_checksum
-from ckpt_component.loading.coalesced import POLYNOMIALS, combined_crcs
+from ckpt_component.formats.ranges import POLYNOMIALS, combined_crcs
 
 
 @pytest.mark.parametrize("count", [900, 40_000], ids=["one batch", "several"])

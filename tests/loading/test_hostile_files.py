@@ -39,7 +39,7 @@ from ckpt_component import (
     build_checkpointer,
 )
 from ckpt_component.cli.app import main
-from ckpt_component.core.formats.safe_unpickle import load_inert
+from ckpt_component.formats.safe_unpickle import load_inert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

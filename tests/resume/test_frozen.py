@@ -22,10 +22,10 @@ from ckpt_component import (
     build_manager,
     load_weights,
 )
-from ckpt_component.core.formats.opening import open_index
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.exporting.export import ExportOptions, export_checkpoint
+from ckpt_component.formats.opening import open_index
 from ckpt_component.publishing import follow
 from ckpt_component.state import frozen_weights
 from ckpt_component.state.digests import digest_of_part

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from ckpt_component.state.dedup import Selection, holdings, likely_bytes, share_out
-from ckpt_component.state.flatten import flatten
-from ckpt_component.state.structure import Structure
 
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.core import libc, pages as huge_pages
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.replicas import Selection, holdings, likely_bytes, share_out
+from ckpt_component.state.structure import Structure
 from ckpt_component.writers import DcpWriter
 
 #: The state of a model, in bytes; with Adam's moments three times as much.

@@ -21,7 +21,6 @@ from ckpt_component.core.commit.fencing import read_owner
 from ckpt_component.core.commit.manifest import manifest_of_attempt, read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.failpoint_fs import EFFECTS
 from ckpt_component.core.storage.file_set import RangeRead
 from ckpt_component.core.storage.files import FileStorage
@@ -32,6 +31,7 @@ from ckpt_component.errors import (
     CheckpointSaveError,
     CheckpointUnreadableError,
 )
+from ckpt_component.formats.verification import verify_checkpoint
 from ckpt_component.hosts.client import PeerClient
 from ckpt_component.hosts.stores import ListedFile
 from ckpt_component.hosts.wire import PeerAddress

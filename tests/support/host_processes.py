@@ -20,10 +20,10 @@ from ckpt_component.core.commit.names import MANIFEST, MEGATRON
 from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.commit.protocols import ManifestCommit
 from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.processes.start import Child, start_in_background
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.formats.verification import verify_checkpoint
 
 SECONDS = 60.0
 

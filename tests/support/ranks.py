@@ -32,7 +32,7 @@ _MODULES = (
     "ckpt_component.factory.graph",
     "ckpt_component.managing.manager",
     "ckpt_component.stagers.shared_memory",
-    "ckpt_component.writers.dcp",
+    "ckpt_component.formats.dcp",
 )
 
 

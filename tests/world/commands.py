@@ -9,7 +9,7 @@ from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.copying import copy_checkpoint
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.commit.names import MEGATRON
-from ckpt_component.core.formats.verification import verify_files
+from ckpt_component.formats.verification import verify_files
 
 if TYPE_CHECKING:
     from world.world import Rank

@@ -149,7 +149,7 @@ BUGS = [
     ),
     Bug(
         "what_is_damaged_is_loaded",
-        "loading/coalesced.py",
+        "formats/ranges.py",
         "        combines = checksum is not None and",
         "        self._checksum = checksum = None\n        combines = checksum is not None and",
         "disk a damaged",
@@ -281,7 +281,7 @@ BUGS = [
     ),
     Bug(
         "what_is_damaged_on_its_way_between_ranks_is_loaded",
-        "loading/coalesced.py",
+        "formats/ranges.py",
         "        combines = checksum is not None and",
         "        self._checksum = checksum = None\n        combines = checksum is not None and",
         "disk ab train",

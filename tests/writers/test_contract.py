@@ -13,10 +13,10 @@ import pytest
 from ckpt_component import CheckpointStageError
 from ckpt_component.core.image.layout import Layout
 from ckpt_component.core.writing.request import EncodedSave, places_of
+from ckpt_component.formats.writer import FormatPlan
 from ckpt_component.state.structure import Structure
 from ckpt_component.testing.conformance import WriterContract, registered
 from ckpt_component.writers import DcpWriter, SafetensorsWriter, Writer
-from ckpt_component.writers.base import FormatPlan
 
 WRITERS = registered("writer")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointStageError, build_checkpointer
-from ckpt_component.core.formats.zip_records import central_header, end_of_directory, local_header
-from ckpt_component.writers.base import balanced
-from ckpt_component.writers.dcp import DcpWriter
+from ckpt_component.formats.dcp import DcpWriter
+from ckpt_component.formats.writer import balanced
+from ckpt_component.formats.zip_records import central_header, end_of_directory, local_header
 
 
 def save(state: dict[str, Any], path: Path, *overrides: str) -> list[str]:

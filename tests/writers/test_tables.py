@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_component import CheckpointStageError
 from ckpt_component.core.writing.request import WriteTable
+from ckpt_component.formats.dcp import DcpWriter
+from ckpt_component.formats.dcp_pickle import metadata_of
 from ckpt_component.state.flatten import flatten
 from ckpt_component.state.structure import Structure
-from ckpt_component.writers.dcp import DcpWriter
-from ckpt_component.writers.metadata_pickle import metadata_of
 
 
 def rank_index_of(rank: int, tensors: int, offset: int = 0) -> dict[str, Any]:

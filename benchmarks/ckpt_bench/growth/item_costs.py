@@ -17,10 +17,10 @@ from ckpt_component.core.gc_control import collector_paused
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.image.copy import CopyPlan, CopyTasks, sources_of
 from ckpt_component.factory.graph import build_checkpointer
+from ckpt_component.formats.dcp import DcpWriter
+from ckpt_component.formats.zip_records import around_payload
 from ckpt_component.state.flatten import flatten
 from ckpt_component.state.structure import Structure
-from ckpt_component.writers.dcp import DcpWriter
-from ckpt_component.writers.torch_items import around_payload
 
 from ..measure.target_files import fill_cache, remove
 

@@ -26,6 +26,7 @@ from ckpt_component.core.options import RecoveryMode, ResolvedTimeouts
 from ckpt_component.core.outside import Outside
 from ckpt_component.events import EventRecorder, SaveReport
 from ckpt_component.factory import run_snapshots
+from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.hosts import at_peers, snapshot_source
 from ckpt_component.hosts.at_peers import SnapshotsAtPeers
 from ckpt_component.hosts.client import JobClients, ServedRun
@@ -36,7 +37,6 @@ from ckpt_component.saving.save_queue import SaveQueue
 from ckpt_component.testing import Disk, SimulatedFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
-from ckpt_component.writers.dcp import DcpWriter
 
 from .counted_connection import CountedConnection, Counts
 

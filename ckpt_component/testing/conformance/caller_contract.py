@@ -26,9 +26,9 @@ from ...callers.write_callers import WriteCaller
 from ...core.commit import commit
 from ...core.writing.request import WriteOptions, WriteRequest
 from ...errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
+from ...formats.dcp import DcpWriter
 from ...stagers.base import Snapshot
 from ...stagers.shared_memory import SharedMemoryStager
-from ...writers.dcp import DcpWriter
 from .connected_parts import ConnectedParts, load
 from .example_states import differences, example_state, large_state
 from .leftovers import PATIENCE_S, children, memfds, nothing_left, within

@@ -20,11 +20,11 @@ from ...core.storage.files import FileStorage
 from ...core.storage.new_names import new_token
 from ...core.writing.request import WriteOptions, WriteRequest
 from ...errors import CheckpointStageError
+from ...formats.writer import Writer
 from ...loading.reader import Reader
 from ...stagers.base import Snapshot, Stager
 from ...stagers.live import LiveStager
 from ...state.structure import Structure
-from ...writers.base import Writer
 from .leftovers import PATIENCE_S, nothing_left, within
 
 _BASES: Mapping[str, type[Any]] = {"stager": Stager, "caller": WriteCaller, "writer": Writer}

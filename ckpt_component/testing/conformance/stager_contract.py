@@ -24,9 +24,9 @@ import torch
 from ...config.schema import PARTS
 from ...core.image.arena import Arena
 from ...errors import CheckpointStageError, CheckpointTimeoutError, CheckpointTypeError, TornSnapshotError
+from ...formats.dcp import DcpWriter
+from ...formats.writer import FormatPlan
 from ...stagers.base import Snapshot, Stager
-from ...writers.base import FormatPlan
-from ...writers.dcp import DcpWriter
 from .connected_parts import ConnectedParts, holds_objects, registered
 from .example_states import change, differences, example_state, large_state
 from .leftovers import PATIENCE_S, within

@@ -21,11 +21,11 @@ import torch
 from ...core.commit.names import MANIFEST, integrity_name
 from ...core.writing.request import EncodedSave
 from ...errors import CheckpointCorruptError, CheckpointStageError
+from ...formats.writer import FormatPlan, Writer
 from ...stagers.base import Snapshot
 from ...stagers.live import LiveStager
 from ...stagers.shared_memory import SharedMemoryStager
 from ...state.structure import Structure
-from ...writers.base import FormatPlan, Writer
 from .connected_parts import ConnectedParts, connect, holds_objects, load, structure_of
 from .example_states import differences, example_state
 

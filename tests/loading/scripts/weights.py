@@ -19,8 +19,8 @@ from ckpt_component import (
     build_manager,
     load_weights,
 )
-from ckpt_component.core.formats.checkpoints import find_checkpoint
 from ckpt_component.factory import weights
+from ckpt_component.formats.checkpoints import find_checkpoint
 
 
 def net(value: float, mesh: Any = None) -> torch.nn.Module:

@@ -16,11 +16,11 @@ from ckpt_component.background.uploader import Uploader
 from ckpt_component.core.commit.cleanup import RetentionPolicy
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps
-from ckpt_component.core.formats.verification import verify_checkpoint
 from ckpt_component.core.storage.failpoint_fs import read_log
 from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.new_names import NEW_PREFIX
+from ckpt_component.formats.verification import verify_checkpoint
 
 source, folder, by_rename = sys.argv[1], sys.argv[2], sys.argv[3] == "1"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._lazy import lazy
+from ..core._lazy import lazy
 
 if TYPE_CHECKING:
     from .index import Contents as Contents, Entry as Entry, Index as Index

@@ -1,4 +1,4 @@
-"""Our files of `torch_save`: torch makes the state, and the bytes of its tensors are read as those of other formats."""
+"""Which source reads what a rank loads of a checkpoint, by the format that its index has."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import IO, Any
 
 import torch
 
-from ..core.formats.index import Contents, Place
-from ..core.formats.own import OwnTorchSave
-from ..core.formats.rank_index import ItemColumns
 from ..core.libc import address_of
 from ..core.progress import Progress, no_progress
 from ..errors import CheckpointCorruptError, CheckpointLoadError
-from .foreign.torch_file import StateSource, load_stream
+from .dcp_metadata import Megatron, StockDcp
+from .foreign import MegatronSource, StateSource, StockDcpSource, TorchFileSource, load_stream
+from .index import Contents, Index, Place
+from .opening import OwnIndex, OwnTorchSave
 from .ranges import RangeSource
-from .source import DTYPES, Access, Request, copy_into
+from .rank_index import ItemColumns
+from .source import DTYPES, Access, Request, Source, copy_into
+from .torch_archive import TorchFile
 
 #: In place of the number of an item.
 _WITH_PICKLE = -1
@@ -179,3 +181,39 @@ class _FileWithoutTensors(io.RawIOBase):
             self.items[address_of(view)] = _WITH_PICKLE
         view[before:] = self._data[start + before - self._end :][: count - before]
         return count
+
+
+def open_source(index: Index, access: Access, rank: int = 0, world_size: int = 1) -> Source:
+    """What reads what a rank loads of a checkpoint.
+
+    Args:
+        index: the checkpoint
+        access: how it is read
+        rank: the rank
+        world_size: number of ranks
+
+    Raises:
+        CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`
+    """
+    if isinstance(index, OwnIndex):
+        if index.per_rank and index.world_size not in (1, world_size):
+            raise CheckpointLoadError(
+                f"{index.where} was saved by {index.world_size} ranks with checkpoint/writer={index.format}, which "
+                f"writes one file per rank, and there are {world_size} now; only checkpoints of checkpoint/writer=dcp "
+                "load on another number of ranks."
+            )
+        rank = rank if index.world_size > 1 else 0
+        source: Source = (
+            TorchSaveSource(index, rank, access)
+            if isinstance(index, OwnTorchSave)
+            else RangeSource(index, index.of_rank(rank), access)
+        )
+        source.shared = not index.per_rank
+        return source
+    if isinstance(index, Megatron):
+        return MegatronSource(index, access)
+    if isinstance(index, StockDcp):
+        return StockDcpSource(index, access)
+    if isinstance(index, TorchFile):
+        return TorchFileSource(index.storage, index.where, access)
+    return RangeSource(index, index.contents, access)

@@ -20,12 +20,11 @@ from ..core.pages import PAGE, align
 from ..core.storage.safe_open import is_plain_name
 from ..core.writing.request import EncodedSave, Extent, ObjectBlob
 from ..errors import CheckpointStageError
-from ..state.paths import key_of
-from ..state.shards import CONTEXT
+from ..state.paths import CONTEXT, key_of
 from ..state.structure import Relation, Stored, Structure
-from .base import FormatPlan, Writer, extents_by_bytes, make_table
 from .safetensors import SafetensorsPlan
 from .torch_save import TorchSavePlan
+from .writer import FormatPlan, Writer, extents_by_bytes, make_table
 
 #: Files of the commit, which are next to those of the state.
 _RESERVED = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(RUN_RECORD)}|integrity-\d+\.json|\.ckpt-.*")

@@ -14,16 +14,16 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from ...errors import CheckpointConfigError, CheckpointNotFoundError
-from ...events.checked import is_time
-from ..commit.cleanup import BestPolicy
-from ..commit.names import MANIFEST, MEGATRON, NAMINGS, QUARANTINE_PREFIX, SINGLE_FILES, StepNames, step_in_name
-from ..commit.run_record import stored_config
-from ..commit.scan import Scan, foreign_checkpoints, scan_steps
-from ..spelling import closest
-from ..storage.locate import absolute, storage_at
-from ..storage.safe_open import read_failure
-from ..storage.storage import Storage
+from ..core.commit.cleanup import BestPolicy
+from ..core.commit.names import MANIFEST, MEGATRON, NAMINGS, QUARANTINE_PREFIX, SINGLE_FILES, StepNames, step_in_name
+from ..core.commit.run_record import stored_config
+from ..core.commit.scan import Scan, foreign_checkpoints, scan_steps
+from ..core.spelling import closest
+from ..core.storage.locate import absolute, storage_at
+from ..core.storage.safe_open import read_failure
+from ..core.storage.storage import Storage
+from ..errors import CheckpointConfigError, CheckpointNotFoundError
+from ..events.checked import is_time
 from .folder import is_readable
 
 NEWEST, BEST = "newest", "best"

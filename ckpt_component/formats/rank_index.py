@@ -14,14 +14,14 @@ from itertools import chain
 from operator import add, itemgetter, le, mul
 from typing import Any, NamedTuple
 
-from ...errors import CheckpointCorruptError, CheckpointLoadError
-from ...state.coverage import MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
-from ...state.dtypes import WIDTHS
-from ...state.paths import Path, is_class_kind
-from ..commit.names import integrity_name
-from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
-from ..storage.safe_open import read_failure
-from ..storage.storage import Storage
+from ..core.commit.names import integrity_name
+from ..core.storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
+from ..core.storage.safe_open import read_failure
+from ..core.storage.storage import Storage
+from ..errors import CheckpointCorruptError, CheckpointLoadError
+from ..state.coverage import MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
+from ..state.dtypes import WIDTHS
+from ..state.paths import Path, is_class_kind
 
 _MAX_INDEX_BYTES = 1 << 30
 _PATH_PARTS = frozenset({str, int, float, bool, type(None)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..commit.names import SINGLE_FILES
+from ..core.commit.names import SINGLE_FILES
 
 METADATA = ".metadata"
 #: Written last, and only by Megatron's distributed checkpoints.

@@ -12,13 +12,13 @@ from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from ...errors import CheckpointCorruptError
-from ...state.coverage import check_cover
-from ...state.dtypes import WIDTHS
-from ...state.key_map import RenamedKeys, pattern_of
-from ...state.paths import Path, key_of, keys_of
-from ..commit.names import step_in_name
-from ..storage.storage import Storage
+from ..core.commit.names import step_in_name
+from ..core.storage.storage import Storage
+from ..errors import CheckpointCorruptError
+from ..state.coverage import check_cover
+from ..state.dtypes import WIDTHS
+from ..state.key_map import RenamedKeys, pattern_of
+from ..state.paths import Path, key_of, keys_of
 from .rank_index import RankIndex, StoredRange
 
 #: Where a value is stored: the number of the rank and of the item in `Contents.columns`, or the ranges.

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..core.formats.zip_records import ITEM_ALIGNMENT
 from ..core.image.layout import ImageFile, Item, Layout
 from ..core.pages import PAGE, align
 from ..core.writing.request import EncodedSave, Extent, ObjectBlob, WriteTable, places_of
 from ..errors import CheckpointConfigError
 from ..state import objects as object_codec
-from ..state.paths import key_of
-from ..state.shards import CONTEXT
+from ..state.paths import CONTEXT, key_of
 from ..state.structure import Stored, Structure
-from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
-from .metadata_pickle import metadata_of
-from .torch_items import around_payload
+from .dcp_pickle import metadata_of
+from .writer import FormatPlan, Writer, dtype_name, groups_of_files, make_table
+from .zip_records import ITEM_ALIGNMENT, around_payload
 
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_RECORD_BYTES = 22

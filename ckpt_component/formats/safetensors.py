@@ -1,27 +1,31 @@
-"""Safetensors files: their headers, and the index of those that are a checkpoint together.
-
-Headers are validated as by the library, before anything is allocated.
-"""
+"""Safetensors files: their header, the index of a folder of them, and the writer of one file per rank."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
-from ...state.coverage import is_shape
-from ...state.dtypes import SAFETENSORS, WIDTHS
-from ..storage.file_set import FileSet
-from ..storage.safe_open import is_plain_name, place_of, read_failure
-from ..storage.storage import Storage
+from ..core.storage.file_set import FileSet
+from ..core.storage.safe_open import is_plain_name, place_of, read_failure
+from ..core.storage.storage import Storage
+from ..core.writing.request import EncodedSave
+from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
+from ..state.coverage import is_shape
+from ..state.dtypes import SAFETENSORS, WIDTHS
+from ..state.paths import CONTEXT, key_of
 from .folder import INDEX
 from .index import Contents, Index, Listing, contents_of
 from .rank_index import NO_CHECKSUM, RankIndex, item_columns
+from .writer import FormatPlan, Writer, dtype_name, extents_by_bytes, make_table, refuse_parts
+
+if TYPE_CHECKING:
+    from ..state.structure import Structure
 
 #: Key, dtype, shape and bytes of a tensor.
 Row = tuple[str, str, Sequence[int], int]
@@ -238,3 +242,79 @@ def _check_contiguous(path: str, places: Mapping[str, tuple[int, int]], size: in
         position = end
     if position != size:
         raise CheckpointCorruptError(f"{path} has {size} bytes of tensors, and its offsets end at {position}.")
+
+
+def file_name(rank: int) -> str:
+    """`checkpoint_<rank>.safetensors`."""
+    return f"checkpoint_{rank}.safetensors"
+
+
+class SafetensorsWriter(Writer):
+    """The safetensors format. Refuses, by key, anything but tensors and containers.
+
+    Of a tensor made of tensors it has these alone: what else it is, a target knows.
+    """
+
+    format = "safetensors"
+
+    def plan(self, structure: Structure, rank: int) -> FormatPlan:
+        """Lay out `checkpoint_<rank>.safetensors`."""
+        return SafetensorsPlan(self, structure, file_name(rank))
+
+
+class SafetensorsPlan(FormatPlan):
+    """One safetensors file.
+
+    Args:
+        writer: the format
+        structure: the structure to lay out
+        name: name of the file
+    """
+
+    def __init__(self, writer: Writer, structure: Structure, name: str) -> None:
+        from ..core.image.layout import (  # imports torch, which a reader of headers does not need
+            ImageFile,
+            Item,
+            Layout,
+        )
+
+        others = [path for path in structure.object_paths if path[-1] != CONTEXT]
+        if others:
+            examples = ", ".join(f"'{key_of(path)}'" for path in others[:3])
+            more = len(others) - 3
+            raise CheckpointStageError(
+                f"safetensors files hold tensors only, and {examples}{f' and {more} more' if more > 0 else ''} "
+                "are not; save just the model's tensors, or use checkpoint/writer=dcp."
+            )
+        refuse_parts(structure, "safetensors")
+        structure = copy.copy(structure)
+        structure.object_paths = []
+        stored = structure.stored
+        header, order = _header(structure)
+        items, size = [], len(header)
+        for number in order:
+            nbytes = stored[number].nbytes
+            items.append(Item(number, 0, size, size, nbytes, nbytes))
+            size += nbytes
+        file = ImageFile(name, 0, size)
+        self.layout = Layout(structure, tuple(stored), (file,), items, size, ((0, header),))
+        self._encoded = EncodedSave(make_table(writer, self.layout, extents_by_bytes(self.layout, writer.workers)))
+
+    def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
+        """There are no objects, so the result is always the same."""
+        return self._encoded
+
+
+def _header(structure: Structure) -> tuple[bytes, list[int]]:
+    """The header of the file, and the order in which the payloads follow."""
+    keys = [key_of(structure.tensor_paths[entry.tensor]) for entry in structure.stored]
+    aliases = {
+        key_of(structure.tensor_paths[number]): keys[stored]
+        for number, stored in enumerate(structure.stored_of)
+        if structure.stored[stored].tensor != number
+    }
+    rows = [
+        (key, dtype_name(entry.dtype), entry.shape, entry.nbytes)
+        for key, entry in zip(keys, structure.stored, strict=True)
+    ]
+    return header_of(rows, aliases)

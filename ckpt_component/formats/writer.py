@@ -15,18 +15,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-import torch
-
-from ..core.image.layout import Layout
 from ..core.options import BLOCK_BYTES, BYTES_PER_SECOND, WORKERS, ChecksumName, IoMode
 from ..core.spelling import member
 from ..core.storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from ..core.writing.request import EncodedSave, Extent, FileSpec, WriteOptions, WriteTable, places_of
 from ..errors import CheckpointConfigError, CheckpointStageError
 from ..state.paths import is_class_kind, key_of
-from ..state.structure import Structure
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..core.image.layout import Layout
+    from ..state.structure import Structure
 
 logger = logging.getLogger(__name__)
 

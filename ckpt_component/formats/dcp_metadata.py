@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ...errors import CheckpointCorruptError, CheckpointLoadError
-from ...state.coverage import check_cover, is_shape
-from ...state.dtypes import WIDTHS
-from ...state.paths import Path
-from ..storage.safe_open import is_plain_name, read_failure
-from ..storage.storage import Storage
+from ..core.storage.safe_open import is_plain_name, read_failure
+from ..core.storage.storage import Storage
+from ..errors import CheckpointCorruptError, CheckpointLoadError
+from ..state.coverage import check_cover, is_shape
+from ..state.dtypes import WIDTHS
+from ..state.paths import Path
 from .folder import MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA
 from .index import Contents, Entry, Index, Listing
 from .rank_index import StoredRange
 from .safe_unpickle import Record, load_inert
-from .torch_file import torch_file_entries
+from .torch_archive import torch_file_entries
 
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies"
