@@ -14,8 +14,7 @@ from ..core.storage.space import amount
 from ..errors import CheckpointError
 from ..events import SaveReport
 from ..exporting.export import ExportOptions
-from .follower import Follower
-from .request_queue import RequestQueue
+from .jobs import Follower, RequestQueue
 
 logger = logging.getLogger(__name__)
 

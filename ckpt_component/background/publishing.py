@@ -15,8 +15,7 @@ from ..errors import CheckpointError
 from ..events import SaveReport
 from ..exporting.export import ExportOptions
 from ..publishing.publisher import PublishOptions
-from .follower import Follower
-from .request_queue import RequestQueue
+from .jobs import Follower, RequestQueue
 
 logger = logging.getLogger(__name__)
 

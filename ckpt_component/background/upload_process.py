@@ -15,10 +15,9 @@ from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
 from ..errors import CheckpointError, CheckpointFencedError
-from .run_watch import RunWatch
+from .jobs import RunWatch
 from .upload_policy import UploadPolicy
-from .uploader import Uploader
-from .uploading import Uploading
+from .uploading import Uploader, Uploading
 
 
 def main(outside: Outside = OUTSIDE) -> None:

@@ -25,9 +25,8 @@ from ..core.progress import progress_bar
 from ..core.storage.locate import file_storage
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
-from ..exporting.casting import check_dtype
-from ..exporting.export import FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
-from ..exporting.hugging_face import CONFIG
+from ..exporting.blocks import check_dtype
+from ..exporting.export import CONFIG, FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
 from ..formats.checkpoints import find_checkpoint
 from .output import Output
 from .text import counted

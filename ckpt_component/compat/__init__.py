@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     )
     from .async_queue import AsyncCallsQueue as AsyncCallsQueue
     from .async_request import AsyncRequest as AsyncRequest
-    from .cached_metadata_filesystem_reader import CachedMetadataFileSystemReader as CachedMetadataFileSystemReader
     from .checkpoint_process import (
         CheckpointProcess as CheckpointProcess,
         CheckpointProcessConfig as CheckpointProcessConfig,
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
         WorkerResponse as WorkerResponse,
     )
     from .file_system_writer_async import (
+        CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
         FileSystemWriterAsync as FileSystemWriterAsync,
         get_write_results_queue as get_write_results_queue,
     )
-    from .plan_cache import CheckpointMetadataCache as CheckpointMetadataCache
     from .spawn import (
         ProcessContext as ProcessContext,
         ProcessException as ProcessException,
@@ -42,11 +41,11 @@ if TYPE_CHECKING:
         start_processes as start_processes,
     )
     from .state_dict_saver import (
+        CheckpointMetadataCache as CheckpointMetadataCache,
         save_state_dict_async_finalize as save_state_dict_async_finalize,
         save_state_dict_async_plan as save_state_dict_async_plan,
     )
-    from .worker_client import WorkerClient as WorkerClient
-    from .worker_process import CallProcess as CallProcess
+    from .worker_client import CallProcess as CallProcess, WorkerClient as WorkerClient
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
@@ -54,19 +53,16 @@ __all__, __getattr__, __dir__ = lazy(
         ".async_callers": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller",
         ".async_queue": "AsyncCallsQueue",
         ".async_request": "AsyncRequest",
-        ".worker_process": "CallProcess",
-        ".worker_client": "WorkerClient",
+        ".worker_client": "CallProcess WorkerClient",
         ".checkpoint_process": (
-            "CheckpointProcess CheckpointProcessConfig CheckpointWriter RankInfo RequestType WorkerRequest "
-            "WorkerResponse"
+            "CheckpointProcess CheckpointProcessConfig CheckpointWriter RankInfo RequestType "
+            "WorkerRequest WorkerResponse"
         ),
         ".spawn": (
             "ProcessContext ProcessException ProcessExitedException ProcessRaisedException SpawnContext "
             "StartMethodError start_processes"
         ),
-        ".file_system_writer_async": "FileSystemWriterAsync get_write_results_queue",
-        ".cached_metadata_filesystem_reader": "CachedMetadataFileSystemReader",
-        ".plan_cache": "CheckpointMetadataCache",
-        ".state_dict_saver": "save_state_dict_async_finalize save_state_dict_async_plan",
+        ".file_system_writer_async": "FileSystemWriterAsync get_write_results_queue CachedMetadataFileSystemReader",
+        ".state_dict_saver": "CheckpointMetadataCache save_state_dict_async_finalize save_state_dict_async_plan",
     },
 )

@@ -17,9 +17,8 @@ from ..errors import CheckpointError, CheckpointSaveError
 from .async_request import AsyncRequest
 from .peers import Peers, ScheduledCall, this_rank
 from .pickling import pickle_by_value
-from .worker_client import STOP_SECONDS, WorkerClient
+from .worker_client import STOP_SECONDS, WorkerClient, check_start_method
 from .worker_main import Call, run_call, serve, serve_calls
-from .worker_process import check_start_method
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,252 @@
-"""Write the files of one rank from its image in parallel, in whichever process the caller chose.
-
-Each file is written under a temporary name and fsynced, and all are renamed once they are complete. The `.metadata` of
-an earlier checkpoint in the folder is removed first, so that a crash cannot leave a loadable mixture of two. Standard
-library only.
-"""
+"""The image of a rank's buckets in memory that the writing process can open, and the files that are written from it."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import pickle
 import traceback
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+
+from ..core.image.arena import Arena
+from ..core.image.copy import copy_on_host
+from ..core.outside import Empty
+from ..core.pages import map_shared
 from ..core.storage.files import FileStorage
 from ..core.storage.locate import file_storage
 from ..errors import CheckpointSaveError
-from .host_image import ImageBucket, Place
+from ..formats.dcp import layout_of_archives
+from ..state.flatten import flatten
+from ..state.structure import Stored, Structure
+
+#: The first byte of a mailbox that has a result.
+_COMPLETE = b"\x01"
+
+
+class SharedFile:
+    """An anonymous file in memory. Unpickling it in another process opens the same file, not a copy.
+
+    Args:
+        fd: descriptor of a memfd; closed when this object is collected. Other processes must unpickle it before that.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Descriptor numbers are reused; inode numbers of memfds are not.
+        return open_of, (os.getpid(), self.fd, os.fstat(self.fd).st_ino)
+
+
+def open_of(pid: int, fd: int, number: int) -> SharedFile:
+    """Open a memory file through `/proc` of a process that holds it.
+
+    Args:
+        pid: process ID of the holder
+        fd: its descriptor of the file
+        number: inode number of the file
+
+    Raises:
+        CheckpointSaveError: the process has died or closed the file
+    """
+    try:
+        file = SharedFile(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise CheckpointSaveError(
+            f"The snapshot in the memory of process {pid} cannot be opened ({error.strerror}): that process has "
+            "ended or has given the save up, or this one may not look at it.",
+            error.errno,
+        ) from error
+    if os.fstat(file.fd).st_ino != number:
+        raise CheckpointSaveError(f"Process {pid} has given up the save whose snapshot was to be written.")
+    return file
+
+
+class HostImage:
+    """The bytes of a rank's files in one block.
+
+    Args:
+        file: the memfd with the bytes
+        nbytes: its size; must not be 0
+        memory: its mapping, if it is mapped already
+    """
+
+    def __init__(self, file: SharedFile, nbytes: int, memory: memoryview | None = None) -> None:
+        self._file = file
+        self._nbytes = nbytes
+        self.memory = map_shared(file.fd, nbytes) if memory is None else memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostImage, (self._file, self._nbytes)
+
+
+Place = tuple[int, int]
+
+
+class ImageBucket(NamedTuple):
+    """A file to write.
+
+    Attributes:
+        path: its path
+        storage_key: its name in `.metadata`
+        image: the rank's image, with the bytes of all its files
+        start: where this file starts in the image
+        end: where it ends there
+        tail: bytes to append
+        places: locations of the items, in the order of the bucket
+    """
+
+    path: str
+    storage_key: str
+    image: HostImage
+    start: int
+    end: int
+    tail: bytes
+    places: Sequence[Place]
+
+
+class ResultMailbox:
+    """Receives the result of one save from the process that wrote it.
+
+    It has the methods `put` and `get_nowait` of a queue, so that any queue can replace it.
+    """
+
+    def __init__(self) -> None:
+        self._file = SharedFile(os.memfd_create("ckpt-result", os.MFD_CLOEXEC))
+
+    def put(self, result: Any) -> None:
+        """Store the result; a second one replaces the first."""
+        data = pickle.dumps(result)  # it ends with a mark, so a longer one before does no harm
+        os.pwrite(self._file.fd, b"\x00" + data, 0)
+        os.pwrite(self._file.fd, _COMPLETE, 0)  # last, so that a writer killed here leaves no result
+
+    def get_nowait(self) -> Any:
+        """Return the result.
+
+        Raises:
+            Empty: there is no result yet
+        """
+        fd = self._file.fd
+        if os.pread(fd, 1, 0) != _COMPLETE:
+            raise Empty
+        return pickle.loads(os.pread(fd, os.fstat(fd).st_size, 1))  # only this process and its children write
+
+
+#: A file to write before its tensors are copied: path, name in `.metadata`, and its contents, each with its item.
+WriteBucket = tuple[
+    "os.PathLike[str] | str", str, tuple[list[tuple[WriteItem, bytes]], list[tuple[WriteItem, torch.Tensor]]]
+]
+#: Dtypes and shapes of the tensors of each file.
+Form = list[list[tuple[torch.dtype, torch.Size]]]
+
+
+class FilesImage(HostImage):
+    """The image, with everything except the payloads.
+
+    Args:
+        form: dtypes and shapes of each file's tensors
+
+    Attributes:
+        form: as passed
+        slots: where the payloads go
+        files: start and end of each file in the memory, and the locations of its tensors in the file
+
+    Raises:
+        CheckpointError: not enough host memory
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        # The tensors have no place in a state here.
+        stored = [Stored(number, *each) for number, each in enumerate(itertools.chain.from_iterable(form))]
+        numbers = iter(range(len(stored)))
+        files = [("", list(itertools.islice(numbers, len(tensors)))) for tensors in form]
+        layout = layout_of_archives(Structure(flatten({})), stored, files)
+        arena = Arena(layout.arena_bytes, shared=True)
+        weakref.finalize(self, arena.close)
+        self.slots = arena.slots(layout)
+        super().__init__(SharedFile(os.dup(arena.shared_descriptor())), arena.nbytes, arena.memory)
+        places: list[list[Place]] = [[] for _ in form]
+        for item in layout.items:
+            places[item.file].append((item.offset, item.length))
+        self.files = [(file.base, file.base + file.size, each) for file, each in zip(layout.files, places, strict=True)]
+
+
+class ImageLease:
+    """Keeps the image of a save while another process may still have to open it. A pickled copy keeps nothing.
+
+    Args:
+        free: images that a series of saves reuses, so that only the first save lays one out; None: make a new one
+    """
+
+    def __init__(self, free: list[FilesImage] | None = None) -> None:
+        self._free = [] if free is None else free
+        self._image: FilesImage | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImageLease, ()
+
+    def take(self, form: Form) -> FilesImage:
+        """Return an image of this form. Images of other forms are freed, because the structure has changed."""
+        fitting = [image for image in self._free if image.form == form]
+        self._image = fitting.pop() if fitting else FilesImage(form)
+        self._free[:] = fitting
+        return self._image
+
+    def end(self, *, reuse: bool) -> None:
+        """End the save. Pass `reuse` only if the writing process has certainly finished with the memory."""
+        image, self._image = self._image, None
+        if image is not None and reuse:
+            self._free.append(image)
+
+
+def preload_tensors(
+    write_buckets: Sequence[WriteBucket], non_blocking: bool = True, lease: ImageLease | None = None
+) -> list[ImageBucket]:
+    """Copy everything to write, including CPU tensors, so that training may change the originals after the return.
+
+    Args:
+        write_buckets: result of `prepare_write_data`
+        non_blocking: run copies from a device concurrently; they are complete on return
+        lease: keeps the copy until the writing process has opened it. Without one, the caller must keep the result
+            that long.
+
+    Returns:
+        The buckets to write. They are pickled as references to the copy, without its bytes.
+
+    Raises:
+        CheckpointError: not enough host memory
+    """
+    form = [[(tensor.dtype, tensor.shape) for _, tensor in tensor_data] for _, _, (_, tensor_data) in write_buckets]
+    image = (lease or ImageLease()).take(form)
+    _copy(image.slots, [tensor for _, _, (_, items) in write_buckets for _, tensor in items], non_blocking)
+    buckets = []
+    for (path, key, (bytes_data, _)), (start, end, places) in zip(write_buckets, image.files, strict=True):
+        tail = [data for _, data in bytes_data]
+        lengths = list(map(len, tail))
+        behind = list(zip(itertools.accumulate(lengths, initial=end - start), lengths, strict=False))
+        buckets.append(ImageBucket(os.fspath(path), key, image, start, end, b"".join(tail), behind + places))
+    return buckets
+
+
+def _copy(slots: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], non_blocking: bool) -> None:
+    copy_on_host(slots, tensors, torch.get_num_threads(), [n for n, tensor in enumerate(tensors) if tensor.is_cpu])
+    devices = set()
+    with torch.no_grad():
+        for number, tensor in enumerate(tensors):
+            if not tensor.is_cpu:
+                slots[number].copy_(tensor, non_blocking=non_blocking)
+                devices.add(tensor.device)
+    for device in devices:
+        torch.get_device_module(device.type).synchronize(device)
+
 
 METADATA = ".metadata"
 _BLOCK_BYTES = 8 << 20
@@ -82,7 +312,7 @@ def _try_to_write(
             raise CheckpointSaveError("Stream transforms are not supported: the bytes of a file are fixed beforehand.")
         buckets = list(write_buckets)
         if not all(isinstance(bucket, ImageBucket) for bucket in buckets):
-            from .bucket_image import preload_tensors  # imports torch, which the process of a preloaded save lacks
+            pass  # imports torch, which the process of a preloaded save lacks
 
             buckets = preload_tensors(buckets, non_blocking=False)
         _write_all(ops, buckets)

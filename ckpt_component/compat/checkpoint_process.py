@@ -16,9 +16,8 @@ from ..core.outside import Future
 from ..errors import CheckpointError
 from .pickling import pickle_by_value
 from .spawn import ProcessContext
-from .worker_client import WorkerClient
+from .worker_client import FIX_FOR_SPAWN, WorkerClient
 from .worker_main import serve
-from .worker_process import FIX_FOR_SPAWN
 
 
 @dataclass

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -32,9 +32,54 @@ from ..formats.dcp import check_separation_hint
 from ..formats.writer import groups_of_files
 from ..state.objects import check_tensor
 from . import bucket_io
-from .bucket_image import FilesImage, ImageLease, WriteBucket, preload_tensors
-from .host_image import ImageBucket, ResultMailbox
+from .bucket_io import METADATA, FilesImage, ImageBucket, ImageLease, ResultMailbox, WriteBucket, preload_tensors
 from .peers import this_rank
+
+#: Number of folders whose metadata is cached; that of a large model can exceed 100 MB.
+_KEPT = 2
+
+
+class CachedMetadataFileSystemReader(FileSystemReader):
+    """torch's reader, with metadata shared by all readers of a folder.
+
+    The reference keeps stale metadata when a folder is saved again; this class compares time, size and inode of the
+    file on each use.
+
+    Args:
+        path: folder of the checkpoint
+        cache_metadata: False: read the file each time
+    """
+
+    def __init__(self, path: str | os.PathLike[str], cache_metadata: bool = True) -> None:
+        super().__init__(path)
+        self._cache_metadata = cache_metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata of the checkpoint. The object is shared; do not modify it.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint in the folder
+        """
+        if not self._cache_metadata:
+            return super().read_metadata(*args, **kwargs)
+        folder = os.path.abspath(os.fspath(self.path))
+        file = os.stat(os.path.join(folder, METADATA))
+        return _metadata_of(folder, file.st_mtime_ns, file.st_size, file.st_ino)
+
+    @classmethod
+    def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
+        """Empty the cache.
+
+        Args:
+            path: as in the reference; the cache is emptied for all folders
+        """
+        _metadata_of.cache_clear()
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _metadata_of(folder: str, *_identity: int) -> Metadata:
+    return FileSystemReader(folder).read_metadata()
+
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import CheckpointConfigError
-from .tracker import Tracker, imported
+from .listener import Tracker, imported
 
 
 class MlflowListener(Tracker):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .listener import CheckpointListener
+from .listener import CheckpointListener, imported
 from .reports import LoadReport, SaveReport
-from .tracker import imported
 
 
 class OpenTelemetryListener(CheckpointListener):

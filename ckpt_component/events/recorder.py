@@ -3,20 +3,177 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core.outside import OUTSIDE, Outside
+from ..core.lane import Lane
+from ..core.outside import OUTSIDE, Latch, Outside
 from ..core.storage.new_names import new_token
 from ..core.waits import LongWait
-from ..errors import CheckpointError, CheckpointTypeError
+from ..errors import CheckpointError, CheckpointTypeError, describe_error
 from .event_file import EventFile
-from .event_queue import EventQueue
 from .listener import CheckpointListener
-from .listener_calls import ListenerCalls
 from .reports import LoadReport, SaveReport
-from .step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+#: Events that may wait. A save makes three or four.
+_WAITING = 1000
+
+
+class EventQueue(Lane):
+    """A lane that says for whom events are dropped, or waited for no longer.
+
+    Args:
+        name: of the thread
+        what: who takes the events, for a warning
+        outside: what it runs in
+    """
+
+    failure = "an event could not be recorded"
+
+    def __init__(self, name: str, what: str, outside: Outside) -> None:
+        super().__init__(name, outside, may_lose=_WAITING, jobs=what)
+        self._whom = what
+        self._full = False
+
+    def _dropped(self) -> None:
+        if not self._full:
+            logger.warning("%d events are waiting for %s; newer ones are dropped", _WAITING, self._whom)
+        self._full = True
+
+    def _given_up(self) -> None:
+        logger.warning("not waiting any longer for %s (checkpoint.timeouts.close)", self._whom)
+
+
+class ListenerCalls(EventQueue):
+    """Calls one listener, and warns when it fails, and while it hangs.
+
+    Args:
+        listener: the listener
+        slow_seconds: after how many seconds in one call it is reported to hang
+        outside: what it runs in
+    """
+
+    def __init__(self, listener: CheckpointListener, slow_seconds: float, outside: Outside) -> None:
+        self._listener = listener
+        super().__init__("ckpt-listener", f"the listener {type(listener).__name__}", outside)
+        self._watch = Lane("ckpt-listener-watch", outside)
+        self._failed = False
+        #: Doubled with each slow call, so that a listener that is always slow fills no log.
+        self._slow_seconds = slow_seconds
+
+    def tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
+        """Call a method of the listener after the earlier calls; never waits."""
+        with contextlib.suppress(CheckpointError):  # it is closed
+            self.post(self._call, method, *reports)
+
+    def stop(self, *, cancel: bool = True) -> None:
+        """See the base class."""
+        super().stop(cancel=cancel)
+        self._watch.stop(cancel=False)
+
+    def _call(self, method: str, *reports: SaveReport | LoadReport) -> None:
+        limit, began, returned = self._slow_seconds, self._outside.now(), self._outside.latch()
+        with contextlib.suppress(CheckpointError, RuntimeError):  # no thread starts, and it is called all the same
+            self._watch.submit(self._warn, method, limit, returned)
+        try:
+            getattr(self._listener, method)(*reports)
+        except BaseException as error:  # SystemExit would end this thread, and nothing else
+            self._report(method, error)
+        finally:
+            returned.set()
+        took = self._outside.now() - began
+        if took > limit:
+            self._slow_seconds = 2 * took
+            logger.warning("%s has returned from %s after %.1f s", self._whom, method, took)
+
+    def _warn(self, method: str, limit: float, returned: Latch) -> None:
+        """On the thread that watches: say so if a call does not return."""
+        if not returned.wait(limit):
+            text = "%s has not returned from %s for %g s; saves continue, and its later events wait"
+            logger.warning(text, self._whom, method, limit)
+
+    def _report(self, method: str, error: BaseException) -> None:
+        """Log the first failure of the listener."""
+        if not self._failed:
+            self._failed = True
+            text = "%s failed in %s (%s); it is still called for later events, and its further errors not logged"
+            expected = isinstance(error, CheckpointError)
+            logger.error(text, self._whom, method, describe_error(error), exc_info=not expected)
+
+
+#: Most steps that wait to be recorded by a save or at the end, and most with which those of a save are compared.
+_PENDING, _RECENT = 20_000, 256
+#: Fewest steps without a save from which the usual length of a step is estimated.
+_ENOUGH = 3
+
+
+class StepTimes:
+    """The ends of the steps that were not recorded yet, and of the last few that were.
+
+    Args:
+        outside: what the run runs in
+    """
+
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        self._date = outside.date
+        self._pending: deque[tuple[int, float]] = deque(maxlen=_PENDING)
+        self._last: int | None = None
+        #: (step, its end, its length or None), oldest first.
+        self._recent: deque[tuple[int, float, float | None]] = deque(maxlen=_RECENT)
+        #: When recent saves began and ended.
+        self._saves: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._taking = outside.lock()
+
+    def ended(self, step: int) -> None:
+        """A step has ended now. Called by the training thread, once or more for each step; costs less than 1 us."""
+        if step != self._last:
+            self._last = step
+            self._pending.append((step, self._date()))
+
+    def take(self) -> list[dict[str, Any]]:
+        """The records of the steps since the last call: one per sequence of consecutive steps."""
+        events: list[dict[str, Any]] = []
+        with self._taking:
+            follows = None
+            while self._pending:
+                step, end = self._pending.popleft()
+                if step != follows:
+                    events.append({"event": "steps", "time": round(end, 6), "first": step, "ends": []})
+                events[-1]["ends"].append(round(end, 6))
+                follows = step + 1
+                before = self._recent[-1] if self._recent else (0, 0.0, None)
+                self._recent.append((step, end, end - before[1] if before[0] == step - 1 else None))
+        return events
+
+    def lost(self, began: float, stall: float, ended: float) -> float:
+        """Estimate what a save cost training: its stall, plus how much longer than others the steps beside it took.
+
+        Only complete steps count. Without at least three that ran beside no save, the result is the stall.
+
+        Args:
+            began: when `save` was called, seconds since 1970
+            stall: how long the call took
+            ended: when the save ended, seconds since 1970
+        """
+        with self._taking:
+            self._saves.append((began, ended))
+            recent, saves = list(self._recent), list(self._saves)
+        alone = [
+            length
+            for _, end, length in recent
+            if length is not None and not any(first < end and end - length < last for first, last in saves)
+        ]
+        beside = [end for _, end, _ in recent if began + stall < end <= ended]
+        if len(alone) < _ENOUGH or not beside:
+            return stall
+        return stall + max(beside[-1] - (began + stall) - len(beside) * statistics.median(alone), 0.0)
+
 
 #: So long a listener may take for one event before a warning says that it hangs.
 _SLOW_SECONDS = 10.0

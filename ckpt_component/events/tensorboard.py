@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.storage.locate import is_url
 from .event_file import FOLDER
-from .tracker import Tracker, imported
+from .listener import Tracker, imported
 
 logger = logging.getLogger(__name__)
 

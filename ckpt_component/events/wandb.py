@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import CheckpointConfigError
-from .tracker import Tracker, imported
+from .listener import Tracker, imported
 
 
 class WandbListener(Tracker):

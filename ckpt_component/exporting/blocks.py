@@ -2,20 +2,82 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import mul
 from typing import Any
 
+import torch
+
+from ..core.spelling import invalid_choice
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet
-from ..errors import CheckpointCorruptError
+from ..errors import CheckpointConfigError, CheckpointCorruptError
 from ..formats import Entry, Index, StoredRange
+from ..formats.open_source import open_source
 from ..formats.rank_index import checksum_of
+from ..formats.source import Access, Request
+from ..state import objects
 from ..state.dtypes import WIDTHS
+from ..state.tensors import tensor_bytes
+
+#: The dtypes that are converted, and to which. Other tensors stay as they are: integers, and 8-bit floats, whose scales
+#: are stored apart.
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+Cast = Callable[[memoryview], memoryview]
+
+
+def check_dtype(name: str, dtype: str | None) -> None:
+    """Refuse what is not a dtype to convert to.
+
+    Args:
+        name: name of the setting, for the error message
+        dtype: the value; None is valid
+
+    Raises:
+        CheckpointConfigError: it is not
+    """
+    if dtype is None:
+        return
+    if dtype not in FLOATS:
+        raise CheckpointConfigError(invalid_choice(name, dtype, FLOATS))
+
+
+def cast_dtype(source: str, target: str | None) -> str:
+    """The dtype that a tensor has after the conversion."""
+    return target if target is not None and source in FLOATS else source
+
+
+@functools.cache
+def caster(source: str, target: str) -> Cast | None:
+    """The function that converts a block of whole elements; None: nothing to do."""
+    if source == target:
+        return None
+    import numpy
+
+    def cast(block: memoryview) -> memoryview:
+        if source == "bfloat16":  # which numpy does not have: the upper half of a float32
+            values = (numpy.frombuffer(block, "<u2").astype("<u4") << 16).view("<f4")
+        else:
+            values = numpy.frombuffer(block, source)
+        with numpy.errstate(over="ignore", invalid="ignore"):  # infinity, as torch
+            if target != "float64":
+                values = values.astype("float32", copy=False)  # as torch, which has no other way to the halves
+            if target == "bfloat16":
+                bits = values.view("<u4")
+                rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
+                values = numpy.where(numpy.isnan(values), 0x7FC0, rounded).astype("<u2")
+            else:
+                values = values.astype(target, copy=False)
+        return values.view("u1").data
+
+    return cast
+
 
 #: Bytes of a block; a few blocks are all the memory that an export needs.
 BLOCK_BYTES = 2 << 20
@@ -173,3 +235,28 @@ class _PartBlocks:
             self._left -= count
             if not self._left:
                 self._next_run()
+
+
+class LoadedBlocks(TensorBlocks):
+    """Reads tensors as a load does, for checkpoints of other programs and files of `torch.save`.
+
+    Args:
+        index: the checkpoint
+    """
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index, ())
+        self._source = open_source(index, Access(index.storage.open_files))
+
+    def of(self, entry: Entry) -> Iterator[memoryview]:
+        """As `TensorBlocks.of`; one whole tensor is in memory."""
+        value = torch.empty(entry.shape, dtype=self._source.dtype_of(entry), device="cpu")
+        self._source.read_tensors([Request.into(entry.key, value)])
+        data = tensor_bytes(value)
+        for start in range(0, len(data), BLOCK_BYTES):
+            yield data[start : start + BLOCK_BYTES]
+
+    def item(self, entry: Entry) -> bytes:
+        """As `TensorBlocks.item`."""
+        value = self._source.read_objects([entry.key])[entry.key]
+        return objects.dump(objects.encode(value, entry.key))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +22,7 @@ from ..core.spelling import invalid_choice
 from ..core.storage.files import FileStorage
 from ..core.storage.locate import storage_at
 from ..core.storage.new_names import new_token
+from ..core.storage.safe_open import place_of, read_failure
 from ..core.storage.space import FULL, full_text, refuse_without_room
 from ..core.storage.storage import Storage
 from ..errors import (
@@ -32,12 +35,57 @@ from ..errors import (
 )
 from ..formats import Entry, Index, open_index
 from ..state.key_map import KeyMap
-from .blocks import TensorBlocks
-from .casting import check_dtype
-from .export_files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
-from .hugging_face import small_files
-from .selection import Selected, model_prefix, select
-from .streaming import stream_file, tensor_bytes_of
+from .blocks import TensorBlocks, check_dtype
+from .files import (
+    INDEX,
+    WEIGHTS,
+    File,
+    Selected,
+    hugging_face_files,
+    model_prefix,
+    safetensors_file,
+    select,
+    stream_file,
+    tensor_bytes_of,
+)
+
+CONFIG = "config.json"
+#: The small files that are copied; not indexes of weights, and nothing that a checkpoint has besides.
+_COPIED = re.compile(
+    r"(?!\.|manifest|run\.|integrity-|trainer_state)(?!.*\.index\.json).*\.(json|txt|model|jinja|tiktoken)"
+)
+_MOST_SMALL = 256 << 20
+
+
+def small_files(fs: Storage, folder: str, dtype: str | None) -> dict[str, bytes]:
+    """The config and tokenizer files of a Hugging Face folder; the config with the dtype of the export.
+
+    Raises:
+        CheckpointLoadError: there is no config.json
+    """
+    names = list(filter(_COPIED.fullmatch, fs.names(folder)))
+    if CONFIG not in names:
+        raise CheckpointLoadError(
+            f"{folder} has no {CONFIG}; name a Hugging Face folder, with its config and tokenizer."
+        )
+    files = {}
+    for name in names:
+        path = os.path.join(*place_of(folder, name))
+        try:
+            files[name] = fs.read(path, _MOST_SMALL)
+        except OSError as error:
+            raise read_failure(path, error) from error
+    if dtype is not None:
+        try:
+            config = json.loads(files[CONFIG])
+            config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        except (ValueError, TypeError) as error:
+            raise CheckpointLoadError(
+                f"{os.path.join(folder, CONFIG)} is not the config of a model: {error}."
+            ) from error
+        files[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return files
+
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +191,7 @@ def export_checkpoint(
         left_out = [entry.key for _, entry in selected.objects]
         small: dict[str, bytes] = {}
         if options.format == "torch":
-            from .torch_file import torch_file  # needs torch
+            from .files import torch_file  # needs torch
 
             file, left_out = torch_file(name, index, selected)
             files = [file]
@@ -257,6 +305,6 @@ def open_blocks(index: Index, entries: Sequence[Entry]) -> TensorBlocks:
         piece.payload is not None for entry in tensors for piece in index.contents.ranges_at(entry.place)
     ):
         return TensorBlocks(index, entries)
-    from .loaded_blocks import LoadedBlocks  # needs torch
+    from .blocks import LoadedBlocks  # needs torch
 
     return LoadedBlocks(index)

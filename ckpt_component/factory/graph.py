@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from ..background.follower import Follower
+from ..background.jobs import Follower
 from ..callers.write_callers import WriteCaller
 from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ..config.hydra.checks import refuse_bad_dir, refuse_bad_tiers

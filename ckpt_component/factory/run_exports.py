@@ -11,9 +11,8 @@ from ..config.rules import resolved_commit
 from ..config.schema import Checkpoint
 from ..core.options import Commit, ExportFormat
 from ..core.storage.locate import absolute, expanded, same_folder
-from ..exporting.casting import check_dtype
-from ..exporting.export import ExportOptions
-from ..exporting.hugging_face import CONFIG
+from ..exporting.blocks import check_dtype
+from ..exporting.export import CONFIG, ExportOptions
 from ..managing.run_context import RunContext
 from ..managing.run_option import RunOption
 

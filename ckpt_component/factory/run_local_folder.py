@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ..background.follower import Follower
+from ..background.jobs import Follower
 from ..background.upload_policy import UploadPolicy
 from ..background.uploads import BackgroundUploads, LagPolicy
 from ..config.schema import Checkpoint

@@ -14,7 +14,7 @@ from ..config.rules import resolved_commit
 from ..config.schema import Checkpoint
 from ..core.options import Commit, DeltaMode, Durability, FrozenMode, RecoveryMode
 from ..core.storage.locate import absolute, is_url
-from ..exporting.casting import check_dtype
+from ..exporting.blocks import check_dtype
 from ..exporting.export import ExportOptions
 from ..managing.run_context import RunContext
 from ..managing.run_option import RunOption

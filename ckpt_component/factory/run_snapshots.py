@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..background.follower import Follower
+from ..background.jobs import Follower
 from ..callers.memory_caller import MemoryCaller
 from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError

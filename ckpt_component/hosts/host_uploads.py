@@ -18,13 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..background.follower import Follower
-from ..background.run_watch import RunWatch
-from ..background.upload_child import UploadChild
+from ..background.jobs import Follower, RunWatch
 from ..background.upload_policy import UploadPolicy
 from ..background.upload_process import upload
-from ..background.uploader import Copied, Uploader
-from ..background.uploading import Uploading
+from ..background.uploading import Copied, Uploader, Uploading
+from ..background.uploads import UploadChild
 from ..core.commit.commit import new_attempt
 from ..core.commit.copying import Continued, copy_part
 from ..core.commit.fencing import check_owner, read_owner

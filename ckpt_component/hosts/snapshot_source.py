@@ -28,7 +28,7 @@ from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError
 from ..events import LoadReport
 from ..loading.collective import Phase
-from ..loading.load_options import LoadOptions
+from ..loading.kinds import LoadOptions
 from ..loading.reader import Reader
 from ..managing.run_context import RunContext
 from ..managing.run_option import SnapshotSource

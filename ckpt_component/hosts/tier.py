@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..background.follower import Follower
+from ..background.jobs import Follower
 from ..core.coordination.connection import offered_address, reachable
 from ..core.storage.bucket_store import FOLDER_MARK
 from ..core.storage.files import FileStorage

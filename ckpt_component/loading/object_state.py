@@ -2,21 +2,208 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointLoadError
+from ..errors import CheckpointLoadError, first_keys
+from ..formats.index import Contents
+from ..state.compare import same_value
 from ..state.flatten import FlatState, StateDict, Stateful, unflatten
-from ..state.paths import Path, key_of
+from ..state.paths import Path, key_of, keys_of, lost_class
+from ..state.tensors import ORDINARY
 from ..state.wrapped_modules import QUANTIZED_MARKS, without_parts
 from .kinds import Kinds
 from .made_tensors import whole_values
-from .optimizer_values import options_of, put_back, replaced_options
-from .own_dicts import in_own_classes
 from .proof import Proof
+
+#: Options that a scheduler changes at each step, where its own start value (`initial_lr`) is the checkpoint's.
+_SCHEDULED, _CYCLED = frozenset({"lr"}), frozenset({"betas", "momentum"})
+
+
+def put_back(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
+    """Put values that torch has cast back as they were loaded.
+
+    `Optimizer.load_state_dict` casts floating-point state to the parameter's dtype, so that float32 moments of a
+    bfloat16 parameter lose half of their bits; and of a text it makes the text of a generator.
+
+    Args:
+        optimizer: it has taken the state
+        state: the `state` of the state dict that it took
+    """
+    parameters = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+    waiting: list[tuple[Any, Any]] = [
+        (optimizer.state.get(parameters[number]), loaded)
+        for number, loaded in state.items()
+        if type(number) is int and number < len(parameters)
+    ]
+    while waiting:
+        taken, loaded = waiting.pop()
+        if not isinstance(taken, dict) or not isinstance(loaded, Mapping):
+            continue
+        for name, value in loaded.items():
+            now = taken.get(name)
+            if isinstance(value, Mapping) and isinstance(now, dict):
+                waiting.append((now, value))
+            elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+                # A tensor made of tensors may be made anew with the same dtype.
+                is_cast = now.dtype != value.dtype or (type(value) not in ORDINARY and not same_value(now, value))
+                if is_cast and now.shape == value.shape:
+                    taken[name] = value.to(now.device)
+            elif name in taken and type(now) is type(value) and not same_value(now, value):
+                taken[name] = value
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group, such as `lr`, as values of this moment."""
+    return [
+        {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def replaced_options(key: str, optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> str | None:
+    """What a load has replaced of the options that the script built an optimizer with, to log; None: nothing.
+
+    Args:
+        key: the optimizer's key
+        optimizer: it has taken its state
+        before: its options before that, from `options_of`
+    """
+    replaced: dict[str, dict[str, None]] = {}
+    for old, new in zip(before, optimizer.param_groups, strict=False):
+        moving = frozenset[str]()
+        if "initial_lr" in old and same_value(old["initial_lr"], new.get("initial_lr")):
+            moving = _SCHEDULED | _CYCLED if "base_momentum" in old else _SCHEDULED
+        for name in old.keys() - moving:
+            if name in new and not same_value(old[name], new[name]):
+                text = f"{_text(old[name])} by {_text(new[name])}"
+                replaced.setdefault(name, {})[text] = None
+    if not replaced:
+        return None
+    changes = ", ".join(f"{name} {' and '.join(texts)}" for name, texts in sorted(replaced.items()))
+    names = [f"{key}.param_groups.*.{name}" for name in sorted(replaced)]
+    return f"'{key}': the checkpoint replaces {changes}; to keep the script's values, load with ignore={names}"
+
+
+def _text(value: Any) -> str:
+    return f"{value.item()!r}" if isinstance(value, torch.Tensor) and value.numel() == 1 else f"{value!r:.60}"
+
+
+def emptied(flat: FlatState, contents: Contents) -> FlatState:
+    """A target whose counters and defaultdicts of plain values count as empty, where the checkpoint has them.
+
+    Their keys are data, so that all of a checkpoint's belong into them, and others do not.
+
+    Args:
+        flat: the target
+        contents: the checkpoint
+    """
+    others = _containers_of([*flat.tensor_paths, *(path for path, _ in flat.stateful)])
+    modules = tuple(f"{key_of(path)}." for path, each in flat.stateful if isinstance(each, torch.nn.Module))
+    stored = _containers_of(path for _, path in contents.paths())
+    stored.update(key_of(path) for path, _ in contents.containers)
+    chosen = {
+        path
+        for path, mapping in flat.mappings.items()
+        if isinstance(mapping, (Counter, defaultdict))
+        and (key := key_of(path)) in stored
+        and key not in others
+        and not key.startswith(modules)  # a module takes no keys that it does not have
+    }
+    if not chosen:
+        return flat
+    depths = {len(path) for path in chosen}
+    left = flat.only(lambda path: not any(path[:depth] in chosen for depth in depths if depth < len(path)))
+    empty = [(path, "empty") for path in chosen if path in left.mappings]
+    # The class of a dict is said after that it is empty.
+    return replace(left, containers=[*empty, *left.containers])
+
+
+def refill(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any], key: str) -> None:
+    """Put values into a dict of the target in place of those that it has.
+
+    Raises:
+        CheckpointLoadError: it does not take them
+    """
+    try:
+        mapping.clear()
+        mapping.update(values)
+    except Exception as error:  # the methods of a class may raise anything
+        raise CheckpointLoadError(
+            f"'{key}' ({type(mapping).__name__}) in the target does not take its values: {str(error).rstrip('. ')}; "
+            "load into a dict."
+        ) from error
+
+
+def in_own_classes(value: Any, path: Path, mappings: Mapping[Path, MutableMapping[Any, Any]]) -> Any:
+    """The state for an object, with dicts of the classes that its own state has.
+
+    Args:
+        value: the state
+        path: path of the object
+        mappings: dicts of other classes in the target, by path
+    """
+    for place in sorted((place for place in mappings if place[: len(path)] == path), key=len, reverse=True):
+        around, names = value, place[len(path) :]
+        try:
+            for name in names[:-1]:
+                around = around[name]
+            found = around[names[-1]] if names else value
+        except (LookupError, TypeError):
+            continue  # the checkpoint has something else there, which the object gets as it is
+        if isinstance(found, Mapping) and type(found) is not type(mappings[place]):
+            own = copy.copy(mappings[place])
+            refill(own, found, key_of(place))
+            if names:
+                around[names[-1]] = own
+            else:
+                value = own
+    return value
+
+
+def plain_now(contents: Contents, new: Iterable[Path], flat: FlatState | None = None) -> str | None:
+    """A sentence on the dicts that were of other classes when they were saved, and are plain now; None: there are none.
+
+    Args:
+        contents: the checkpoint
+        new: paths of what is loaded without a value of the target; an empty path is the whole checkpoint
+        flat: the target, or None
+    """
+    lost = [(path, name) for path, kind in contents.containers if (name := lost_class(kind)) is not None]
+    if not lost:
+        return None
+    own = set[str]()
+    if flat is not None:
+        own = _containers_of([*flat.tensor_paths, *flat.object_paths]) | {*keys_of([*flat.mappings])}
+    whole = {*new}
+    around = _containers_of(whole)
+    plain = [
+        f"{key_of(path)} ({name})"
+        for path, name in lost
+        if key_of(path) not in own
+        and (key_of(path) in around or any(path[:depth] in whole for depth in range(len(path) + 1)))
+    ]
+    if not plain:
+        return None
+    return f"{first_keys(plain)}: only a dict of this class in the target keeps the class, so a plain dict came back"
+
+
+def _containers_of(paths: Iterable[Path]) -> set[str]:
+    """The keys of all dicts and lists around paths."""
+    parents = {path[:-1] for path in paths}
+    return {key_of(parent[:depth]) for parent in parents for depth in range(1, len(parent) + 1)}
+
 
 logger = logging.getLogger("ckpt_component.readers")
 

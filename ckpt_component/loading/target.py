@@ -29,17 +29,14 @@ from ..state.paths import CONTEXT, FROZEN, Path, PerRank, key_of, keys_of, rank_
 from ..state.shards import Shard, local_part, mesh_of
 from ..state.wrapped_modules import QUANTIZED_MARKS, QuantDescription
 from .frozen_base import FrozenBase
-from .handed_values import HandedValues, refuse_other_quantization, with_parts_to_fill
 from .kinds import Kinds, owner_of
 from .made_tensors import match_made_tensors, whole_values
 from .meta_tensors import MetaTensors
 from .mismatch import Misfit, Mismatches
-from .object_state import load_state, nested_value, state_of_object, takes_only_its_own_keys
+from .object_state import emptied, load_state, nested_value, plain_now, refill, state_of_object, takes_only_its_own_keys
 from .optimizer_match import match_optimizers
-from .other_wrapping import under_names_of_target
-from .own_dicts import emptied, plain_now, refill
 from .proof import Proof
-from .tuples import TupleFit
+from .target_values import HandedValues, TupleFit, refuse_other_quantization, under_names_of_target, with_parts_to_fill
 
 
 class Target:

@@ -11,7 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
-from ..background.follower import Follower
+from ..background.jobs import Follower
 from ..callers.write_callers import PersistentCaller
 from ..checkpointer import Checkpointer
 from ..core.gc_control import collector_paused

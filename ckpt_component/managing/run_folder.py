@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..background.follower import Follower
+from ..background.jobs import Follower
 from ..core.commit.cleanup import RetentionPolicy, discard, quarantine
 from ..core.commit.fencing import FencingToken, Owner
 from ..core.commit.protocols import protocol_of

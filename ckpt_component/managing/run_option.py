@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..background.follower import Follower
+from ..background.jobs import Follower
 from ..callers.write_callers import WriteCaller
 from ..core.commit.scan import Scan
 from ..core.storage.storage import Storage

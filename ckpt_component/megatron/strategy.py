@@ -11,10 +11,16 @@ from typing import Any
 
 from ..compat.async_queue import AsyncCallsQueue
 from ..compat.async_request import AsyncRequest
-from ..compat.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from ..compat.file_system_writer_async import FileSystemWriterAsync, get_write_results_queue
-from ..compat.plan_cache import CheckpointMetadataCache
-from ..compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from ..compat.file_system_writer_async import (
+    CachedMetadataFileSystemReader,
+    FileSystemWriterAsync,
+    get_write_results_queue,
+)
+from ..compat.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from .queue_settings import MegatronSettings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .follow import follow as follow
-from .weights_in_folder import Weights as Weights
+from .receiver import Weights as Weights, follow as follow
 
 __all__ = ["Weights", "follow"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -16,18 +18,55 @@ from ..core.commit.commit import abandon, begin, new_attempt, publish
 from ..core.commit.fencing import FencingToken, read_owner, taken_over
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.names import owned_token
+from ..core.spelling import invalid_choice
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import new_token
 from ..core.storage.space import FULL, amount
 from ..core.storage.storage import Storage
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError
-from .copy_state import CopyState
-from .delta import can_encode, require_codec
-from .delta_files import DeltaWriter
-from .mirror import Mirror
-from .publish_options import DELTAS, PublishOptions as PublishOptions
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointSaveError, CheckpointStorageFullError
+from ..exporting.export import ExportOptions
+from .delta import DeltaWriter, can_encode, require_codec
+from .local_copy import CopyState
+from .mirror import Mirror, WeightFiles, weight_files, write_weights
 from .versions import NAMES, Version, Versions, deltas_up_to, to_delete, version_of
-from .weight_files import WeightFiles, weight_files, write_weights
+
+#: Values of `delta`, and the encoding that each is.
+DELTAS = {"auto": "xor", "overwrite": "overwrite", "off": None}
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """How to publish.
+
+    Attributes:
+        export: which tensors, under which names and as what, in the format `hf`
+        delta: `auto`: the changes of the version before, as small as they get; `overwrite`: so that they may be applied
+            again; `off`: each version is whole
+        whole_every: after so many deltas comes a whole version
+        keep: how many of the newest versions are kept, with what they build on
+    """
+
+    export: ExportOptions
+    delta: str = "auto"
+    whole_every: int = 20
+    keep: int = 10
+
+    def __post_init__(self) -> None:
+        if self.delta not in DELTAS:
+            raise CheckpointConfigError(invalid_choice("delta", self.delta, tuple(DELTAS), form="{1}"))
+        if self.export.format != "hf":
+            raise CheckpointConfigError(f"Versions have the format hf, and not {self.export.format}.")
+        for name in ("whole_every", "keep"):
+            if getattr(self, name) < 1:
+                raise CheckpointConfigError(f"{name} is {getattr(self, name)}; it is at least 1.")
+
+    @property
+    def digest(self) -> str:
+        """Of what selects and casts the weights."""
+        export = self.export
+        values = [export.prefix, dict(export.rename), list(export.ignore), export.dtype, export.max_shard_bytes]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ..core.commit.manifest import checkpoint_around
 from ..core.progress import Progress, no_progress
 from ..core.storage.files import FileStorage
-from ..core.storage.locate import absolute, is_url, same_folder, storage_at
+from ..core.storage.locate import absolute, file_storage, is_url, path_text, same_folder, storage_at
+from ..core.storage.safe_open import open_regular
 from ..core.storage.storage import Storage
 from ..errors import (
     CheckpointConfigError,
@@ -22,9 +28,109 @@ from ..errors import (
     CheckpointTimeoutError,
     CheckpointUnreadableError,
 )
-from .copy_state import STATE
-from .local_copy import LocalCopy, Pulled
+from ..formats import open_index
+from .local_copy import STATE, LocalCopy, Pulled, read_state
 from .versions import Version, Versions, chain_to
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+#: Dtypes that numpy does not have -> those of the same width in which their bits are shown.
+_AS_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version of published weights, which `follow` yields.
+
+    Attributes:
+        version: number of the version
+        step: training step of the checkpoint; None: unknown
+        path: a Hugging Face folder on this host, for `from_pretrained` and for engines that load from disk. It has this
+            version until the next one is asked for.
+        changed: names of the tensors that differ from the version that was yielded before; None: all may
+        nbytes: bytes that were read from the source
+        lag: seconds from the commit of the checkpoint until it was here; None: unknown, or it was here before
+    """
+
+    version: int
+    step: int | None
+    path: str
+    changed: frozenset[str] | None
+    nbytes: int
+    lag: float | None
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The weights as numpy arrays that view the files; what is written into one changes no file.
+
+        numpy has neither bfloat16 nor float8: these are their bits, as uint16 and uint8.
+
+        Raises:
+            CheckpointNotFoundError: the folder has another version by now
+        """
+        import numpy as np
+
+        for view in self._views():
+            dtype = np.dtype(_AS_BITS.get(view.dtype, view.dtype))
+            yield view.name, np.ndarray(view.shape, dtype, view.file, view.offset)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as tensors on the CPU, as `load_weights` of vLLM and SGLang takes them.
+
+        They view the files; what is written into one changes no file.
+
+        Raises:
+            CheckpointNotFoundError: the folder has another version by now
+        """
+        import torch
+
+        for view in self._views():
+            dtype = getattr(torch, view.dtype)
+            if 0 in view.shape:
+                tensor = torch.empty(view.shape, dtype=dtype, device="cpu")
+            else:
+                count = view.nbytes // dtype.itemsize
+                tensor = torch.frombuffer(view.file, dtype=dtype, count=count, offset=view.offset).view(view.shape)
+            yield view.name, tensor
+
+    def _views(self) -> Iterator[_MappedTensor]:
+        contents = open_index(file_storage(), self.path).contents
+        places = {name: contents.ranges_at(entry.place)[0] for name, entry in contents.tensors.items()}
+        files = {name: _mapped(os.path.join(self.path, name)) for name in {place.file for place in places.values()}}
+        # Each file was opened by its path: all of them are of one version if the folder is still at it.
+        state = read_state(file_storage(), self.path)
+        if state is None or state.version != self.version:
+            there = "no version" if state is None else f"version {state.version}"
+            raise CheckpointNotFoundError(
+                f"{self.path} has {there} by now, not {self.version}; use what follow() yielded last."
+            )
+        seen = set()
+        for name, entry in contents.tensors.items():
+            if entry.place not in seen:  # another name of a tensor that is tied is not in the files
+                seen.add(entry.place)
+                place = places[name]
+                yield _MappedTensor(name, entry.dtype, entry.shape, entry.nbytes, files[place.file], place.offset)
+
+
+class _MappedTensor(NamedTuple):
+    """A tensor in a mapped file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: mmap.mmap
+    offset: int
+
+
+def _mapped(path: str) -> mmap.mmap:
+    fd = open_regular(path)
+    try:
+        return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+
 
 logger = logging.getLogger(__name__)
 Self = TypeVar("Self", bound="Receiver")
@@ -251,3 +357,62 @@ class Receiver:
 
     def __exit__(self, *exception: object) -> None:
         self._copy.__exit__(*exception)
+
+
+def follow(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    poll_seconds: float = 1.0,
+    timeout: float | None = None,
+) -> Generator[Weights, None, None]:
+    """Follow published weights: yields the newest version, and each newest one after it.
+
+    A folder on this host is brought to the version before it is yielded. Versions that came meanwhile are skipped: of
+    them only the changes are read. Each version is verified. Errors of the source, such as a bucket that does not
+    answer, are logged once, and the source is tried again after longer and longer pauses.
+
+    Closing the iterator, or its end, releases the folder. Let go of the arrays and tensors of a version before the next
+    one is asked for: while they are there, the folder is copied for each version, instead of changed where it differs.
+
+        for weights in follow("s3://bucket/run/weights"):
+            model.load_weights(weights.tensors())
+
+    Args:
+        source: folder or URL of the versions (`checkpoint.publish.to` of the training run)
+        folder: folder on this host for the weights, which stays; it has room for them twice. None: a private one in the
+            folder for temporary files (TMPDIR), deleted at the end.
+        options: options of the bucket, for a URL, as in `checkpoint.storage.options`
+        poll_seconds: seconds between two looks at the source
+        timeout: seconds to wait for a version; None: as long as it takes
+
+    Returns:
+        A generator of `Weights`.
+
+    Raises:
+        CheckpointConfigError: an argument is invalid, or a package is missing
+        CheckpointExistsError: the folder has something else, or versions of another source
+        CheckpointInUseError: another process brings the folder to versions
+        CheckpointTimeoutError: no version came in time
+        CheckpointSaveError: the folder cannot be written
+    """
+    if not poll_seconds > 0:
+        raise CheckpointConfigError(f"poll_seconds={poll_seconds!r}: give seconds above 0.")
+    return _weights(path_text(source), None if folder is None else path_text(folder), options, poll_seconds, timeout)
+
+
+def _weights(
+    source: str, folder: str | None, options: Mapping[str, Any] | None, poll_seconds: float, timeout: float | None
+) -> Generator[Weights, None, None]:
+    with ExitStack() as until_closed:
+        if folder is None:
+            private = tempfile.mkdtemp(prefix="ckpt-weights-")
+            until_closed.callback(file_storage().remove_tree, private)
+            folder = os.path.join(private, "weights")
+        receiver = until_closed.enter_context(Receiver(source, folder, options=options))
+        is_first = True
+        for pulled in receiver.follow(poll_seconds, timeout):
+            changed = None if is_first else pulled.changed
+            is_first = False
+            yield Weights(pulled.version, pulled.step, pulled.path, changed, pulled.nbytes, pulled.lag)

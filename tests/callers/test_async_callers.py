@@ -20,7 +20,7 @@ import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
 import ckpt_component.callers as room
-from ckpt_component.compat import worker_process
+from ckpt_component.compat import worker_client
 from ckpt_component.compat.async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.spawn import StartMethodError
@@ -282,7 +282,7 @@ def test_a_system_that_refuses_a_process_fails_the_request(
 
     caller = make(kind)
     with monkeypatch.context() as patch:
-        patch.setattr(worker_process, "start_processes", refuse)
+        patch.setattr(worker_client, "start_processes", refuse)
         caller.schedule_async_call(AsyncRequest(calls.facts))
         with pytest.raises(CheckpointSaveError, match="temporarily unavailable") as caught:
             caller.is_current_async_call_done(blocking=True)
@@ -296,7 +296,7 @@ def test_whatever_stops_a_start_is_an_error_of_the_family(make: Make, monkeypatc
         raise RuntimeError("An attempt has been made to start a new process before ...")
 
     caller = make(PersistentAsyncCaller)
-    monkeypatch.setattr(worker_process, "start_processes", bootstrapping)
+    monkeypatch.setattr(worker_client, "start_processes", bootstrapping)
     caller.schedule_async_call(AsyncRequest(calls.facts))
     with pytest.raises(CheckpointSaveError, match="Request 0 could not be run: RuntimeError: An attempt"):
         caller.is_current_async_call_done(blocking=True)
@@ -318,13 +318,13 @@ def test_warm_up_starts_the_process_before_the_first_request(make: Make) -> None
 def test_the_loop_of_the_reference_is_what_the_process_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(inspect.signature(PersistentAsyncCaller.async_loop).parameters) == ["rank", "sock", "log_level"]
     ran: list[Any] = []
-    original = worker_process.CallProcess.__init__
+    original = worker_client.CallProcess.__init__
 
     def spy(self: Any, loop: Any, *args: Any, **kwargs: Any) -> None:
         ran.append(loop.func)
         original(self, loop, *args, **kwargs)
 
-    monkeypatch.setattr(worker_process.CallProcess, "__init__", spy)
+    monkeypatch.setattr(worker_client.CallProcess, "__init__", spy)
     make(PersistentAsyncCaller).warm_up()
     assert ran == [PersistentAsyncCaller.async_loop]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, load_model
 from ckpt_component import build_checkpointer
 from ckpt_component.cli.app import main
 from ckpt_component.core.storage.locate import storage_at
-from ckpt_component.exporting import casting
+from ckpt_component.exporting import blocks
 from ckpt_component.exporting.blocks import TensorBlocks
 from ckpt_component.formats import Contents, Entry, StoredRange
 
@@ -304,8 +304,8 @@ def test_parts_of_ranks_are_put_together_in_small_blocks(block: int, tmp_path: P
         assert torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int16).equal(whole.view(-1))
 
 
-@pytest.mark.parametrize("source", casting.FLOATS)
-@pytest.mark.parametrize("target", casting.FLOATS)
+@pytest.mark.parametrize("source", blocks.FLOATS)
+@pytest.mark.parametrize("target", blocks.FLOATS)
 def test_conversions_are_those_of_torch(source: str, target: str) -> None:
     torch.manual_seed(0)
     special = [
@@ -326,7 +326,7 @@ def test_conversions_are_those_of_torch(source: str, target: str) -> None:
     kinds = getattr(torch, source), getattr(torch, target)
     values = torch.cat([torch.tensor(special, dtype=torch.float64), torch.randn(1000).double() * 100]).to(kinds[0])
     block = memoryview(bytearray(values.view(torch.uint8).tolist()))
-    cast: Any = casting.caster(source, target) or bytes
+    cast: Any = blocks.caster(source, target) or bytes
     made = torch.frombuffer(bytearray(cast(block)), dtype=kinds[1])
     assert torch.equal(made.double().nan_to_num(12.5), values.to(kinds[1]).double().nan_to_num(12.5))
 

@@ -12,7 +12,7 @@ from publishing.published_format import pull
 
 from ckpt_component.core.commit.manifest import check_files, data_folder
 from ckpt_component.core.storage.locate import storage_at
-from ckpt_component.publishing.delta_files import DeltaFiles
+from ckpt_component.publishing.delta import DeltaFiles
 from ckpt_component.publishing.versions import Versions, chain_to
 
 pytestmark = pytest.mark.slow

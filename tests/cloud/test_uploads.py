@@ -17,9 +17,9 @@ from strides import first_of
 from waiting import eventually
 
 from ckpt_component import build_manager
-from ckpt_component.background.run_watch import RunWatch
+from ckpt_component.background.jobs import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
-from ckpt_component.background.uploader import Uploader
+from ckpt_component.background.uploading import Uploader
 from ckpt_component.core.commit.cleanup import RetentionPolicy
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.commit.scan import scan_steps

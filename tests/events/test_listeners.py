@@ -16,7 +16,7 @@ from ckpt_component import build_manager
 from ckpt_component.config.hydra.parts import LISTENERS
 from ckpt_component.errors import CheckpointConfigError
 from ckpt_component.events import SaveReport
-from ckpt_component.events.tracker import Tracker
+from ckpt_component.events.listener import Tracker
 
 QUICK = ("checkpoint.writer.io=buffered", "checkpoint.durability=process_crash", "checkpoint.save.at_end=false")
 FIGURES = ("stall_s", "lost_s", "staged_s", "durable_s", "gbps", "bytes", "reused", "attempts")

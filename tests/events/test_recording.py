@@ -22,7 +22,7 @@ from ckpt_component.core.outside import Outside
 from ckpt_component.core.waits import Waits
 from ckpt_component.errors import CheckpointConfigError, CheckpointTypeError
 from ckpt_component.events import CheckpointListener, EventFile, EventRecorder, LoadReport, SaveReport, read_events
-from ckpt_component.events.step_times import StepTimes
+from ckpt_component.events.recorder import StepTimes
 
 PRESETS = ("sync", "async_persistent", "async_zero_overhead")
 QUICK = ("checkpoint.save.every_steps=2", "checkpoint.writer.io=buffered", "checkpoint.durability=process_crash")

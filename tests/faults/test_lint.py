@@ -35,10 +35,10 @@ EXCEPTIONS = {
     "core/sockets.py": "sends bytes over a socket",
     "core/processes/start.py": "a setting of the kernel for a process",
     "core/outside.py": "/dev/null, for the output of a process",
-    "compat/host_image.py": "memory (memfd), no file",
+    "compat/bucket_io.py": "memory (memfd), no file",
     "core/storage/safe_open.py": "opens for reading",
     "core/storage/tree_removal.py": "opens folders, and deletes by FileStorage",
-    "publishing/follow.py": "a private temporary folder, deleted at the end",
+    "publishing/receiver.py": "a private temporary folder, deleted at the end",
     "managing/stop_signals.py": "a line on stderr from a signal handler",
     "integrations/file_capture.py": "small files of a framework in a private temporary folder, read back at once",
     "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
@@ -56,8 +56,7 @@ WITHOUT_DEADLINE = {
     "core/pages.py": "about a millisecond",
     "core/storage/bucket_set.py": "requests have the deadlines of the store's client",
     "core/writing/range_writer.py": "memory is read, and summed, by threads of the same process",
-    "publishing/delta_application.py": "a tensor in memory is changed and written, by threads of the same process",
-    "publishing/whole_files.py": "requests have the deadlines of the store's client",
+    "publishing/fetched.py": "requests have the deadlines of the store's client; memory is changed by this process",
     "saving/pipeline.py": "a future that is done",
 }
 #: Rooms that no checkpoint of a user's passes through: the commands write result files, reports and recipes, and what

@@ -25,7 +25,7 @@ from ckpt_component.compat.checkpoint_process import (
     RequestType,
     WorkerResponse,
 )
-from ckpt_component.compat.worker_process import CallProcess
+from ckpt_component.compat.worker_client import CallProcess
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
 Make = Callable[..., CheckpointProcess]

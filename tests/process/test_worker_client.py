@@ -20,11 +20,10 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, open_fds, pid_in
 
-from ckpt_component.compat import worker_process
+from ckpt_component.compat import worker_client
 from ckpt_component.compat.pickling import pickle_by_value
-from ckpt_component.compat.worker_client import WorkerClient
+from ckpt_component.compat.worker_client import CallProcess, WorkerClient, call, worker_job
 from ckpt_component.compat.worker_main import serve_calls
-from ckpt_component.compat.worker_process import CallProcess, call, worker_job
 from ckpt_component.core.job import Job
 from ckpt_component.core.processes.serve import SIGNALS_OF_THE_TRAINER
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
@@ -139,7 +138,7 @@ def test_a_death_is_seen_although_others_hold_the_pipe_open(make_job: Callable[.
         return inner(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_process, "start_processes", fork_a_holder_first)
+        patch.setattr(worker_client, "start_processes", fork_a_holder_first)
         job = make_job()
     try:
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
@@ -247,7 +246,7 @@ sys.path[:0] = {path!r}
 import logging
 import worker_calls as calls
 from ckpt_component.compat.worker_main import serve_calls
-from ckpt_component.compat.worker_process import CallProcess, call, worker_job
+from ckpt_component.compat.worker_client import CallProcess, call, worker_job
 from ckpt_component.compat.worker_client import WorkerClient
 from ckpt_component.compat.pickling import pickle_by_value
 from functools import partial

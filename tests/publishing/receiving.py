@@ -10,7 +10,7 @@ from typing import Any
 from faults.mounts import mount_tmpfs
 from published import leftovers, version_at
 
-import ckpt_component.publishing.delta_files  # noqa: F401  # before any fork
+import ckpt_component.publishing.delta  # noqa: F401  # before any fork
 from ckpt_component import CheckpointError
 from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 from ckpt_component.publishing.receiver import Receiver

@@ -32,7 +32,7 @@ from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.exporting.blocks import BLOCK_BYTES
-from ckpt_component.publishing.delta_files import DeltaFiles
+from ckpt_component.publishing.delta import DeltaFiles
 from ckpt_component.publishing.publisher import Published
 from ckpt_component.publishing.versions import NAMES, Versions, chain_to
 

@@ -20,7 +20,7 @@ from ckpt_component import (
     CheckpointNotFoundError,
     CheckpointTimeoutError,
 )
-from ckpt_component.publishing.delta_files import DeltaFiles
+from ckpt_component.publishing.delta import DeltaFiles
 from ckpt_component.publishing.receiver import Receiver
 from ckpt_component.publishing.versions import Version, Versions
 
@@ -217,7 +217,7 @@ def test_versions_that_are_deleted_while_they_are_read(
                 shutil.rmtree(source.path(number))
         return DeltaFiles(*arguments)
 
-    monkeypatch.setattr("ckpt_component.publishing.delta_application.DeltaFiles", prune)
+    monkeypatch.setattr("ckpt_component.publishing.fetched.DeltaFiles", prune)
     with Receiver(source.root, folder) as receiver:
         versions = receiver.follow(0.01, timeout=10)
         assert next(versions).version == 5

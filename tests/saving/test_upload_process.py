@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointFencedError, build_manager
-from ckpt_component.background import upload_child
+from ckpt_component.background import uploads
 from ckpt_component.core.commit.names import STAGING_PREFIX
 from ckpt_component.core.processes.start import start_in_background
 from ckpt_component.managing.manager import CheckpointManager
@@ -87,7 +87,7 @@ def test_an_error_of_the_process_itself_is_logged(
 ) -> None:
     start = start_in_background
     missing = "ckpt_component.background.no_such_process"
-    monkeypatch.setattr(upload_child, "start_in_background", lambda module, *rest: start(missing, *rest))
+    monkeypatch.setattr(uploads, "start_in_background", lambda module, *rest: start(missing, *rest))
     with manager_of(tmp_path) as manager:
         manager.save(1, STATE)
     assert "the process of the uploads: ModuleNotFoundError: No module named" in caplog.text

@@ -19,7 +19,7 @@ from ckpt_component.core.commit.manifest import MAX_BYTES
 from ckpt_component.core.commit.names import MANIFEST, OWNER
 from ckpt_component.errors import CheckpointError, CheckpointTimeoutError
 from ckpt_component.events.event_file import read_events
-from ckpt_component.publishing.copy_state import STATE
+from ckpt_component.publishing.local_copy import STATE
 from ckpt_component.publishing.receiver import Receiver
 from ckpt_component.publishing.versions import NAMES
 from ckpt_component.testing.simulation import SimulatedProcess

@@ -17,10 +17,14 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from ckpt_component.compat import bucket_image
+from ckpt_component.compat import bucket_io
 from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync, log_once
-from ckpt_component.compat.plan_cache import CheckpointMetadataCache, fingerprint_of
-from ckpt_component.compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from ckpt_component.compat.state_dict_saver import (
+    CheckpointMetadataCache,
+    fingerprint_of,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.errors import CheckpointError, CheckpointSaveError, CheckpointStageError, RanksError
@@ -138,7 +142,7 @@ def test_saves_of_a_series_use_the_same_memory_in_turn(tmp_path: Path, monkeypat
         made.append(nbytes)
         return arena(nbytes, **how)
 
-    monkeypatch.setattr(bucket_image, "Arena", counted)
+    monkeypatch.setattr(bucket_io, "Arena", counted)
     cache = CheckpointMetadataCache()
     for number, text in enumerate(["a", "bb", "c" * 500, "d"]):  # objects change their length
         values: dict[str, Any] = {

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from ckpt_component.background.run_watch import RunWatch
+from ckpt_component.background.jobs import RunWatch
 from ckpt_component.background.upload_policy import UploadPolicy
 from ckpt_component.core.commit.cleanup import RetentionPolicy
 from ckpt_component.core.commit.names import MEGATRON

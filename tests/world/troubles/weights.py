@@ -8,7 +8,7 @@ from world.trouble import Hit, happens
 from world.weights import FOLDER, HOST, MIRROR
 
 from ckpt_component.core.commit.cleanup import discard
-from ckpt_component.publishing.copy_state import STATE
+from ckpt_component.publishing.local_copy import STATE
 from ckpt_component.testing import Disk, DiskFile, Fault, SimulatedObjects
 
 #: For so long a disk is almost full.

@@ -20,8 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ckpt_component.compat.async_queue import AsyncCallsQueue
 from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
-from ckpt_component.compat.plan_cache import CheckpointMetadataCache
-from ckpt_component.compat.state_dict_saver import SaveRanks, save_state_dict_async_finalize, save_state_dict_async_plan
+from ckpt_component.compat.state_dict_saver import (
+    CheckpointMetadataCache,
+    SaveRanks,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.errors import CheckpointSaveError, RanksError
 
