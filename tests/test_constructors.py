@@ -52,7 +52,7 @@ UNNAMED = {"Tensor", "BoolTensor", "ByteTensor", "DoubleTensor", "FloatTensor", 
 #: Where the defaults are meant, and why.
 AS_SCRIPTS_DO = {
     "ckpt_component/loading/meta_tensors.py": "the default device, which torch has no other name for",
-    "ckpt_component/testing/conformance/example_states.py": "a state as a script makes it",
+    "ckpt_component/testing/conformance/connected_parts.py": "a state as a script makes it",
     "ckpt_component/testing/conformance/stager_contract.py": "tensors as a script makes them",
     "ckpt_component/testing/conformance/writer_contract.py": "tensors as a script makes them",
 }

@@ -51,9 +51,8 @@ from ..managing.manager import CheckpointManager
 from ..managing.policies import ResumePolicy
 from ..managing.recording import record
 from ..managing.restore import Restorer
-from ..managing.run_context import RunContext, job_ranks
+from ..managing.run_context import MakeQueue, MakeReader, RunContext, RunOption, SnapshotSource, job_ranks
 from ..managing.run_folder import RunFolder
-from ..managing.run_option import MakeQueue, MakeReader, RunOption, SnapshotSource
 from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
@@ -285,7 +284,7 @@ def _options(settings: Checkpoint, job: MultirunJob | None, outside: Outside, *,
 
         options.append(RunLocalFolder(settings, own_storage=own_storage))
     if settings.enabled and settings.publish.to is not None:
-        from .run_publishing import RunPublishing
+        from .run_exports import RunPublishing
 
         options.append(RunPublishing(settings, settings.publish.to, job))
     return [*options, *_snapshots(settings, outside)]

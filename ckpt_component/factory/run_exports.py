@@ -1,20 +1,25 @@
-"""`RunExports`: what `checkpoint.export` adds to a run."""
+"""What the options of exporting and publishing add to a run: a follower of its commits."""
 
 from __future__ import annotations
 
+import logging
 import os
+from typing import Any
 
 from ..background.exports import BackgroundExports, ExportPolicy
-from ..config.hydra.checks import refuse_inside_checkpoint, roots_of
+from ..background.publishing import BackgroundPublishing, PublishPolicy
+from ..config.hydra.checks import refuse_among_checkpoints, refuse_bad_publish, refuse_inside_checkpoint, roots_of
 from ..config.hydra.hydra_errors import HydraConfigError
+from ..config.hydra.hydra_job import MultirunJob
 from ..config.rules import resolved_commit
 from ..config.schema import Checkpoint
-from ..core.options import Commit, ExportFormat
-from ..core.storage.locate import absolute, expanded, same_folder
+from ..core.options import Commit, DeltaMode, Durability, ExportFormat, FrozenMode, RecoveryMode
+from ..core.storage.locate import absolute, expanded, is_url, same_folder
 from ..exporting.blocks import check_dtype
 from ..exporting.export import CONFIG, ExportOptions
-from ..managing.run_context import RunContext
-from ..managing.run_option import RunOption
+from ..managing.run_context import RunContext, RunOption
+from ..publishing.delta import require_codec
+from ..publishing.publisher import PublishOptions
 
 
 class RunExports(RunOption):
@@ -87,3 +92,98 @@ def model_folder(key: str, value: str | None) -> str:
     if folder and not os.path.isfile(os.path.join(folder, CONFIG)):
         raise HydraConfigError(f"{key}={folder} has no {CONFIG}; name a model's folder.")
     return folder
+
+
+logger = logging.getLogger(__name__)
+
+#: Beside the checkpoints.
+_MIRROR = ".ckpt-mirror"
+
+
+class RunPublishing(RunOption):
+    """How a run publishes.
+
+    Args:
+        settings: the config
+        to: its `publish.to`
+        job: of a multirun, in whose output folder relative paths are; None: there is none
+
+    Raises:
+        CheckpointConfigError: a value of `checkpoint.publish` is wrong, or a package is missing
+    """
+
+    def __init__(self, settings: Checkpoint, to: str, job: MultirunJob | None) -> None:
+        refuse_bad_publish(settings)  # again, as `build_manager` may have been given the folder
+        self._settings, self._to, self._job = settings, to, job
+        publish = settings.publish
+        check_dtype("checkpoint.publish.dtype", publish.dtype)
+        if publish.delta is not DeltaMode.off:
+            require_codec("checkpoint.publish")
+        if resolved_commit(settings) is Commit.manifest and publish.mirror is None and settings.local.dir is None:
+            raise HydraConfigError(
+                "checkpoint.publish.to with checkpoint.commit=manifest: the copy of the newest weights needs a local "
+                "disk; name a folder for it: checkpoint.publish.mirror=/scratch/mirror"
+            )
+        export = ExportOptions(
+            "hf",
+            publish.prefix,
+            dict(publish.rename or {}),
+            list(publish.ignore),
+            publish.dtype,
+            config_from=model_folder("checkpoint.publish.config_from", publish.config_from),
+        )
+        self._options = PublishOptions(export, publish.delta.name, publish.whole_every, publish.keep)
+
+    def followers(self, run: RunContext, *, saves: bool) -> list[BackgroundPublishing]:
+        """See the base class: the leading rank owns the publishing.
+
+        Raises:
+            CheckpointConfigError: no rank sees whole checkpoints, or versions would lie among them; on all ranks
+        """
+        if not saves:
+            return []
+        publish, settings, job = self._settings.publish, self._settings, self._job
+        to, mirror = _place(self._to, job), None if publish.mirror is None else _place(publish.mirror, job)
+        roots = {"dir": run.root} if run.remote is None else {"dir": run.remote.root, "local.dir": run.root}
+        refuse_among_checkpoints(settings, to, mirror, roots)  # again, as relative ones begin in a job's folder
+        if run.fs.hosts:
+            raise HydraConfigError(
+                f"checkpoint.publish.to with a checkpoint.local.dir on each of {len({*run.fs.hosts})} hosts: rank 0 "
+                "sees only a part of each checkpoint; save to a folder that all hosts share: checkpoint.local.dir=null"
+            )
+        if not run.ranks.is_leader:
+            return []
+        if run.hosts.several and settings.recovery.mode is not RecoveryMode.none:
+            text = "checkpoint.publish: snapshots in memory are on %d hosts, so only checkpoints in %s are published"
+            logger.warning(text, len({*run.hosts.names}), run.root)
+        if settings.save.frozen is FrozenMode.skip:
+            text = "checkpoint.publish: versions have no frozen parameters, as checkpoint.save.frozen=skip stores none"
+            logger.warning(text)
+        policy = PublishPolicy(
+            self._options,
+            to=to,
+            mirror=os.path.join(run.root, _MIRROR) if mirror is None else mirror,
+            run=run.events.run,
+            root=run.root,
+            names=run.names,
+            every=publish.every,
+            timeout=publish.timeout,
+            from_memory=not run.hosts.several,
+            storage=self._storage(),
+        )
+        return [BackgroundPublishing(policy, run.events.note_now, run.ranks.outside)]
+
+    def _storage(self) -> dict[str, Any]:
+        """Arguments of `storage_at`."""
+        return {
+            "durable": self._settings.durability is Durability.power_cut,
+            "atomic_rename": self._settings.commit is Commit.rename,
+            "options": self._settings.storage.options,
+        }
+
+
+def _place(configured: str, job: MultirunJob | None) -> str:
+    """An absolute path or URL; a relative path begins in the job's output folder."""
+    if job is not None and not is_url(configured) and not os.path.isabs(configured):
+        configured = os.path.join(job.output_dir, configured)
+    return absolute(configured)

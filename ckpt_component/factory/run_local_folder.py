@@ -11,8 +11,7 @@ from ..background.uploads import BackgroundUploads, LagPolicy
 from ..config.schema import Checkpoint
 from ..core.options import OnLag
 from ..core.storage.files import local_files
-from ..managing.run_context import RunContext
-from ..managing.run_option import RunOption
+from ..managing.run_context import RunContext, RunOption
 from .run_policies import retention_policies
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ..background.jobs import Follower
 from ..callers.memory_caller import MemoryCaller
 from ..callers.write_callers import PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
-from ..config.image_count import ImageCount
+from ..config.rules import ImageCount
 from ..config.schema import Checkpoint
 from ..core.commit.fencing import lineage_of
 from ..core.coordination import Hosts
@@ -29,8 +29,7 @@ from ..hosts.host_memory import HostMemory
 from ..hosts.snapshot_source import NearestReader, RunMemory
 from ..hosts.snapshots import NewestStays, TieredSaveQueue
 from ..hosts.wire import SocketPlace, memory_root
-from ..managing.run_context import RunContext
-from ..managing.run_option import MakeQueue, MakeReader, RunOption, StorageOf
+from ..managing.run_context import MakeQueue, MakeReader, RunContext, RunOption, StorageOf
 from ..saving.save_queue import notify
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,7 @@ from ..events import LoadReport
 from ..loading.collective import Phase
 from ..loading.kinds import LoadOptions
 from ..loading.reader import Reader
-from ..managing.run_context import RunContext
-from ..managing.run_option import SnapshotSource
+from ..managing.run_context import RunContext, SnapshotSource
 from ..state.flatten import StateDict
 from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, served_run
 from .wire import PeerAddress, memory_root, roots_here, token_of, tokens_at

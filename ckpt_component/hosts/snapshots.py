@@ -24,12 +24,10 @@ from ..errors import CheckpointError, CheckpointSaveError
 from ..events import SaveReport
 from ..formats.writer import Writer
 from ..saving.attempts import SaveAttempts
-from ..saving.context import Ownership, RunHooks, SaveContext
-from ..saving.in_flight import SaveHandle
-from ..saving.records import Committed, SaveRequest, Staged, report_of
+from ..saving.context import Committed, Ownership, RunHooks, SaveContext, SaveRequest, Staged, report_of
 from ..saving.repeated_warning import RepeatedWarning
 from ..saving.retry import ErrorPolicy
-from ..saving.save_queue import SaveQueue, notify
+from ..saving.save_queue import SaveHandle, SaveQueue, notify
 from ..stagers.base import Snapshot
 
 logger = logging.getLogger(__name__)

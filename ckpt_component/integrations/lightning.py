@@ -6,25 +6,84 @@ resumes by itself. `BackgroundCheckpointIO` writes Lightning's own `.ckpt` files
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
 
 from ..config.hydra.compose import checked_overrides
 from ..config.hydra.resolve import resolve_config
 from ..core.spelling import closest
-from ..errors import CheckpointConfigError, CheckpointTypeError
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
 from ..factory.graph import build_manager
 from ..managing.manager import CheckpointManager
-from ..managing.stop_signals import REQUEUE_EXIT_CODE, checked_signals
+from ..managing.stop_signals import REQUEUE_EXIT_CODE, STOPPING, checked_signals
 from ..state.paths import PerRank
 from .lightning_io import BackgroundCheckpointIO
-from .lightning_package import part
 from .lightning_position import Position
-from .lightning_signals import catch_signals, leave
+from .settings import fabric, part
 
 __all__ = ["BackgroundCheckpointIO", "CheckpointCallback"]
+
+logger = logging.getLogger(__name__)
+
+_environments = fabric("plugins.environments")
+_REQUEUE_SECONDS = 60.0
+
+
+def catch_signals(trainer: Any, manager: CheckpointManager, requeue_exit_code: int) -> None:
+    """Have the manager catch the signals that Lightning has handlers for. After `register_signal_handlers`."""
+    trainer._signal_connector.teardown()
+    environment = trainer._accelerator_connector.cluster_environment
+    requeue_signal = getattr(environment, "requeue_signal", None)  # that of Slurm, which may be another than SIGUSR1
+    numbers = {*STOPPING, *([requeue_signal] if requeue_signal is not None else [])}
+    manager.stop_on_signal(*sorted(numbers), requeue_exit_code=requeue_exit_code)
+
+
+def leave(trainer: Any, manager: CheckpointManager, requeue_exit_code: int) -> NoReturn:
+    """Save the step that the loop has reached, and end the process, as `exit_if_stopped` says.
+
+    A job for which Lightning's `auto_requeue` is on is queued again first, as Lightning does.
+
+    Raises:
+        SystemExit: always, unless the step could not be saved
+        CheckpointError: that
+    """
+    manager.__exit__(None, None, None)
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, _environments.SLURMEnvironment) and environment.auto_requeue:
+        number = environment.requeue_signal
+        if number is not None and signal.getsignal(number) in (None, signal.SIG_DFL):  # submitit has one that requeues
+            signal.signal(number, partial(_requeue, trainer.is_global_zero, requeue_exit_code))
+    try:
+        manager.exit_if_stopped()
+    except SystemExit:
+        # Of the processes that Lightning has started itself, a code other than 0 has it kill the others.
+        if isinstance(environment, _environments.LightningEnvironment) and environment.local_rank() != 0:
+            sys.exit(0)
+        raise
+    raise CheckpointError("The training was left, but no signal has stopped it.")
+
+
+def _requeue(queues: bool, exit_code: int, number: int, frame: FrameType | None) -> None:
+    """Have Slurm queue this job again; if it does not, leave with the exit code that asks for it."""
+    if not queues:  # one rank does it for all
+        return
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = os.environ.get("SLURM_JOB_ID", "") if array is None else f"{array}_{task}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=_REQUEUE_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.error("job %s is not queued again: %s", job, error)
+        sys.exit(exit_code)
+    logger.info("job %s is queued again", job)
+
 
 _Strategy = part("strategies").Strategy
 _rank_zero_info = part("utilities.rank_zero").rank_zero_info

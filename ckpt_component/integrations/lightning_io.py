@@ -17,9 +17,8 @@ from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
 from ..factory.graph import build_checkpointer
 from ..formats.foreign import verify_torch_file
 from ..formats.torch_save import TorchFileWriter, file_state
-from ..saving.in_flight import SaveHandle
-from .lightning_package import part
-from .settings import settings_of
+from ..saving.save_queue import SaveHandle
+from .settings import part, settings_of
 
 logger = logging.getLogger(__name__)
 

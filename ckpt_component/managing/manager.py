@@ -18,9 +18,9 @@ from ..core.gc_control import collector_paused
 from ..core.processes.running import OwnerProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
-from ..saving.in_flight import InFlightSaves, SaveHandle
 from ..saving.pipeline import SavePipeline
 from ..saving.repeated_warning import RepeatedWarning
+from ..saving.save_queue import InFlightSaves, SaveHandle
 from .policies import ReachedStep, SaveClock, SavePolicy, checked_step, refuse_earlier
 from .restore import Restorer
 from .run_context import RunContext, job_ranks

@@ -30,8 +30,10 @@ from .lookup import candidates_of
 from .run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from .run_context import RunContext
-    from .run_option import SnapshotSource  # which runs without an option do not load
+    from .run_context import (
+        RunContext,
+        SnapshotSource,  # which runs without an option do not load
+    )
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from ..core.storage.locate import is_url
 from ..core.storage.space import amount
 from ..errors import CheckpointError
 from ..events import SaveReport
-from ..saving.in_flight import SaveHandle
+from ..saving.save_queue import SaveHandle
 from .run_context import RunContext
 
 logger = logging.getLogger(__name__)

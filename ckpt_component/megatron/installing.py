@@ -7,16 +7,167 @@ they are imported, and for both values of `--async-strategy`. Without NVRx, empt
 
 from __future__ import annotations
 
+import dis
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
 from typing import Any
 
-from .import_hook import Change, ChangingFinder, MissingModules, replace_everywhere
-from .queue_settings import MegatronSettings, check_overrides, megatron_args, read_settings
+from .._version import __version__
+from ..errors import CheckpointError
+from .args import MegatronSettings, check_overrides, megatron_args, read_settings
 from .strategy import async_names, plan_as_megatron
-from .taken_names import NAMES, names_taken_by, unknown_names
+
+#: Modifies a module.
+Change = Callable[[ModuleType], None]
+
+
+class ChangingFinder(MetaPathFinder):
+    """Modifies modules directly after they are executed; the other finders find them.
+
+    Args:
+        changes: full name of the module -> what to do with it
+    """
+
+    def __init__(self, changes: Mapping[str, Change]) -> None:
+        self._changes = changes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of another finder, with a loader that also applies the change."""
+        change = self._changes.get(fullname)
+        if change is None:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _ChangingLoader(spec.loader, change)
+                return spec
+        return None
+
+
+class MissingModules(MetaPathFinder):
+    """Provides empty modules. Must be the last finder, so that existing modules are preferred.
+
+    Args:
+        names: full name of the package or module -> its attributes
+        on_unknown: creates the error for a missing attribute of a module
+    """
+
+    def __init__(
+        self, names: Mapping[str, Mapping[str, Any]], on_unknown: Callable[[Sequence[str]], ImportError]
+    ) -> None:
+        self._names = names
+        self._on_unknown = on_unknown
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of an empty module."""
+        if fullname not in self._names:
+            return None
+        is_package = any(name.startswith(f"{fullname}.") for name in self._names)
+        loader = _EmptyLoader(self._names[fullname], None if is_package else self._on_unknown)
+        return ModuleSpec(fullname, loader, origin="ckpt_component.megatron", is_package=is_package)
+
+
+class _EmptyLoader(Loader):
+    def __init__(
+        self, attributes: Mapping[str, Any], on_unknown: Callable[[Sequence[str]], ImportError] | None
+    ) -> None:
+        self._attributes = attributes
+        self._on_unknown = on_unknown
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(self._attributes)
+        on_unknown = self._on_unknown
+        if on_unknown is None:
+            return
+
+        def unknown(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise on_unknown([name])
+
+        vars(module)["__getattr__"] = unknown
+
+
+class _ChangingLoader(Loader):
+    def __init__(self, loader: Loader, change: Change) -> None:
+        self._loader = loader
+        self._change = change
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Tools that inspect modules need the real loader.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._change(module)
+
+
+def replace_everywhere(replacements: Mapping[int, Any]) -> None:
+    """Replace module-level references in all loaded modules.
+
+    Args:
+        replacements: id of the old object -> the new object
+    """
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        if not isinstance(namespace, dict):
+            continue
+        for name, value in list(namespace.items()):
+            if id(value) in replacements:
+                namespace[name] = replacements[id(value)]
+
+
+#: The names that Megatron's `get_async_strategy` returns.
+NAMES = (
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "CachedMetadataFileSystemReader",
+    "CheckpointMetadataCache",
+    "FileSystemWriterAsync",
+    "_results_queue",
+    "get_write_results_queue",
+    "save_state_dict_async_finalize",
+    "save_state_dict_async_plan",
+)
+
+
+class MegatronNameError(CheckpointError, ImportError):
+    """Megatron takes a name from its async strategy that this package does not provide."""
+
+
+def unknown_names(names: Iterable[str]) -> MegatronNameError:
+    """Create the error for names that are not in `NAMES`."""
+    return MegatronNameError(
+        f"megatron-core {megatron_version()} takes {', '.join(sorted(names))} from its async strategy, which "
+        f"ckpt_component {__version__} does not provide. "
+        "Use a newer ckpt_component, or run the script without ckpt_component.megatron (with NVRx)."
+    )
+
+
+def megatron_version() -> str:
+    """Version of megatron-core, installed or a source checkout."""
+    return str(getattr(import_module("megatron.core.package_info"), "__version__", "of unknown version"))
+
+
+def names_taken_by(function: Any) -> set[str]:
+    """Names that a function imports with `from ... import`, read from its bytecode."""
+    if not isinstance(function, FunctionType):
+        return set()
+    return {str(code.argval) for code in dis.get_instructions(function) if code.opname == "IMPORT_FROM"}
+
 
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies"

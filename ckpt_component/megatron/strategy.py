@@ -21,7 +21,7 @@ from ..compat.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from .queue_settings import MegatronSettings
+from .args import MegatronSettings
 
 
 def async_names(settings: Callable[[], MegatronSettings]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..core.outside import Future
 from ..core.storage.locate import file_storage
 from ..errors import CheckpointBusyError, CheckpointTimeoutError
 from ..events import EventRecorder
-from .in_flight import SaveFuture
+from .save_queue import SaveFuture
 
 _WHOLE_SAVE = ResolvedTimeouts().whole_save
 

@@ -27,10 +27,9 @@ from ..errors import (
     ranks_failed,
 )
 from ..stagers.base import Stager
-from .context import SaveContext
-from .in_flight import InFlightSaves
+from .context import Admitted, SaveContext, SaveRequest
 from .planning import SavePlanner
-from .records import Admitted, SaveRequest
+from .save_queue import InFlightSaves
 
 #: Seconds within which the failure of an earlier save, known to one rank, reaches the others.
 _DECISION_SECONDS = 60.0

@@ -34,9 +34,8 @@ from ..errors import (
 )
 from ..formats.writer import Writer
 from ..state.compare import ReplicaDifference, differing
-from .context import SaveContext
+from .context import Committed, SaveContext, SaveRequest, Staged, Written, report_of
 from .planning import RankIndexes
-from .records import Committed, SaveRequest, Staged, Written, report_of
 from .replica_comparison import raise_different
 
 logger = logging.getLogger(__name__)

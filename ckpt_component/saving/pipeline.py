@@ -20,14 +20,38 @@ from ..formats.writer import Writer
 from ..stagers.base import Stager
 from .admission import SaveAdmission
 from .attempts import SaveAttempts
-from .context import SaveContext
-from .in_flight import InFlightSaves, SaveHandle
+from .context import Admitted, SaveContext, SaveRequest, Staged
 from .planning import SavePlanner
-from .prewarmer import Prewarmer
-from .records import Admitted, SaveRequest, Staged
-from .save_queue import SaveQueue
+from .save_queue import InFlightSaves, SaveHandle, SaveQueue
 
 logger = logging.getLogger(__name__)
+
+
+class Prewarmer:
+    """Has a stager make memory for the first save, by the states of the steps before.
+
+    It looks at the states of steps 1, 2, 4, 8 and so on, because a state may grow: an optimizer makes its moments at
+    its first step, which may come late where gradients are accumulated. All ranks look at the same steps.
+
+    Args:
+        stager: makes the memory
+    """
+
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
+        self._steps = 0
+        self._is_over = False
+
+    def look(self, state_dict: Mapping[Any, Any]) -> None:
+        """Called with the state after a step that is not saved. Errors are warnings: the save itself raises them."""
+        self._steps += 1
+        if self._is_over or self._steps & (self._steps - 1):
+            return
+        try:
+            self._stager.reserve(state_dict)
+        except Exception as error:  # also what a `state_dict()` of the state raises
+            self._is_over = True
+            logger.warning("the first save will fail, unless the state changes: %s: %s", type(error).__name__, error)
 
 
 class SavePipeline:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -16,6 +16,7 @@ from ..core.image.arena import Arena
 from ..core.image.arena_pool import ArenaPool
 from ..core.image.copy import CopyPlan, CopyTasks, sources_of
 from ..core.image.layout import Layout
+from ..core.image.live_source import LiveSource
 from ..core.image.unchanged_files import UnchangedFiles
 from ..core.options import ARENAS
 from ..core.outside import OUTSIDE, Future, Outside
@@ -23,6 +24,28 @@ from ..formats.writer import FormatPlan
 from ..state.flatten import FlatState
 from ..state.replicas import likely_bytes
 from .base import Snapshot, Stager, StatePlan, check_objects
+
+
+class LiveStager(Stager):
+    """Uses no memory, and needs `caller=inline`, because the state must not change until it is written."""
+
+    takes_snapshot: ClassVar[bool] = False
+
+    def take(self, plan: StatePlan) -> Snapshot:
+        """Lay out the state; its tensors are read when they are written."""
+        format_plan, flat = self._plan_for(plan)
+        encoded = format_plan.encode_objects(flat.objects)
+        with torch.no_grad():
+            source = LiveSource(format_plan.layout, flat)
+        layout, unchanged = format_plan.layout, self._reuse.look(format_plan.layout, flat, plan.storage)
+        if unchanged is not None:
+            sources, _ = sources_of(layout, flat)
+            for file in unchanged.candidates:
+                unchanged.prove(file, sources)
+        snapshot = Snapshot(layout, encoded, source, unchanged=unchanged)
+        snapshot.mark_staged()
+        return snapshot
+
 
 logger = logging.getLogger(__name__)
 

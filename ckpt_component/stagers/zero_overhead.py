@@ -11,18 +11,233 @@ reaches the fence before the copy is done helps with all of torch's threads.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from ..core.image.copy import CopyTasks
+from ..core.image.copy import CopyPlan, CopyTasks
 from ..core.lane import Lane
-from ..errors import CheckpointTimeoutError
-from .background_copy import BackgroundCopy
-from .base import StatePlan
-from .copy_split import CopySplit
-from .optimizers import optimizers_in
+from ..core.outside import OUTSIDE, Future, Outside
+from ..errors import CheckpointStallError, CheckpointTimeoutError, TornSnapshotError
+from ..state.flatten import FlatState
+from ..state.paths import key_of
+from ..state.shards import dense_parts
+from .base import StatePlan, optimizers_in
 from .shared_memory import ArenaFill, PinnedStager, Settle
+
+
+class CopySplit:
+    """How states of one structure are split for one arena.
+
+    Args:
+        fill: the arena, and a state
+        optimizers: the guarded optimizers, which wait at the fence
+
+    Attributes:
+        now: the copies made at once
+        later: the copies made in the background, until the fence
+        watched: numbers of the tensors that must not change before the fence
+    """
+
+    def __init__(self, fill: ArenaFill, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        tensor_of = fill.slots.layout.tensor_of
+        self._guarded = set(map(weakref.ref, optimizers))
+        self._pointers = fill.flat.pointers
+        self._proofs = fill.proofs
+        #: For every tensor, whether its copy may wait.
+        self._late = late = _changed_by_optimizers_alone(fill.flat, optimizers)
+        numbers = fill.without_proofs(range(len(tensor_of)))
+        # What forward and optimizers left alone since the last save is hashed in the background too.
+        buffers = _pointers(_module_buffers(fill.flat)) if fill.proofs else set()
+        at_once, waiting = dict[int, list[int]](), dict[int, list[int]]()
+        watched = {number for number, waits in enumerate(late) if waits}
+        for file, items in fill.proofs.items():
+            tensors = {tensor_of[item] for item in items}
+            counted = all(late[tensor] or fill.flat.counts_changes(tensor) for tensor in tensors)
+            if counted and buffers.isdisjoint(map(fill.flat.pointers.__getitem__, tensors)):
+                waiting[file] = items
+                watched |= tensors
+            else:
+                at_once[file] = items
+        self.now = CopyPlan(fill.slots, fill.sources, [item for item in numbers if not late[tensor_of[item]]], at_once)
+        self.later = CopyPlan(fill.slots, fill.sources, [item for item in numbers if late[tensor_of[item]]], waiting)
+        self.watched = sorted(watched)
+
+    def fits(self, fill: ArenaFill, optimizers: Collection[torch.optim.Optimizer]) -> bool:
+        """Whether the split still fits after tensors have moved, such as an RNG state created for every save."""
+        flat = fill.flat
+        if self._guarded != set(map(weakref.ref, optimizers)) or self._proofs != fill.proofs:
+            return False
+        before, self._pointers = self._pointers, flat.pointers
+        if before == flat.pointers:
+            return True
+        late = [
+            number
+            for number, (waits, old, new) in enumerate(zip(self._late, before, flat.pointers, strict=True))
+            if waits and old != new  # anything may be copied at once
+        ]
+        if optimizers:
+            return not late
+        buffers = _pointers(_module_buffers(flat)) if late else set()
+        return not any(flat.pointers[number] in buffers or not _has_counter(flat, number) for number in late)
+
+
+def _changed_by_optimizers_alone(flat: FlatState, optimizers: Collection[torch.optim.Optimizer]) -> list[bool]:
+    """For every tensor, whether its copy may wait until the next optimizer step.
+
+    With guarded optimizers, their parameters and their state may wait. Without, all but DTensors and the buffers of
+    modules in the state may, and version counters show most of what the caller changes too early.
+    """
+    owned = _pointers(_optimizer_tensors(optimizers))
+    buffers = _pointers(_module_buffers(flat))
+    if optimizers:
+        return [
+            pointer in owned and not tensor.is_inference()
+            for tensor, pointer in zip(flat.tensors, flat.pointers, strict=True)
+        ]
+    return [pointer not in buffers and _has_counter(flat, number) for number, pointer in enumerate(flat.pointers)]
+
+
+def _has_counter(flat: FlatState, number: int) -> bool:
+    """Whether a version counter shows changes of a tensor; an inference tensor has none."""
+    return flat.counts_changes(number) and not flat.tensors[number].is_inference()
+
+
+def _optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _module_buffers(flat: FlatState) -> Iterable[torch.Tensor]:
+    for _, value in flat.stateful:
+        if isinstance(value, torch.nn.Module):
+            yield from value.buffers()
+
+
+def _pointers(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {part.data_ptr() for tensor in tensors for part in dense_parts(tensor)}
+
+
+class BackgroundCopy(Future[None]):
+    """A copy in the background. As a future it is done when the copy has ended; whoever sees that is past the fence.
+
+    Args:
+        flat: the state
+        watched: numbers of the tensors that must not change before the fence
+        tasks: the copy; no tensor may have changed since it was created
+        outside: by which it is waited for
+
+    Attributes:
+        discarded: why the snapshot is discarded, once it is
+    """
+
+    def __init__(self, flat: FlatState, watched: Sequence[int], tasks: CopyTasks, outside: Outside = OUTSIDE) -> None:
+        super().__init__()
+        self._outside = outside
+        self.discarded: CheckpointStallError | None = None
+        self._paths = flat.tensor_paths
+        dtensors = [number for number in watched if not flat.counts_changes(number)] if flat.placed else []
+        self._watched = [*watched, *dtensors]
+        self._tensors = [flat.tensors[number] for number in watched] + [flat.placed[number] for number in dtensors]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._tasks: CopyTasks | None = tasks
+        self._look_lock = outside.lock()
+        self._torn: TornSnapshotError | None = None
+
+    def done(self) -> bool:
+        """Whether the copy has ended; the caller may then change the tensors."""
+        ended = super().done()
+        if ended:
+            self._look()
+        return ended
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the end of the copy; the caller may then change the tensors.
+
+        Raises:
+            TornSnapshotError: a tensor changed before
+        """
+        self._outside.wait_for([self], timeout)
+        super().result(0)
+        self._look()
+        if self._torn is not None:
+            raise self._torn
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait like `result`. Returns its error, or None."""
+        self._outside.wait_for([self], timeout)
+        error = super().exception(0)
+        if error is None:
+            self._look()
+        return error or self._torn
+
+    def help(self, until: float) -> None:
+        """Copy the rest with all threads, because training is waiting; not beyond `until` (`Outside.now`)."""
+        tasks = self._tasks
+        if tasks is not None:
+            tasks.drain(until, torch.get_num_threads())
+
+    def discard(self, reason: str) -> None:
+        """Let training change the tensors before the copy has ended; the snapshot fails with this text."""
+        self.discarded = CheckpointStallError(reason)
+        tasks = self._tasks
+        if tasks is not None:
+            tasks.stop()
+
+    def run(self, settle: Callable[[BaseException | None], None]) -> None:
+        """Copy the rest with this thread.
+
+        Args:
+            settle: called when all is copied, with the error that makes the snapshot unusable, or None
+        """
+        error = self._finish()
+        try:
+            settle(error)
+        finally:
+            self._tasks = None
+            if error is None:
+                self.set_result(None)
+            else:
+                self._tensors = []
+                self.set_exception(error)
+
+    def _finish(self) -> BaseException | None:
+        try:
+            if self._tasks is not None:
+                self._tasks.finish(threads=1)
+            return self.discarded or self._changes()
+        except Exception as failure:
+            return failure
+
+    def _look(self) -> None:
+        """Decide whether the snapshot is sound, if it is not decided: no tensor changed until now."""
+        with self._look_lock:
+            if self._tensors:
+                self._torn = self._changes()
+                self._tensors = []  # they need not live any longer
+
+    def _changes(self) -> TornSnapshotError | None:
+        """Return an error that names the tensors changed since the copy began, or None."""
+        versions = [tensor._version for tensor in self._tensors]
+        if versions == self._versions:
+            return None
+        changed = sorted(
+            {
+                number
+                for number, before, after in zip(self._watched, self._versions, versions, strict=True)
+                if before != after
+            }
+        )
+        keys = [key_of(self._paths[number]) for number in changed]
+        named = ", ".join(f"'{key}'" for key in keys[:3]) + (f" and {len(keys) - 3} more" if keys[3:] else "")
+        return TornSnapshotError(
+            f"{named} changed before anything had waited for the copy of the snapshot, so it was thrown away. Call "
+            "guard(optimizer) once before training, or wait_staged() before anything changes the state."
+        )
 
 
 class ZeroOverheadStager(PinnedStager):

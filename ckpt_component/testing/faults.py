@@ -43,11 +43,11 @@ from ..callers import write_callers
 from ..callers.write_callers import WriteCaller
 from ..core.commit import commit
 from ..errors import CheckpointError, CheckpointSaveError
-from ..managing import purge
+from ..managing import run_folder
 from ..saving.attempts import SaveAttempts
 from ..saving.planning import SavePlanner
-from ..stagers.background_copy import BackgroundCopy
 from ..stagers.base import Stager
+from ..stagers.zero_overhead import BackgroundCopy
 
 _WRITER = "ckpt_component.core.writing.worker"
 #: The longest that a fault holds a save.
@@ -103,7 +103,7 @@ def _places(phase: str) -> list[_PhaseFunction]:
         "vote": [_PhaseFunction(SaveAttempts, "_write", after=True)],
         "publish": [_PhaseFunction(commit, "publish")],
         "committed": [_PhaseFunction(commit, "publish", after=True)],
-        "delete": [_PhaseFunction(purge, "discard")],
+        "delete": [_PhaseFunction(run_folder, "discard")],
     }[phase]
 
 

@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt_component.cli.reports.result import write_job_result
 from ckpt_component.config import resolve_config
-from ckpt_component.config.hydra.app import run_app
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError, HydraConfigError, for_hydra
+from ckpt_component.config.hydra.hydra_job import run_app
 from ckpt_component.config.hydra.read import omegaconf_text
 from ckpt_component.core.storage.locate import is_url
 from ckpt_component.errors import CheckpointError

@@ -16,7 +16,7 @@ from ckpt_component.core.commit.commit import publish
 from ckpt_component.core.writing.request import WriteOptions, WriteRequest
 from ckpt_component.core.writing.write_job import run_write_job
 from ckpt_component.testing.conformance import CallerContract, registered
-from ckpt_component.testing.conformance.leftovers import children
+from ckpt_component.testing.conformance.connected_parts import children
 
 CALLERS = registered("caller")
 

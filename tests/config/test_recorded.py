@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from ckpt_component import build_manager, stored_config
 from ckpt_component.config import config_dir
 from ckpt_component.config.secrets import HIDDEN
-from ckpt_component.factory.recorded_config import recorded_config
+from ckpt_component.factory.launch import recorded_config
 
 PASSWORD = "hunter2-from-the-environment"
 #: OmegaConf 2.4 has another name for it, and warns of the one of 2.3.
@@ -280,7 +280,7 @@ def test_what_cannot_be_resolved_stays_as_it_is_written_and_the_rest_is_resolved
 
 def test_a_config_that_cannot_be_stored_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_component.factory.recorded_config.unresolved", lambda *_: 1 / 0)
+        patch.setattr("ckpt_component.factory.launch.unresolved", lambda *_: 1 / 0)
         with build_manager("sync", dir=tmp_path) as manager:
             manager.save(1, {"weight": torch.ones(2)})
     stored = stored_config(tmp_path / "iter_0000001")

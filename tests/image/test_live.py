@@ -20,8 +20,7 @@ from ckpt_component.formats.safetensors import SafetensorsWriter
 from ckpt_component.formats.torch_save import TorchSaveWriter
 from ckpt_component.formats.writer import Writer
 from ckpt_component.stagers.base import Stager
-from ckpt_component.stagers.live import LiveStager
-from ckpt_component.stagers.shared_memory import SharedMemoryStager
+from ckpt_component.stagers.shared_memory import LiveStager, SharedMemoryStager
 
 STATE: Mapping[str, Any] = {
     "many": {str(number): torch.full((number,), float(number)) for number in range(300)},

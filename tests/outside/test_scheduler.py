@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_component.testing import Disk, SimulatedFiles
-from ckpt_component.testing.process_files import ProcessFiles
+from ckpt_component.testing.machine import ProcessFiles
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import Simulation
 

@@ -31,7 +31,7 @@ from ckpt_component.errors import CheckpointSaveError
 from ckpt_component.hosts.client import HostClient, PeerClient
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.wire import PeerAddress, SocketPlace, memory_root
-from ckpt_component.testing.conformance.leftovers import memfds, nothing_left
+from ckpt_component.testing.conformance.connected_parts import memfds, nothing_left
 
 ROOT = memory_root("/runs/one", "1f2e3d4c-0a0b0c0d")
 PLACE = SocketPlace.of(ROOT)

@@ -31,10 +31,9 @@ from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import SaveReport
 from ckpt_component.saving.admission import SaveAdmission
-from ckpt_component.saving.context import NoRun, SaveContext
-from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle
+from ckpt_component.saving.context import Admitted, NoRun, SaveContext, SaveRequest
 from ckpt_component.saving.planning import SavePlanner
-from ckpt_component.saving.records import Admitted, SaveRequest
+from ckpt_component.saving.save_queue import InFlightSaves, SaveHandle
 from ckpt_component.stagers.base import Snapshot, Stager, StatePlan
 
 FILES = FileStorage()

@@ -25,8 +25,7 @@ from ckpt_component.core.writing.request import WriteOptions, WriteRequest
 from ckpt_component.events import CheckpointListener, SaveReport
 from ckpt_component.events.recorder import EventRecorder
 from ckpt_component.saving.attempts import SaveAttempts
-from ckpt_component.saving.context import NoRun, SaveContext
-from ckpt_component.saving.records import Admitted, SaveRequest, Staged
+from ckpt_component.saving.context import Admitted, NoRun, SaveContext, SaveRequest, Staged
 from ckpt_component.testing import Disk, Fault, SimulatedFiles
 
 ROOT = "/runs/one"

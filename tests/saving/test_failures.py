@@ -31,8 +31,8 @@ from ckpt_component.core.image.copy import CopyTasks
 from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG
 from ckpt_component.events import SaveReport
 from ckpt_component.saving.context import NoRun
-from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle
-from ckpt_component.stagers.background_copy import BackgroundCopy
+from ckpt_component.saving.save_queue import InFlightSaves, SaveHandle
+from ckpt_component.stagers.zero_overhead import BackgroundCopy
 from ckpt_component.testing import faults
 
 

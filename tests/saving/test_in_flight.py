@@ -12,8 +12,8 @@ import pytest
 from ckpt_component import CheckpointSaveError, CheckpointTimeoutError, RanksError
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import SaveReport
-from ckpt_component.saving.in_flight import InFlightSaves, SaveHandle
-from ckpt_component.saving.records import SaveRequest
+from ckpt_component.saving.context import SaveRequest
+from ckpt_component.saving.save_queue import InFlightSaves, SaveHandle
 
 REPORT = cast(SaveReport, None)
 ERROR = CheckpointSaveError("the disk is on fire")

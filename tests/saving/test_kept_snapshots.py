@@ -40,10 +40,9 @@ from ckpt_component.hosts.snapshots import TieredSaveQueue
 from ckpt_component.hosts.stores import MemoryStore
 from ckpt_component.loading import Reader
 from ckpt_component.saving.context import NoRun, SaveContext
-from ckpt_component.saving.in_flight import SaveHandle
 from ckpt_component.saving.pipeline import SavePipeline
 from ckpt_component.saving.retry import ErrorPolicy
-from ckpt_component.saving.save_queue import SaveQueue
+from ckpt_component.saving.save_queue import SaveHandle, SaveQueue
 from ckpt_component.stagers import SharedMemoryStager
 from ckpt_component.state.unchanged_tensors import UnchangedTensors
 from ckpt_component.writers import DcpWriter

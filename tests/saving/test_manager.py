@@ -35,7 +35,7 @@ from ckpt_component.config.rules import checked_resume
 from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.managing import recording
 from ckpt_component.managing.policies import ResumePolicy, SavePolicy
-from ckpt_component.saving.prewarmer import Prewarmer
+from ckpt_component.saving.pipeline import Prewarmer
 from ckpt_component.testing import faults
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")

@@ -20,10 +20,9 @@ from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.saving.attempts import SaveAttempts
-from ckpt_component.saving.context import NoRun, SaveContext
-from ckpt_component.saving.records import Admitted, SaveRequest, Staged
+from ckpt_component.saving.context import Admitted, NoRun, SaveContext, SaveRequest, Staged
 from ckpt_component.testing import Disk, SimulatedFiles
-from ckpt_component.testing.process_files import ProcessFiles
+from ckpt_component.testing.machine import ProcessFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 

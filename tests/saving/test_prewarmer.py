@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_component import CheckpointStageError
-from ckpt_component.saving.prewarmer import Prewarmer
+from ckpt_component.saving.pipeline import Prewarmer
 from ckpt_component.stagers.base import Snapshot, Stager, StatePlan
 
 

@@ -32,7 +32,7 @@ from ckpt_component import (
 )
 from ckpt_component.core.commit.manifest import read_manifest
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.factory.git_commit import commit_of
+from ckpt_component.factory.launch import commit_of
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 

@@ -23,9 +23,8 @@ from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import LoadReport
 from ckpt_component.managing.policies import ResumePolicy
 from ckpt_component.managing.restore import Restorer
-from ckpt_component.managing.run_context import RunContext
+from ckpt_component.managing.run_context import RunContext, SnapshotSource
 from ckpt_component.managing.run_folder import RunFolder
-from ckpt_component.managing.run_option import SnapshotSource
 
 
 class Shelf(SnapshotSource):

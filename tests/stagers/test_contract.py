@@ -17,7 +17,7 @@ from ckpt_component import CheckpointStageError
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.image.arena_pool import ArenaPool
 from ckpt_component.stagers import LiveStager, SharedMemoryStager, Snapshot, Stager, StatePlan, ZeroOverheadStager
-from ckpt_component.stagers.optimizers import optimizers_in
+from ckpt_component.stagers.base import optimizers_in
 from ckpt_component.testing import faults
 from ckpt_component.testing.conformance import StagerContract, registered
 from ckpt_component.testing.faults import SaveFault

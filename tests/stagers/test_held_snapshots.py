@@ -14,8 +14,7 @@ import torch
 from ckpt_component.core.coordination import LocalCoordinator
 from ckpt_component.stagers import LiveStager, SharedMemoryStager, ZeroOverheadStager
 from ckpt_component.stagers.base import Snapshot, Stager
-from ckpt_component.testing.conformance.connected_parts import ConnectedParts
-from ckpt_component.testing.conformance.example_states import differences, example_state, large_state
+from ckpt_component.testing.conformance.connected_parts import ConnectedParts, differences, example_state, large_state
 from ckpt_component.writers import DcpWriter
 
 

@@ -39,7 +39,7 @@ from ckpt_component.hosts.wire import (
     token_of,
 )
 from ckpt_component.testing.conformance import StorageContract
-from ckpt_component.testing.conformance.leftovers import memfds
+from ckpt_component.testing.conformance.connected_parts import memfds
 
 TOKEN = "1f2e3d4c-0a0b0c0d"
 ROOT = memory_root("/runs/one", TOKEN)

@@ -18,7 +18,7 @@ from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.testing import Disk, SimulatedBucket, SimulatedFiles, SimulatedObjects
-from ckpt_component.testing.process_files import ProcessFiles
+from ckpt_component.testing.machine import ProcessFiles
 from ckpt_component.testing.simulated_bucket import ProcessBucket
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 

@@ -30,7 +30,7 @@ from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
 from ckpt_component.hosts.stores import LocalFile, MemoryStore, ReplicaMemory, SnapshotStore
 from ckpt_component.hosts.wire import PeerAddress, connect_to_peer, memory_root
 from ckpt_component.testing.conformance import StorageContract
-from ckpt_component.testing.conformance.leftovers import memfds
+from ckpt_component.testing.conformance.connected_parts import memfds
 
 ROOT = memory_root("/runs/one", "1f2e3d4c-0a0b0c0d")
 STEP = f"{ROOT}/iter_1"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_component.testing import Disk, Fault, SimulatedBucket, SimulatedFiles, SimulatedObjects
-from ckpt_component.testing.process_files import ProcessFiles
+from ckpt_component.testing.machine import ProcessFiles
 from ckpt_component.testing.simulated_bucket import BucketRequests
 from ckpt_component.testing.simulation import SimulatedProcess
 

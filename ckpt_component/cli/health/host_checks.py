@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ...config.image_count import ImageCount
+from ...config.rules import ImageCount
 from ...config.schema import Checkpoint
 from ...core.available_memory import available_bytes
 from ...core.coordination.coordinator import Hosts

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from ...config.image_count import ImageCount
+from ...config.rules import ImageCount
 from ...core.available_memory import available_bytes
 from ...core.storage.locate import file_storage
 from ...core.storage.new_names import new_token

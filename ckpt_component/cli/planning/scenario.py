@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...config.config_files import parts_of
-from ...config.image_count import ImageCount
+from ...config.rules import ImageCount
 from ...config.schema import PARTS, Recovery
 from ...core.coordination.coordinator import Hosts
 from .measured import Rates

@@ -11,10 +11,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -25,8 +27,10 @@ from ...core.storage.locate import absolute, file_storage, folder_id, is_url, sa
 from ...core.storage.new_names import new_token
 from ...core.storage.storage import Storage
 from ...errors import CheckpointError
+from .. import config_dir
 from ..secrets import HIDDEN, environment_secrets, shown
 from .compose import plain_dict
+from .hints import command_line
 from .hydra_errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
@@ -243,3 +247,19 @@ def _put_or_read(fs: Storage, path: str, mine: dict[str, Any]) -> dict[str, Any]
         return dict(owner)
     finally:
         fs.unlink(draft)
+
+
+def run_app(config_name: str, task: Callable[[DictConfig], Any], roots: Sequence[str]) -> None:
+    """Run the command line.
+
+    Args:
+        config_name: the app's primary config
+        task: the function to run for each job
+        roots: top-level keys and groups that overrides may begin with
+    """
+    # Hydra 1.4 warns of every target that is not on an allowlist. A list of ours would exclude users' callbacks.
+    warnings.filterwarnings("ignore", message=r".*_target_='ckpt_component\.cli\.reports\.callback\.")
+    # Hydra 1.4 has only this behaviour, and warns about the argument.
+    version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+    with command_line(roots):
+        hydra.main(config_path=str(config_dir()), config_name=config_name, **version)(task)()

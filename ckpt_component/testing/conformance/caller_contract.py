@@ -29,9 +29,18 @@ from ...errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedErr
 from ...formats.dcp import DcpWriter
 from ...stagers.base import Snapshot
 from ...stagers.shared_memory import SharedMemoryStager
-from .connected_parts import ConnectedParts, load
-from .example_states import differences, example_state, large_state
-from .leftovers import PATIENCE_S, children, memfds, nothing_left, within
+from .connected_parts import (
+    PATIENCE_S,
+    ConnectedParts,
+    children,
+    differences,
+    example_state,
+    large_state,
+    load,
+    memfds,
+    nothing_left,
+    within,
+)
 
 #: A write of `large_state` takes a minute.
 _SLOW = WriteOptions(block_bytes=1 << 12, io="buffered", max_bytes_per_second=130_000)

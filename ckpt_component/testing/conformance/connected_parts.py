@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import psutil
+import torch
 
 from ...callers.write_callers import InlineCaller, WriteCaller
 from ...config.hydra.parts import build_part
@@ -23,9 +29,138 @@ from ...errors import CheckpointStageError
 from ...formats.writer import Writer
 from ...loading.reader import Reader
 from ...stagers.base import Snapshot, Stager
-from ...stagers.live import LiveStager
+from ...stagers.shared_memory import LiveStager
 from ...state.structure import Structure
-from .leftovers import PATIENCE_S, nothing_left, within
+
+T = TypeVar("T")
+
+#: Seconds after which something that must happen is taken not to happen.
+PATIENCE_S = 20.0
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Call a function that must return in time; raises what it raises, and AssertionError when it is late."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return done.result(seconds)
+    except FutureTimeoutError as error:  # in Python 3.10 no TimeoutError
+        if done.done():
+            raise
+        raise AssertionError(f"it was not over after {seconds:g} s") from error
+
+
+@contextmanager
+def nothing_left(seconds: float = PATIENCE_S) -> Iterator[None]:
+    """Raise AssertionError if what is done within leaves a process, shared memory, or a name in `/dev/shm`."""
+    before = _held()
+    yield
+    deadline = time.monotonic() + seconds
+    while (left := sorted(_held() - before)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"left behind: {left}"
+
+
+def memfds(pid: int) -> set[str]:
+    """The anonymous shared memory that a process holds, open or mapped; none if it has ended."""
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd") if psutil.pid_exists(pid) else ():
+        with suppress(FileNotFoundError):  # it was closed just now
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith("/memfd:"):
+                found.add(f"inode {os.stat(f'/proc/{pid}/fd/{name}').st_ino}")
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if psutil.pid_exists(pid) else ():
+        fields = line.split(maxsplit=5)
+        if len(fields) > 5 and fields[5].startswith("/memfd:"):
+            found.add(f"inode {fields[4]}")
+    return found
+
+
+def children() -> list[psutil.Process]:
+    """The running processes that this one started, and theirs."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _held() -> set[str]:
+    processes = {f"process {child.pid}" for child in children()}
+    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
+    return processes | names | {f"shared memory, {each}" for each in memfds(os.getpid())}
+
+
+def example_state(number: int, *, objects: bool = True) -> dict[str, Any]:
+    """A state of every kind of tensor, with bytes that depend on its number.
+
+    Args:
+        number: below 128
+        objects: with values that are not tensors
+    """
+    generator = torch.Generator().manual_seed(number)
+    base = torch.randn(12, 20, generator=generator)
+    model = {
+        "weight": torch.randn(300, 200, generator=generator),
+        "transposed": base.t(),
+        "view": base[2:5],
+        "column": torch.randn(5, 4, generator=generator)[:, 1],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(float(number)),
+        "half": torch.full((7, 5), number, dtype=torch.bfloat16),
+        "bytes": torch.full((9,), number, dtype=torch.uint8),
+        "flags": torch.tensor([number % 2 == 0, True]),
+        "conjugated": torch.complex(base[0], base[1]).conj(),
+    }
+    model["tied"] = model["weight"]
+    values = {"step": number, "note": f"number {number}", "nested": {1: [number, None], "none": {}}}
+    return {"model": model, **(values if objects else {})}
+
+
+def large_state(number: int) -> dict[str, torch.Tensor]:
+    """A state whose copy takes some milliseconds; every byte is the number."""
+    return {f"weight{each}": torch.full((2 << 20,), number, dtype=torch.uint8) for each in range(4)}
+
+
+def change(state: Mapping[str, Any]) -> None:
+    """Change every tensor in place, as training does."""
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            value.copy_(torch.ones(value.shape).to(value.dtype))
+        elif isinstance(value, dict):
+            change(value)
+        elif isinstance(value, list):
+            value.append("changed")
+
+
+def differences(found: Any, expected: Any, key: str = "state") -> list[str]:
+    """The keys at which two states are not the same to the bit."""
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or found.keys() != expected.keys():
+            return [f"{key} has other keys"]
+        return [text for name in expected for text in differences(found[name], expected[name], f"{key}.{name}")]
+    if isinstance(expected, torch.Tensor):
+        same = (
+            isinstance(found, torch.Tensor)
+            and (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            and torch.equal(_bytes(found), _bytes(expected))
+        )
+        return [] if same else [f"{key} has other bytes"]
+    return [] if found == expected else [f"{key} is {found!r} instead of {expected!r}"]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().contiguous().flatten().view(torch.uint8)
+
 
 _BASES: Mapping[str, type[Any]] = {"stager": Stager, "caller": WriteCaller, "writer": Writer}
 

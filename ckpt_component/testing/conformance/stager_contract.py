@@ -27,9 +27,17 @@ from ...errors import CheckpointStageError, CheckpointTimeoutError, CheckpointTy
 from ...formats.dcp import DcpWriter
 from ...formats.writer import FormatPlan
 from ...stagers.base import Snapshot, Stager
-from .connected_parts import ConnectedParts, holds_objects, registered
-from .example_states import change, differences, example_state, large_state
-from .leftovers import PATIENCE_S, within
+from .connected_parts import (
+    PATIENCE_S,
+    ConnectedParts,
+    change,
+    differences,
+    example_state,
+    holds_objects,
+    large_state,
+    registered,
+    within,
+)
 
 
 class CountedWriter(DcpWriter):

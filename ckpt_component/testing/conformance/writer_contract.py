@@ -23,11 +23,9 @@ from ...core.writing.request import EncodedSave
 from ...errors import CheckpointCorruptError, CheckpointStageError
 from ...formats.writer import FormatPlan, Writer
 from ...stagers.base import Snapshot
-from ...stagers.live import LiveStager
-from ...stagers.shared_memory import SharedMemoryStager
+from ...stagers.shared_memory import LiveStager, SharedMemoryStager
 from ...state.structure import Structure
-from .connected_parts import ConnectedParts, connect, holds_objects, load, structure_of
-from .example_states import differences, example_state
+from .connected_parts import ConnectedParts, connect, differences, example_state, holds_objects, load, structure_of
 
 
 class WriterContract:
