@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
-        ".formats.writer": "Writer",
-        ".formats.dcp": "DcpWriter",
-        ".formats.named_files": "FilesWriter",
-        ".formats.safetensors": "SafetensorsWriter",
-        ".formats.torch_save": "TorchFileWriter file_state TorchSaveWriter",
+        "..formats.writer": "Writer",
+        "..formats.dcp": "DcpWriter",
+        "..formats.named_files": "FilesWriter",
+        "..formats.safetensors": "SafetensorsWriter",
+        "..formats.torch_save": "TorchFileWriter file_state TorchSaveWriter",
     },
 )

@@ -22,8 +22,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
+from ckpt_component.cli.output import counted
 from ckpt_component.cli.reports.result import RUNNING, write_job_result
-from ckpt_component.cli.text import counted
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 from ckpt_component.config.hydra.hydra_job import run_app
 from ckpt_component.core.spelling import closest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_component.cli.text import Table, counted
+from ckpt_component.cli.output import Table, counted
 
 from .measure.row_kinds import LIMITS
 from .row_figures import FIGURES, Spread, fact, limits_of, measured_rows, spread, why_not

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import logging
 import os
 import re
@@ -30,35 +31,35 @@ _GLOBAL_OPTIONS = ("-h", "--help", "--version")
 #: Exit codes: a check failed (damaged, different); the command could not do its work.
 NO, FAILED = 1, 2
 
-#: Command -> its module, here or by its full name, and a line of help, in the order of the help. A module has
-#: `add_arguments(parser)`, and `run(parsed, output)`, which returns an exit code; None is 0. Its docstring is a line
-#: for readers of the code, and, for `--help`, what the command does and examples.
+#: Command -> its module, here or by its full name, and a line of help, in the order of the help. For the command `ls`,
+#: a module has `ls_arguments(parser)`, and `run_ls(parsed, output)`, which returns an exit code; None is 0. Its
+#: docstring is a line for readers of the code, and, for `--help`, what the command does and examples.
 COMMANDS = {
-    "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
-    "du": ("du_command", "show what folders of checkpoints take, and what deleting a checkpoint would free"),
+    "ls": ("list_commands", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
+    "du": ("list_commands", "show what folders of checkpoints take, and what deleting a checkpoint would free"),
     "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
     "log": ("log_command", "show the runs of a folder: what each resumed from, changed, saved, and what failed"),
     "verify": ("verify_command", "compare all bytes of checkpoints with their checksums"),
     "diff": ("diff_command", "compare two checkpoints: keys, shapes, values by checksum or norm, configs"),
-    "cp": ("cp_command", "copy a checkpoint, verified, whole or not at all"),
-    "mv": ("mv_command", "move a checkpoint"),
-    "rm": ("rm_command", "delete checkpoints, but never the last good one by accident"),
+    "cp": ("change_commands", "copy a checkpoint, verified, whole or not at all"),
+    "mv": ("change_commands", "move a checkpoint"),
+    "rm": ("change_commands", "delete checkpoints, but never the last good one by accident"),
     "memory": ("memory_command", "list, show or drop the snapshots that runs have in the memory of this host"),
-    "gc": ("gc_command", "delete what dead runs left, and old checkpoints"),
-    "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
-    "pull": ("pull_command", "bring a folder of this host to a version of published weights, once or as they come"),
-    "import": ("import_command", "make a committed checkpoint from one of another program"),
-    "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
+    "gc": ("change_commands", "delete what dead runs left, and old checkpoints"),
+    "export": ("file_commands", "write files that other programs read: Hugging Face, safetensors, torch.save"),
+    "pull": ("file_commands", "bring a folder of this host to a version of published weights, once or as they come"),
+    "import": ("file_commands", "make a committed checkpoint from one of another program"),
+    "explain": ("config_commands", "show what a config builds, and where each choice comes from"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),
     "doctor": ("doctor_command", "check this machine, and a folder for checkpoints"),
-    "presets": ("config_files_command", "list the presets, or print one"),
-    "recipes": ("config_files_command", "list the recipes, or print one"),
-    "keys": ("keys_command", "list every config key, with type, default and one line"),
-    "report": ("report_command", "what saving costs a run, or a comparison of the jobs of a sweep"),
-    "watch": ("watch_command", "follow a run on one screen: steps, saves phase by phase, uploads, failures"),
-    "trace": ("trace_command", "write the timeline of a run, for Perfetto and chrome://tracing"),
+    "presets": ("config_commands", "list the presets, or print one"),
+    "recipes": ("config_commands", "list the recipes, or print one"),
+    "keys": ("config_commands", "list every config key, with type, default and one line"),
+    "report": ("run_commands", "what saving costs a run, or a comparison of the jobs of a sweep"),
+    "watch": ("run_commands", "follow a run on one screen: steps, saves phase by phase, uploads, failures"),
+    "trace": ("run_commands", "write the timeline of a run, for Perfetto and chrome://tracing"),
     "tune": ("ckpt_bench.tuning.command", "measure which settings suit this machine, a folder and a size of state"),
-    "completion": ("completion_command", "print a script that completes ckpt in bash, zsh or fish"),
+    "completion": ("config_commands", "print a script that completes ckpt in bash, zsh or fish"),
 }
 
 
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log = logging.StreamHandler(sys.stderr)
         log.setFormatter(_Formatter("%(message)s"))
         logging.basicConfig(level=level, handlers=[log])
-        sys.exit(_module(parsed.command).run(parsed, Output(as_json=parsed.json)) or 0)
+        sys.exit(_of(parsed.command, "run_{}")(parsed, Output(as_json=parsed.json)) or 0)
     except CheckpointError as error:
         text, fix = str(error), ""
     except BrokenPipeError:  # `ckpt show ... | head`
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         text, fix = error.strerror or str(error), ""
         if is_url(str(error.filename or "")):
-            from .health.bucket_checks import in_words
+            from .machine_checks import in_words
 
             text, fix = in_words(error)
         text = f"{error.filename}: {text}" if error.filename else text
@@ -154,9 +155,9 @@ def parser_of(complete: Sequence[str]) -> _Parser:
         parser.commands[name] = command
         if name not in complete:
             continue
-        module = _module(name)
-        module.add_arguments(command)
-        _, description, command.epilog = (module.__doc__ or "\n\n\n\n").split("\n\n", 2)  # none with python -OO
+        _of(name, "{}_arguments")(command)
+        text = inspect.getdoc(_of(name, "run_{}")) or "\n\n\n\n"  # none with python -OO
+        _, description, command.epilog = text.split("\n\n", 2)
         command.description = textwrap.fill(description, width())
         command.add_argument(
             "-o",
@@ -198,6 +199,9 @@ class _Parser(argparse.ArgumentParser):
         raise CheckpointConfigError(f"{self.prog}: {message}; {self.prog} --help lists what it takes.")
 
 
-def _module(command: str) -> Any:
-    name = COMMANDS[command][0]
-    return importlib.import_module(name if "." in name else f".{name}", __package__)
+def _of(command: str, name: str) -> Any:
+    """The function of a command that has this name, with `{}` for the command."""
+    module = COMMANDS[command][0]
+    return getattr(
+        importlib.import_module(module if "." in module else f".{module}", __package__), name.format(command)
+    )

@@ -1,16 +1,4 @@
-"""`ckpt doctor [ROOT]`: check this machine, and a folder for checkpoints, with the operations that a save uses.
-
-Check this machine, what it takes to keep snapshots in its memory, and what is installed; with ROOT the folder: sync,
-rename, locks, free space, direct I/O; of a URL: access, conditional puts, rates. With --config also what that needs of
-the hosts: peers, memory, checkpoint.local.dir. Leaves nothing behind. Exit code 1: saves would fail.
-
-examples:
-  ckpt doctor checkpoints
-  ckpt doctor --config +recipe=many_hosts --hosts 'node[1-8]' --ranks 64
-
-note: works, but slower or with less protection. FAIL: saves would fail;
-the line says what to do.
-"""
+"""`ckpt doctor [ROOT]`: check this machine, and a folder for checkpoints, with the operations that a save uses."""
 
 from __future__ import annotations
 
@@ -27,21 +15,14 @@ from ..core.storage.locate import absolute, expanded, is_url, storage_at
 from ..errors import CheckpointConfigError
 from ..formats.checkpoints import Root
 from .config_words import add_config, is_override, with_unit
-from .health.bucket_checks import check_bucket
-from .health.finding import FAILS, NOTE, OK, Finding
-from .health.folder_checks import check_folder
-from .health.host_checks import JobPlace, check_hosts
-from .health.machine_checks import check_machine
-from .health.memory_checks import check_memory
-from .health.package_checks import check_packages
-from .host_list import host_names
-from .output import Output, width
-from .text import counted
+from .machine_checks import FAILS, NOTE, OK, Finding, check_bucket, check_folder, check_machine, check_packages
+from .output import Output, counted, width
+from .run_checks import JobPlace, check_hosts, check_memory, host_names
 
 _COLORS = {OK: "green", NOTE: "yellow", FAILS: "red"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("root", nargs="?", metavar="ROOT", help="folder of checkpoints, or its URL; it need not exist")
@@ -51,11 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, help="with --config: number of ranks (that of the newest checkpoint)")
 
 
-def run(parsed: argparse.Namespace, output: Output) -> int:
-    """Print what was found.
+def run_doctor(parsed: argparse.Namespace, output: Output) -> int:
+    """`ckpt doctor [ROOT]`: check this machine, and a folder for checkpoints, with the operations that a save uses.
 
-    Raises:
-        CheckpointConfigError: ROOT is empty, or a URL whose scheme has no package here; or an option is invalid
+    Check this machine, what it takes to keep snapshots in its memory, and what is installed; with ROOT the folder:
+    sync, rename, locks, free space, direct I/O; of a URL: access, conditional puts, rates. With --config also what that
+    needs of the hosts: peers, memory, checkpoint.local.dir. Leaves nothing behind. Exit code 1: saves would fail.
+
+    examples:
+      ckpt doctor checkpoints
+      ckpt doctor --config +recipe=many_hosts --hosts 'node[1-8]' --ranks 64
+
+    note: works, but slower or with less protection. FAIL: saves would fail;
+    the line says what to do.
     """
     if parsed.root is not None and is_override(parsed.root) and not os.path.lexists(parsed.root):
         raise CheckpointConfigError(f"'{parsed.root}' is no folder; did you mean --config {parsed.root}?")
@@ -82,7 +71,7 @@ def _job(parsed: argparse.Namespace) -> JobPlace | None:
                     f"--{name}={value} is for checking a config; type one too, such as --config +recipe=many_hosts."
                 )
         return None
-    from .composed import composed  # imports Hydra
+    from .config_commands import composed  # imports Hydra
 
     if parsed.ranks is not None and parsed.ranks < 1:
         raise CheckpointConfigError(f"--ranks={parsed.ranks} must be above 0.")

@@ -1,17 +1,4 @@
-"""`ckpt plan`: what saving will cost a run, from formulas or from what an earlier run measured.
-
-Predict what saving costs a run: host memory, stall, time until durable, storage rate, the best interval, and the
-fraction of time that is training; with --recovery or checkpoint.local.dir also who has copies for whom, and what is
-lost when ranks or hosts fail. Every figure names its formula or source.
-
-examples:
-  ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200
-  ckpt plan --state 40GB --ranks 8 --measured checkpoints
-  ckpt plan --state 640GB --ranks 64 --hosts 8 --recovery peers --link 10GB
-  ckpt plan --state 640GB --ranks 64 --hosts 8 --config +recipe=many_hosts
-
-?: a figure that needs another option.
-"""
+"""`ckpt plan`: what saving will cost a run, from formulas or from what an earlier run measured."""
 
 from __future__ import annotations
 
@@ -31,21 +18,114 @@ from ..core.spelling import invalid_choice
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError
 from .config_words import USUAL, add_config, refuse_below_zero, with_unit
-from .host_list import host_names
-from .output import Output, width
-from .planning.formulas import DALY
-from .planning.losses import HostFailure, failures_of
-from .planning.measured import measured_rates
-from .planning.measured_restores import measured_restores
-from .planning.plan import plan
-from .planning.scenario import RESTART_S, Forecast, PartSizes, Scenario
-from .text import Table, counted, duration
+from .output import Output, Table, counted, duration, width
+from .plan_losses import HostFailure, SaveTimes, failures_of, recovery_figures
+from .plan_scenario import (
+    DALY,
+    RESTART_S,
+    Forecast,
+    PartSizes,
+    Scenario,
+    best_interval,
+    measured_rates,
+    measured_restores,
+    mtbf_of,
+    training_fraction,
+)
+from .run_checks import host_names
+
+#: Resident memory of a writer process, which imports no torch.
+WRITER_BYTES = 15e6
+#: Assumed without a measurement: bytes per second and rank copied into host memory.
+_COPY = 10e9
+#: Seconds: a save that costs nothing would have no best interval.
+_LEAST_LOSS = 1e-3
+_WRITTEN = "the part of the state that the measured run wrote; it reused the rest"
+
+
+def plan(scenario: Scenario) -> list[Forecast]:
+    """The figures for a run, in the order in which they follow from each other."""
+    rank_bytes, rates, sizes = scenario.rank_bytes, scenario.rates, scenario.sizes
+    beside = WRITER_BYTES if sizes.caller != "inline" else 0.0
+    if not sizes.arenas:  # the writer gathers live tensors into two blocks per worker
+        beside += sizes.blocks
+    images = scenario.images.own + scenario.images.copies
+    snapshots = f"{images} x state of a rank + " if images else ""
+
+    copy = rank_bytes * (rates.copy if rates else 1 / _COPY) if sizes.arenas else 0.0
+    call, fixed = (rates.call, rates.fixed) if rates else (0.0, 0.0)
+    # The stager awaits its copies where those beside the steps cost more.
+    overlapped = sizes.stager == "zero_overhead" and not (rates and rates.awaited)
+    rate, source = _first_tier(scenario)
+    written = scenario.state * (rates.written if rates else 1.0)
+    of_state = "state" if written == scenario.state else "written per save"
+    write = None if rate is None else written / rate
+    call = max(call, -copy)  # the line through two sizes may cut below zero; a small state does not
+    durable = None if write is None else max(call + copy + write + fixed, write)
+    awaits_write = sizes.caller == "inline"
+    copy_source = f"state of a rank / {_COPY / 1e9:g} GB/s (assumed without --measured)"
+    if rates and rates.copy:
+        copy_source = f"{rates.call:.3f} s + state of a rank / {1e-9 / rates.copy:.2f} GB/s (measured)"
+    if awaits_write:
+        stall, stalled = durable, "durable: training waits"
+    else:
+        stall, stalled = (max(call, 0.0), "call") if overlapped else (call + copy, copy_source)
+    # A copy beside the steps takes memory bandwidth from them: unmeasured, as much time as if it were awaited.
+    slowdown = rates.lost if rates and rates.lost else float(overlapped)
+    lost = None if stall is None else stall + slowdown * copy
+
+    mtbf = scenario.mtbf or mtbf_of(scenario.hosts)
+    best = training = risk = None
+    if lost is not None:
+        best = max(best_interval(max(lost, _LEAST_LOSS), mtbf), durable or 0.0)
+        risk = 0.0 if awaits_write else best if durable is None else durable
+        training = training_fraction(best, lost, mtbf, scenario.restart_s, risk)
+    bound = "durable: saves do not overlap" if best is not None and best == durable else "optimum, Daly 2006"
+    tier = "local.dir rate" if scenario.tiered else "storage rate"
+    return [
+        Forecast("state of a rank", rank_bytes, "bytes", "state / ranks"),
+        Forecast(
+            "host memory",
+            scenario.ranks_here * (images * rank_bytes + beside),
+            "bytes",
+            f"{scenario.ranks_here} x ({snapshots}{amount(round(beside))})",
+        ),
+        Forecast("stall", stall, "s", stalled),
+        *([Forecast("copy beside steps", copy, "s", copy_source)] if overlapped else []),
+        Forecast("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
+        *([Forecast(of_state, written, "bytes", _WRITTEN)] if written < scenario.state else []),
+        Forecast(tier, rate, "bytes/s", source),
+        Forecast("durable", durable, "s", f"call + copy + {of_state} / {tier} + vote and commit"),
+        Forecast(
+            "MTBF", mtbf, "s", "--mtbf" if scenario.mtbf else "6.5 failures in 1,000 host-days (arXiv:2410.21680)"
+        ),
+        Forecast("restart", scenario.restart_s, "s", "detect, start, load: --restart-s"),
+        Forecast("best interval", best, "s", bound),
+        Forecast(f"{tier} needed", None if best is None else written / best, "bytes/s", f"{of_state} / interval"),
+        Forecast("training", training, "of the time", "Daly 2006"),
+        *recovery_figures(scenario, SaveTimes(copy, lost, best, risk)),
+    ]
+
+
+def _first_tier(scenario: Scenario) -> tuple[float | None, str]:
+    """Bytes per second that saves go to storage with, all ranks together, and where that is from."""
+    if scenario.tiered and scenario.local is not None:
+        return scenario.local * scenario.hosts, f"--local-gbps x {scenario.hosts} host(s)"
+    if scenario.storage is not None and not scenario.tiered:
+        return scenario.storage, "--storage-gbps"
+    rates = scenario.rates
+    if rates is None or not rates.write:
+        return None, f"unknown: --{'local' if scenario.tiered else 'storage'}-gbps or --measured"
+    # Ranks of a host share its path to the storage, and a rank alone on it is as fast as those together.
+    host = rates.ranks_per_host / rates.write
+    return host * scenario.hosts, f"measured: {host / 1e9:.2f} GB/s x {scenario.hosts} host(s)"
+
 
 #: Hosts in the table of peers; a job of many has the same pattern.
 _SHOWN = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--state", required=True, metavar="BYTES", help="the state of all ranks together, such as 1.2TB")
@@ -68,11 +148,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--measured", type=Path, action="append", metavar="FOLDER", help=more)
 
 
-def run(parsed: argparse.Namespace, output: Output) -> None:
-    """Print the figures.
+def run_plan(parsed: argparse.Namespace, output: Output) -> None:
+    """`ckpt plan`: what saving will cost a run, from formulas or from what an earlier run measured.
 
-    Raises:
-        CheckpointConfigError: an argument is invalid, or there are no measurements in the folder
+    Predict what saving costs a run: host memory, stall, time until durable, storage rate, the best interval, and the
+    fraction of time that is training; with --recovery or checkpoint.local.dir also who has copies for whom, and what is
+    lost when ranks or hosts fail. Every figure names its formula or source.
+
+    examples:
+      ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200
+      ckpt plan --state 40GB --ranks 8 --measured checkpoints
+      ckpt plan --state 640GB --ranks 64 --hosts 8 --recovery peers --link 10GB
+      ckpt plan --state 640GB --ranks 64 --hosts 8 --config +recipe=many_hosts
+
+    ?: a figure that needs another option.
     """
     question = _question(parsed)
     figures = plan(question)
@@ -149,7 +238,7 @@ def _planned_config(parsed: argparse.Namespace) -> _PlannedConfig:
     if not parsed.config:
         config = _PlannedConfig(parsed.preset or USUAL, None, Recovery(RecoveryMode[parsed.recovery or "none"]))
     else:
-        from .composed import composed  # imports Hydra
+        from .config_commands import composed  # imports Hydra
 
         if parsed.preset is not None:
             options.append(f"checkpoint={parsed.preset}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -14,10 +15,55 @@ from ..core.commit.manifest import read_manifest
 from ..core.commit.names import MANIFEST, MEGATRON, NAMINGS, StepNames
 from ..core.commit.scan import read_pointer, scan_steps, write_pointer
 from ..core.storage.locate import absolute, is_url, storage_at
-from ..core.storage.storage import Storage
+from ..core.storage.space import amount
+from ..core.storage.storage import Storage, StoredFile
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointFencedError, CheckpointSaveError, printable
 from ..formats.checkpoints import Root
 from ..formats.folder import METADATA
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The room that some files take, in bytes.
+
+    Attributes:
+        size: sum of their sizes, as if each path had a file of its own
+        taken: what they take; a file to which several of the paths lead counts once
+        freed: what deleting them all would free: files to which no other path leads
+    """
+
+    size: int
+    taken: int
+    freed: int
+
+    @property
+    def shared(self) -> int:
+        """What other paths lead to as well, and so stays when these are deleted."""
+        return self.taken - self.freed
+
+
+def usage_of(files: Iterable[StoredFile]) -> Usage:
+    """The room that files take, each of which is given by one path or by several."""
+    files = [*files]
+    paths = Counter(file.identity for file in files)
+    once = {file.identity: file for file in files}.values()
+    return Usage(
+        sum(file.size for file in files),
+        sum(file.size for file in once),
+        sum(file.size for file in once if paths[file.identity] >= file.paths),
+    )
+
+
+def freed_text(usage: Usage, dry_run: bool) -> Iterator[str]:
+    """A line about what deleting files frees, if it is not their size."""
+    if usage.freed != usage.size:
+        yield f"{'would free' if dry_run else 'freed'} {amount(usage.freed)}; other checkpoints use the same files"
+
+
+def files_in(fs: Storage, path: str) -> Iterator[StoredFile]:
+    """The files of a folder, which may be given by a link to it; no link in it is followed."""
+    yield from fs.files_below(path if is_url(path) else os.path.realpath(path))
+
 
 #: `ROOT@300`: the step of a new checkpoint.
 _NEW_STEP = re.compile(r"(.+)@(\d+)")

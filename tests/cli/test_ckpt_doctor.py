@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from ckpt_component import build_manager
-from ckpt_component.cli import doctor_command
+from ckpt_component.cli import doctor_command, machine_checks, run_checks
 from ckpt_component.cli.app import main
-from ckpt_component.cli.health import folder_checks, host_checks, machine_checks, memory_checks
-from ckpt_component.cli.health.package_checks import check_packages
+from ckpt_component.cli.machine_checks import check_packages
 from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 
 
@@ -104,7 +103,7 @@ def test_what_works_in_a_lesser_way_is_a_note(
     monkeypatch.setattr(FileStorage, "flock", without_locks)
     monkeypatch.setattr(FileStorage, "in_memory", lambda *_: True)
     monkeypatch.setattr(FileStorage, "free_bytes", lambda *_: None)
-    monkeypatch.setattr(folder_checks, "try_modes", lambda *_: (0.01, None))
+    monkeypatch.setattr(machine_checks, "try_modes", lambda *_: (0.01, None))
     code, found = doctor(capsys, str(tmp_path))
     assert code == 0
     for what in ("rename", "locks", "durability", "free space", "direct I/O"):
@@ -149,7 +148,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def opened(path: str, **how: Any) -> Any:
         return genuine(f"{root}{path}", **how)
 
-    monkeypatch.setattr(memory_checks, "open", opened, raising=False)
+    monkeypatch.setattr(run_checks, "open", opened, raising=False)
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "runtime"))
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc" / "self" / "cgroup").write_text("0::/\n")
@@ -250,9 +249,9 @@ def plentiful(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with 19 GB of memory, and one disk; the machine itself is not checked."""
     monkeypatch.setattr(doctor_command, "check_machine", lambda: ())
     monkeypatch.setattr(doctor_command, "check_packages", lambda: ())
-    monkeypatch.setattr(host_checks, "available_bytes", lambda: 19_000_000_000)
-    monkeypatch.setattr(host_checks, "kind_of", lambda path: "xfs")
-    monkeypatch.setattr(host_checks, "is_on_disk", lambda path: False)
+    monkeypatch.setattr(run_checks, "available_bytes", lambda: 19_000_000_000)
+    monkeypatch.setattr(run_checks, "kind_of", lambda path: "xfs")
+    monkeypatch.setattr(run_checks, "is_on_disk", lambda path: False)
     monkeypatch.setattr(FileStorage, "in_memory", lambda self, path: False)
     monkeypatch.setattr(FileStorage, "free_bytes", lambda self, path: 100_000_000_000)
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
@@ -333,7 +332,7 @@ def test_one_host_with_the_copies_of_several_is_where_memory_runs_out(capsys: py
 def test_the_file_system_of_the_local_folder_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, text: str
 ) -> None:
-    monkeypatch.setattr(host_checks, "kind_of", lambda path: kind)
+    monkeypatch.setattr(run_checks, "kind_of", lambda path: kind)
     monkeypatch.setattr(FileStorage, "in_memory", lambda self, path: kind == "tmpfs")
     code, found = doctor(capsys, "--config", "checkpoint.local.dir=/scratch/x")
     assert code == 0 and text in found["local.dir"]["text"]
@@ -350,7 +349,7 @@ def test_the_newest_checkpoint_tells_how_large_the_state_is(
     config = ["--config", "checkpoint/recovery=host", f"checkpoint.dir={tmp_path / 'run'}"]
     text = doctor(capsys, *config)[1]["host memory"]["text"]
     assert "up to 8.01 MB for 2 images" in text and "(as step 7)" in text
-    monkeypatch.setattr(host_checks, "is_on_disk", lambda path: True)
+    monkeypatch.setattr(run_checks, "is_on_disk", lambda path: True)
     found = doctor(capsys, *config, "--ranks", "4", "--hosts", "4")[1]["checkpoint.dir"]
     assert found["status"] == "note" and "all 4 hosts must see it" in found["text"]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[08-10],big")

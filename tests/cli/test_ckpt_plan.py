@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from ckpt_component.cli.app import main
-from ckpt_component.cli.planning.formulas import best_interval, mtbf_of, training_fraction
-from ckpt_component.cli.planning.losses import failures_of
-from ckpt_component.cli.planning.plan import plan
-from ckpt_component.cli.planning.scenario import Scenario
+from ckpt_component.cli.plan_command import plan
+from ckpt_component.cli.plan_losses import failures_of
+from ckpt_component.cli.plan_scenario import Scenario, best_interval, mtbf_of, training_fraction
 from ckpt_component.config.schema import Recovery
 from ckpt_component.core.options import RecoveryMode
 

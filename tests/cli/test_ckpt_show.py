@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from ckpt_component import build_checkpointer
-from ckpt_component.cli.key_tree import ranges_text
+from ckpt_component.cli.show_command import ranges_text
 
 
 def rows(text: str) -> list[list[str]]:

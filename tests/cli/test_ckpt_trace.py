@@ -103,7 +103,7 @@ def test_the_newest_run_or_its_last_saves(tmp_path: Path) -> None:
 def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from ckpt_component.cli.reports.run_records import read_runs
-    from ckpt_component.cli.reports.run_timeline import picture_of
+    from ckpt_component.cli.reports.run_report import picture_of
 
     write_run(tmp_path / "run", ranks=2, failed=3)
     assert ckpt("report", str(tmp_path / "run"), "--out", str(tmp_path)) == 0

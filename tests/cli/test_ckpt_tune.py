@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ckpt_bench.tuning.command import run
+from ckpt_bench.tuning.command import run_tune
 
 import ckpt_component
 from ckpt_component.cli.app import parse
@@ -119,11 +119,11 @@ def test_a_stopped_one_leaves_nothing(target: Path) -> None:
 def test_a_mistake_is_told_before_anything_is_measured(target: Path, options: list[str], told: str) -> None:
     parsed = parse(["tune", str(target), *options, f"--conf={target / 'conf'}"])
     with pytest.raises(CheckpointConfigError) as caught:
-        run(parsed, Output())
+        run_tune(parsed, Output())
     assert told in str(caught.value) and list(target.iterdir()) == []
 
 
 def test_a_wrong_folder(target: Path) -> None:
     parsed = parse(["tune", str(target / "nowhere")])
     with pytest.raises(CheckpointConfigError, match="nowhere is not a folder; give the one where checkpoints will be"):
-        run(parsed, Output())
+        run_tune(parsed, Output())

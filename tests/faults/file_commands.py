@@ -8,9 +8,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-import ckpt_component.cli.cp_command
-import ckpt_component.cli.gc_command
-import ckpt_component.cli.rm_command  # noqa: F401  # before any fork
 from ckpt_component.cli.app import main
 from ckpt_component.core.storage.files import FAILPOINT, FAILPOINT_LOG, FileStorage
 

@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from programs import run_program
 
 from ckpt_component.cli.reports.callback import SweepReport, report_sweep
-from ckpt_component.cli.reports.jobs import read_jobs
-from ckpt_component.cli.reports.result import write_result
+from ckpt_component.cli.reports.result import read_jobs, write_result
 from ckpt_component.cli.reports.sweep_report import report
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_component.cli.reports import disks
-from ckpt_component.cli.reports.disks import Span, disk_of, shared_disks, shared_text
-from ckpt_component.cli.reports.jobs import Row, spans_of
-from ckpt_component.cli.reports.result import add_span, read_result, write_result
+from ckpt_component.cli.reports import result
+from ckpt_component.cli.reports.result import (
+    Row,
+    Span,
+    add_span,
+    disk_of,
+    read_result,
+    shared_disks,
+    shared_text,
+    spans_of,
+    write_result,
+)
 from ckpt_component.cli.reports.sweep_report import table
 
 
@@ -54,7 +62,7 @@ def test_a_disk_is_known_by_its_device_and_host(tmp_path: Path) -> None:
 def test_a_network_disk_is_the_same_on_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = os.stat(tmp_path).st_dev
     mounts = f"36 1 {os.major(device)}:{os.minor(device)} / /data rw - nfs nas:/export rw\n"
-    monkeypatch.setattr(disks, "open", lambda *_, **__: io.StringIO(mounts), raising=False)
+    monkeypatch.setattr(result, "open", lambda *_, **__: io.StringIO(mounts), raising=False)
     assert disk_of(str(tmp_path)) == "nas:/export"
 
 

@@ -19,8 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ckpt_component import CheckpointConfigError
-from ckpt_component.cli.reports.jobs import read_jobs
-from ckpt_component.cli.reports.result import add_returned, write_result
+from ckpt_component.cli.reports.result import add_returned, read_jobs, write_result
 from ckpt_component.cli.reports.sweep_launcher import EarlierJobs, SweepLauncher, UnlessEnded, continue_sweep
 
 #: The number and the overrides of a job.

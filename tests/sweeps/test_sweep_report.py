@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_component.cli.reports.jobs import Row, differing, read_jobs
-from ckpt_component.cli.reports.result import write_result
+from ckpt_component.cli.reports.result import Row, differing, read_jobs, write_result
 from ckpt_component.cli.reports.sweep_report import best, report, table
 from ckpt_component.config.hydra.hydra_errors import CheckpointConfigError
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from programs import run_on_ranks, run_program
 
 import ckpt_component
-from ckpt_component.cli.reports.jobs import read_jobs
+from ckpt_component.cli.reports.result import read_jobs
 from ckpt_component.config import config_dir, override_hints
 
 #: A model and a text that train in milliseconds. Dropout is on, so that the random generators count.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ckpt_train.report import Summary, time_fence
 
+from ckpt_component.cli.output import duration
 from ckpt_component.cli.reports.result import write_result
-from ckpt_component.cli.text import duration
 from ckpt_component.events.reports import SaveReport
 
 GOOD = SaveReport(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_component.cli.text import Table
+from ckpt_component.cli.output import Table
 
 from .costs import COSTS, ONE, Course, errors, is_counted, points
 

@@ -7,8 +7,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from ckpt_component.cli.output import Table
 from ckpt_component.cli.reports.page import new_figure, without_frame
-from ckpt_component.cli.text import Table
 
 from ..child import Run
 from ..presentation import Presentation

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ckpt_component.cli.output import Table
 from ckpt_component.cli.reports.page import new_figure, without_frame
-from ckpt_component.cli.text import Table
 
 from ..presentation import Presentation
 from ..verdicts import Measured, Missing, Verdict, at_most

@@ -1,11 +1,4 @@
-"""`ckpt tune FOLDER`: measure the best settings for a machine, folder and state size, and write them as a recipe.
-
-Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in FOLDER, in turn and
-repeatedly, explain each choice, and write a recipe. Checkpoints written into FOLDER are removed.
-
-Example:
-  ckpt tune checkpoints --size 4GB --seconds 300
-"""
+"""`ckpt tune FOLDER`: measure the best settings for a machine, folder and state size, and write them as a recipe."""
 
 from __future__ import annotations
 
@@ -41,7 +34,7 @@ _ON_DISK = 2.1
 _LEAST_BYTES = 1_000_000
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def tune_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where checkpoints will be")
     parser.add_argument("--state", default="large", help=f"kind of state: {', '.join(STATES)} (large)")
@@ -64,11 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(parsed: argparse.Namespace, output: Output) -> None:
-    """Measure, print the best settings, and write the recipe. With `--json`, what it does goes to stderr meanwhile.
+def run_tune(parsed: argparse.Namespace, output: Output) -> None:
+    """`ckpt tune FOLDER`: measure the best settings for a machine, folder and state size, and write them as a recipe.
 
-    Raises:
-        CheckpointConfigError: an argument is invalid; the text says what to type instead
+    Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in FOLDER, in turn and
+    repeatedly, explain each choice, and write a recipe. Checkpoints written into FOLDER are removed.
+
+    Example:
+      ckpt tune checkpoints --size 4GB --seconds 300
     """
     with redirect_stdout(sys.stderr) if output.as_json else nullcontext():
         data = _measured(parsed)

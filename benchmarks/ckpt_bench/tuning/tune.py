@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from ckpt_component.cli.text import Table
+from ckpt_component.cli.output import Table
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 from .questions import Answer, Knob, choose

@@ -22,8 +22,17 @@ from omegaconf import DictConfig
 from ...config.hydra.hydra_errors import CheckpointConfigError
 from ...core.processes.running import OwnerProcess
 from ...managing import recording
-from .disks import Span, disk_of
-from .result import RUNNING, add_returned, add_span, read_result, write_job_result
+from .result import (
+    RUNNING,
+    NoJobsError,
+    Span,
+    add_returned,
+    add_span,
+    disk_of,
+    read_jobs,
+    read_result,
+    write_job_result,
+)
 from .sweep_figures import earlier_saves, figures_of
 
 if TYPE_CHECKING:
@@ -88,7 +97,6 @@ class SweepReport(Callback):
         A job that measures several things has shown them by itself.
         """
         if _leads() and kwargs["job_return"].status == JobStatus.COMPLETED:
-            from .jobs import read_jobs
             from .sweep_report import costs
 
             rows = read_jobs(Path(os.path.relpath(config.hydra.runtime.output_dir)))
@@ -116,7 +124,6 @@ def _report_at_exit(owner: OwnerProcess, folder: Path) -> None:
 
 def report_sweep(folder: Path) -> None:
     """Print the report of a sweep, or why there is none."""
-    from .jobs import NoJobsError
     from .sweep_report import report
 
     folder = Path(os.path.relpath(folder))

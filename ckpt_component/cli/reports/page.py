@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointConfigError, printable
-from ..text import Element, Table
+from ..output import Element, Table
 
 #: Shown if the extra is not installed.
 NO_PICTURE = "no picture: pip install matplotlib"

@@ -2,17 +2,183 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...core.storage.space import amount, rate
-from ..text import Element, Table, clock_text, counted, duration, wait_text
-from .page import write_page
-from .run_records import Run
-from .run_timeline import picture_of
+from ..output import Element, Table, clock_text, counted, duration, wait_text
+from .page import new_figure, without_frame, write_page
+from .result import replaced
+from .run_records import RankLog, RecordedSave, Run
+
+#: Thread -> the phases of a save that it shows.
+TRACKS = {
+    "training": (),
+    "stager": ("plan", "memory", "stage"),
+    "writer": ("write", "sync"),
+    "commit": ("vote", "commit"),
+    "loads": (),
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Something that a rank did.
+
+    Attributes:
+        track: the thread of `TRACKS`
+        kind: `step`, `wait`, `load`, or a phase of a save
+        step: the number of the training step
+        begin: seconds since 1970
+        end: seconds since 1970
+        details: shown for the slice
+    """
+
+    track: str
+    kind: str
+    step: int | None
+    begin: float
+    end: float
+    details: dict[str, Any]
+
+
+def slices_of(log: RankLog) -> Iterator[Slice]:
+    """All that one rank did, track by track in the order of time."""
+    for step in log.steps():
+        yield Slice("training", "step", step.number, step.begin, step.end, {})
+    for save in log.saves:
+        details = _details(save)
+        yield Slice("training", "wait", save.step, save.time, save.time + save.stall_s, details)
+        for track, phases in TRACKS.items():
+            for phase in save.spans.keys() & set(phases):
+                begin, end = save.spans[phase]
+                yield Slice(track, phase, save.step, save.time + begin, save.time + end, details)
+    for load in log.loads:
+        details = {"path": load.path, "bytes": load.bytes, "verified": load.verified, "error": load.error}
+        yield Slice("loads", "load", load.step, load.time, load.time + load.seconds, details)
+
+
+def write_trace(path: Path, run: Run, since: float) -> None:
+    """Write a trace file of a run with what ended after `since`, in seconds since 1970."""
+    with replaced(path) as file:
+        file.write('{"displayTimeUnit": "ms",\n"traceEvents": [')
+        separator = "\n"
+        for rank, log in sorted(run.ranks.items()):
+            for event in _of_rank(log, since, run.began):
+                file.write(separator + json.dumps({**event, "pid": rank}, allow_nan=False))
+                separator = ",\n"
+        file.write("\n]}\n")
+
+
+def _of_rank(log: RankLog, since: float, origin: float) -> Iterator[dict[str, Any]]:
+    where = f" ({log.host}, pid {log.pid})" if log.host else ""
+    yield {"ph": "M", "name": "process_name", "tid": 0, "args": {"name": f"rank {log.rank}{where}"}}
+    threads = {track: number for number, track in enumerate(TRACKS, 1)}
+    for track, thread in threads.items():
+        yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": track}}
+    for part in slices_of(log):
+        if part.end >= since:
+            yield {
+                "ph": "X",
+                "name": "training waits" if part.kind == "wait" else part.kind,
+                "cat": part.kind,
+                "ts": round((part.begin - origin) * 1e6, 1),
+                "dur": round(max(part.end - part.begin, 0) * 1e6, 1),
+                "tid": threads[part.track],
+                "args": {"step": part.step, **part.details},
+            }
+
+
+def _details(save: RecordedSave) -> dict[str, Any]:
+    names = ("path", "outcome", "error", "bytes", "reused", "attempts", "stall_s", "lost_s")
+    write_s = save.phase_s("write", "sync")
+    rate = {"GB/s": round(save.bytes / 1e9 / write_s, 3)} if write_s else {}
+    return {**{name: getattr(save, name) for name in names}, **rate}
+
+
+#: Kind of a slice, in the order of a save -> its colour, of which phases have shades, and what it means.
+_KINDS = {
+    "step": ("#d5dbe3", "a training step"),
+    "wait": ("#c0392b", "training waits"),
+    "plan": ("#f0cfa8", "plan"),
+    "memory": ("#b99ac9", "wait for memory"),
+    "stage": ("#d08c60", "copy to memory (stage)"),
+    "queue": ("#e9dc9a", "wait for the writer (queue)"),
+    "write": ("#1b6ca8", "write"),
+    "sync": ("#6aa5cf", "sync to the disk"),
+    "vote": ("#a9cba4", "ranks agree (vote)"),
+    "commit": ("#5a8f5a", "becomes visible (commit)"),
+}
+_TRACKS = [track for track in TRACKS if track != "loads"]
+_MAX_RANKS, _LAST = 4, 3
+
+
+def picture_of(run: Run) -> Any:
+    """A figure of the last saves of the first ranks."""
+    saves, logs = run.saves()[-_LAST:], [log for _, log in sorted(run.ranks.items())][:_MAX_RANKS]
+    figure = new_figure(11, 0.9 + max(len(saves), 1) * (0.6 + 0.26 * len(_TRACKS) * len(logs)))
+    axes = figure.subplots(max(len(saves), 1), squeeze=False)[:, 0]
+    if not saves:
+        axes[0].set_axis_off()
+        axes[0].text(0.5, 0.5, "no saves yet", ha="center")
+        return figure
+    rows = [f"rank {log.rank} {track}" for log in logs for track in _TRACKS]
+    bars = [bar for log in logs for bar in _bars(log)]
+    occurring: set[str] = set()
+    for axis, ranks in zip(axes, saves, strict=True):
+        began, ended = min(save.time for save in ranks), max(save.end for save in ranks)
+        margin = 0.12 * (ended - began)
+        spans: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for row, kind, begin, end in bars:
+            if row in rows and end > began - margin and begin < ended + margin:
+                spans[row, kind].append((begin - began, end - begin))
+        for (row, kind), places in spans.items():
+            colour, _ = _KINDS[kind]
+            # Steps stand apart; a phase of a millisecond has an edge of its own colour, which shows it at any width.
+            edge = ("white" if len(places) < 200 else "none") if kind == "step" else colour
+            axis.broken_barh(places, (rows.index(row) - 0.4, 0.8), color=colour, edgecolor=edge, linewidth=0.5)
+            occurring.add(kind)
+        axis.set_xlim(-margin, ended - began + margin)
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.set_yticks(range(len(rows)), rows)
+        axis.set_title(_title(run, ranks), loc="left", fontsize=9)
+        without_frame(axis)
+    axes[-1].set_xlabel("seconds since the save was called", fontsize=8)
+    _legend(figure, occurring)
+    return figure
+
+
+def _bars(log: RankLog) -> Iterator[tuple[str, str, float, float]]:
+    """Row, kind, begin and end of all that a rank did; a save in the queue waits in the row of the writer."""
+    for save in log.saves:  # first, so that what is written during a save lies over it
+        if "queue" in save.spans:
+            begin, end = save.spans["queue"]
+            yield f"rank {log.rank} writer", "queue", save.time + begin, save.time + end
+    for part in slices_of(log):
+        yield f"rank {log.rank} {part.track}", part.kind, part.begin, part.end
+
+
+def _title(run: Run, ranks: Sequence[RecordedSave]) -> str:
+    save = max(ranks, key=lambda save: save.seconds)
+    waits, seconds = duration(max(each.stall_s for each in ranks)), duration(save.seconds)
+    if save.outcome != "committed":
+        return f"save of step {save.step}: {save.outcome} after {seconds}; training waits {waits}"
+    steps = sum(save.time < step.begin and step.end <= save.end for step in run.leader.steps())
+    return f"save of step {save.step}: training waits {waits}; durable after {seconds}, {counted(steps, 'step')} later"
+
+
+def _legend(figure: Any, occurring: Collection[str]) -> None:
+    from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]
+
+    handles = [Patch(color=colour, label=text) for kind, (colour, text) in _KINDS.items() if kind in occurring]
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=7, frameon=False)
+
 
 #: Where a load was from, if not from the disk.
 _SOURCES = {"memory": " from memory", "peer": " from peers"}

@@ -14,7 +14,7 @@ from ...config.hydra.hydra_job import multirun_job
 from ...core.storage.locate import is_url
 from ...errors import CheckpointError
 from ...events.reports import SaveReport
-from ..text import duration
+from ..output import duration
 from .run_records import RecordedSave, read_runs
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...config.hydra.hydra_errors import HydraConfigError
 from ...config.hydra.hydra_job import is_about_saving, multirun_job, task_overrides, train_alike
 from ...config.hydra.overrides import parse_override
-from .jobs import job_folders
-from .result import RUNNING, STOPPED, has_ended, read_result, returned_value
+from .result import RUNNING, STOPPED, has_ended, job_folders, read_result, returned_value
 
 logger = logging.getLogger(__name__)
 

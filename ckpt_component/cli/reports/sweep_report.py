@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config.hydra.hydra_job import is_multirun
-from ..output import width
-from ..text import Element, Table, lines_of
-from .disks import shared_disks, shared_text
-from .jobs import Row, differing, read_jobs, spans_of
+from ..output import Element, Table, lines_of, width
 from .page import new_figure, without_frame, write_page, write_report
-from .replaced import write_csv
+from .result import Row, differing, read_jobs, shared_disks, shared_text, spans_of, write_csv
+
+if TYPE_CHECKING:
+    pass
+
 from .sweep_figures import FIGURES
+
+logger = logging.getLogger(__name__)
+
 
 #: The files are `sweep.csv`, `sweep.png` and `sweep.html`.
 _NAME = "sweep"

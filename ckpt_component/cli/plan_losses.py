@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...core.options import RecoveryMode
-from .scenario import Forecast, Scenario
+from ..core.options import RecoveryMode
+from .plan_scenario import Forecast, Scenario
 
 #: Assumed without a measurement: bytes per second that a rank restores from memory, verified.
 _FROM_MEMORY = 3e9

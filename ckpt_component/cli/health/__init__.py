@@ -1,1 +1,0 @@
-"""What `ckpt doctor` checks, with the operations that a save uses. Imports no torch."""
