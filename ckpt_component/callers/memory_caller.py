@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.outside import OUTSIDE, Outside
 from ..core.processes.remote_error import as_local_error
@@ -13,18 +13,6 @@ from .write_callers import ConnectedCaller
 
 #: How much longer than its deadline a server may take to say why it is late.
 _GRACE_SECONDS = 5.0
-
-
-class Retired(NamedTuple):
-    """The arenas of a server after a snapshot was dropped.
-
-    Attributes:
-        unread: those that may be filled again: no other process reads them
-        read: those that other processes still read
-    """
-
-    unread: set[int]
-    read: set[int]
 
 
 class MemoryCaller(ConnectedCaller):
@@ -39,20 +27,16 @@ class MemoryCaller(ConnectedCaller):
         super().__init__()
         self.outside = outside
         self._connect_process = connect
-        self._of: ByteProcess | None = None
 
     def _connect(self, timeout: float) -> WriterConnection:
-        process, connection = self._connect_process(timeout), self._process
-        if connection is None or process is not self._of:
-            self.close()
-            connection, self._of = process.open_connection(timeout), process
-        return connection
+        self.close()
+        return self._connect_process(timeout).open_connection(timeout)
 
     def prepare(self, timeout: float) -> None:
         """Connect, and start the process again if it has ended."""
         self._running(timeout)
 
-    def retire(self, keep: Sequence[str], timeout: float) -> Retired:
+    def retire(self, keep: Sequence[str], timeout: float) -> dict[int, bool]:
         """Drop what this rank's server has of all snapshots but these.
 
         Args:
@@ -61,7 +45,8 @@ class MemoryCaller(ConnectedCaller):
             timeout: seconds that it may take
 
         Returns:
-            This server's arenas. Of one that a server had which has died since, nobody knows who reads it.
+            Whether other processes still read this server's arenas, by their numbers. Without those that a server had
+            which has died since: nobody knows who reads them.
 
         Raises:
             CheckpointSaveError: it could not
@@ -70,11 +55,10 @@ class MemoryCaller(ConnectedCaller):
         """
         connection = self._process
         if connection is None:
-            return Retired(set(), set())
-        header = {"kind": "retire", "keep": list(keep)}
+            return {}
         deadline = self.outside.now() + timeout
-        held: list[int] = self._asked(connection, header, deadline, "timeouts.close")["held"]
-        return Retired(self._arenas.keys() - held, self._arenas.keys() & held)
+        held = self._asked("retire", connection, deadline, "timeouts.close", keep=list(keep))["held"]
+        return {number: number in held for number in self._arenas}
 
     def listen(self, secret: str, address: str, timeout: float) -> int:
         """Have this rank's server let servers and trainers of other hosts in. A second call changes nothing.
@@ -92,9 +76,9 @@ class MemoryCaller(ConnectedCaller):
             WorkerDiedError: the server has died
             CheckpointTimeoutError: it did not answer
         """
-        header = {"kind": "listen", "secret": secret, "address": address}
-        deadline = self.outside.now() + timeout
-        return int(self._asked(self._running(timeout), header, deadline, "timeouts.worker_start")["port"])
+        deadline, connection = self.outside.now() + timeout, self._running(timeout)
+        key = "timeouts.worker_start"
+        return int(self._asked("listen", connection, deadline, key, secret=secret, address=address)["port"])
 
     def pull(
         self, path: str, homes: Sequence[tuple[Sequence[Any], float | None]], deadline: float
@@ -116,22 +100,21 @@ class MemoryCaller(ConnectedCaller):
             CheckpointTimeoutError: it did not answer
         """
         seconds = max(deadline - self.outside.now(), 0.0)
-        header = {"kind": "pull", "path": path, "homes": homes, "seconds": seconds}
-        answer = self._asked(self._running(seconds), header, deadline + _GRACE_SECONDS, "timeouts.write")
-        return {name: answer[name] for name in ("bytes", "sent", "seconds")}
+        connection, until = self._running(seconds), deadline + _GRACE_SECONDS
+        return self._asked("pull", connection, until, "timeouts.write", path=path, homes=homes, seconds=seconds)
 
     def _asked(
-        self, connection: WriterConnection, header: Mapping[str, Any], deadline: float, key: str
+        self, kind: str, connection: WriterConnection, deadline: float, key: str, **values: Any
     ) -> dict[str, Any]:
         """Send a frame to the server, and receive its answer; the connection is of no more use if that is late."""
         try:
-            connection.send({**header, "id": next(self._numbers)}, deadline)
+            connection.send({"kind": kind, **values, "id": next(self._numbers)}, deadline)
             answer = connection.receive(deadline, key)
         except CheckpointTimeoutError:
             self.close()
             raise
         if answer["kind"] == "failed":
-            raise as_local_error(answer, f"The snapshot server could not {header['kind']}")
+            raise as_local_error(answer, f"The snapshot server could not {kind}")
         return answer
 
     def close(self, timeout: float = 60.0) -> None:
