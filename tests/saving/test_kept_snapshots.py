@@ -36,7 +36,7 @@ from ckpt_component.errors import WorkerDiedError
 from ckpt_component.events import CheckpointListener, SaveReport
 from ckpt_component.events.recorder import EventRecorder
 from ckpt_component.hosts.host_memory import HostMemory
-from ckpt_component.hosts.keep import Image, run_keep_job
+from ckpt_component.hosts.keep import run_keep_job
 from ckpt_component.hosts.snapshots import SnapshotMemory, TieredSaveQueue
 from ckpt_component.hosts.stores import MemoryStore
 from ckpt_component.loading import Reader
@@ -87,7 +87,7 @@ class SnapshotStore(MemoryCaller):
         arena = request.source
         assert isinstance(arena, Arena)
         self.arenas.append(arena)
-        return dict(run_keep_job(request, self.files, Image(arena.number, arena.shared_descriptor())))
+        return dict(run_keep_job(request, self.files, (arena.number, arena.shared_descriptor())))
 
     def progress(self) -> int:
         return 0

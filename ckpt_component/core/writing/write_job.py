@@ -73,22 +73,12 @@ def run_write_job(
             list(pool.map(fs.sync, descriptors.values()))
         for descriptor in () if keeps_cached else descriptors.values():
             fs.drop_cached(descriptor)
-    files = write_integrity(request, sizes, sums)
-    shared_bytes = sum(sizes[name] for name in shared - {table.files[file].name for file in copied})
-    total = sum(entry["size"] for entry in files) - shared_bytes
-    seconds = perf_counter() - started
-    return {
-        "rank": request.rank,
-        "files": files,
-        "bytes": total,
-        "seconds": seconds,
-        "began": started,
-        "synced_from": synced_from,
-        "io": io,
-        "sums": [[sums[number] for number in table.items_of(file)] for file in request.kept],
-        "shared": shared_bytes,
-        "copied": copied,
-    }
+    result = end_job(request, sizes, sums, started, synced_from, io)
+    result["sums"] = [[sums[number] for number in table.items_of(file)] for file in request.kept]
+    result["shared"] = sum(sizes[name] for name in shared - {table.files[file].name for file in copied})
+    result["bytes"] -= result["shared"]
+    result["copied"] = copied
+    return result
 
 
 def sizes_of(request: WriteRequest) -> dict[str, int]:
@@ -104,16 +94,21 @@ def sum_objects(blob: ObjectBlob, data: memoryview, checksum: Checksum) -> list[
     return [checksum.of(data[offset - blob.offset :][:length]) for offset, length in blob.items]
 
 
-def write_integrity(request: WriteRequest, sizes: Mapping[str, int], sums: Sequence[int]) -> list[dict[str, Any]]:
+def end_job(
+    request: WriteRequest, sizes: Mapping[str, int], sums: Sequence[int], began: float, synced_from: float, io: str
+) -> WriteResult:
     """Write the integrity file, a rank's vote, when all its other files are there.
 
     Args:
         request: what was written
         sizes: from `sizes_of`
         sums: checksums of all items, those of objects last
+        began: as in the result, like the next two
+        synced_from: see above
+        io: see above
 
     Returns:
-        All files, as the manifest lists them.
+        What was written, if no file is shared with an earlier checkpoint.
     """
     blobs, name = request.object_blobs, integrity_name(request.rank)
     places = [(blob.file, offset, length) for blob in blobs for offset, length in blob.items]
@@ -128,7 +123,18 @@ def write_integrity(request: WriteRequest, sizes: Mapping[str, int], sums: Seque
     )
     request.fs.write_new(os.path.join(request.attempt.staging, name), integrity)
     request.fs.sync_folder(request.attempt.staging)
-    return [*files, {"name": name, "size": len(integrity), "crc32": zlib.crc32(integrity)}]
+    return {
+        "rank": request.rank,
+        "files": [*files, {"name": name, "size": len(integrity), "crc32": zlib.crc32(integrity)}],
+        "bytes": sum(sizes.values()) + len(integrity),
+        "seconds": perf_counter() - began,
+        "began": began,
+        "synced_from": synced_from,
+        "io": io,
+        "sums": [],
+        "shared": 0,
+        "copied": [],
+    }
 
 
 def _share(request: WriteRequest, sums: list[int]) -> list[int]:
