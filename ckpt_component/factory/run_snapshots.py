@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..background.follower import Follower
-from ..callers.memory_caller import MemoryCaller
-from ..callers.write_callers import PersistentCaller, WriteCaller
+from ..callers.write_callers import MemoryCaller, PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.image_count import ImageCount
 from ..config.schema import Checkpoint
@@ -46,7 +45,6 @@ class RunSnapshots(RunOption):
         self._settings, self._outside = settings.recovery, outside
         self._arenas = settings.stager.get("arenas", 1)
         self._clients = JobClients(outside)
-        self._memory = HostMemory(self._clients, outside=outside)
         self._mode = f"checkpoint/recovery={self._settings.mode}"
         #: How many images there are, and the snapshots of the run before; set by `join`, which knows the hosts.
         self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
@@ -58,7 +56,7 @@ class RunSnapshots(RunOption):
 
     def storage_of(self, storage_of: StorageOf) -> StorageOf:
         """See the base class: a path may be in the memory of servers, where it is only read."""
-        memory = self._memory
+        memory = HostMemory(self._clients, outside=self._outside)
         return lambda path: memory if memory.holds(path) else storage_of(path)
 
     def begun(self, storage: Storage, root: str) -> Any:

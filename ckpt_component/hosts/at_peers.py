@@ -11,10 +11,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-from ..callers.memory_caller import MemoryCaller
+from ..callers.write_callers import MemoryCaller
 from ..config.schema import Recovery
 from ..core.coordination.addresses import offered_address, reachable
 from ..core.lane import Lane
@@ -45,18 +45,18 @@ class PeerMap:
     secret: str
     bytes_per_second: float | None = None
 
-    @cached_property
-    def homes(self) -> Sequence[Sequence[int]]:
-        """For each rank those whose replicas it holds."""
-        found: list[list[int]] = [[] for _ in self.of]
+    def pulls(self, places: Sequence[Any]) -> list[list[tuple[Any, float | None]]]:
+        """For each rank: the servers of those whose replicas it holds, and the most bytes to ask each for in a second.
+
+        Args:
+            places: where the servers of all ranks are
+        """
+        found: list[list[tuple[Any, float | None]]] = [[] for _ in self.of]
         for home, holders in enumerate(self.of):
             for holder in holders:
-                found[holder].append(home)
+                rate = None if self.bytes_per_second is None else self.bytes_per_second / len(holders)
+                found[holder].append((places[home], rate))
         return found
-
-    def rate(self, home: int) -> float | None:
-        """The most bytes that a holder asks a home for in a second; None: no limit."""
-        return None if self.bytes_per_second is None else self.bytes_per_second / len(self.of[home])
 
     @classmethod
     def agree(cls, run: RunContext, settings: Recovery) -> PeerMap:
@@ -68,12 +68,8 @@ class PeerMap:
         ranks, hosts, given = run.ranks, run.hosts, settings.peers or {}
         deadline = ranks.outside.now() + run.timeouts.stage
         begun = ranks.scatter("peers/begin", offered_address(ranks.outside), partial(_begin, ranks.outside), deadline)
-        return cls(
-            of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
-            address=begun["address"],
-            secret=begun["secret"],
-            bytes_per_second=settings.max_bytes_per_second,
-        )
+        of = [hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)]
+        return cls(of, bytes_per_second=settings.max_bytes_per_second, **begun)
 
 
 class SnapshotsAtPeers(NewestStays):
@@ -113,7 +109,13 @@ class SnapshotsAtPeers(NewestStays):
     def prepare(self, caller: MemoryCaller, timeout: float) -> None:
         """See the base class. It also lets other hosts in, as they may look for a snapshot once rank 0 has it whole."""
         super().prepare(caller, timeout)
-        self._place = self._listening(caller)
+        place, address = None, self._peers.address
+        try:
+            port = caller.listen(self._peers.secret, address, self._timeouts.close)
+            place = PeerAddress(self._ranks.outside.host_name(), address, port, self._ranks.rank)
+        except CheckpointError as error:
+            logger.warning("rank %d's snapshot server cannot be reached from other hosts: %s", self._ranks.rank, error)
+        self._place = place  # another one, if the server was started again
 
     def whole(self, report: SaveReport) -> None:
         """See the base class."""
@@ -135,15 +137,6 @@ class SnapshotsAtPeers(NewestStays):
             self._changed.wait_for(known, self._timeouts.stage)
             return [*filter(None, (self._at_peers, self._pulled, self._newest))]
 
-    def _listening(self, client: MemoryCaller) -> PeerAddress | None:
-        """Where this rank's server, which may have been started again, listens for other hosts; None: nowhere."""
-        try:
-            port = client.listen(self._peers.secret, self._peers.address, self._timeouts.close)
-        except CheckpointError as error:
-            logger.warning("rank %d's snapshot server cannot be reached from other hosts: %s", self._ranks.rank, error)
-            return None
-        return PeerAddress(self._ranks.outside.host_name(), self._peers.address, port, self._ranks.rank)
-
     def _pull_due(self) -> None:
         """On the lane: pull what is due. The ranks begin each round together."""
         if self._closing or self._asked >= self._number:
@@ -158,7 +151,15 @@ class SnapshotsAtPeers(NewestStays):
             self.close()
 
     def _pull_next(self, tag: str) -> None:
-        number, path, homes = self._agree(tag)
+        """Agree which one all ranks pull next, and from where, and do so if all servers can be reached."""
+        with self._changed:
+            number, path = self._number, self._newest
+        message, homes = {"number": number, "path": path, "at": self._place}, None
+        try:
+            deadline = self._ranks.outside.now() + self._timeouts.stage
+            number, path, homes = self._ranks.scatter(tag, message, self._choose, deadline)
+        except CheckpointError as error:
+            logger.log(self._level, "%s is in memory, and does not get to its peers: %s", path, error)
         with self._changed:
             self._asked = number
             self._reports = {at: report for at, report in self._reports.items() if at in (path, self._newest)}
@@ -177,39 +178,26 @@ class SnapshotsAtPeers(NewestStays):
             with contextlib.suppress(CheckpointError, RuntimeError):  # the run ends, and so does what stays
                 self._then()
 
-    def _agree(self, tag: str) -> tuple[int, str, list[PeerAddress] | None]:
-        """The number and the path of what all ranks pull next, and from where; None, if a server cannot be reached."""
-        with self._changed:
-            number, path = self._number, self._newest
-        message = {"number": number, "path": path, "at": self._place}
-        try:
-            deadline = self._ranks.outside.now() + self._timeouts.stage
-            number, path, homes = self._ranks.scatter(tag, message, self._choose, deadline)
-        except CheckpointError as error:
-            logger.log(self._level, "%s is in memory, and does not get to its peers: %s", path, error)
-            return number, path, None
-        return number, path, None if homes is None else [PeerAddress(*home) for home in homes]
-
     def _choose(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
         """On the leading rank: what each rank pulls, and from where.
 
         What is whole on one rank has been written on all of them, though some may not know yet that it is whole.
         """
         newest = max(messages, key=lambda message: message["number"])
-        homes = [[messages[home]["at"] for home in homes] for homes in self._peers.homes]
-        is_possible = all(message["at"] for message in messages)
-        return [[newest["number"], newest["path"], each if is_possible else None] for each in homes]
+        places = [message["at"] for message in messages]
+        parts = self._peers.pulls(places) if all(places) else [None] * len(places)
+        return [[newest["number"], newest["path"], homes] for homes in parts]
 
-    def _pull(self, tag: str, path: str, homes: Sequence[PeerAddress]) -> bool:
+    def _pull(self, tag: str, path: str, homes: Sequence[tuple[Sequence[Any], float | None]]) -> bool:
         """Pull a snapshot; returns whether it has arrived, on all ranks."""
-        own, paced = dict[str, Any](), [(home, self._peers.rate(home.rank)) for home in homes]
+        own = dict[str, Any]()
         deadline = self._ranks.outside.now() + self._timeouts.whole_save
 
         def pull() -> None:
             if self._closing:
                 raise _RunEnds
             try:
-                own.update(self._caller.pull(path, paced, deadline))
+                own.update(self._caller.pull(path, homes, deadline))
             except CheckpointError:
                 if self._closing:
                     raise _RunEnds from None  # no rank waits for this one's answer

@@ -40,7 +40,7 @@ from ..core.writing.orphan_commit import UndecidedSave
 from ..core.writing.range_writer import SumCursor
 from ..core.writing.request import ReusedFile, WriteRequest, WriteResult
 from ..core.writing.worker import ByteWorker, MappedArena
-from ..core.writing.write_job import end_job, sizes_of, sum_objects
+from ..core.writing.write_job import end_job, filled_objects, first_sums, sizes_of
 from ..core.writing.write_table import Extent
 from ..errors import CheckpointError, CheckpointFencedError
 from .client import HostClients
@@ -72,11 +72,8 @@ def run_keep_job(
     table, folder, started = request.table, request.attempt.staging, perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     sizes, shared = sizes_of(request), {each.file: _descriptor(each) for each in request.shared}
-    sums, tails = _sums(request, checksum), dict[str, bytes]()
-    for blob in request.object_blobs:
-        data = blob.filled(sums)
-        tails[blob.file] = bytes(data)
-        sums += sum_objects(blob, data, checksum)
+    sums = _sums(request, checksum)
+    tails = {blob.file: bytes(data) for blob, data in filled_objects(request, checksum, sums)}
     for number, spec in enumerate(table.files):
         path, tail = os.path.join(folder, spec.name), tails.pop(spec.name, b"")
         place = (files.new_source(), shared[number], 0) if number in shared else (*image, spec.base)
@@ -94,11 +91,7 @@ def _descriptor(shared: ReusedFile) -> int:
 
 def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:
     """The checksums of the image's items, by several threads; those of shared files are known."""
-    table = request.table
-    sums = [checksum.of(memoryview(b""))] * table.item_count  # for items without bytes
-    for each in request.shared:
-        for number, value in zip(table.items_of(each.file), each.sums, strict=True):
-            sums[number] = value
+    table, sums = request.table, first_sums(request, checksum)
 
     def sum_extent(extent: Extent) -> None:
         base, cursor = table.files[extent.file].base, SumCursor(extent, checksum, sums)
@@ -204,8 +197,7 @@ class SnapshotProcess:
         Raises:
             OSError: it cannot listen there, or does so with another secret
         """
-        peers = self._peers
-        if peers is None:
+        if (peers := self._peers) is None:
             peers = PeerEndpoint(address, secret, self._outside)
             self._server.open(peers)
             self._peers = peers

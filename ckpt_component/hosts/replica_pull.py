@@ -183,7 +183,7 @@ class ReplicaPull:
         """
         receiving, summing = self.outside.lock(), self.outside.lock()
 
-        def work() -> None:
+        def work(_: int) -> None:
             while True:
                 with ExitStack() as turn:
                     with receiving:
@@ -193,13 +193,8 @@ class ReplicaPull:
                         turn.enter_context(summing)  # before another one comes, so that they stay in their order
                     cursor.feed([piece])
 
-        with self.outside.pool(1, "ckpt-replica") as pool:
-            other = pool.submit(work)
-            work()
-        try:
-            other.result(0)
-        finally:
-            del other  # its error would hold it, and with it the memory
+        with self.outside.pool(2, "ckpt-replica") as pool:
+            list(pool.map(work, range(2)))
 
 
 def _between(places: array[int], length: int) -> array[int]:

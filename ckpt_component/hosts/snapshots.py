@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ..callers.memory_caller import MemoryCaller
+from ..callers.write_callers import MemoryCaller
 from ..core.commit.commit import new_attempt
 from ..core.commit.protocol import Attempt
 from ..core.image.arena import Arena
@@ -135,7 +135,7 @@ class TieredSaveQueue(SaveQueue):
         self._kept = KeptSnapshots(memory, beside)
         # Nothing in its folders follows a snapshot.
         quiet = replace(beside, run=NoRun(context.storage_of))
-        self._beside = MemorySaveQueue(self._kept, quiet, in_background=True, add_report=add_report, name="ckpt-keep")
+        self._beside = SaveQueue(self._kept, quiet, in_background=True, add_report=add_report, name="ckpt-keep")
         memory.stays.begin(partial(self._beside.run_after_saves, self._kept.drop_others))
         #: Where the newest snapshot of this run is, or will be, in memory.
         self._newest = ""
@@ -195,15 +195,6 @@ class TieredSaveQueue(SaveQueue):
         self._beside.close(wait=wait and self._is_beside_idle)
         self._kept.misses.end()
         self._memory.caller.close(self._timeouts.close)
-
-
-class MemorySaveQueue(SaveQueue):
-    """The queue for memory, whose saves may be as frequent as steps."""
-
-    _attempts: KeptSnapshots
-
-    def _tolerate(self, path: str, error: BaseException) -> None:
-        self._attempts.warn_of(path, error)
 
 
 class KeptSnapshots(SaveAttempts):
@@ -269,7 +260,7 @@ class KeptSnapshots(SaveAttempts):
                 staged.snapshot.release()
 
     def warn_of(self, path: str, error: BaseException) -> None:
-        """Log that a snapshot did not become whole, or count it."""
+        """Log that a snapshot did not become whole, or count it: they may be as frequent as steps."""
         text = "%s did not become whole in memory, and training continues (%s): %s"
         defect = None if isinstance(error, CheckpointError) else error
         self.misses.warn(text, path, self._context.policy.reason, error, defect=defect)

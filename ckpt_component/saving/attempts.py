@@ -78,6 +78,11 @@ class SaveAttempts:
         current, before = self._writing
         return max(self._caller.progress() - before, 0) if current.startswith(token) else 0
 
+    def warn_of(self, path: str, error: BaseException) -> None:
+        """Log a failed save after which training continues."""
+        reason = self._context.policy.reason
+        logger.warning("%s was not saved, and training continues (%s): %s", path, reason, error)
+
     def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
         """Write and commit; returns when the checkpoint is committed, on all ranks.
 

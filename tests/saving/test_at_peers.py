@@ -13,7 +13,7 @@ from rank_threads import rank_threads
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, SaveReport, WorkerDiedError
-from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.callers.write_callers import MemoryCaller
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.coordination import Coordinator, Hosts
 from ckpt_component.core.options import ResolvedTimeouts
@@ -120,7 +120,7 @@ def test_the_newest_snapshot_is_pulled_when_nobody_pulls_and_those_in_between_ar
     eventually(lambda: both(lambda rank: rank.paths()) == [["step4"]] * 2)
     pulled = both(lambda rank: rank.client.pulled)
     assert [path for path, _ in pulled[0]] == ["step1", "step2", "step4"]
-    homes = [[(home[1:], rate) for home, rate in homes] for _, homes in pulled[0]]
+    homes = [[(tuple(home[1:]), rate) for home, rate in homes] for _, homes in pulled[0]]
     assert homes == [[(("10.0.0.1", 4000, 1), 1e6)]] * 3, "where the other one listens"
     assert both(lambda rank: rank.first) == [["at peers"]] * 2
 
@@ -187,6 +187,10 @@ def test_nothing_is_pulled_while_a_rank_cannot_listen(both: Any, caplog: pytest.
 
 def test_a_home_sends_all_its_holders_together_no_more_than_its_limit() -> None:
     peers = PeerMap([[2], [2, 3], [1, 3], [0]], "", "", 600.0)
-    assert peers.homes == [[3], [2], [0, 1], [1, 2]]
-    assert [peers.rate(home) for home in range(4)] == [600.0, 300.0, 300.0, 600.0]
-    assert PeerMap([[1], [0]], "", "").rate(0) is None
+    assert peers.pulls("abcd") == [
+        [("d", 600.0)],
+        [("c", 300.0)],
+        [("a", 600.0), ("b", 300.0)],
+        [("b", 300.0), ("c", 300.0)],
+    ]
+    assert PeerMap([[1], [0]], "", "").pulls("ab") == [[("b", None)], [("a", None)]]

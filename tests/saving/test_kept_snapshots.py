@@ -18,8 +18,7 @@ import torch
 from rank_threads import rank_threads
 
 from ckpt_component import CheckpointError, CheckpointFencedError, CheckpointGivenUpError, CheckpointSaveError
-from ckpt_component.callers.memory_caller import MemoryCaller
-from ckpt_component.callers.write_callers import InlineCaller
+from ckpt_component.callers.write_callers import InlineCaller, MemoryCaller
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON

@@ -42,7 +42,7 @@ def run_write_job(
         OSError: the first failure of any parallel writer, after all of them have stopped
         ChecksumMissingError: the package of the table's checksum is not installed
     """
-    fs, folder, table, blobs = request.fs, request.attempt.staging, request.table, request.object_blobs
+    fs, folder, table = request.fs, request.attempt.staging, request.table
     started = perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     in_memory = fs.in_memory(folder)
@@ -52,10 +52,10 @@ def run_write_job(
     sizes = sizes_of(request)
     shared = {table.files[each.file].name for each in request.shared}
     written = [spec.name for spec in table.files if spec.name not in shared]
-    sums = [checksum.of(memoryview(b""))] * table.item_count  # for items without bytes
+    sums = first_sums(request, checksum)
     with _closing(fs, descriptors), _closing(fs, direct):
         _create(fs, folder, {name: size for name, size in sizes.items() if name not in shared}, descriptors)
-        copied = _share(request, sums)
+        copied = _share(request)
         if io == "direct":
             for name in written:
                 direct[name] = _open_direct(fs, os.path.join(folder, name))
@@ -64,10 +64,8 @@ def run_write_job(
         LaneWriter(request, targets, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
         for name in written if direct else ():
             fs.truncate(descriptors[name], sizes[name])  # direct I/O writes the last page as a whole
-        for blob in blobs:
-            data = blob.filled(sums)
+        for blob, data in filled_objects(request, checksum, sums):
             fs.write(descriptors[blob.file], [data], blob.offset)
-            sums += sum_objects(blob, data, checksum)
         synced_from = perf_counter()
         with fs.outside.pool(len(descriptors), "ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
@@ -89,9 +87,23 @@ def sizes_of(request: WriteRequest) -> dict[str, int]:
     return sizes
 
 
-def sum_objects(blob: ObjectBlob, data: memoryview, checksum: Checksum) -> list[int]:
-    """The checksums of the objects in a blob, whose bytes are `data`."""
-    return [checksum.of(data[offset - blob.offset :][:length]) for offset, length in blob.items]
+def first_sums(request: WriteRequest, checksum: Checksum) -> list[int]:
+    """The checksums of all items of the image, as far as they are known: of those in shared files, or without bytes."""
+    sums = [checksum.of(memoryview(b""))] * request.table.item_count
+    for each in request.shared:
+        for number, value in zip(request.table.items_of(each.file), each.sums, strict=True):
+            sums[number] = value
+    return sums
+
+
+def filled_objects(
+    request: WriteRequest, checksum: Checksum, sums: list[int]
+) -> Iterator[tuple[ObjectBlob, memoryview]]:
+    """The encoded objects, with checksums of the image in them where they have those; their own ones join `sums`."""
+    for blob in request.object_blobs:
+        data = blob.filled(sums)
+        sums += [checksum.of(data[offset - blob.offset :][:length]) for offset, length in blob.items]
+        yield blob, data
 
 
 def end_job(
@@ -137,15 +149,13 @@ def end_job(
     }
 
 
-def _share(request: WriteRequest, sums: list[int]) -> list[int]:
-    """Make the shared files appear in the folder, and take their checksums. Returns those that had to be copied."""
+def _share(request: WriteRequest) -> list[int]:
+    """Make the shared files appear in the folder. Returns those that had to be copied."""
     copied, table = [], request.table
     for each in request.shared:
         path = os.path.join(request.attempt.staging, table.files[each.file].name)
         if not request.fs.share(each.held, path):
             copied.append(each.file)
-        for number, value in zip(table.items_of(each.file), each.sums, strict=True):
-            sums[number] = value
     return copied
 
 
