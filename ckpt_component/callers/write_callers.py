@@ -1,7 +1,7 @@
 """Callers run write requests: in the trainer, in a process per save, or in one process for the whole run.
 
-The process is the torch-free writer. Tables and arena descriptors are constant and sent once per process; a save is
-then a frame of a few hundred bytes and the encoded objects.
+`MemoryCaller` runs those whose target is in memory. The process is the torch-free writer. Tables and arena descriptors
+are constant and sent once per process; a save is then a frame of a few hundred bytes and the encoded objects.
 """
 
 from __future__ import annotations
@@ -340,8 +340,8 @@ class MemoryCaller(ConnectedCaller):
             timeout: seconds that it may take
 
         Returns:
-            Whether other processes still read this server's arenas, by their numbers. Without those that a server had
-            which has died since: nobody knows who reads them.
+            Whether other processes still read this server's arenas, by their numbers. Without those of a server that
+            has died since, of which it is unknown.
 
         Raises:
             CheckpointSaveError: it could not

@@ -231,9 +231,8 @@ class KeptSnapshots(SaveAttempts):
         """Write and commit; see the base class. When this returns, those that do not stay are no longer in memory."""
         snapshot = staged.snapshot
         try:
-            self._memory.stays.prepare(
-                self._memory.caller, self._timeouts.worker_start
-            )  # the commit begins in the server of rank 0
+            # The commit begins in the server of rank 0.
+            self._memory.stays.prepare(self._memory.caller, self._timeouts.worker_start)
         except CheckpointError as error:
             staged = replace(staged, snapshot=None, error=error)  # so that all ranks hear of it
         committed = super().run(staged, attempt, number)
@@ -274,7 +273,7 @@ class KeptSnapshots(SaveAttempts):
             logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", stay[-1], error)
         dropped = [self._snapshots.pop(path) for path in self._snapshots.keys() - {*stay}]
         self._lent += [older.arena for older in dropped if older.arena is not None]
-        for arena in self._lent:  # whether anybody reads one that is not listed is unknown
+        for arena in self._lent:  # of one that is not listed, it is unknown whether it is read
             arena.awaited = are_read.get(arena.number, False)
             arena.reusable = arena.number in are_read and not arena.awaited
         self._lent = [arena for arena in self._lent if arena.awaited and not arena.closed]
