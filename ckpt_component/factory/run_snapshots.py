@@ -122,16 +122,15 @@ class RunSnapshots(RunOption):
             "copies of other ranks' images"
         )
         logger.info(text, self._mode, images.own, images.staying, images.copies)
-        if settings.mode is RecoveryMode.host:
-            if hosts.several:
-                text = (
-                    "%s: the %d ranks are on %d hosts, and a run is restored from memory only if all are on one host; "
-                    "else from its checkpoints"
-                )
-                logger.warning(text, self._mode, len(hosts.names), len(names))
-            return
-        if not hosts.several:
+        if settings.mode is RecoveryMode.host and hosts.several:
+            text = (
+                "%s: the %d ranks are on %d hosts, and a run is restored from memory only if all are on one host; "
+                "else from its checkpoints"
+            )
+            logger.warning(text, self._mode, len(hosts.names), len(names))
+        if settings.mode is RecoveryMode.peers and not hosts.several:
             logger.warning("%s: all ranks are on one host, so nobody has copies, and all is as with host", self._mode)
+        if not images.copies:
             return
         replicas = min(settings.replicas, len(names) - 1)
         if replicas < settings.replicas:

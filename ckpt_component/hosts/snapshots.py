@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 from ..callers.write_callers import MemoryCaller
 from ..core.commit.commit import new_attempt
@@ -211,21 +211,14 @@ class KeptSnapshots(SaveAttempts):
     def __init__(self, memory: SnapshotMemory, context: SaveContext) -> None:
         super().__init__(memory.caller, memory.writer, context)
         self._memory = memory
-        self._is_claimed = False
+        # The folder is claimed before the first snapshot, as a restore believes the owner's servers only. Before later
+        # ones it is not asked, so a disk that hangs keeps no snapshot from memory. A run that takes it over ends the
+        # servers of this one.
+        self._claim = cache(self._claim)
         self._snapshots: dict[str, Snapshot] = {}
         #: Those of dropped snapshots that other processes still read.
         self._lent: list[Arena] = []
         self.misses = RepeatedWarning(logger, "snapshots did not become whole in memory")
-
-    def _claim(self) -> None:
-        """Claim the folder of the run once, before the first snapshot, as a restore believes the owner's servers only.
-
-        Before later ones it is not asked, so a disk that hangs keeps no snapshot from memory. A run that takes the
-        folder over ends the servers of this one.
-        """
-        if not self._is_claimed:
-            super()._claim()
-            self._is_claimed = True
 
     def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
         """Write and commit; see the base class. When this returns, those that do not stay are no longer in memory."""

@@ -64,6 +64,7 @@ class SaveAttempts:
         self._timeouts = context.timeouts
         self._outside = context.ranks.outside
         self._run = context.run
+        self._claim = context.run.ownership.acquire
         self._queue = context.queue
         self._indexes = RankIndexes(writer, context.run.files)
         #: By device: the faster I/O mode, where a request has made a trial.
@@ -162,15 +163,11 @@ class SaveAttempts:
         # Before the write: rank 0's writer process may have to commit if the trainers die.
         self._indexes.collect(tables, messages)
         with self._typed_errors(request, needed):
-            self._claim()
+            self._claim()  # also deletes what an earlier run left
             self._refuse_without_room(request, needed)
             commit.begin(attempt)
             locks.callback(AttemptLock(request.storage, attempt).close)
         return differing([message.get("digests", {}) for message in messages]) if len(messages) > 1 else []
-
-    def _claim(self) -> None:
-        """Claim the folder of the run, which also deletes what an earlier run has left there."""
-        self._run.ownership.acquire()
 
     def _refuse_without_room(self, request: SaveRequest, needed: int) -> None:
         margin = self._context.policy.min_free_bytes

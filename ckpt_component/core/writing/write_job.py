@@ -55,7 +55,10 @@ def run_write_job(
     sums = first_sums(request, checksum)
     with _closing(fs, descriptors), _closing(fs, direct):
         _create(fs, folder, {name: size for name, size in sizes.items() if name not in shared}, descriptors)
-        copied = _share(request)
+        copied = list[int]()
+        for each in request.shared:
+            if not fs.share(each.held, os.path.join(folder, table.files[each.file].name)):
+                copied.append(each.file)
         if io == "direct":
             for name in written:
                 direct[name] = _open_direct(fs, os.path.join(folder, name))
@@ -147,16 +150,6 @@ def end_job(
         "shared": 0,
         "copied": [],
     }
-
-
-def _share(request: WriteRequest) -> list[int]:
-    """Make the shared files appear in the folder. Returns those that had to be copied."""
-    copied, table = [], request.table
-    for each in request.shared:
-        path = os.path.join(request.attempt.staging, table.files[each.file].name)
-        if not request.fs.share(each.held, path):
-            copied.append(each.file)
-    return copied
 
 
 def _create(fs: Storage, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:
