@@ -18,6 +18,7 @@ import logging
 import os
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -183,97 +184,23 @@ class ServedStore(SnapshotStore):
         """See the base class."""
 
 
-@dataclass
 class _HeldImage:
     """An open image, or an open file on disk; closed with this object, or before by `close`.
 
+    Args:
+        descriptor: of it, which is duplicated
+
     Attributes:
         descriptor: our own
-        inode: which file it is, among all that are open
-        files: how many files are in it
-        readers: how many readers have it open
+
+    Raises:
+        OSError: there is no free descriptor
     """
 
-    descriptor: int
-    inode: tuple[int, int]
-    files: int = 0
-    readers: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = os.dup(descriptor)
         self.close = weakref.finalize(self, os.close, self.descriptor)
         self.close.atexit = False
-
-
-class HeldImages:
-    """Sources of bytes by number; one without files and readers is closed. Whoever has this has a lock for it."""
-
-    def __init__(self) -> None:
-        self._images: dict[int, _HeldImage] = {}
-        #: By inode: its identity, and how many sources it is. One that is not open any more may be another file's.
-        self._inodes: dict[tuple[int, int], tuple[int, int]] = {}
-        self._identities = itertools.count()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._images
-
-    @property
-    def being_read(self) -> set[int]:
-        """Those that a reader has open now."""
-        return {number for number, image in self._images.items() if image.readers}
-
-    def hold(self, number: int, descriptor: int) -> None:
-        """Take a new source, which stays at least until `close_unused`; the descriptor is duplicated.
-
-        Raises:
-            OSError: there is no free descriptor
-        """
-        status = os.fstat(descriptor)
-        image = self._images[number] = _HeldImage(os.dup(descriptor), (status.st_dev, status.st_ino))
-        identity, count = self._inodes.get(image.inode) or (next(self._identities), 0)
-        self._inodes[image.inode] = identity, count + 1
-
-    def identity(self, number: int) -> int:
-        """Which file a source is: the same for all that are one file and have been open since one of them was."""
-        return self._inodes[self._images[number].inode][0]
-
-    def add_file(self, number: int) -> None:
-        """A source has one file more."""
-        self._images[number].files += 1
-
-    def drop_file(self, number: int) -> None:
-        """A source has one file less."""
-        self._images[number].files -= 1
-        self.close_unused(number)
-
-    def enter(self, numbers: Collection[int]) -> None:
-        """A reader opens sources; `leave` must follow."""
-        for number in numbers:
-            self._images[number].readers += 1
-
-    def leave(self, numbers: Collection[int]) -> None:
-        """A reader has closed them."""
-        for number in numbers:
-            self._images[number].readers -= 1
-            self.close_unused(number)
-
-    def close_unused(self, number: int) -> None:
-        """Close a source if it has neither files nor readers."""
-        image = self._images.get(number)
-        if image is not None and not (image.files or image.readers):
-            identity, count = self._inodes.pop(image.inode)
-            if count > 1:
-                self._inodes[image.inode] = identity, count - 1
-            self._images.pop(number).close()
-
-    @contextlib.contextmanager
-    def opened(self, numbers: Collection[int]) -> Iterator[dict[int, int]]:
-        """Open sources, which a reader has entered, for reading alone: their descriptors by number. Needs no lock."""
-        with ExitStack() as until_closed:
-            descriptors = dict[int, int]()
-            for number in numbers:
-                descriptors[number] = open_to_read(self._images[number].descriptor)
-                until_closed.callback(os.close, descriptors[number])
-            yield descriptors
 
 
 class ImageRange(NamedTuple):
@@ -317,7 +244,7 @@ class _HeldFile(NamedTuple):
 
 
 class MemoryStore(ServedStore):
-    """See the top of this file.
+    """See the top of this file. A source is open while it has files or readers.
 
     Args:
         outside: of this process
@@ -330,7 +257,11 @@ class MemoryStore(ServedStore):
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
         self._files: dict[str, _HeldFile] = {}
-        self._sources = HeldImages()
+        #: The sources by number, and those of files on disk by inode: one that is closed may be another file's.
+        self._images: dict[int, _HeldImage] = {}
+        self._on_disk: dict[tuple[int, int], int] = {}
+        #: How many readers each source has.
+        self._readers = Counter[int]()
 
     def listed(self, prefix: str) -> list[ListedFile]:
         with self._lock:
@@ -347,11 +278,11 @@ class MemoryStore(ServedStore):
             entry = self._files[path]
             if entry.content.size > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
-            with self._sources.opened(_sources_of([entry.content])) as descriptors:
-                data, file = bytearray(entry.content.size), entry.opened(descriptors)
-                if not file.fill(memoryview(data), 0):
-                    raise file.cut(path)
-                return bytes(data)
+            descriptors = {number: self._images[number].descriptor for number in _sources_of([entry.content])}
+            data, file = bytearray(entry.content.size), entry.opened(descriptors)
+            if not file.fill(memoryview(data), 0):
+                raise file.cut(path)
+            return bytes(data)
 
     def put(self, path: str, data: bytes, *, new: bool = True) -> None:
         with self._lock:
@@ -369,7 +300,8 @@ class MemoryStore(ServedStore):
 
         Args:
             path: where there is no file yet
-            source: a number for the memory; what has the same number has the same descriptor
+            source: a number for the memory; what has the same number has the same descriptor. Files on disk that are
+                one file become one source.
             descriptor: of the memory; duplicated with the source's first file, and closed with its last one
             base: where in the memory the file begins
             size: how many bytes of the memory are the file's
@@ -384,10 +316,14 @@ class MemoryStore(ServedStore):
             if not size:  # the arena is not read for it
                 self._files[path] = _HeldFile(ImageRange(tail), self._outside.date())
                 return
-            if source not in self._sources:
-                self._sources.hold(source, descriptor)
-            identity = f"{self._token}:{self._sources.identity(source)}:{base}:{size}" if source < 0 else ""
-            self._add(path, _HeldFile(ImageRange(tail, source, base, size, identity), self._outside.date()))
+            identity = ""
+            if source < 0:  # a file on disk
+                status = os.fstat(descriptor)
+                source = self._on_disk.setdefault((status.st_dev, status.st_ino), source)
+                identity = f"{self._token}:{source}:{base}:{size}"
+            if source not in self._images:
+                self._images[source] = _HeldImage(descriptor)
+            self._files[path] = _HeldFile(ImageRange(tail, source, base, size, identity), self._outside.date())
 
     def put_replica(
         self,
@@ -409,21 +345,13 @@ class MemoryStore(ServedStore):
         """
         with self._lock:
             if image is not None:
-                self._sources.hold(*image)
-            older = [
-                (path, entry.content)
-                for path, entry in self._files.items()
-                if entry.home == home and path.startswith(f"{folder}/")
-            ]
-            for path, _ in older:
-                del self._files[path]
+                self._images[image[0]] = _HeldImage(image[1])
+            for path in [path for path, entry in self._files.items() if entry.home == home]:
+                if path.startswith(f"{folder}/"):
+                    del self._files[path]
             for path, (content, modified) in files.items():
-                if path not in self._files:
-                    self._add(path, _HeldFile(content, modified, home))
-            for _, content in older:  # now, as a source may be of use again
-                self._let_go(content)
-            if image is not None:
-                self._sources.close_unused(image[0])
+                self._files.setdefault(path, _HeldFile(content, modified, home))
+            self._close_unused()
 
     def delete(self, paths: Sequence[str]) -> None:
         with self._lock:
@@ -436,7 +364,10 @@ class MemoryStore(ServedStore):
                 entries = {path: entry for path, entry in self._files.items() if os.path.dirname(path) == folder}
                 sources = self._entered(entry.content for entry in entries.values())
             until_closed.callback(self._leave, sources)
-            descriptors = until_closed.enter_context(self._sources.opened(sources))
+            descriptors = dict[int, int]()
+            for number in sources:
+                descriptors[number] = open_to_read(self._images[number].descriptor)
+                until_closed.callback(os.close, descriptors[number])
             yield {os.path.basename(path): entry.opened(descriptors) for path, entry in entries.items()}
 
     @contextlib.contextmanager
@@ -469,12 +400,12 @@ class MemoryStore(ServedStore):
     def has_source(self, number: int) -> bool:
         """Whether a source has files or readers."""
         with self._lock:
-            return number in self._sources
+            return number in self._images
 
     def held(self) -> set[int]:
         """The sources that a reader has open now."""
         with self._lock:
-            return self._sources.being_read
+            return {*self._readers}
 
     @property
     def nbytes(self) -> int:
@@ -486,29 +417,27 @@ class MemoryStore(ServedStore):
         if path in self._files:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
-    def _add(self, path: str, entry: _HeldFile) -> None:
-        if entry.content.source is not None:
-            self._sources.add_file(entry.content.source)
-        self._files[path] = entry
-
     def _drop(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            if path in self._files:
-                self._let_go(self._files.pop(path).content)
+        if any([self._files.pop(path, None) for path in paths]):
+            self._close_unused()
 
-    def _let_go(self, content: ImageRange) -> None:
-        if content.source is not None:
-            self._sources.drop_file(content.source)
+    def _close_unused(self) -> None:
+        """Close the sources that have neither files nor readers. The caller has the lock."""
+        used = {*self._readers} | _sources_of(entry.content for entry in self._files.values())
+        for number in self._images.keys() - used:
+            self._images.pop(number).close()
+        self._on_disk = {inode: number for inode, number in self._on_disk.items() if number in used}
 
     def _entered(self, contents: Iterable[ImageRange]) -> set[int]:
-        """The sources of files, which a reader has entered. Whoever calls it has the lock."""
+        """The sources of files, which a reader has entered. The caller has the lock."""
         sources = _sources_of(contents)
-        self._sources.enter(sources)
+        self._readers.update(sources)
         return sources
 
     def _leave(self, sources: Collection[int]) -> None:
         with self._lock:
-            self._sources.leave(sources)
+            self._readers -= Counter(sources)
+            self._close_unused()
 
 
 def _sources_of(contents: Iterable[ImageRange]) -> set[int]:
