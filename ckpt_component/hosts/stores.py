@@ -444,29 +444,26 @@ def _sources_of(contents: Iterable[ImageRange]) -> set[int]:
     return {content.source for content in contents if content.source is not None}
 
 
+@dataclass(eq=False)
 class ReplicaBlock:
     """Memory that has the images of a replica, or had; freed with this object, unless files are in it.
 
-    Args:
+    Attributes:
         nbytes: its size
         name: of its server, for errors
         outside: of its server
-
-    Attributes:
-        fd: its descriptor
-        nbytes: see above
         source: its number in `MemoryStore`, a new one for each replica
-        is_filling: whether a replica is on its way into it
+        fd: its descriptor
     """
 
-    def __init__(self, nbytes: int, name: str, outside: Outside) -> None:
-        self._pages = SharedPages(nbytes, outside)
-        self._name = name
-        self._outside = outside
+    nbytes: int
+    name: str
+    outside: Outside
+    source: int = 0
+
+    def __post_init__(self) -> None:
+        self._pages = SharedPages(self.nbytes, self.outside)
         self.fd = self._pages.fd
-        self.nbytes = nbytes
-        self.source = 0
-        self.is_filling = True
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def part(self, start: int, end: int, deadline: float) -> memoryview:
@@ -476,20 +473,20 @@ class ReplicaBlock:
             TimeoutError: it is not, or the deadline has passed
             OSError: there is not enough memory
         """
-        if self._outside.now() > deadline:
+        if self.outside.now() > deadline:
             raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
         try:
             self._pages.wait(end, deadline)
         except TimeoutError:
             raise
         except OSError as error:
-            raise OSError(error.errno, f"{self._name} has no memory for a replica: {error.strerror}") from error
+            raise OSError(error.errno, f"{self.name} has no memory for a replica: {error.strerror}") from error
         return self._pages.memory[start:end]
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
         """Allocate it in a thread, within a context. What goes wrong there is raised by `part`."""
-        with self._outside.pool(1, "ckpt-pages") as pool:
+        with self.outside.pool(1, "ckpt-pages") as pool:
             pool.submit(self._pages.allocate, 1)
             try:
                 yield
@@ -497,25 +494,25 @@ class ReplicaBlock:
                 self._pages.stop()
 
 
+@dataclass(eq=False)
 class ReplicaMemory:
     """The blocks of all ranks of which a server keeps replicas. Thread-safe.
 
-    Args:
+    Attributes:
         files: of this server
         name: of this server, for errors
         available: returns how many bytes of memory are free
         outside: of this server
-
-    Attributes:
-        files, name: see above
     """
 
-    def __init__(self, files: MemoryStore, name: str, available: Callable[[], int], outside: Outside = OUTSIDE) -> None:
-        self.files = files
-        self.name = name
-        self._available = available
-        self._outside = outside
-        self._lock = outside.lock()
+    files: MemoryStore
+    name: str
+    available: Callable[[], int]
+    outside: Outside = OUTSIDE
+
+    def __post_init__(self) -> None:
+        self._lock = self.outside.lock()
+        #: By home, without those into which a replica is on its way.
         self._blocks: dict[int, list[ReplicaBlock]] = {}
 
     @contextlib.contextmanager
@@ -532,32 +529,17 @@ class ReplicaMemory:
             OSError: there is not enough memory
         """
         with self._lock:
-            block = self._free_block(home, nbytes)
-            is_new = block is None
-            if block is None:
-                if nbytes > (left := self._available()):
-                    text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
-                    raise OSError(errno.ENOMEM, text)
-                block = ReplicaBlock(nbytes, self.name, self._outside)
-                self._blocks.setdefault(home, []).append(block)
-            block.is_filling, block.source = True, self.files.new_source()
-        try:
-            with block.allocating() if is_new else contextlib.nullcontext():
-                yield block
-        except BaseException:
-            with self._lock:
-                self._blocks[home].remove(block)
-            raise
-        finally:
-            block.is_filling = False
-
-    def _free_block(self, home: int, nbytes: int) -> ReplicaBlock | None:
-        """A block of the right size without files; others without files are freed."""
-        found: ReplicaBlock | None = None
-        for block in [*self._blocks.get(home, ())]:
-            if not (block.is_filling or self.files.has_source(block.source)):
-                if found is None and nbytes <= block.nbytes < 2 * nbytes:
-                    found = block
-                else:
-                    self._blocks[home].remove(block)
-        return found
+            blocks = self._blocks.pop(home, [])
+            unused = [block for block in blocks if not self.files.has_source(block.source)]
+            self._blocks[home] = [block for block in blocks if block not in unused]
+            found = next((block for block in unused if nbytes <= block.nbytes < 2 * nbytes), None)
+            del blocks, unused  # which frees the others
+            if found is None and nbytes > (left := self.available()):
+                text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
+                raise OSError(errno.ENOMEM, text)
+            block = found or ReplicaBlock(nbytes, self.name, self.outside)
+            block.source = self.files.new_source()
+        with contextlib.nullcontext() if found else block.allocating():
+            yield block
+        with self._lock:
+            self._blocks[home].append(block)
