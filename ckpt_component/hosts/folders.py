@@ -17,8 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import IO, Any, TypeVar, cast
 
@@ -26,40 +25,32 @@ from ..core.commit.manifest import read_manifest
 from ..core.commit.manifest_commit import ManifestCommit
 from ..core.commit.protocol import Attempt
 from ..core.memory.scratch import ScratchBlock
-from ..core.outside import Outside
 from ..core.progress import Progress, no_progress
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage
-from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Held, LocalFolders, Storage, StoredFile
 from .host_memory import CombinedStorage, MemoryFiles
-from .stores import ReadableFile, SnapshotStore
+from .stores import SnapshotStore
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class HostFiles(FileSet):
-    """The files of a folder.
+    """The files of a folder: those of this host, which its file system reads, and those of others.
 
     Args:
+        storage: the folders of all hosts
         folder: folder of the checkpoint
-        here: what this host has of it; owned
-        is_here: whether a file of this name is there
-        others: the other hosts, which are asked, one after the other, for what is not here
+        shared: see `Storage.open_files`
     """
 
-    def __init__(
-        self, folder: str, here: FileSet, is_here: Callable[[str], bool], others: Sequence[SnapshotStore]
-    ) -> None:
-        super().__init__(folder, here.outside)
-        self._here = here
-        self._is_here = is_here
-        self._others = [*others]
-        self._lock = self.outside.lock()
-        #: Where the files are that were asked for, or were found beside them.
+    def __init__(self, storage: HostFolders, folder: str, *, shared: bool) -> None:
+        super().__init__(folder, storage.outside)
+        self._storage = storage
+        self._here = storage.fs.open_files(storage.here(folder), shared=shared)
+        self._elsewhere = MemoryFiles(storage, folder)
+        #: Where the files are that were asked for.
         self._places: dict[str, FileSet] = {}
-        self._until_closed = ExitStack()
-        self._until_closed.push(here)
 
     @property
     def block(self) -> ScratchBlock:
@@ -93,21 +84,12 @@ class HostFiles(FileSet):
             place.read_all([*its], progress, inside=inside, batch_bytes=batch_bytes)
 
     def _place(self, name: str) -> FileSet:
-        """Where a file is; here, if nobody has it. Raises as `size`."""
+        """Where a file is; elsewhere, if no host has it. Raises as `size`."""
         path = self._path(name)
-        with self._lock:
-            if name not in self._places and self._is_here(name):
-                self._places[name] = self._here
-            while name not in self._places and self._others:
-                client = self._others.pop(0)
-                try:
-                    listed = client.listed(self._folder)
-                except OSError as error:
-                    raise read_failure(path, error) from error
-                far = self._until_closed.enter_context(FarFiles(self._folder, client, self.outside))
-                for file in listed:
-                    self._places.setdefault(os.path.basename(file.path), far)
-            return self._places.get(name, self._here)
+        if name not in self._places:
+            is_here = self._storage.fs.exists(self._storage.here(path))
+            self._places[name] = self._here if is_here else self._elsewhere
+        return self._places[name]
 
     def _forget(self, name: str, offset: int, length: int) -> None:
         self._place(name)._forget(name, offset, length)
@@ -116,29 +98,10 @@ class HostFiles(FileSet):
         return self._here._choose_ways(ordered)
 
     def __exit__(self, *exception: object) -> None:
-        self._until_closed.close()
-        super().__exit__(*exception)
-
-
-class FarFiles(MemoryFiles):
-    """The files of a folder that another host has on its disk.
-
-    Args:
-        folder: folder of the checkpoint
-        server: of that host
-        outside: that of the storage
-    """
-
-    def __init__(self, folder: str, client: SnapshotStore, outside: Outside) -> None:
-        super().__init__(folder, lambda: [client], outside)
-        self._client = client
-
-    def _open(self) -> dict[str, ReadableFile]:
-        return dict(self._until_closed.enter_context(self._client.opened(self._folder)))
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        self._client.forget()
+        with self._here, self._elsewhere:
+            super().__exit__(*exception)
+        for server in self._storage.servers_of(self._folder):
+            server.forget()
 
 
 logger = logging.getLogger("ckpt_component.storage")
@@ -182,6 +145,8 @@ class HostFolders(CombinedStorage, LocalFolders):
         fs: the file system of this host
         leads: whether this is the host of the leading rank
     """
+
+    opens_all = False
 
     def __init__(
         self,
@@ -287,9 +252,7 @@ class HostFolders(CombinedStorage, LocalFolders):
         return self.fs.share(held, self.here(path))
 
     def open_files(self, folder: str, *, shared: bool = True) -> HostFiles:
-        here = self.here(folder)
-        is_here = partial(_is_in, self.fs, here)
-        return HostFiles(folder, self.fs.open_files(here, shared=shared), is_here, self._clients(folder))
+        return HostFiles(self, folder, shared=shared)
 
     # Small files
 
@@ -302,7 +265,7 @@ class HostFolders(CombinedStorage, LocalFolders):
     def versions(self, path: str, limit: int) -> Iterator[bytes]:
         with contextlib.suppress(FileNotFoundError):
             yield self.fs.read(self.here(path), limit)
-        for client in self._clients(path):
+        for client in self.servers_of(path):
             with contextlib.suppress(FileNotFoundError):
                 yield client.get(path, limit)
 
@@ -335,7 +298,7 @@ class HostFolders(CombinedStorage, LocalFolders):
             except OSError as error:
                 logger.warning("%s is not on all hosts: %s", path, error)
 
-        clients = self._clients(path)
+        clients = self.servers_of(path)
         if clients:
             with self.outside.pool(min(len(clients), _MOST_AT_ONCE), "ckpt-put") as pool:
                 list(pool.map(put, clients))
@@ -383,16 +346,12 @@ class HostFolders(CombinedStorage, LocalFolders):
         here = self.here(path)
         return self.fs.changed(here) if self.fs.exists(here) else super().modified(path)
 
-    def _clients(self, path: str) -> Sequence[SnapshotStore]:
-        """The folders of other hosts, if a path is in them."""
+    def servers_of(self, path: str) -> Sequence[SnapshotStore]:
+        """Those of other hosts, if a path is in their folders."""
         return self._others if self.holds(path) else ()
 
-    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
+    def pass_over(self, server: SnapshotStore, error: ConnectionError) -> None:
         raise error  # its disk still has its files
-
-
-def _is_in(files: FileStorage, folder: str, name: str) -> bool:
-    return files.exists(os.path.join(folder, name))
 
 
 class HostCommit(ManifestCommit):
@@ -403,9 +362,6 @@ class HostCommit(ManifestCommit):
     """
 
     storage: HostFolders
-
-    def __init__(self, storage: HostFolders) -> None:
-        super().__init__(storage)
 
     def attempt(self, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
         """A new attempt, which a writer process finds in the folder of its host."""

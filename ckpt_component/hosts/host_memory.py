@@ -16,9 +16,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
-from typing import IO, TypeVar
+from typing import IO, ClassVar, TypeVar
 
 from ..core.outside import OUTSIDE, Outside
 from ..core.storage.file_set import FileSet, RangeRead
@@ -37,26 +36,26 @@ _STREAM_BYTES = 256 << 10
 
 
 class MemoryFiles(FileSet):
-    """The files of a folder.
+    """The files that servers have in a folder; of two with one name the one that is no replica counts, else the first.
 
     Args:
+        storage: knows the servers
         folder: folder of the checkpoint
-        find: returns the servers that may have some of them; of two that have the same one, the one whose own it is
-            counts, else the first
-        outside: that of the storage
     """
 
-    def __init__(self, folder: str, find: Callable[[], Sequence[SnapshotStore]], outside: Outside = OUTSIDE) -> None:
-        super().__init__(folder, outside)
-        self._find = find
-        self._lock = outside.lock()
-        self._files: dict[str, ReadableFile] | None = None
+    def __init__(self, storage: CombinedStorage, folder: str) -> None:
+        super().__init__(folder, storage.outside)
+        self._storage = storage
+        self._lock = storage.outside.lock()
+        self._files = dict[str, ReadableFile]()
+        #: The servers that were not asked yet; None: they are not known.
+        self._unasked: list[SnapshotStore] | None = None
         self._until_closed = ExitStack()
 
     @property
     def seen_by_all(self) -> bool:
         """Whether all is in the memory of this host, where the ranks that wrote it have put it."""
-        return all(file.is_here and not file.is_replica for file in self._all().values())
+        return all(file.is_here and not file.is_replica for file in self._opened().values())
 
     def size(self, name: str) -> int:
         return self._file(name).size
@@ -79,34 +78,30 @@ class MemoryFiles(FileSet):
     def _file(self, name: str) -> ReadableFile:
         path = self._path(name)
         try:
-            files = self._all()
+            files = self._opened(name)
             if name not in files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         except OSError as error:
             raise read_failure(path, error) from error
         return files[name]
 
-    def _all(self) -> Mapping[str, ReadableFile]:
-        """The files, which are opened now if they are not."""
+    def _opened(self, name: str | None = None) -> Mapping[str, ReadableFile]:
+        """The files, which are opened now if they are not: on all servers, or until there is one of this name."""
         with self._lock:
-            if self._files is None:
-                self._files = self._open()
-            return self._files
-
-    def _open(self) -> dict[str, ReadableFile]:
-        files = dict[str, ReadableFile]()
-        with ExitStack() as until_closed:
-            for client in self._find():
+            if self._unasked is None:
+                self._unasked = [*self._storage.servers_of(self._folder)]
+            while self._unasked and (self._storage.opens_all or name not in self._files):
+                server = self._unasked[0]
                 try:
-                    found = until_closed.enter_context(client.opened(self._folder))
-                except ConnectionError as error:  # its files are gone with it
-                    logger.info("passed over what a snapshot server had: %s", error)
-                    continue
-                for name, file in found.items():
-                    if name not in files or (files[name].is_replica and not file.is_replica):
-                        files[name] = file
-            self._until_closed = until_closed.pop_all()
-        return files
+                    found = self._until_closed.enter_context(server.opened(self._folder))
+                except ConnectionError as error:
+                    self._storage.pass_over(server, error)
+                    found = {}
+                for each, file in found.items():
+                    if each not in self._files or (self._files[each].is_replica and not file.is_replica):
+                        self._files[each] = file
+                del self._unasked[0]
+            return self._files
 
     def _forget(self, name: str, offset: int, length: int) -> None:
         self._file(name).forget(offset, length)
@@ -117,7 +112,7 @@ class MemoryFiles(FileSet):
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         with self._lock:
-            self._files = None
+            self._files, self._unasked = {}, None
             self._until_closed.close()
 
 
@@ -127,15 +122,18 @@ _Answer = TypeVar("_Answer")
 class CombinedStorage(Storage):
     """See the top of this file: what reads, lists and deletes."""
 
+    #: Whether the files of a folder are opened on all servers with the first one, as a server may end, and its files
+    #: with it; else a server is asked when those before it do not have a file.
+    opens_all: ClassVar[bool] = True
     #: Which server has each file that was listed last, to be asked first: else reading all of them took a square.
     _holders: Mapping[str, SnapshotStore] = MappingProxyType({})
 
     @abstractmethod
-    def _clients(self, path: str) -> Sequence[SnapshotStore]:
+    def servers_of(self, path: str) -> Sequence[SnapshotStore]:
         """All servers that may have a path, the own one first."""
 
     @abstractmethod
-    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
+    def pass_over(self, server: SnapshotStore, error: ConnectionError) -> None:
         """A server is gone: raise the error, unless its files are gone with it."""
 
     # Folders
@@ -144,7 +142,8 @@ class CombinedStorage(Storage):
         paths = [file.path for file in self._listed(path)]
         if not paths:
             raise _not_found(path)
-        self._delete(path, paths)
+        for _ in self._answers(path, lambda client: client.delete(paths)):
+            pass
 
     def names(self, path: str) -> list[str]:
         below = len(path) + 1
@@ -162,19 +161,19 @@ class CombinedStorage(Storage):
 
     def read(self, path: str, limit: int) -> bytes:
         holder = self._holders.get(path)
-        for client in sorted(self._clients(path), key=lambda client: client is not holder):
+        for client in sorted(self.servers_of(path), key=lambda client: client is not holder):
             try:
                 return client.get(path, limit)
             except FileNotFoundError:
                 pass  # another server has it, or none
             except ConnectionError as error:
-                self._pass_over(client, error)
+                self.pass_over(client, error)
         raise _not_found(path)
 
     def unlink(self, path: str) -> None:
-        if self.size(path) is None:
+        """See `Storage`. If a server does not answer, which is an error, what those before it had is gone."""
+        if not any([was_there for _, was_there in self._answers(path, lambda client: _taken(client, path))]):
             raise _not_found(path)
-        self._delete(path, [path])
 
     def size(self, path: str) -> int | None:
         return next((file.size for file in self._listed(path) if file.path == path), None)
@@ -196,11 +195,11 @@ class CombinedStorage(Storage):
 
     def _answers(self, path: str, ask: Callable[[SnapshotStore], _Answer]) -> Iterator[tuple[SnapshotStore, _Answer]]:
         """What each server answers. One that is gone has no files; one that is silent ends it with a TimeoutError."""
-        for client in self._clients(path):
+        for client in self.servers_of(path):
             try:
                 yield client, ask(client)
             except ConnectionError as error:
-                self._pass_over(client, error)
+                self.pass_over(client, error)
 
     def _listed(self, path: str) -> list[ListedFile]:
         """The file at a path and all below it, each once."""
@@ -213,14 +212,17 @@ class CombinedStorage(Storage):
             self._holders = holders
         return [*files.values()]
 
-    def _delete(self, path: str, paths: Sequence[str]) -> None:
-        """Delete files at a path, or below it, from all servers."""
-        for _ in self._answers(path, lambda client: client.delete(paths)):
-            pass
-
 
 def _not_found(path: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def _taken(client: SnapshotStore, path: str) -> bool:
+    """Delete a file from a server; returns whether it was there."""
+    was_there = any(file.path == path for file in client.listed(path))
+    if was_there:
+        client.delete([path])
+    return was_there
 
 
 @dataclass
@@ -297,8 +299,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
             self._writable(file.path).put(file.path, b"")
 
     def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
-
-        return MemoryFiles(folder, partial(self._clients, folder), self.outside)
+        return MemoryFiles(self, folder)
 
     # Small files
 
@@ -315,10 +316,12 @@ class HostMemory(CombinedStorage, ObjectFolders):
         self._writable(path).put(path, data)
 
     def unlink(self, path: str) -> None:
-        """See `Storage`. If a server does not answer, which is an error, what the own one had is gone nevertheless."""
         self._writable(path)
-        if not any([was_there for _, was_there in self._answers(path, lambda client: _taken(client, path))]):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        super().unlink(path)
+
+    def remove_tree(self, path: str) -> None:
+        self._writable(path)
+        super().remove_tree(path)
 
     # Properties of a folder
 
@@ -335,19 +338,14 @@ class HostMemory(CombinedStorage, ObjectFolders):
     def in_memory(self, path: str) -> bool:
         return True
 
-    def _clients(self, path: str) -> list[SnapshotStore]:
-        """All servers that may have a path, the own one first."""
+    def servers_of(self, path: str) -> list[SnapshotStore]:
         own = [] if self._own is None else [self._own]
         return [*own, *self._find(path)]
 
-    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
-        if client is self._own:
+    def pass_over(self, server: SnapshotStore, error: ConnectionError) -> None:
+        if server is self._own:
             raise error
         logger.info("passed over what a snapshot server had: %s", error)
-
-    def _delete(self, path: str, paths: Sequence[str]) -> None:
-        self._writable(path)
-        super()._delete(path, paths)
 
     def _refuse_taken(self, path: str) -> None:
         """Raise FileExistsError if another server has a path; the own one looks when it takes the file."""
@@ -360,11 +358,3 @@ class HostMemory(CombinedStorage, ObjectFolders):
         if self._own is None:
             raise OSError(errno.EROFS, "what is in memory is changed by the process that keeps it alone", path)
         return self._own
-
-
-def _taken(client: SnapshotStore, path: str) -> bool:
-    """Delete a file from a server; returns whether it was there."""
-    was_there = any(file.path == path for file in client.listed(path))
-    if was_there:
-        client.delete([path])
-    return was_there
