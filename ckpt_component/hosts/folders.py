@@ -29,7 +29,7 @@ from ..core.progress import Progress, no_progress
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage
 from ..core.storage.storage import Held, LocalFolders, Storage, StoredFile
-from .host_memory import CombinedStorage, MemoryFiles
+from .host_memory import CombinedStorage, MemoryFiles, not_found
 from .stores import SnapshotStore
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -112,19 +112,10 @@ _MOST_AT_ONCE = 16
 
 
 def _here(method: _Method) -> _Method:
-    """The method of the file system of this host, with the path there."""
+    """The method of the file system of this host: of a path there, or of what was opened there."""
 
-    def forward(self: HostFolders, path: str, *args: Any, **options: Any) -> Any:
-        return getattr(self.fs, method.__name__)(self.here(path), *args, **options)
-
-    return cast(_Method, forward)
-
-
-def _opened(method: _Method) -> _Method:
-    """The method of the file system of this host, of what was opened there."""
-
-    def forward(self: HostFolders, *args: Any, **options: Any) -> Any:
-        return getattr(self.fs, method.__name__)(*args, **options)
+    def forward(self: HostFolders, at: Any, *args: Any, **options: Any) -> Any:
+        return getattr(self.fs, method.__name__)(self.here(at) if isinstance(at, str) else at, *args, **options)
 
     return cast(_Method, forward)
 
@@ -187,11 +178,11 @@ class HostFolders(CombinedStorage, LocalFolders):
     sync_entry, remove_folder, touch = _here(Storage.sync_entry), _here(Storage.remove_folder), _here(Storage.touch)
     append, try_folder, free_bytes = _here(Storage.append), _here(Storage.try_folder), _here(Storage.free_bytes)
     in_memory, device, open_direct = _here(Storage.in_memory), _here(Storage.device), _here(Storage.open_direct)
-    write, sync, close = _opened(Storage.write), _opened(Storage.sync), _opened(Storage.close)
-    start_writeback, truncate = _opened(Storage.start_writeback), _opened(Storage.truncate)
-    drop_cached, read_held = _opened(Storage.drop_cached), _opened(Storage.read_held)
-    release, open_folder = _opened(Storage.release), _here(LocalFolders.open_folder)
-    flock, close_folder = _opened(LocalFolders.flock), _opened(LocalFolders.close_folder)
+    write, sync, close = _here(Storage.write), _here(Storage.sync), _here(Storage.close)
+    start_writeback, truncate = _here(Storage.start_writeback), _here(Storage.truncate)
+    drop_cached, read_held, release = _here(Storage.drop_cached), _here(Storage.read_held), _here(Storage.release)
+    open_folder, flock = _here(LocalFolders.open_folder), _here(LocalFolders.flock)
+    close_folder = _here(LocalFolders.close_folder)
 
     # Folders
 
@@ -206,7 +197,7 @@ class HostFolders(CombinedStorage, LocalFolders):
         self._remove(path, self.fs.remove_tree, super().remove_tree)
 
     def _remove(self, path: str, here: Callable[[str], None], elsewhere: Callable[[str], None]) -> None:
-        """Remove what this host has at a path, and what others have; raises FileNotFoundError if nobody has it."""
+        """Remove what this host has at a path, and what others have; raises FileNotFoundError if no host has it."""
         is_here = self.fs.exists(self.here(path))
         if is_here:
             here(self.here(path))
@@ -227,9 +218,7 @@ class HostFolders(CombinedStorage, LocalFolders):
 
     def is_real_folder(self, path: str) -> bool:
         here = self.here(path)
-        if self.fs.exists(here):
-            return self.fs.is_real_folder(here)
-        return super().is_folder(path)
+        return self.fs.is_real_folder(here) if self.fs.exists(here) else super().is_folder(path)
 
     # Large files, which are on this host
 
@@ -333,13 +322,11 @@ class HostFolders(CombinedStorage, LocalFolders):
         here, times = self.here(path), list[float]()
         if self.fs.exists(here):
             times.append(self.fs.modified(here))
-            if self.fs.size(here) is not None:
-                return times[0]
-        try:
-            times.append(super().modified(path))
-        except FileNotFoundError:
-            if not times:
-                raise
+        if self.fs.size(here) is None:
+            with contextlib.suppress(FileNotFoundError):
+                times.append(super().modified(path))
+        if not times:
+            raise not_found(path)
         return max(times)
 
     def changed(self, path: str) -> float:

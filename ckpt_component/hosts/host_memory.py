@@ -80,7 +80,7 @@ class MemoryFiles(FileSet):
         try:
             files = self._opened(name)
             if name not in files:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                raise not_found(path)
         except OSError as error:
             raise read_failure(path, error) from error
         return files[name]
@@ -141,7 +141,7 @@ class CombinedStorage(Storage):
     def remove_tree(self, path: str) -> None:
         paths = [file.path for file in self._listed(path)]
         if not paths:
-            raise _not_found(path)
+            raise not_found(path)
         for _ in self._answers(path, lambda client: client.delete(paths)):
             pass
 
@@ -168,12 +168,12 @@ class CombinedStorage(Storage):
                 pass  # another server has it, or none
             except ConnectionError as error:
                 self.pass_over(client, error)
-        raise _not_found(path)
+        raise not_found(path)
 
     def unlink(self, path: str) -> None:
         """See `Storage`. If a server does not answer, which is an error, what those before it had is gone."""
         if not any([was_there for _, was_there in self._answers(path, lambda client: _taken(client, path))]):
-            raise _not_found(path)
+            raise not_found(path)
 
     def size(self, path: str) -> int | None:
         return next((file.size for file in self._listed(path) if file.path == path), None)
@@ -190,7 +190,7 @@ class CombinedStorage(Storage):
     def modified(self, path: str) -> float:
         times = [file.modified for file in self._listed(path)]
         if not times:
-            raise _not_found(path)
+            raise not_found(path)
         return max(times)
 
     def _answers(self, path: str, ask: Callable[[SnapshotStore], _Answer]) -> Iterator[tuple[SnapshotStore, _Answer]]:
@@ -213,7 +213,8 @@ class CombinedStorage(Storage):
         return [*files.values()]
 
 
-def _not_found(path: str) -> FileNotFoundError:
+def not_found(path: str) -> FileNotFoundError:
+    """The error of a path that no server has."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
