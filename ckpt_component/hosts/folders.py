@@ -14,18 +14,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import IO, Any, TypeVar, cast
 
-from ..core.commit.manifest import read_manifest
 from ..core.commit.manifest_commit import ManifestCommit
 from ..core.commit.protocol import Attempt
 from ..core.memory.scratch import ScratchBlock
-from ..core.progress import Progress, no_progress
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage
 from ..core.storage.storage import Held, LocalFolders, Storage, StoredFile
@@ -70,18 +66,11 @@ class HostFiles(FileSet):
             return self._here.fill_block(name, offset, length)
         return super().fill_block(name, offset, length)
 
-    def read_all(
-        self,
-        reads: Sequence[RangeRead],
-        progress: Progress = no_progress,
-        *,
-        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        batch_bytes: float = math.inf,
-    ) -> None:
+    def read_all(self, reads: Sequence[RangeRead], *args: Any, **options: Any) -> None:
         """Read in file order, which is that of turns, and each place in the way that is best; see the base class."""
         ordered = sorted(reads, key=attrgetter("file"))
         for place, its in itertools.groupby(ordered, key=lambda read: self._place(read.file)):
-            place.read_all([*its], progress, inside=inside, batch_bytes=batch_bytes)
+            place.read_all([*its], *args, **options)
 
     def _place(self, name: str) -> FileSet:
         """Where a file is; elsewhere, if no host has it. Raises as `size`."""
@@ -287,10 +276,9 @@ class HostFolders(CombinedStorage, LocalFolders):
             except OSError as error:
                 logger.warning("%s is not on all hosts: %s", path, error)
 
-        clients = self.servers_of(path)
-        if clients:
-            with self.outside.pool(min(len(clients), _MOST_AT_ONCE), "ckpt-put") as pool:
-                list(pool.map(put, clients))
+        others = self.servers_of(path)
+        with self.outside.pool(min(len(others), _MOST_AT_ONCE), "ckpt-put") as pool:
+            list(pool.map(put, others))
 
     def unlink(self, path: str) -> None:
         if path in self._made:
@@ -311,11 +299,9 @@ class HostFolders(CombinedStorage, LocalFolders):
         return {name: elsewhere[name] if size is None else size for name, size in found.items()}
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
-        here, own = self.here(path), set[str]()
-        for file in self.fs.files_below(here):
-            at = path + file.path[len(here) :]
-            own.add(at)
-            yield StoredFile(at, file.size, 1, at)
+        here = self.here(path)
+        own = {path + file.path[len(here) :]: file.size for file in self.fs.files_below(here)}
+        yield from (StoredFile(at, size, 1, at) for at, size in own.items())
         yield from (file for file in super().files_below(path) if file.path not in own)
 
     def modified(self, path: str) -> float:
@@ -350,10 +336,6 @@ class HostCommit(ManifestCommit):
 
     storage: HostFolders
 
-    def attempt(self, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
-        """A new attempt, which a writer process finds in the folder of its host."""
-        return HostAttempt(self, target, token, self.staging(target, token), owner, file)
-
     def refuse_taken(self, target: str, file: str = "") -> None:
         """See the base class. Asks no other host, as each save calls it: what was committed has its manifest here."""
         ManifestCommit(self.storage.fs).refuse_taken(self.storage.here(target), file)
@@ -380,16 +362,4 @@ class HostCommit(ManifestCommit):
 
     def _committed_token(self, target: str) -> str | None:
         """See the base class: the manifest on this host says so, whether or not others can be asked."""
-        manifest = read_manifest(self.storage.fs, self.storage.here(target))
-        return None if manifest is None else str(manifest.get("attempt"))
-
-
-class HostAttempt(Attempt):
-    """An attempt whose folder has another path on each host."""
-
-    protocol: HostCommit
-
-    def to_plain(self) -> dict[str, str]:
-        """See the base class; with the paths on this host."""
-        here = self.protocol.storage.here
-        return {**super().to_plain(), "target": here(self.target), "staging": here(self.staging)}
+        return ManifestCommit(self.storage.fs)._committed_token(self.storage.here(target))

@@ -297,12 +297,13 @@ class PartUploader(Uploading):
         self._look_at = self._outside.now() + self._pause
         self._pause = min(1.5 * self._pause, _LONGEST_LOOK_SECONDS)
         for token, step in pending.items() if self._owns_target() else ():
-            if read_manifest(self._storage, self._path(self._policy.target, step)) is not None:
+            attempt = self._attempt(step, token)
+            if read_manifest(self._storage, attempt.target) is not None:
                 self._uploaded.add(token)
                 self._end_at = 0.0
             elif token != local.manifests.get(step, {}).get("attempt"):
-                self._adopt(step, token)
-            elif self._is_wanted(step, local):
+                self._adopt(step, attempt)
+            elif self._is_wanted(attempt, local.manifests[step]):
                 return step
         return None
 
@@ -317,29 +318,19 @@ class PartUploader(Uploading):
         found = {os.path.join(source, name): step_of(name) for name in self._local.names(source)}
         return {path: step for path, step in found.items() if step is not None}
 
-    def _adopt(self, step: int, token: str) -> None:
+    def _adopt(self, step: int, attempt: Attempt) -> None:
         """Take over the manifest of an attempt that the target waits for, if its save could not put it on this host."""
-        folder = self._path(self._policy.source, step)
-        try:
-            own = read_manifest(self._local, folder)
-        except CheckpointUnreadableError:
-            raise  # it may be whole
-        except CheckpointCorruptError:
-            own = None
-        if own is not None and own["attempt"] == token:
-            return  # its files are not here
-        call = call_of(new_attempt(self._storage, self._path(self._policy.target, step), token))
-        if call is not None and self._policy.takes(decode_manifest(call, f"the call for {folder}"), step):
-            self._local.write_over(os.path.join(folder, MANIFEST), call)
+        path, call = os.path.join(self._path(self._policy.source, step), MANIFEST), call_of(attempt)
+        if call is None or not self._policy.takes(decode_manifest(call, f"the call for {path}"), step):
+            return
+        if self._local.size(path) is None or self._local.read(path, MAX_BYTES) != call:  # else its files are not here
+            self._local.write_over(path, call)
 
-    def _is_wanted(self, step: int, local: Scan) -> bool:
+    def _is_wanted(self, attempt: Attempt, manifest: Mapping[str, Any]) -> bool:
         """Whether the host that commits has begun with a step, and waits for the files of this one."""
-        attempt = self._attempt(step, local)
-        note = read_note(self._storage, note_path(attempt, local.manifests[step], self._policy.host))
-        if note is not None and note.attempt == attempt.token:
-            return False
-        # After the note, which is deleted after the call: if this host has been waited for, there is none.
-        return call_of(attempt) is not None
+        note = read_note(self._storage, note_path(attempt, manifest, self._policy.host))
+        # The call after the note, which is deleted after it: if this host has been waited for, there is none.
+        return (note is None or note.attempt != attempt.token) and call_of(attempt) is not None
 
     def _rest(self, local: Scan, changed: Latch, *, ended: bool) -> bool:
         while not self._has_changed():
@@ -370,11 +361,12 @@ class PartUploader(Uploading):
             self._owned = owner.token == policy.run
         return self._owned
 
-    def _attempt(self, step: int, local: Scan) -> Attempt:
-        return new_attempt(self._storage, self._path(self._policy.target, step), local.manifests[step]["attempt"])
+    def _attempt(self, step: int, token: str) -> Attempt:
+        return new_attempt(self._storage, self._path(self._policy.target, step), token)
 
     def _send(self, step: int, local: Scan) -> None:
-        policy, manifest, attempt = self._policy, local.manifests[step], self._attempt(step, local)
+        policy, manifest = self._policy, local.manifests[step]
+        attempt = self._attempt(step, manifest["attempt"])
         source, part = self._path(policy.source, step), part_of(manifest, policy.host)
         path, folder = note_path(attempt, manifest, policy.host), data_folder(self._local, source, part)
         began, started = self._outside.date(), self._outside.now()

@@ -453,6 +453,7 @@ class ReplicaBlock:
         name: of its server, for errors
         outside: of its server
         source: its number in `MemoryStore`, a new one for each replica
+        pages: its pages, which are allocated in a thread
         fd: its descriptor
     """
 
@@ -462,8 +463,8 @@ class ReplicaBlock:
     source: int = 0
 
     def __post_init__(self) -> None:
-        self._pages = SharedPages(self.nbytes, self.outside)
-        self.fd = self._pages.fd
+        self.pages = SharedPages(self.nbytes, self.outside)
+        self.fd = self.pages.fd
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def part(self, start: int, end: int, deadline: float) -> memoryview:
@@ -476,22 +477,12 @@ class ReplicaBlock:
         if self.outside.now() > deadline:
             raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
         try:
-            self._pages.wait(end, deadline)
+            self.pages.wait(end, deadline)
         except TimeoutError:
             raise
         except OSError as error:
             raise OSError(error.errno, f"{self.name} has no memory for a replica: {error.strerror}") from error
-        return self._pages.memory[start:end]
-
-    @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Allocate it in a thread, within a context. What goes wrong there is raised by `part`."""
-        with self.outside.pool(1, "ckpt-pages") as pool:
-            pool.submit(self._pages.allocate, 1)
-            try:
-                yield
-            finally:
-                self._pages.stop()
+        return self.pages.memory[start:end]
 
 
 @dataclass(eq=False)
@@ -539,7 +530,11 @@ class ReplicaMemory:
                 raise OSError(errno.ENOMEM, text)
             block = found or ReplicaBlock(nbytes, self.name, self.outside)
             block.source = self.files.new_source()
-        with contextlib.nullcontext() if found else block.allocating():
+        with ExitStack() as until_filled:
+            if not found:
+                pool = until_filled.enter_context(self.outside.pool(1, "ckpt-pages"))
+                pool.submit(block.pages.allocate, 1)  # what goes wrong there is raised by `part`
+                until_filled.callback(block.pages.stop)
             yield block
         with self._lock:
             self._blocks[home].append(block)

@@ -189,8 +189,10 @@ class Attempt:
         return replace(self, token=token, staging=self.staging.removesuffix(self.token) + token)
 
     def to_plain(self) -> dict[str, str]:
-        """All but the protocol as JSON values, for `Attempt(protocol, **values)` in another process."""
-        return {name: value for name, value in vars(self).items() if name != "protocol"}
+        """All but the protocol as JSON values, for `Attempt(protocol, **values)` in another process of this host."""
+        here = self.protocol.storage.here
+        values = {**vars(self), "target": here(self.target), "staging": here(self.staging)}
+        return {name: value for name, value in values.items() if name != "protocol"}
 
 
 def taken(target: str) -> CheckpointExistsError:
