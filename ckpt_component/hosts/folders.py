@@ -219,12 +219,9 @@ class HostFolders(CombinedStorage, LocalFolders):
         return fd
 
     def hold(self, path: str) -> Held | None:
-        try:
-            return self.fs.hold(self.here(path))
-        except FileNotFoundError:
-            if super().size(path) is None:
-                raise
+        if self.fs.size(self.here(path)) is None and super().size(path) is not None:
             return None  # another host's cannot be shared here
+        return self.fs.hold(self.here(path))
 
     def share(self, held: Held, path: str) -> bool:
         return self.fs.share(held, self.here(path))
@@ -305,12 +302,10 @@ class HostFolders(CombinedStorage, LocalFolders):
         yield from (file for file in super().files_below(path) if file.path not in own)
 
     def modified(self, path: str) -> float:
-        here, times = self.here(path), list[float]()
-        if self.fs.exists(here):
-            times.append(self.fs.modified(here))
+        here = self.here(path)
+        times = [self.fs.modified(here)] if self.fs.exists(here) else []
         if self.fs.size(here) is None:
-            with contextlib.suppress(FileNotFoundError):
-                times.append(super().modified(path))
+            times += [file.modified for file in self._listed(path)]
         if not times:
             raise not_found(path)
         return max(times)
@@ -322,9 +317,6 @@ class HostFolders(CombinedStorage, LocalFolders):
     def servers_of(self, path: str) -> Sequence[SnapshotStore]:
         """Those of other hosts, if a path is in their folders."""
         return self._others if self.holds(path) else ()
-
-    def pass_over(self, server: SnapshotStore, error: ConnectionError) -> None:
-        raise error  # its disk still has its files
 
 
 class HostCommit(ManifestCommit):

@@ -132,9 +132,9 @@ class CombinedStorage(Storage):
     def servers_of(self, path: str) -> Sequence[SnapshotStore]:
         """All servers that may have a path, the own one first."""
 
-    @abstractmethod
     def pass_over(self, server: SnapshotStore, error: ConnectionError) -> None:
         """A server is gone: raise the error, unless its files are gone with it."""
+        raise error
 
     # Folders
 

@@ -27,7 +27,7 @@ from typing import ClassVar, NamedTuple
 
 from ..core.memory.huge_pages import SharedPages, map_sealed
 from ..core.outside import OUTSIDE, Outside
-from ..core.storage.safe_open import open_to_read
+from ..core.storage.safe_open import open_to_read, read_into
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -109,14 +109,7 @@ class LocalFile(ReadableFile):
     base: int = 0
 
     def fill_image(self, buffer: memoryview, offset: int) -> bool:
-        position = self.base + offset
-        while buffer.nbytes:
-            count = os.preadv(self.descriptor, [buffer], position)
-            if count == 0:
-                return False
-            position += count
-            buffer = buffer[count:]
-        return True
+        return read_into(self.descriptor, buffer, self.base + offset)
 
     def view(self, offset: int, length: int) -> memoryview | None:
         begin, memory = self.base + offset, self._memory if offset + length <= self.length else None
@@ -175,9 +168,9 @@ class ServedStore(SnapshotStore):
     """A server within its own process, which serves others there; see `SnapshotServer`."""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """How many bytes of memory it takes."""
+        return 0
 
     @abstractmethod
     def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalFile]]:
@@ -313,17 +306,16 @@ class MemoryStore(ServedStore):
         """
         with self._lock:
             self._refuse_taken(path)
-            if not size:  # the arena is not read for it
-                self._files[path] = _HeldFile(ImageRange(tail), self._outside.date())
-                return
-            identity = ""
-            if source < 0:  # a file on disk
+            content, identity = ImageRange(tail), ""
+            if size and source < 0:  # a file on disk
                 status = os.fstat(descriptor)
                 source = self._on_disk.setdefault((status.st_dev, status.st_ino), source)
                 identity = f"{self._token}:{source}:{base}:{size}"
-            if source not in self._images:
-                self._images[source] = _HeldImage(descriptor)
-            self._files[path] = _HeldFile(ImageRange(tail, source, base, size, identity), self._outside.date())
+            if size:  # else the arena is not read for it
+                if source not in self._images:
+                    self._images[source] = _HeldImage(descriptor)
+                content = ImageRange(tail, source, base, size, identity)
+            self._files[path] = _HeldFile(content, self._outside.date())
 
     def put_replica(
         self,

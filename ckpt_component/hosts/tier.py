@@ -53,10 +53,6 @@ class FolderStore(ServedStore):
         self._open: dict[str, tuple[Mapping[str, LocalFile], ExitStack]] = {}
         self._readers = Counter[str]()
 
-    @property
-    def nbytes(self) -> int:
-        return 0
-
     def listed(self, prefix: str) -> list[ListedFile]:
         return [*self._below(self._here(prefix or self._root), prefix or self._root)]
 
@@ -64,8 +60,7 @@ class FolderStore(ServedStore):
         """What is at `here`, which is `path` for others. What is deleted meanwhile is not there."""
         with contextlib.suppress(FileNotFoundError):
             if not self._fs.is_real_folder(here):
-                file = self._fs.file_at(here)
-                if file is not None:
+                if (file := self._fs.file_at(here)) is not None:
                     yield ListedFile(path, file.size, self._fs.changed(here))
                 return
             names = self._fs.names(here)
