@@ -206,6 +206,8 @@ class ImageRange(NamedTuple):
         length: its bytes
         identity: two ranges with the same one, of one server, are the same bytes of the same file on disk; "": it is in
             an arena, which is filled again. That of a replica is from the server of its home.
+        modified: when it was put, seconds since 1970
+        home: the rank whose replica it is; None: it is of the own rank
     """
 
     tail: bytes = b""
@@ -213,26 +215,20 @@ class ImageRange(NamedTuple):
     base: int = 0
     length: int = 0
     identity: str = ""
+    modified: float = 0.0
+    home: int | None = None
 
     @property
     def size(self) -> int:
         """How many bytes the file has."""
         return self.length + len(self.tail)
 
-
-class _HeldFile(NamedTuple):
-    """A file: where its bytes are, when it was put, and whose replica it is; None: it is of the own rank."""
-
-    content: ImageRange
-    modified: float
-    home: int | None = None
-
     def opened(self, descriptors: Mapping[int, int]) -> LocalFile:
         """Open it, given the descriptors of its source."""
-        tail, source, base, length, identity = self.content
-        if source is None:
-            return LocalFile(tail=tail)
-        is_replica, fd = self.home is not None, descriptors[source]
+        if self.source is None:
+            return LocalFile(tail=self.tail)
+        is_replica, fd = self.home is not None, descriptors[self.source]
+        tail, _, base, length, identity, *_ = self
         return LocalFile(length=length, tail=tail, is_replica=is_replica, identity=identity, descriptor=fd, base=base)
 
 
@@ -249,7 +245,7 @@ class MemoryStore(ServedStore):
         self._token = outside.random_bytes(8).hex()
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
-        self._files: dict[str, _HeldFile] = {}
+        self._files: dict[str, ImageRange] = {}
         #: The sources by number, and those of files on disk by inode: one that is closed may be another file's.
         self._images: dict[int, _HeldImage] = {}
         self._on_disk: dict[tuple[int, int], int] = {}
@@ -259,8 +255,8 @@ class MemoryStore(ServedStore):
     def listed(self, prefix: str) -> list[ListedFile]:
         with self._lock:
             return [
-                ListedFile(path, entry.content.size, entry.modified, entry.home)
-                for path, entry in self._files.items()
+                ListedFile(path, file.size, file.modified, file.home)
+                for path, file in self._files.items()
                 if not prefix or path == prefix or path.startswith(f"{prefix}/")
             ]
 
@@ -268,11 +264,11 @@ class MemoryStore(ServedStore):
         with self._lock:
             if path not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            entry = self._files[path]
-            if entry.content.size > limit:
+            held = self._files[path]
+            if held.size > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
-            descriptors = {number: self._images[number].descriptor for number in _sources_of([entry.content])}
-            data, file = bytearray(entry.content.size), entry.opened(descriptors)
+            descriptors = {number: self._images[number].descriptor for number in _sources_of([held])}
+            data, file = bytearray(held.size), held.opened(descriptors)
             if not file.fill(memoryview(data), 0):
                 raise file.cut(path)
             return bytes(data)
@@ -282,7 +278,7 @@ class MemoryStore(ServedStore):
             if new:
                 self._refuse_taken(path)
             self._drop([path])
-            self._files[path] = _HeldFile(ImageRange(data), self._outside.date())
+            self._files[path] = ImageRange(data, modified=self._outside.date())
 
     def new_source(self) -> int:
         """A number for a source that is no arena."""
@@ -306,7 +302,7 @@ class MemoryStore(ServedStore):
         """
         with self._lock:
             self._refuse_taken(path)
-            content, identity = ImageRange(tail), ""
+            file, identity = ImageRange(tail, modified=self._outside.date()), ""
             if size and source < 0:  # a file on disk
                 status = os.fstat(descriptor)
                 source = self._on_disk.setdefault((status.st_dev, status.st_ino), source)
@@ -314,8 +310,8 @@ class MemoryStore(ServedStore):
             if size:  # else the arena is not read for it
                 if source not in self._images:
                     self._images[source] = _HeldImage(descriptor)
-                content = ImageRange(tail, source, base, size, identity)
-            self._files[path] = _HeldFile(content, self._outside.date())
+                file = file._replace(source=source, base=base, length=size, identity=identity)
+            self._files[path] = file
 
     def put_replica(
         self,
@@ -338,11 +334,11 @@ class MemoryStore(ServedStore):
         with self._lock:
             if image is not None:
                 self._images[image[0]] = _HeldImage(image[1])
-            for path in [path for path, entry in self._files.items() if entry.home == home]:
+            for path in [path for path, file in self._files.items() if file.home == home]:
                 if path.startswith(f"{folder}/"):
                     del self._files[path]
-            for path, (content, modified) in files.items():
-                self._files.setdefault(path, _HeldFile(content, modified, home))
+            for path, (file, modified) in files.items():
+                self._files.setdefault(path, file._replace(modified=modified, home=home))
             self._close_unused()
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -353,14 +349,14 @@ class MemoryStore(ServedStore):
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
         with ExitStack() as until_closed:
             with self._lock:
-                entries = {path: entry for path, entry in self._files.items() if os.path.dirname(path) == folder}
-                sources = self._entered(entry.content for entry in entries.values())
+                files = {path: file for path, file in self._files.items() if os.path.dirname(path) == folder}
+                sources = self._entered(files.values())
             until_closed.callback(self._leave, sources)
             descriptors = dict[int, int]()
             for number in sources:
                 descriptors[number] = open_to_read(self._images[number].descriptor)
                 until_closed.callback(os.close, descriptors[number])
-            yield {os.path.basename(path): entry.opened(descriptors) for path, entry in entries.items()}
+            yield {os.path.basename(path): file.opened(descriptors) for path, file in files.items()}
 
     @contextlib.contextmanager
     def linked(self, home: int, wanted: Mapping[str, tuple[int, str]]) -> Iterator[dict[str, ImageRange]]:
@@ -376,7 +372,7 @@ class MemoryStore(ServedStore):
             By path, where its bytes are; without those that are not here.
         """
         with self._lock:
-            ranges = {path: entry.content for path, entry in self._files.items() if entry.home == home}
+            ranges = {path: file for path, file in self._files.items() if file.home == home}
             same = {content.identity: content for content in ranges.values() if content.identity}
             found = dict[str, ImageRange]()
             for path, (length, identity) in wanted.items():
@@ -403,7 +399,7 @@ class MemoryStore(ServedStore):
     def nbytes(self) -> int:
         """Bytes of all files."""
         with self._lock:
-            return sum(entry.content.size for entry in self._files.values())
+            return sum(file.size for file in self._files.values())
 
     def _refuse_taken(self, path: str) -> None:
         if path in self._files:
@@ -415,14 +411,14 @@ class MemoryStore(ServedStore):
 
     def _close_unused(self) -> None:
         """Close the sources that have neither files nor readers. The caller has the lock."""
-        used = {*self._readers} | _sources_of(entry.content for entry in self._files.values())
+        used = {*self._readers} | _sources_of(self._files.values())
         for number in self._images.keys() - used:
             self._images.pop(number).close()
         self._on_disk = {inode: number for inode, number in self._on_disk.items() if number in used}
 
-    def _entered(self, contents: Iterable[ImageRange]) -> set[int]:
+    def _entered(self, files: Iterable[ImageRange]) -> set[int]:
         """The sources of files, which a reader has entered. The caller has the lock."""
-        sources = _sources_of(contents)
+        sources = _sources_of(files)
         self._readers.update(sources)
         return sources
 
@@ -432,8 +428,8 @@ class MemoryStore(ServedStore):
             self._close_unused()
 
 
-def _sources_of(contents: Iterable[ImageRange]) -> set[int]:
-    return {content.source for content in contents if content.source is not None}
+def _sources_of(files: Iterable[ImageRange]) -> set[int]:
+    return {file.source for file in files if file.source is not None}
 
 
 @dataclass(eq=False)
