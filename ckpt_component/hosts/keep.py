@@ -57,9 +57,9 @@ from ..core.writing.write_job import sizes_of, sum_objects, write_integrity
 from ..core.writing.write_table import Extent
 from ..errors import CheckpointError, CheckpointFencedError
 from .client import ANSWER_SECONDS, FetchedFile, HostClients, PeerClient
-from .host_memory import HostMemory
+from .host_memory import HostMemory, ReplicaBlock, ReplicaMemory
 from .server import PeerEndpoint, SnapshotServer
-from .stores import ImageRange, MemoryStore, ReplicaBlock, ReplicaMemory
+from .stores import ImageRange, MemoryStore
 from .wire import PeerAddress
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.

@@ -3,10 +3,7 @@
 Paths are whole, as `HostMemory` has them: `host://runs/one@TOKEN/iter_0000200/manifest.json`. `MemoryStore` has the
 files of this process: small ones as bytes, those of a snapshot as ranges of its image. The image is held by a
 descriptor of the memory that the trainer has staged into; nothing is copied. Beside the files of the own rank there are
-replicas: files of ranks on other hosts, under the paths that they have at home.
-
-Memory for replicas is allocated ahead of their bytes, and used again (`ReplicaMemory`). New memory is slow to come:
-each page of it is cleared, and in a virtual machine perhaps fetched from the host. Standard library only.
+replicas: files of ranks on other hosts, under the paths that they have at home. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,13 +16,13 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..core.memory.huge_pages import SharedPages, map_sealed
+from ..core.memory.huge_pages import map_sealed
 from ..core.outside import OUTSIDE, Outside
 from ..core.storage.safe_open import open_to_read, read_into
 
@@ -430,99 +427,3 @@ class MemoryStore(ServedStore):
 
 def _sources_of(files: Iterable[ImageRange]) -> set[int]:
     return {file.source for file in files if file.source is not None}
-
-
-@dataclass(eq=False)
-class ReplicaBlock:
-    """Memory that has the images of a replica, or had; freed with this object, unless files are in it.
-
-    Attributes:
-        nbytes: its size
-        name: of its server, for errors
-        outside: of its server
-        source: its number in `MemoryStore`, a new one for each replica
-        pages: its pages, which are allocated in a thread
-        fd: its descriptor
-    """
-
-    nbytes: int
-    name: str
-    outside: Outside
-    source: int = 0
-
-    def __post_init__(self) -> None:
-        self.pages = SharedPages(self.nbytes, self.outside)
-        self.fd = self.pages.fd
-        weakref.finalize(self, os.close, self.fd).atexit = False
-
-    def part(self, start: int, end: int, deadline: float) -> memoryview:
-        """The memory from `start` to `end`, when it is allocated.
-
-        Raises:
-            TimeoutError: it is not, or the deadline has passed
-            OSError: there is not enough memory
-        """
-        if self.outside.now() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
-        try:
-            self.pages.wait(end, deadline)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise OSError(error.errno, f"{self.name} has no memory for a replica: {error.strerror}") from error
-        return self.pages.memory[start:end]
-
-
-@dataclass(eq=False)
-class ReplicaMemory:
-    """The blocks of all ranks of which a server keeps replicas. Thread-safe.
-
-    Attributes:
-        files: of this server
-        name: of this server, for errors
-        available: returns how many bytes of memory are free
-        outside: of this server
-    """
-
-    files: MemoryStore
-    name: str
-    available: Callable[[], int]
-    outside: Outside = OUTSIDE
-
-    def __post_init__(self) -> None:
-        self._lock = self.outside.lock()
-        #: By home, without those into which a replica is on its way.
-        self._blocks: dict[int, list[ReplicaBlock]] = {}
-
-    @contextlib.contextmanager
-    def block(self, home: int, nbytes: int) -> Iterator[ReplicaBlock]:
-        """Memory for a replica, into which nothing else comes until it is free of files again.
-
-        It may still be being allocated, in a thread.
-
-        Args:
-            home: whose replica it is
-            nbytes: of its images
-
-        Raises:
-            OSError: there is not enough memory
-        """
-        with self._lock:
-            blocks = self._blocks.pop(home, [])
-            unused = [block for block in blocks if not self.files.has_source(block.source)]
-            self._blocks[home] = [block for block in blocks if block not in unused]
-            found = next((block for block in unused if nbytes <= block.nbytes < 2 * nbytes), None)
-            del blocks, unused  # which frees the others
-            if found is None and nbytes > (left := self.available()):
-                text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
-                raise OSError(errno.ENOMEM, text)
-            block = found or ReplicaBlock(nbytes, self.name, self.outside)
-            block.source = self.files.new_source()
-        with ExitStack() as until_filled:
-            if not found:
-                pool = until_filled.enter_context(self.outside.pool(1, "ckpt-pages"))
-                pool.submit(block.pages.allocate, 1)  # what goes wrong there is raised by `part`
-                until_filled.callback(block.pages.stop)
-            yield block
-        with self._lock:
-            self._blocks[home].append(block)
