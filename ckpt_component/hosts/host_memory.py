@@ -20,7 +20,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import IO, ClassVar, TypeVar
 
@@ -156,12 +156,10 @@ class CombinedStorage(Storage):
         return sorted({file.path[below:].partition("/")[0] for file in self._listed(path)} - {FOLDER_MARK, ""})
 
     def exists(self, path: str) -> bool:
-        return any(listed for _, listed in self._answers(path, lambda client: client.listed(path)))
+        return any(files for _, files in self._listings(path))
 
     def is_folder(self, path: str) -> bool:
-        return any(
-            file.path != path for _, files in self._answers(path, lambda client: client.listed(path)) for file in files
-        )
+        return any(file.path != path for _, files in self._listings(path) for file in files)
 
     # Files
 
@@ -207,10 +205,14 @@ class CombinedStorage(Storage):
             except ConnectionError as error:
                 self.pass_over(client, error)
 
+    def _listings(self, path: str) -> Iterator[tuple[SnapshotStore, list[ListedFile]]]:
+        """What each server has at a path and below it; see `_answers`."""
+        return self._answers(path, lambda client: client.listed(path))
+
     def _listed(self, path: str) -> list[ListedFile]:
         """The file at a path and all below it, each once."""
         files, holders = dict[str, ListedFile](), dict[str, SnapshotStore]()
-        for client, listed in self._answers(path, lambda client: client.listed(path)):
+        for client, listed in self._listings(path):
             for file in listed:
                 files.setdefault(file.path, file)
                 holders.setdefault(file.path, client)
@@ -243,7 +245,7 @@ class _OpenFile:
     """
 
     path: str
-    data: bytearray
+    data: io.BytesIO = field(default_factory=io.BytesIO)
     is_put: bool = False
 
 
@@ -283,26 +285,24 @@ class HostMemory(CombinedStorage, ObjectFolders):
         self._refuse_taken(path)
         fd = next(self._numbers)
         with self._lock:
-            self._written[fd] = _OpenFile(path, bytearray())
+            self._written[fd] = _OpenFile(path)
         return fd
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         with self._lock:
             data = self._written[fd].data
-            for piece in buffers:
-                data.extend(bytes(max(offset - len(data), 0)))
-                data[offset : offset + piece.nbytes] = piece
-                offset += piece.nbytes
+            data.seek(offset)
+            data.writelines(buffers)
 
     def sync(self, fd: int) -> None:
         file = self._written[fd]
-        self._writable(file.path).put(file.path, bytes(file.data), new=not file.is_put)
+        self._writable(file.path).put(file.path, file.data.getvalue(), new=not file.is_put)
         file.is_put = True
 
     def close(self, fd: int) -> None:
         with self._lock:
             file = self._written.pop(fd)
-        if not (file.is_put or file.data):  # an empty one is whole
+        if not (file.is_put or file.data.getvalue()):  # an empty one is whole
             self._writable(file.path).put(file.path, b"")
 
     def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
@@ -315,7 +315,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
 
     def write_over(self, path: str, data: bytes) -> None:
         own = self._writable(path)
-        has_it = (client for client, files in self._answers(path, lambda each: each.listed(path)) if files)
+        has_it = (client for client, files in self._listings(path) if files)
         next(has_it, own).put(path, data, new=False)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
