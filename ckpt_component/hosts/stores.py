@@ -17,7 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -178,17 +178,17 @@ class _HeldImage:
     """An open image, or an open file on disk; closed with this object, or before by `close`.
 
     Args:
-        descriptor: of it, which is duplicated
+        descriptor: of it
 
     Attributes:
-        descriptor: our own
+        descriptor: our own, for reading alone, which all readers have
 
     Raises:
         OSError: there is no free descriptor
     """
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = os.dup(descriptor)
+        self.descriptor = open_to_read(descriptor)
         self.close = weakref.finalize(self, os.close, self.descriptor)
         self.close.atexit = False
 
@@ -220,11 +220,11 @@ class ImageRange(NamedTuple):
         """How many bytes the file has."""
         return self.length + len(self.tail)
 
-    def opened(self, descriptors: Mapping[int, int]) -> LocalFile:
-        """Open it, given the descriptors of its source."""
+    def opened(self, images: Mapping[int, _HeldImage]) -> LocalFile:
+        """Open it, given its source."""
         if self.source is None:
             return LocalFile(tail=self.tail)
-        is_replica, fd = self.home is not None, descriptors[self.source]
+        is_replica, fd = self.home is not None, images[self.source].descriptor
         tail, _, base, length, identity, *_ = self
         return LocalFile(length=length, tail=tail, is_replica=is_replica, identity=identity, descriptor=fd, base=base)
 
@@ -264,8 +264,7 @@ class MemoryStore(ServedStore):
             held = self._files[path]
             if held.size > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
-            descriptors = {number: self._images[number].descriptor for number in _sources_of([held])}
-            data, file = bytearray(held.size), held.opened(descriptors)
+            data, file = bytearray(held.size), held.opened(self._images)
             if not file.fill(memoryview(data), 0):
                 raise file.cut(path)
             return bytes(data)
@@ -288,7 +287,7 @@ class MemoryStore(ServedStore):
             path: where there is no file yet
             source: a number for the memory; what has the same number has the same descriptor. Files on disk that are
                 one file become one source.
-            descriptor: of the memory; duplicated with the source's first file, and closed with its last one
+            descriptor: of the memory; opened once more with the source's first file, and closed with its last one
             base: where in the memory the file begins
             size: how many bytes of the memory are the file's
             tail: the bytes that follow them, such as those of objects, whose length changes from save to save
@@ -323,7 +322,7 @@ class MemoryStore(ServedStore):
             home: the rank
             folder: all files are below it
             files: what they are, and when they were put at home; those that the own rank has stay as they are
-            image: number and descriptor of a new source; the descriptor is duplicated
+            image: number and descriptor of a new source; it is opened once more
 
         Raises:
             OSError: there is no free descriptor; all is as it was
@@ -344,16 +343,14 @@ class MemoryStore(ServedStore):
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
-        with ExitStack() as until_closed:
-            with self._lock:
-                files = {path: file for path, file in self._files.items() if os.path.dirname(path) == folder}
-                sources = self._entered(files.values())
-            until_closed.callback(self._leave, sources)
-            descriptors = dict[int, int]()
-            for number in sources:
-                descriptors[number] = open_to_read(self._images[number].descriptor)
-                until_closed.callback(os.close, descriptors[number])
-            yield {os.path.basename(path): file.opened(descriptors) for path, file in files.items()}
+        with self._lock:
+            found = {path: file for path, file in self._files.items() if os.path.dirname(path) == folder}
+            files = {os.path.basename(path): file.opened(self._images) for path, file in found.items()}
+            sources = self._entered(found.values())
+        try:
+            yield files
+        finally:
+            self._leave(sources)
 
     @contextlib.contextmanager
     def linked(self, home: int, wanted: Mapping[str, tuple[int, str]]) -> Iterator[dict[str, ImageRange]]:

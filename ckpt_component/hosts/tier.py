@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,7 +30,7 @@ from ..managing.write_access import leave_trial, refuse_failed, remove_trial, tr
 from .client import PeerClient
 from .folders import HostFolders
 from .server import PeerEndpoint, SnapshotServer
-from .stores import ListedFile, LocalFile, ServedStore
+from .stores import ListedFile, LocalFile, MemoryStore, ServedStore
 from .wire import PeerAddress, memory_root
 
 
@@ -49,9 +48,8 @@ class FolderStore(ServedStore):
         self._folder = folder
         self._root = root
         self._lock = files.outside.lock()
-        #: The files of each folder that is open, by name, what closes them, and how many readers it has.
-        self._open: dict[str, tuple[Mapping[str, LocalFile], ExitStack]] = {}
-        self._readers = Counter[str]()
+        #: What its readers have open.
+        self._open = MemoryStore(files.outside)
 
     def listed(self, prefix: str) -> list[ListedFile]:
         return [*self._below(self._here(prefix or self._root), prefix or self._root)]
@@ -101,31 +99,26 @@ class FolderStore(ServedStore):
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
-        """See the base class. Its readers share what is open: the first one opens it, and the last one closes it."""
-        with self._lock:
-            if folder not in self._open:
-                self._open[folder] = self._opened(folder)
-            files, until_closed = self._open[folder]
-            self._readers[folder] += 1
-        try:
-            yield files
-        finally:
-            with self._lock:
-                self._readers[folder] -= 1
-                if not self._readers[folder]:
-                    del self._open[folder], self._readers[folder]
-                    until_closed.close()
-
-    def _opened(self, folder: str) -> tuple[Mapping[str, LocalFile], ExitStack]:
-        here, files = self._here(folder), dict[str, LocalFile]()
+        """See the base class. Readers share what is open."""
+        here, paths = self._here(folder), list[str]()
         with ExitStack() as until_closed:
-            for name in self._fs.names(here):
-                path = os.path.join(here, name)
-                if self._fs.file_at(path) is not None:
-                    fd = self._fs.open_to_serve(path)
-                    until_closed.callback(os.close, fd)
-                    files[name] = LocalFile(length=os.fstat(fd).st_size, descriptor=fd)
-            return files, until_closed.pop_all()
+            with self._lock:
+                try:
+                    for path in (os.path.join(here, name) for name in self._fs.names(here)):
+                        if self._fs.file_at(path) is not None:
+                            self._open_one(path)
+                            paths.append(path)
+                    files = until_closed.enter_context(self._open.opened(here))
+                finally:
+                    self._open.delete(paths)
+            yield files
+
+    def _open_one(self, path: str) -> None:
+        fd = self._fs.open_to_serve(path)
+        try:
+            self._open.put_image(path, self._open.new_source(), fd, 0, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
 
     def _here(self, path: str) -> str:
         """Where a path is. Raises PermissionError if it is outside of the folder."""
