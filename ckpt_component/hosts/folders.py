@@ -290,10 +290,8 @@ class HostFolders(CombinedStorage, LocalFolders):
 
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
         found = self.fs.sizes(self.here(folder), names)
-        if None not in found.values():
-            return found
-        elsewhere = super().sizes(folder, names)
-        return {name: elsewhere[name] if size is None else size for name, size in found.items()}
+        missing = [name for name, size in found.items() if size is None]
+        return found | super().sizes(folder, missing) if missing else found
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
         here = self.here(path)

@@ -86,39 +86,29 @@ class FolderStore(ServedStore):
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.unlink(here)
         for folder in sorted(folders, key=len, reverse=True):
-            self._remove_empty(folder)
-
-    def _remove_empty(self, folder: str) -> None:
-        while folder != self._folder:
-            remove_if_empty(self._fs, folder)
-            if self._fs.exists(folder):
-                break
-            folder = os.path.dirname(folder)
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.sync_folder(folder)
+            while folder != self._folder:
+                remove_if_empty(self._fs, folder)
+                if self._fs.exists(folder):
+                    break
+                folder = os.path.dirname(folder)
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.sync_folder(folder)
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
         """See the base class. Readers share what is open."""
         here, paths = self._here(folder), list[str]()
         with ExitStack() as until_closed:
-            with self._lock:
-                try:
-                    for path in (os.path.join(here, name) for name in self._fs.names(here)):
-                        if self._fs.file_at(path) is not None:
-                            self._open_one(path)
-                            paths.append(path)
-                    files = until_closed.enter_context(self._open.opened(here))
-                finally:
-                    self._open.delete(paths)
+            with self._lock, ExitStack() as until_opened:
+                until_opened.callback(self._open.delete, paths)
+                for path in (os.path.join(here, name) for name in self._fs.names(here)):
+                    if self._fs.file_at(path) is not None:
+                        file = until_opened.enter_context(open(self._fs.open_to_serve(path), "rb", buffering=0))
+                        size, source = os.fstat(file.fileno()).st_size, self._open.new_source()
+                        self._open.put_image(path, source, file.fileno(), 0, size)
+                        paths.append(path)
+                files = until_closed.enter_context(self._open.opened(here))
             yield files
-
-    def _open_one(self, path: str) -> None:
-        fd = self._fs.open_to_serve(path)
-        try:
-            self._open.put_image(path, self._open.new_source(), fd, 0, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
 
     def _here(self, path: str) -> str:
         """Where a path is. Raises PermissionError if it is outside of the folder."""
