@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..background.follower import Follower
-from ..background.upload_child import UploadChild
 from ..background.upload_policy import UploadPolicy
 from ..background.upload_process import upload
 from ..background.uploader import Copied, Uploader
@@ -46,7 +44,6 @@ from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
 from ..core.storage.files import local_files
 from ..core.storage.new_names import NEW_PREFIX
-from ..core.storage.space import amount
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 
@@ -121,15 +118,16 @@ def write_note(storage: Storage, path: str, note: PartNote) -> None:
 
 
 @contextlib.contextmanager
-def at_work(attempt: Attempt, path: str) -> Iterator[Callable[[], None]]:
+def at_work(attempt: Attempt, path: str, pace: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
     """Say in the note of a host that it is at work, in a thread, within a context.
 
     Args:
         attempt: the attempt, which has called
         path: path of the note
+        pace: called with the number of bytes before they are copied
 
     Yields:
-        A function to be called before bytes are copied. It raises FileNotFoundError if the attempt was given up.
+        The same. It also raises FileNotFoundError if the attempt was given up.
 
     Raises:
         OSError: the note cannot be written
@@ -151,8 +149,9 @@ def at_work(attempt: Attempt, path: str) -> Iterator[Callable[[], None]]:
             except OSError as error:
                 logger.info("the note %s could not be changed: %s", path, error)
 
-    def moved() -> None:
+    def moving(nbytes: int) -> None:
         nonlocal moved_at
+        pace(nbytes)
         moved_at = outside.now()
         if is_lost.is_set:
             raise FileNotFoundError(f"{attempt.staging} was given up by the host that began it")
@@ -160,7 +159,7 @@ def at_work(attempt: Attempt, path: str) -> Iterator[Callable[[], None]]:
     write_note(storage, path, PartNote())
     thread = outside.start("ckpt-part-beat", change_note)
     try:
-        yield moved
+        yield moving
     finally:
         over.set()
         thread.join(_STUCK_SECONDS)
@@ -187,7 +186,7 @@ def wait_for_hosts(attempt: Attempt, manifest: Mapping[str, Any], own: str, sile
     while waiting:
         if any([part.has_changed() for part in waiting]):
             pause = _FIRST_PAUSE
-        names = [name for part in waiting if part.is_said for name in hosts[part.host]]
+        names = [name for part in waiting if part.note.attempt == attempt.token for name in hosts[part.host]]
         sizes = storage.sizes(staging, names) if names else {}
         waiting = [part for part in waiting if not part.is_there(sizes, silent_seconds)]
         if waiting:
@@ -216,11 +215,6 @@ class _AwaitedPart:
         self._since = self._storage.outside.now()
         self.note = PartNote(beat=_NONE)
 
-    @property
-    def is_said(self) -> bool:
-        """Whether the host says that its files are there."""
-        return self.note.attempt == self._attempt.token
-
     def has_changed(self) -> bool:
         """Look at the note. Raises OSError if the host says that it cannot go on."""
         note = read_note(self._storage, self._path) or PartNote(beat=_NONE)
@@ -239,7 +233,7 @@ class _AwaitedPart:
                 others is damaged
         """
         silent = self._storage.outside.now() - self._since
-        if not self.is_said:
+        if self.note.attempt != self._attempt.token:
             if silent > seconds:
                 what = "begun to send" if self.note.beat == _NONE else "gone on sending"
                 raise TimeoutError(f"{self.host} has not {what} {self._what} for {seconds:g} s")
@@ -278,7 +272,7 @@ class PartUploader(Uploading):
         super().__init__(*arguments)
         #: Tokens of the attempts whose steps the target was seen to have.
         self._uploaded = set[str]()
-        #: Steps of other attempts, the newest first; when to look for them in the target, and after which pause then.
+        #: Steps of other attempts here, the newest first; when to look for them in the target, and after which pause.
         self._pending: dict[str, int] = {}
         self._look_at, self._pause = 0.0, _FIRST_LOOK_SECONDS
         #: When the folders of checkpoints in the local one have changed.
@@ -289,7 +283,9 @@ class PartUploader(Uploading):
         self._owned = False
 
     def _next(self, local: Scan, *, ended: bool) -> int | None:
-        pending = {token: step for token, step in self._attempts(local).items() if token not in self._uploaded}
+        newest_first = sorted(self._folders().items(), key=lambda each: -each[1])
+        attempts = {token: step for path, step in newest_first for token in attempts_in(self._local, path)}
+        pending = {token: step for token, step in attempts.items() if token not in self._uploaded}
         if pending != self._pending:
             self._pending, self._look_at, self._pause = pending, 0.0, _FIRST_LOOK_SECONDS
         if not pending or self._outside.now() < self._look_at:
@@ -306,11 +302,6 @@ class PartUploader(Uploading):
             elif self._is_wanted(attempt, local.manifests[step]):
                 return step
         return None
-
-    def _attempts(self, local: Scan) -> dict[str, int]:
-        """The tokens of the attempts that this host has files of, the newest step first, with their steps."""
-        newest_first = sorted(self._folders().items(), key=lambda each: -each[1])
-        return {token: step for path, step in newest_first for token in attempts_in(self._local, path)}
 
     def _folders(self) -> dict[str, int]:
         """The folders of checkpoints in the local one, with their steps."""
@@ -372,14 +363,10 @@ class PartUploader(Uploading):
         began, started = self._outside.date(), self._outside.now()
         self._report({"began": step})
         try:
-            with at_work(attempt, path) as moved:
-
-                def pace(nbytes: int) -> None:
-                    self._throttle.wait(nbytes)
-                    moved()
-
+            with at_work(attempt, path, self._throttle.wait) as pace:
                 copy_part(self._local, source, part, attempt, pace, self._sent.sharing(folder))
-                self._verify(attempt, part)
+                if local_files(self._storage) is not None:  # an object is whole
+                    self._verify(attempt, part)
         except (CheckpointError, OSError, ValueError) as error:
             if call_of(attempt) is None:
                 return  # it was given up for a newer one
@@ -396,9 +383,7 @@ class PartUploader(Uploading):
         self._record({**about, **figures, "lag_steps": lag})
 
     def _verify(self, attempt: Attempt, part: Mapping[str, Any]) -> None:
-        """Read back what the host has sent, as nobody else will; an object is whole."""
-        if local_files(self._storage) is None:
-            return
+        """Read back what the host has sent, as no other process will."""
         try:
             verify_part(self._storage, attempt.staging, part)
         except CheckpointUnreadableError:
@@ -408,53 +393,6 @@ class PartUploader(Uploading):
                 with contextlib.suppress(FileNotFoundError):
                     self._storage.unlink(os.path.join(attempt.staging, entry["name"]))
             raise
-
-
-_AGAIN_SECONDS = 1.0
-
-
-class HostUploads(Follower):
-    """Owns the process of the uploads on the first rank of such a host. How far they are behind, the leader says.
-
-    Args:
-        policy: what to upload
-        outside: of the run
-    """
-
-    def __init__(self, policy: UploadPolicy, outside: Outside = OUTSIDE) -> None:
-        self._policy = policy
-        self._failed = False
-        self._child = UploadChild(policy, self._take, _AGAIN_SECONDS, outside)
-
-    def start(self, step: int = 0) -> None:
-        """Send what the leading host asks for, from now on; the run begins after `step`."""
-        self._child.began(step)
-        self._child.start()
-
-    def end(self, *, finish: bool) -> None:
-        """The run has ended: let uploads go on, for at most `finish_seconds`.
-
-        Args:
-            finish: wait for them
-        """
-        self._child.end(finish=finish)
-
-    def _take(self, message: dict[str, Any]) -> None:
-        host = self._policy.host
-        if "sent" in message:
-            self._failed, name = False, self._policy.names.folder(message["sent"])
-            size, seconds = amount(message["bytes"]), message["seconds"]
-            logger.info("%s: %s sent its files in %.1f s: %s, to %s", name, host, seconds, size, self._policy.target)
-        elif "fenced" in message:
-            logger.warning("uploads of %s have stopped: %s", host, message["fenced"])
-        elif message.get("ended"):
-            logger.warning(
-                "the process of the uploads of %s ended with code %d; it is started again", host, message["ended"]
-            )
-        elif "failed" in message and not self._failed:
-            self._failed = True
-            text = "%s cannot send its files to %s, and tries again: %s"
-            logger.warning(text, host, self._policy.target, message["error"])
 
 
 class LeadingUploader(Uploader):

@@ -159,8 +159,8 @@ def copy_from_hosts(rank: Rank) -> None:
 
             def others(staging: str, kept: Collection[str]) -> None:
                 note = note_path(attempt, manifest, "two")
-                with at_work(attempt, note) as moved:
-                    copy_part(files, source, part_of(manifest, "two"), attempt, lambda nbytes: moved())
+                with at_work(attempt, note, lambda nbytes: None) as pace:
+                    copy_part(files, source, part_of(manifest, "two"), attempt, pace)
                 write_note(files, note, PartNote(attempt=attempt.token))
                 wait_for_hosts(attempt, manifest, "one", 0.0)
 
