@@ -232,8 +232,14 @@ class HostFolders(CombinedStorage, LocalFolders):
     # Small files
 
     def read(self, path: str, limit: int) -> bytes:
+        return self._read(self.fs.read, path, limit)
+
+    def read_again(self, path: str, limit: int) -> bytes:
+        return self._read(self.fs.read_again, path, limit)
+
+    def _read(self, here: Callable[[str, int], bytes], path: str, limit: int) -> bytes:
         try:
-            return self.fs.read(self.here(path), limit)
+            return here(self.here(path), limit)
         except FileNotFoundError:
             return super().read(path, limit)
 
@@ -243,12 +249,6 @@ class HostFolders(CombinedStorage, LocalFolders):
         for client in self.servers_of(path):
             with contextlib.suppress(FileNotFoundError):
                 yield client.get(path, limit)
-
-    def read_again(self, path: str, limit: int) -> bytes:
-        try:
-            return self.fs.read_again(self.here(path), limit)
-        except FileNotFoundError:
-            return super().read(path, limit)
 
     def write_over(self, path: str, data: bytes) -> None:
         """See the base class; on all hosts, first on this one."""

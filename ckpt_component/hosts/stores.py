@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 
 from ..core.memory.huge_pages import map_sealed
 from ..core.outside import OUTSIDE, Outside
-from ..core.storage.safe_open import open_to_read, read_into
+from ..core.storage.safe_open import open_to_read
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -106,7 +106,10 @@ class LocalFile(ReadableFile):
     base: int = 0
 
     def fill_image(self, buffer: memoryview, offset: int) -> bool:
-        return read_into(self.descriptor, buffer, self.base + offset)
+        position = self.base + offset
+        while buffer.nbytes and (count := os.preadv(self.descriptor, [buffer], position)):
+            position, buffer = position + count, buffer[count:]
+        return not buffer.nbytes
 
     def view(self, offset: int, length: int) -> memoryview | None:
         begin, memory = self.base + offset, self._memory if offset + length <= self.length else None
@@ -367,12 +370,9 @@ class MemoryStore(ServedStore):
         """
         with self._lock:
             ranges = {path: file for path, file in self._files.items() if file.home == home}
-            same = {content.identity: content for content in ranges.values() if content.identity}
-            found = dict[str, ImageRange]()
-            for path, (length, identity) in wanted.items():
-                content = ranges.get(path) or same.get(identity)
-                if content is not None and content.length == length:
-                    found[path] = content
+            same = {file.identity: file for file in ranges.values() if file.identity}
+            nearest = {path: ranges.get(path) or same.get(identity) for path, (_, identity) in wanted.items()}
+            found = {path: file for path, file in nearest.items() if file and file.length == wanted[path][0]}
             sources = self._entered(found.values())
         try:
             yield found

@@ -180,13 +180,15 @@ class HostTier(Follower):
                 failure = str(error)
             found = ranks.decide("tier/found", [failure, own], _found, deadline)
             hosts = [_Served(PeerAddress(*place), *others) for place, *others in found]
+            run, text = self._run, "all hosts share one folder"
             if all(each.is_shared for each in hosts):
                 self.close(waits=False)
-                self._tell("all hosts share one folder")
-                return self._run
-            run = self._joined(begun, hosts)
-            ranks.decide("tier/joined", self._look_for(hosts), self._reach, deadline)
-            self._tell("each host has a folder of its own" if saves else "the folders of all hosts count")
+            else:
+                run = self._joined(begun, hosts)
+                ranks.decide("tier/joined", self._look_for(hosts), self._reach, deadline)
+                text = "each host has a folder of its own" if saves else "the folders of all hosts count"
+            if ranks.is_leader:
+                logger.info("%s: %s (%d hosts)", self._named, text, len(set(self._hosts.names)))
             return run
 
     def end(self, *, finish: bool) -> None:
@@ -299,10 +301,6 @@ class HostTier(Follower):
                     f"{self._named}: each host has a folder of its own, and that of {client.address.host} cannot be "
                     f"reached from the leading rank: {error}. Let the hosts of the job connect to each other."
                 ) from error
-
-    def _tell(self, text: str) -> None:
-        if self._ranks.is_leader:
-            logger.info("%s: %s (%d hosts)", self._named, text, len(set(self._hosts.names)))
 
 
 def _found(answers: Sequence[Any]) -> list[Any]:

@@ -190,9 +190,11 @@ class Attempt:
 
     def to_plain(self) -> dict[str, str]:
         """All but the protocol as JSON values, for `Attempt(protocol, **values)` in another process of this host."""
-        here = self.protocol.storage.here
-        values = {**vars(self), "target": here(self.target), "staging": here(self.staging)}
-        return {name: value for name, value in values.items() if name != "protocol"}
+        plain = {name: value for name, value in vars(self).items() if name != "protocol"}
+        if self.protocol.storage.hosts:  # each has a folder of its own
+            here = self.protocol.storage.here
+            plain |= {"target": here(self.target), "staging": here(self.staging)}
+        return plain
 
 
 def taken(target: str) -> CheckpointExistsError:

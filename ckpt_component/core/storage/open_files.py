@@ -13,7 +13,7 @@ from ..memory.scratch import ScratchBlock
 from ..outside import OUTSIDE, Outside
 from .direct_io import MAX_BYTES, PAGE, DirectReader
 from .file_set import GAP_BYTES, FileSet, RangeRead, extents_of
-from .safe_open import forget, is_on_disk, open_regular, read_failure, read_into
+from .safe_open import forget, is_on_disk, open_regular, read_failure
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -82,9 +82,15 @@ class OpenFiles(FileSet):
     def _fill_through_cache(self, name: str, buffer: memoryview, offset: int) -> bool:
         fd = self.descriptor(name)
         try:
-            return read_into(fd, buffer, offset)
+            while buffer.nbytes:
+                count = os.preadv(fd, [buffer], offset)
+                if count == 0:
+                    return False
+                offset += count
+                buffer = buffer[count:]
         except OSError as error:
             raise read_failure(os.path.join(self._folder, name), error) from error
+        return True
 
     def _forget(self, name: str, offset: int, length: int) -> None:
         forget(self.descriptor(name), offset, length)

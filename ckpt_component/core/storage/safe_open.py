@@ -117,17 +117,6 @@ def read_regular(path: str, limit: int, *, cached: bool = True) -> bytes:
     return data
 
 
-def read_into(fd: int, buffer: memoryview, offset: int) -> bool:
-    """Fill a buffer with the bytes of an open file from an offset; False: it is too short. Raises OSError."""
-    while buffer.nbytes:
-        count = os.preadv(fd, [buffer], offset)
-        if count == 0:
-            return False
-        offset += count
-        buffer = buffer[count:]
-    return True
-
-
 def open_past_cache(fd: int) -> int:
     """Open an already open file again for direct I/O, which reads whole pages past the page cache.
 
