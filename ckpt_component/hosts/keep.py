@@ -44,10 +44,10 @@ from ..core.writing.write_job import end_job, filled_objects, first_sums, sizes_
 from ..core.writing.write_table import Extent
 from ..errors import CheckpointError, CheckpointFencedError
 from .client import HostClients
-from .host_memory import HostMemory
+from .host_memory import HostMemory, ReplicaMemory
 from .replica_pull import PullResult, ReplicaPull
 from .server import PeerEndpoint, SnapshotServer
-from .stores import MemoryStore, ReplicaMemory
+from .stores import MemoryStore
 from .wire import PeerAddress
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.

@@ -28,7 +28,8 @@ from ..core.storage.checksum import Checksum, find_checksum
 from ..core.writing.range_writer import SumCursor, Throttle
 from ..core.writing.write_table import Extent
 from .client import ANSWER_SECONDS, FetchedFile, PeerClient
-from .stores import ImageRange, ReplicaBlock, ReplicaMemory
+from .host_memory import ReplicaBlock, ReplicaMemory
+from .stores import ImageRange
 from .wire import PeerAddress
 
 #: Bytes to receive and sum at once, which fit into a processor's cache.
