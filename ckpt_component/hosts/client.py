@@ -1,7 +1,6 @@
 """Snapshot servers in other processes, as who asks them sees them.
 
-A request is a frame with `ask` and its arguments; the answer is `done`, or `failed` with an errno and a text. What is
-open stays as it is until `release` or the end of the connection.
+What is open stays as it is until `release` or the end of the connection. All are asked as `ServerConnection` does.
 
 - `HostClient`: a server of this user on this host, over its socket. The answer to `open` has descriptors, a hundred in
   a frame, so the bytes are read where they are.
@@ -27,12 +26,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from ..core.memory.huge_pages import map_private
 from ..core.outside import OUTSIDE, Outside
 from ..core.processes.framing import Channel
-from .server_connection import ANSWER_SECONDS, ServerConnection
+from .server_connection import ServerConnection
 from .stores import ListedFile, LocalFile, ReadableFile, SnapshotStore
 from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, refuse_newer, roots_here, token_of
 
 logger = logging.getLogger("ckpt_component.storage")
 
+#: How long a server may take to answer.
+ANSWER_SECONDS = 10.0
 _File = TypeVar("_File", bound=ReadableFile)
 
 
@@ -72,9 +73,11 @@ class SnapshotClient(ServerConnection, SnapshotStore):
 
     def hold(self) -> None:
         """Have it stay while this object is connected, longer than its lease if need be."""
+        self._begins_with = "hold"
         with self.lock:
-            channel, self._begins_with = self.reach(), "hold"
-            self._answer(channel, "hold")
+            before = self._channel
+            if (channel := self.reach()) is before:  # else it has begun with that
+                self._answer(channel, "hold")
 
     def end(self) -> None:
         """Tell it to end: a newer run does not need it."""

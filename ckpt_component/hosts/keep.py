@@ -56,10 +56,9 @@ from ..core.writing.worker import ByteWorker, MappedArena
 from ..core.writing.write_job import sizes_of, sum_objects, write_integrity
 from ..core.writing.write_table import Extent
 from ..errors import CheckpointError, CheckpointFencedError
-from .client import FetchedFile, HostClients, PeerClient
+from .client import ANSWER_SECONDS, FetchedFile, HostClients, PeerClient
 from .host_memory import HostMemory
 from .server import PeerEndpoint, SnapshotServer
-from .server_connection import ANSWER_SECONDS
 from .stores import ImageRange, MemoryStore, ReplicaBlock, ReplicaMemory
 from .wire import PeerAddress
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..core.outside import OUTSIDE, Outside, Socket, Thread
 from ..core.processes.framing import Channel
-from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
+from ..core.processes.request_loop import FrameRequest, Handler, Reply, answer_requests
 from .stores import LocalFile, ServedStore
 from .wire import VERSION, SocketPlace, greet_peer
 
@@ -130,17 +130,21 @@ _PAUSE_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 
 
+#: What answers the requests of a client, by what they ask, and those that get no answer; see `answer_requests`.
+Table = tuple[Mapping[str, Handler], Mapping[str, Callable[[FrameRequest], object]]]
+
+
 class ConnectionServer:
     """Takes the connections that come in at its endpoints. Each has a thread, which answers until it ends.
 
     Args:
         name: what takes them, for threads and errors
-        answer: answers a client that was let in, until it hangs up; what it raises as OSError ends the connection
+        table_for: makes the table for a client that was let in, given its connection, and what is closed at its end
         outside: of this process
     """
 
-    def __init__(self, name: str, answer: Callable[[Channel], None], outside: Outside) -> None:
-        self._name, self._answer, self._outside, self._lock = name, answer, outside, outside.lock()
+    def __init__(self, name: str, table_for: Callable[[Channel, ExitStack], Table], outside: Outside) -> None:
+        self._name, self._table_for, self._outside, self._lock = name, table_for, outside, outside.lock()
         self._endpoints: set[Endpoint] = set()
         self._connections: dict[Socket, Thread] = {}
 
@@ -189,8 +193,12 @@ class ConnectionServer:
 
     def _serve(self, endpoint: Endpoint, sock: Socket) -> None:
         try:
-            with contextlib.suppress(OSError):  # it hung up, or may not come in and was told so
-                self._answer(endpoint.admit(sock))
+            # It hung up, or may not come in and was told so.
+            with contextlib.suppress(OSError), ExitStack() as until_closed:
+                channel = endpoint.admit(sock)
+                handlers, notes = self._table_for(channel, until_closed)
+                how: dict[str, Any] = {"field": "ask", "seconds": _SEND_SECONDS, "traced": False}
+                answer_requests(channel, handlers, _refuse_unknown, notes=notes, **how)
         finally:
             with self._lock:
                 self._connections.pop(sock, None)
@@ -220,7 +228,7 @@ class SnapshotServer(ConnectionServer):
     outside: Outside = OUTSIDE
 
     def __post_init__(self) -> None:
-        super().__init__("snapshot-server", self._serve_client, self.outside)
+        super().__init__("snapshot-server", self._table, self.outside)
         self._place = SocketPlace.of(self.root, self.outside)
         self._holding: set[Channel] = set()
         self.ended = self.outside.latch()
@@ -239,29 +247,24 @@ class SnapshotServer(ConnectionServer):
         """
         self.open(HostEndpoint(self._place, self.rank))
 
-    def _serve_client(self, channel: Channel) -> None:
-        with contextlib.closing(_OpenFolders(self.kept)) as folders, ExitStack() as until_closed:
-            until_closed.callback(self._holding.discard, channel)
-            answer_requests(
-                channel,
-                {
-                    "list": lambda request: {"files": self.kept.listed(request.header["path"])},
-                    "get": self._get,
-                    "put": self._put,
-                    "delete": lambda request: self.kept.delete(request.header["paths"]),
-                    "open": folders.open,
-                    "read": folders.read,
-                    "ranges": folders.ranges,
-                    "release": folders.release,
-                    "about": lambda _: {"about": self._all_about()},
-                    "hold": lambda request: self._holding.add(request.channel),
-                    "end": lambda _: self.ended.set(),
-                },
-                _refuse_unknown,
-                field="ask",
-                seconds=_SEND_SECONDS,
-                traced=False,
-            )
+    def _table(self, channel: Channel, until_closed: ExitStack) -> Table:
+        folders = _OpenFolders(self.kept)
+        until_closed.callback(folders.close)
+        until_closed.callback(self._holding.discard, channel)
+        handlers: Mapping[str, Handler] = {
+            "list": lambda request: {"files": self.kept.listed(request.header["path"])},
+            "get": self._get,
+            "put": self._put,
+            "delete": lambda request: self.kept.delete(request.header["paths"]),
+            "open": folders.open,
+            "read": folders.read,
+            "ranges": folders.ranges,
+            "release": folders.release,
+            "about": lambda _: {"about": self._all_about()},
+            "hold": lambda _: self._holding.add(channel),
+            "end": lambda _: self.ended.set(),
+        }
+        return handlers, {}
 
     def _get(self, request: FrameRequest) -> Reply:
         return Reply(blobs=[self.kept.get(request.header["path"], request.header["limit"])])

@@ -20,9 +20,6 @@ from ..core.processes.remote_error import as_os_error
 
 logger = logging.getLogger("ckpt_component.storage")
 
-#: How long a server may take to answer.
-ANSWER_SECONDS = 10.0
-
 
 class ServerConnection(ABC):
     """Asks a server, one request at a time, over a connection that is made again when it is of no more use.

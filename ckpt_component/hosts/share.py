@@ -28,7 +28,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import IO, Any
@@ -40,7 +40,7 @@ from ..core.memory.scratch import ScratchBlock
 from ..core.options import ResolvedTimeouts
 from ..core.outside import Outside
 from ..core.processes.framing import Channel
-from ..core.processes.request_loop import FrameRequest, Reply, answer_requests
+from ..core.processes.request_loop import FrameRequest, Reply
 from ..core.progress import Progress, no_progress
 from ..core.storage.checksum import Checksum, fastest
 from ..core.storage.file_set import FileSet, RangeRead, extents_of
@@ -50,7 +50,7 @@ from ..errors import CheckpointError
 from ..loading.collective import OpenFiles, SharedReads
 from .batches import MOST_THREADS, Batch, SharedBatches, Stretch
 from .client import PeerClient
-from .server import ConnectionServer, PeerEndpoint
+from .server import ConnectionServer, PeerEndpoint, Table
 from .wire import PeerAddress
 
 logger = logging.getLogger("ckpt_component.readers")
@@ -173,7 +173,6 @@ def _nbytes(stretches: Sequence[Stretch]) -> int:
     return sum(end - start for start, end, _ in stretches)
 
 
-_SEND_SECONDS = 10.0
 _MAX_THREADS = 4
 #: Items are aligned to pages: what is between them is read too.
 _PADDING_BYTES = 4096
@@ -354,7 +353,7 @@ class ReadOnce(SharedReads):
         try:
             if self._addresses:
                 endpoint = PeerEndpoint(self._addresses[self._ranks.rank], self._secret, self._outside)
-                self._server = ConnectionServer("share", self._answer, self._outside)
+                self._server = ConnectionServer("share", self._table, self._outside)
                 self._server.open(endpoint)
                 self._port = endpoint.port
         except OSError as error:
@@ -409,8 +408,8 @@ class ReadOnce(SharedReads):
         with contextlib.closing(self._connect(ranks[0], self._timeouts.stall)) as connection:
             return bytes(connection.ask("wants", digest=digest)[1])
 
-    def _answer(self, channel: Channel) -> None:
-        """Answer a rank, until its connection ends: then it fetches nothing more."""
+    def _table(self, channel: Channel, until_closed: ExitStack) -> Table:
+        """What answers a rank, until its connection ends: then it fetches nothing more."""
         joined = list[tuple[SharedBatches, int]]()
 
         def join(request: FrameRequest) -> None:
@@ -420,20 +419,16 @@ class ReadOnce(SharedReads):
             if number != request.header["plan"] or batches is None:
                 raise OSError(errno.ENOENT, f"rank {self._ranks.rank} does not take part")
             joined.append((batches, request.header["rank"]))
+            until_closed.callback(batches.leave, request.header["rank"])
 
         def batch(request: FrameRequest) -> Iterator[Reply]:
             batches, rank = joined[-1]
-            return batches.serve(request.channel, rank, request.header["number"])
+            return batches.serve(channel, rank, request.header["number"])
 
         def wants(request: FrameRequest) -> Reply:
             return Reply(blobs=[self._wants[request.header["digest"]]])
 
-        handlers, seconds = {"batch": batch}, _SEND_SECONDS
-        try:
-            answer_requests(channel, handlers, wants, notes={"join": join}, field="ask", seconds=seconds, traced=False)
-        finally:
-            for batches, rank in joined:
-                batches.leave(rank)
+        return {"batch": batch, "wants": wants}, {"join": join}
 
 
 def _addresses(outside: Outside, offered: Sequence[str]) -> tuple[list[str], str]:
