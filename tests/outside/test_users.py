@@ -86,7 +86,7 @@ ONCE = {
     "send_file": {"core/processes/framing.py", "hosts/server.py"},
     "answer_requests": {
         *("background/run_watch.py", "compat/worker_main.py"),
-        *("hosts/server.py", "hosts/share.py", "core/writing/worker.py"),
+        *("hosts/server.py", "core/writing/worker.py"),
     },
 }
 
