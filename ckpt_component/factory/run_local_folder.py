@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..background.jobs import Follower
 from ..background.upload_policy import UploadPolicy
-from ..background.uploads import BackgroundUploads, LagPolicy
+from ..background.uploads import BackgroundUploads, HostUploads, LagPolicy
 from ..config.schema import Checkpoint
 from ..core.options import OnLag
 from ..core.storage.files import local_files
@@ -90,6 +90,4 @@ class RunLocalFolder(RunOption):
             return BackgroundUploads(
                 policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error), run.ranks.outside
             )
-        from ..hosts.host_uploads import HostUploads  # which runs on one host do not load
-
         return HostUploads(policy, run.ranks.outside)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..background.jobs import Follower
-from ..callers.memory_caller import MemoryCaller
-from ..callers.write_callers import PersistentCaller, WriteCaller
+from ..callers.write_callers import MemoryCaller, PersistentCaller, WriteCaller
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.rules import ImageCount
 from ..config.schema import Checkpoint
@@ -21,16 +20,14 @@ from ..core.outside import OUTSIDE, Outside
 from ..core.storage.storage import Storage
 from ..core.writing.process import WriterProgram
 from ..errors import CheckpointError
-from ..events import SaveReport
 from ..formats.writer import Writer
 from ..hosts.at_peers import PeerMap, SnapshotsAtPeers
 from ..hosts.client import HostClient, HostClients, JobClients
 from ..hosts.host_memory import HostMemory
 from ..hosts.snapshot_source import NearestReader, RunMemory
-from ..hosts.snapshots import NewestStays, TieredSaveQueue
+from ..hosts.snapshots import NewestStays, SnapshotMemory, TieredSaveQueue
 from ..hosts.wire import SocketPlace, memory_root
 from ..managing.run_context import MakeQueue, MakeReader, RunContext, RunOption, StorageOf
-from ..saving.save_queue import notify
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +43,10 @@ class RunSnapshots(RunOption):
     def __init__(self, settings: Checkpoint, outside: Outside = OUTSIDE) -> None:
         self._settings, self._outside = settings.recovery, outside
         self._arenas = settings.stager.get("arenas", 1)
-        self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
         self._clients = JobClients(outside)
-        self._memory = HostMemory(self._clients, outside=outside)
         self._mode = f"checkpoint/recovery={self._settings.mode}"
-        #: Whether other hosts have copies, and the snapshots of the run before; set by `join`.
-        self._has_peers = False
+        #: How many images there are, and the snapshots of the run before; set by `join`, which knows the hosts.
+        self._images = ImageCount.of(self._settings, self._arenas, hosts=1)
         self._earlier: RunMemory | None = None
 
     def begin_alone(self) -> None:
@@ -60,7 +55,7 @@ class RunSnapshots(RunOption):
 
     def storage_of(self, storage_of: StorageOf) -> StorageOf:
         """See the base class: a path may be in the memory of servers, where it is only read."""
-        memory = self._memory
+        memory = HostMemory(self._clients, outside=self._outside)
         return lambda path: memory if memory.holds(path) else storage_of(path)
 
     def begun(self, storage: Storage, root: str) -> Any:
@@ -76,9 +71,8 @@ class RunSnapshots(RunOption):
         named, lineage = begun
         root, rank, outside = memory_root(named, run.events.run), run.ranks.rank, self._outside
         own = HostClient(SocketPlace.of(root, outside), rank, now=False)  # its process starts later
-        self._has_peers = self._settings.mode is RecoveryMode.peers and run.hosts.several
         self._images = ImageCount.of(self._settings, self._arenas, len(set(run.hosts.names)))
-        self._earlier = RunMemory(run, lineage, self._clients, has_peers=self._has_peers)
+        self._earlier = RunMemory(run, lineage, self._clients, has_peers=bool(self._images.copies))
         memory = HostMemory(HostClients(besides=rank, outside=outside), own, outside)
         return replace(run, snapshots=replace(run, fs=memory, root=root, remote=None))
 
@@ -111,43 +105,32 @@ class RunSnapshots(RunOption):
         here, lease = run.fs.here(run.root), self._settings.lease
         job = {"folder": here, "root": kept.root, "rank": ranks.rank, "world_size": ranks.world_size, "lease": lease}
         connect = caller.runs(WriterProgram("ckpt_component.hosts.keep", job))
-        stays, on_kept = NewestStays(), earlier.end_others
-        if self._has_peers:
+        stays, hooks = NewestStays(), [lambda _: earlier.end_others()]
+        if self._images.copies:
             # What the run before has at its peers is needed until this one has something there.
-            ends = earlier.end_others if run.hosts.leads(ranks.rank) else _nothing
-            peers, on_kept = PeerMap.agree(run, self._settings), _nothing
-            stays = SnapshotsAtPeers(peers, MemoryCaller(connect, ranks.outside), ranks, run.timeouts, run.events, ends)
-        return partial(
-            TieredSaveQueue,
-            caller=MemoryCaller(connect, ranks.outside),
-            writer=writer,
-            memory=kept.fs,
-            path_of=lambda path: kept.path_of(run.step_of(path)),
-            on_kept=partial(_tell_all, [lambda _: on_kept(), *(follower.on_kept for follower in followers)]),
-            stays=stays,
-        )
+            peers, hooks = PeerMap.agree(run, self._settings), []
+            stays = SnapshotsAtPeers(peers, MemoryCaller(connect, ranks.outside), run, earlier.end_others)
+        hooks += [follower.on_kept for follower in followers]
+        memory = SnapshotMemory(MemoryCaller(connect, ranks.outside), writer, kept.fs, kept.root, hooks, stays)
+        return partial(TieredSaveQueue, memory=memory)
 
     def _tell(self, hosts: Hosts) -> None:
         names, settings, images = [*dict.fromkeys(hosts.names)], self._settings, self._images
-        if not self._has_peers:
-            text = "%s: each rank has up to %d images of its state in host memory, one of which stays"
-            logger.info(text, self._mode, images.own)
-            if settings.mode is RecoveryMode.peers:
-                logger.warning(
-                    "%s: all ranks are on one host, so nobody has copies, and all is as with host", self._mode
-                )
-            elif hosts.several:
-                text = (
-                    "%s: the %d ranks are on %d hosts, and a run is restored from memory only if all are on one host; "
-                    "else from its checkpoints"
-                )
-                logger.warning(text, self._mode, len(hosts.names), len(names))
-            return
         text = (
-            "%s: each rank has up to %d images of its state in host memory, of which up to three stay, and up to %d "
+            "%s: each rank has up to %d images of its state in host memory, of which up to %d stay, and up to %d "
             "copies of other ranks' images"
         )
-        logger.info(text, self._mode, images.own, images.copies)
+        logger.info(text, self._mode, images.own, images.staying, images.copies)
+        if settings.mode is RecoveryMode.host and hosts.several:
+            text = (
+                "%s: the %d ranks are on %d hosts, and a run is restored from memory only if all are on one host; "
+                "else from its checkpoints"
+            )
+            logger.warning(text, self._mode, len(hosts.names), len(names))
+        if settings.mode is RecoveryMode.peers and not hosts.several:
+            logger.warning("%s: all ranks are on one host, so nobody has copies, and all is as with host", self._mode)
+        if not images.copies:
+            return
         replicas = min(settings.replicas, len(names) - 1)
         if replicas < settings.replicas:
             text = "checkpoint.recovery.replicas=%d: the job has %d hosts, so each has its copies on %d others"
@@ -156,13 +139,3 @@ class RunSnapshots(RunOption):
         if unknown:
             text = "checkpoint.recovery.peers names %s, and no rank is there; the hosts are %s"
             logger.warning(text, ", ".join(unknown), ", ".join(names))
-
-
-def _tell_all(hooks: Sequence[Callable[[SaveReport], None]], report: SaveReport) -> None:
-    """Call each hook, whatever becomes of the others."""
-    for hook in hooks:
-        notify(hook, report)
-
-
-def _nothing() -> None:
-    """Nothing follows."""

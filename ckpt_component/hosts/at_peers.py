@@ -10,20 +10,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from ..callers.memory_caller import MemoryCaller
+from ..callers.write_callers import MemoryCaller
 from ..config.schema import Recovery
-from ..core.coordination import Coordinator
 from ..core.coordination.connection import offered_address, reachable
 from ..core.lane import Lane
-from ..core.options import ResolvedTimeouts
 from ..core.outside import Outside
 from ..core.storage.space import amount
 from ..errors import CheckpointConfigError, CheckpointError
-from ..events import EventRecorder, SaveReport
+from ..events import SaveReport
 from ..managing.run_context import RunContext
 from .snapshots import NewestStays
 from .wire import PeerAddress
@@ -37,30 +35,28 @@ class PeerMap:
 
     Attributes:
         of: for each rank, the home, the ranks that hold its replicas
-        unseen: the ranks on other hosts than this one
         address: where other hosts reach this one
         secret: by which the servers of the run know each other
         bytes_per_second: the most that a rank sends, to all holders together; None: no limit
     """
 
     of: Sequence[Sequence[int]]
-    unseen: frozenset[int]
     address: str
     secret: str
     bytes_per_second: float | None = None
 
-    @cached_property
-    def homes(self) -> Sequence[Sequence[int]]:
-        """For each rank those whose replicas it holds."""
-        found: list[list[int]] = [[] for _ in self.of]
+    def pulls(self, places: Sequence[Any]) -> list[list[tuple[Any, float | None]]]:
+        """For each rank: the servers of those whose replicas it holds, and the most bytes to ask each for in a second.
+
+        Args:
+            places: where the servers of all ranks are
+        """
+        found: list[list[tuple[Any, float | None]]] = [[] for _ in self.of]
         for home, holders in enumerate(self.of):
             for holder in holders:
-                found[holder].append(home)
+                rate = None if self.bytes_per_second is None else self.bytes_per_second / len(holders)
+                found[holder].append((places[home], rate))
         return found
-
-    def rate(self, home: int) -> float | None:
-        """The most bytes that a holder asks a home for in a second; None: no limit."""
-        return None if self.bytes_per_second is None else self.bytes_per_second / len(self.of[home])
 
     @classmethod
     def agree(cls, run: RunContext, settings: Recovery) -> PeerMap:
@@ -72,22 +68,8 @@ class PeerMap:
         ranks, hosts, given = run.ranks, run.hosts, settings.peers or {}
         deadline = ranks.outside.now() + run.timeouts.stage
         begun = ranks.scatter("peers/begin", offered_address(ranks.outside), partial(_begin, ranks.outside), deadline)
-        return cls(
-            of=[hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)],
-            unseen=hosts.elsewhere(ranks.rank),
-            address=begun["address"],
-            secret=begun["secret"],
-            bytes_per_second=settings.max_bytes_per_second,
-        )
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """A snapshot that is whole: which one of the run, its save, and where this rank's server listens then."""
-
-    number: int = 0
-    report: SaveReport = field(default_factory=lambda: SaveReport(""))
-    place: PeerAddress | None = None
+        of = [hosts.peer_ranks(rank, given, settings.replicas) for rank in range(ranks.world_size)]
+        return cls(of, bytes_per_second=settings.max_bytes_per_second, **begun)
 
 
 class SnapshotsAtPeers(NewestStays):
@@ -96,41 +78,27 @@ class SnapshotsAtPeers(NewestStays):
     Args:
         peers: who has replicas for whom
         caller: has the server pull; owned from now on
-        ranks: the ranks
-        timeouts: deadlines
-        events: is told what is at its peers
+        run: the run, whose listeners are told what is at its peers
         on_first: called on all ranks, on the thread of the lane, when a snapshot is at its peers for the first time
     """
 
-    def __init__(
-        self,
-        peers: PeerMap,
-        caller: MemoryCaller,
-        ranks: Coordinator,
-        timeouts: ResolvedTimeouts,
-        events: EventRecorder,
-        on_first: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self.unseen = peers.unseen
-        self._peers = peers
-        self._caller = caller
-        self._ranks = ranks
-        self._timeouts = timeouts
-        self._events = events
-        self._on_first = on_first
+    def __init__(self, peers: PeerMap, caller: MemoryCaller, run: RunContext, on_first: Callable[[], None]) -> None:
+        self._peers, self._caller, self._on_first = peers, caller, on_first
+        self._ranks, self._timeouts, self._events = run.ranks, run.timeouts, run.events
+        self.unseen = run.hosts.elsewhere(run.ranks.rank)
+        #: Where this rank's server listens for other hosts; None: nowhere.
         self._place: PeerAddress | None = None
         # The end of the run does not wait for what is being pulled.
-        self._lane, self._rounds = Lane("ckpt-peers", ranks.outside, newest_only=True), 0
+        self._lane, self._rounds = Lane("ckpt-peers", run.ranks.outside, newest_only=True), 0
         #: For what follows, which two threads change.
-        self._changed = ranks.outside.condition()
-        self._last = _Whole()
-        #: The number of the last one about which the ranks have agreed whether it is pulled, and whether they do so.
-        self._asked, self._pulling = 0, False
+        self._changed = run.ranks.outside.condition()
+        #: How many have become whole, the number of the last one about which the ranks have agreed whether it is
+        #: pulled, and whether they do so.
+        self._number, self._asked, self._pulling = 0, 0, False
         #: Paths. What was pulled and has not arrived stays until another one is, as other ranks may know better.
         self._at_peers = self._pulled = ""
-        #: What is whole, by path, from the one that was agreed on last: an older one than the newest may be next.
-        self._whole: dict[str, _Whole] = {}
+        #: Of what is whole and may be pulled, by path: an older one than the newest may be next.
+        self._reports = dict[str, SaveReport]()
         self._closing = False
 
     def begin(self, then: Callable[[], None]) -> None:
@@ -138,20 +106,23 @@ class SnapshotsAtPeers(NewestStays):
         self._then = then
         self._lane.submit(self._pull_due)  # nothing yet; but a thread that cannot start ends the run now, not later
 
-    def preparation(self, client: MemoryCaller) -> Callable[[float], None]:
+    def prepare(self, caller: MemoryCaller, timeout: float) -> None:
         """See the base class. It also lets other hosts in, as they may look for a snapshot once rank 0 has it whole."""
-
-        def prepare(timeout: float) -> None:
-            client.prepare(timeout)
-            self._place = self._listening(client)
-
-        return prepare
+        super().prepare(caller, timeout)
+        place, address = None, self._peers.address
+        try:
+            port = caller.listen(self._peers.secret, address, self._timeouts.close)
+            place = PeerAddress(self._ranks.outside.host_name(), address, port, self._ranks.rank)
+        except CheckpointError as error:
+            logger.warning("rank %d's snapshot server cannot be reached from other hosts: %s", self._ranks.rank, error)
+        self._place = place  # another one, if the server was started again
 
     def whole(self, report: SaveReport) -> None:
         """See the base class."""
-        super().whole(report)
         with self._changed:
-            self._last = self._whole[report.path] = _Whole(self._last.number + 1, report, self._place)
+            super().whole(report)
+            self._number += 1
+            self._reports[report.path] = report
             self._changed.notify_all()
         with contextlib.suppress(CheckpointError):  # the run ends
             self._lane.submit(self._pull_due)
@@ -162,70 +133,50 @@ class SnapshotsAtPeers(NewestStays):
         First waits until it is known whether the newest one is pulled: a snapshot that is, on any rank, stays on all.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_due or self._closing, self._timeouts.stage)
+            known = lambda: self._pulling or self._asked >= self._number or self._closing  # noqa: E731
+            self._changed.wait_for(known, self._timeouts.stage)
             return [*filter(None, (self._at_peers, self._pulled, self._newest))]
-
-    @property
-    def _is_due(self) -> bool:
-        """Whether the ranks are to agree on the newest one, now."""
-        return not self._pulling and self._last.number > self._asked
-
-    def _listening(self, client: MemoryCaller) -> PeerAddress | None:
-        """Where this rank's server, which may have been started again, listens for other hosts; None: nowhere."""
-        try:
-            port = client.listen(self._peers.secret, self._peers.address, self._timeouts.close)
-        except CheckpointError as error:
-            logger.warning("rank %d's snapshot server cannot be reached from other hosts: %s", self._ranks.rank, error)
-            return None
-        return PeerAddress(self._ranks.outside.host_name(), self._peers.address, port, self._ranks.rank)
 
     def _pull_due(self) -> None:
         """On the lane: pull what is due. The ranks begin each round together."""
-        with self._changed:
-            if self._closing or not self._is_due:
-                return
-            newest = self._last
+        if self._closing or self._asked >= self._number:
+            return
         self._rounds += 1
         try:
-            self._pull_next(f"peers/{self._rounds}", newest)
+            self._pull_next(f"peers/{self._rounds}")
         except _RunEnds:
             self.close()
         except BaseException:
             logger.exception("no more snapshots get to peers")
             self.close()
 
-    def _pull_next(self, tag: str, newest: _Whole) -> None:
-        number, path, homes = self._agree(tag, newest)
+    def _pull_next(self, tag: str) -> None:
+        """Agree which one all ranks pull next, and from where, and do so if all servers can be reached."""
+        with self._changed:
+            number, path = self._number, self._newest
+        message, homes = {"number": number, "path": path, "at": self._place}, None
+        try:
+            deadline = self._ranks.outside.now() + self._timeouts.stage
+            number, path, homes = self._ranks.scatter(tag, message, self._choose, deadline)
+        except CheckpointError as error:
+            logger.log(self._level, "%s is in memory, and does not get to its peers: %s", path, error)
         with self._changed:
             self._asked = number
-            self._whole = {at: whole for at, whole in self._whole.items() if whole.number >= number or at == path}
+            self._reports = {at: report for at, report in self._reports.items() if at in (path, self._newest)}
             if homes is not None:
                 self._pulling, self._pulled = True, path
             self._changed.notify_all()
-        if homes is None:
-            return
-        arrived = self._pull(f"{tag}/arrived", path, homes)
+        arrived = homes is not None and self._pull(f"{tag}/arrived", path, homes)
         if arrived and not self._at_peers:
             self._on_first()
         with self._changed:
             self._pulling = False
             if arrived:
-                self._at_peers = self._pulled
+                self._at_peers = path
             self._changed.notify_all()
         if arrived:
             with contextlib.suppress(CheckpointError, RuntimeError):  # the run ends, and so does what stays
                 self._then()
-
-    def _agree(self, tag: str, newest: _Whole) -> tuple[int, str, list[PeerAddress] | None]:
-        """The number and the path of what all ranks pull next, and from where; None, if a server cannot be reached."""
-        message = {"number": newest.number, "path": newest.report.path, "at": newest.place}
-        try:
-            deadline = self._ranks.outside.now() + self._timeouts.stage
-            number, path, homes = self._ranks.scatter(tag, message, self._choose, deadline)
-        except CheckpointError as error:
-            logger.log(self._level, "%s is in memory, and does not get to its peers: %s", newest.report.path, error)
-            return newest.number, newest.report.path, None
-        return number, path, None if homes is None else [PeerAddress(*home) for home in homes]
 
     def _choose(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
         """On the leading rank: what each rank pulls, and from where.
@@ -233,20 +184,20 @@ class SnapshotsAtPeers(NewestStays):
         What is whole on one rank has been written on all of them, though some may not know yet that it is whole.
         """
         newest = max(messages, key=lambda message: message["number"])
-        homes = [[messages[home]["at"] for home in homes] for homes in self._peers.homes]
-        is_possible = all(message["at"] for message in messages)
-        return [[newest["number"], newest["path"], each if is_possible else None] for each in homes]
+        places = [message["at"] for message in messages]
+        parts = self._peers.pulls(places) if all(places) else [None] * len(places)
+        return [[newest["number"], newest["path"], homes] for homes in parts]
 
-    def _pull(self, tag: str, path: str, homes: Sequence[PeerAddress]) -> bool:
+    def _pull(self, tag: str, path: str, homes: Sequence[tuple[Sequence[Any], float | None]]) -> bool:
         """Pull a snapshot; returns whether it has arrived, on all ranks."""
-        own, paced = dict[str, Any](), [(home, self._peers.rate(home.rank)) for home in homes]
+        own = dict[str, Any]()
         deadline = self._ranks.outside.now() + self._timeouts.whole_save
 
         def pull() -> None:
             if self._closing:
                 raise _RunEnds
             try:
-                own.update(self._caller.pull(path, paced, deadline))
+                own.update(self._caller.pull(path, homes, deadline))
             except CheckpointError:
                 if self._closing:
                     raise _RunEnds from None  # no rank waits for this one's answer
@@ -260,8 +211,8 @@ class SnapshotsAtPeers(NewestStays):
             return False
         at = self._ranks.outside.date()
         with self._changed:  # this rank may not know yet that it is whole
-            self._changed.wait_for(lambda: path in self._whole or self._closing, self._timeouts.stage)
-            report = self._whole[path].report if path in self._whole else SaveReport(path, time=at)
+            self._changed.wait_for(lambda: path in self._reports or self._closing, self._timeouts.stage)
+            report = self._reports.get(path) or SaveReport(path, time=at)
         self._events.at_peers(replace(report, sent=own["sent"], at_peers_s=at - report.time))
         if self._ranks.is_leader:
             text = "step %s is at its peers: %s received by rank 0 in %.2f s"

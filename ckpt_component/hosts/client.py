@@ -1,7 +1,6 @@
 """Snapshot servers in other processes, as who asks them sees them.
 
-A request is a frame with `ask` and its arguments; the answer is `done`, or `failed` with an errno and a text. What is
-open stays as it is until `release` or the end of the connection.
+What is open stays as it is until `release` or the end of the connection. All are asked as `ServerConnection` does.
 
 - `HostClient`: a server of this user on this host, over its socket. The answer to `open` has descriptors, a hundred in
   a frame, so the bytes are read where they are.
@@ -17,18 +16,17 @@ import contextlib
 import errno
 import logging
 import os
-import weakref
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..core.outside import OUTSIDE, Outside
 from ..core.pages import map_private
-from ..core.processes.framing import Channel, Frame
-from ..core.processes.serve import as_os_error
+from ..core.processes.framing import Channel
+from .server_connection import ServerConnection
 from .stores import ListedFile, LocalFile, ReadableFile, SnapshotStore
 from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, refuse_newer, roots_here, token_of
 
@@ -36,66 +34,32 @@ logger = logging.getLogger("ckpt_component.storage")
 
 #: How long a server may take to answer.
 ANSWER_SECONDS = 10.0
+_File = TypeVar("_File", bound=ReadableFile)
 
 
-class SnapshotClient(SnapshotStore):
-    """See the top of this file. Its requests go one at a time over one connection.
+class Opening(NamedTuple):
+    """What a server has opened for a client: of which folder, over which connection, its number, and descriptors."""
 
-    Args:
-        rank: whose server it is
-        name: what it is called in errors
-        seconds: how long it may take to answer
-        now: connect now; False: with the first request, because the server may not have begun yet
-        outside: of this process
+    folder: str
+    channel: Channel
+    number: int
+    fds: list[int]
 
-    Raises:
-        OSError: see `_dial`
-    """
 
-    def __init__(self, rank: int, name: str, seconds: float, *, now: bool, outside: Outside = OUTSIDE) -> None:
-        self._outside = outside
-        self._rank = rank
-        self._name = name
-        self._seconds = seconds
-        self._lock = outside.lock()
-        self._holds = False
-        self._channel: Channel | None = None
-        self._process = 0
-        if now:
-            self._connect()
-
-    @abstractmethod
-    def _dial(self) -> Channel:
-        """A new connection.
-
-        Raises:
-            ConnectionError: there is no such server
-            PermissionError: it is somebody else's
-            TimeoutError: it takes no connection
-        """
-
-    @property
-    def rank(self) -> int:
-        """Whose server it is."""
-        return self._rank
-
-    @property
-    def connected(self) -> bool:
-        """Whether the connection is of use, as far as is known."""
-        channel = self._channel  # another thread may hang up meanwhile
-        return channel is not None and self._process == self._outside.pid() and not channel.hung_up
+class SnapshotClient(ServerConnection, SnapshotStore):
+    """A snapshot server; see the top of this file."""
 
     def listed(self, prefix: str) -> list[ListedFile]:
-        return [ListedFile(*values) for values in self._asked("list", path=prefix)[0]["files"]]
+        return [ListedFile(*values) for values in self.ask("list", path=prefix)[0]["files"]]
 
     def get(self, path: str, limit: int) -> bytes:
-        return bytes(self._asked("get", path=path, limit=limit)[1])
+        return bytes(self.ask("get", path=path, limit=limit)[1])
 
     def put(self, path: str, data: bytes, *, new: bool = True) -> None:
-        self._asked("put", data, path=path, new=new)
+        self.ask("put", data, path=path, new=new)
 
     def delete(self, paths: Sequence[str]) -> None:
-        self._asked("delete", paths=list(paths))
+        self.ask("delete", paths=list(paths))
 
     def about(self) -> dict[str, Any]:
         """What it is: root, token, rank, world_size, host, pid, since, bytes, lease, alive, and others.
@@ -103,111 +67,59 @@ class SnapshotClient(SnapshotStore):
         A restore asks this first, so it raises OSError if the server is of a newer release, whose answers this one
         does not read.
         """
-        about = dict(self._asked("about")[0]["about"])
+        about = dict(self.ask("about")[0]["about"])
         refuse_newer(about.get("version", 1), self._name)
         return about
 
     def hold(self) -> None:
         """Have it stay while this object is connected, longer than its lease if need be."""
-        self._holds = True
-        self._asked("hold")
+        self._begins_with = "hold"
+        with self.lock:
+            before = self._channel
+            if (channel := self.reach()) is before:  # else it has begun with that
+                self._answer(channel, "hold")
 
     def end(self) -> None:
         """Tell it to end: a newer run does not need it."""
-        self._asked("end")
+        self.ask("end")
 
-    def close(self) -> None:
-        """Hang up."""
-        with self._lock:
-            self._hang_up()
+    @contextlib.contextmanager
+    def _opened(self, folder: str, file_of: Callable[..., _File], **options: Any) -> Iterator[Mapping[str, _File]]:
+        """Open the files of a folder.
 
-    def _asked(self, ask: str, data: bytes = b"", **arguments: Any) -> tuple[dict[str, Any], memoryview]:
-        with self._lock:
-            _, header, blob, _ = self._answer(ask, data, **arguments)
-        return header, blob
-
-    def _answer(
-        self, ask: str, data: bytes = b"", **arguments: Any
-    ) -> tuple[Channel, dict[str, Any], memoryview, list[int]]:
-        """Send a request and receive its answer, over a new connection after a fork or a late answer.
-
-        And after the server's end, as another one may have taken its place.
+        Args:
+            folder: see above
+            file_of: makes each of them, given the `Opening`, the file's name, number of its descriptor, place in that,
+                and arguments of `ReadableFile`
+            **options: of the request
         """
-        if not self.connected:
-            self._connect()
-            if self._holds and ask != "hold":
-                self._answer("hold")
-        channel = self._channel
-        if channel is None:
-            raise self._gone()
-        try:
-            channel.send({"ask": ask, **arguments}, self._outside.now() + self._seconds, [data] if data else [])
-        except TimeoutError:
-            raise self._silent() from None
-        except OSError as error:  # it has hung up, and may have said why
-            logger.debug("%s did not take a request: %s", self._name, error)
-        return channel, *self._received(channel)
+        with ExitStack() as until_closed:
+            with self.lock:
+                channel = self.reach()
+                header, blob, fds = self._answer(channel, "open", path=folder, **options)
+                opening = Opening(folder, channel, header["number"], [])
+                until_closed.callback(self._release, opening)
+                while True:
+                    opening.fds.extend(fds)
+                    for fd in fds:
+                        until_closed.callback(os.close, fd)
+                    if len(opening.fds) >= header["descriptors"]:
+                        break
+                    *_, fds = self._received(channel)
+            small, position = ((name, -1, 0, 0, size, False) for name, size in header["small"]), 0
+            files, identities = dict[str, _File](), header.get("identities", {})  # an earlier release has none
+            for name, source, base, length, size, is_replica in chain(small, header["pieces"]):
+                about = {"length": length, "is_replica": is_replica, "identity": identities.get(name, "")}
+                tail, position = bytes(blob[position : position + size]), position + size
+                files[name] = file_of(opening, name, source, base, tail=tail, **about)
+            yield files
 
-    def _received(self, channel: Channel) -> Frame:
-        until = self._outside.now() + self._seconds
-        try:
-            with self._outside.waits.on(f"an answer from {self._name}", until) as wait:
-                wait.for_all(channel.has_input_within)
-                frame = channel.receive(until)
-        except TimeoutError:
-            raise self._silent() from None
-        except ConnectionAbortedError:
-            self._hang_up()
-            raise
-        if frame is None:
-            raise self._gone()
-        if frame[0]["kind"] != "done":
-            raise as_os_error(frame[0])
-        return frame
-
-    def _release(self, channel: Channel, number: int) -> None:
+    def _release(self, opening: Opening) -> None:
         """Give back what is open, which the end of the connection does, too."""
-        with self._lock:
-            if channel is self._channel and self.connected:
-                try:
-                    self._answer("release", number=number)
-                except OSError as error:  # it has hung up, and what was read is right
-                    logger.info("%s, after its files were read", error)
-
-    def _connect(self) -> None:
-        self._hang_up()
-        channel = self._dial()
-        self._channel, self._process = channel, self._outside.pid()
-        self._end = weakref.finalize(self, _close, channel, self._process)
-
-    def _hang_up(self) -> None:
-        if self._channel is not None:
-            self._end()
-            self._channel = None
-
-    def _silent(self) -> TimeoutError:
-        self._hang_up()
-        text = f"{self._name} has not answered for {self._seconds:g} s; it is stopped, or its host is overloaded"
-        return TimeoutError(errno.ETIMEDOUT, text)
-
-    def _gone(self) -> ConnectionError:
-        self._hang_up()
-        return ConnectionResetError(errno.ECONNRESET, f"{self._name} has ended")
-
-
-def _files_in(header: Mapping[str, Any], blob: memoryview) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
-    """The files of an answer to `open`: the name, source and base of each, and arguments of `ReadableFile`."""
-    small, position = ((name, -1, 0, 0, size, False) for name, size in header["small"]), 0
-    for name, source, base, length, size, is_replica in chain(small, header["pieces"]):
-        tail = bytes(blob[position : position + size])
-        yield name, source, base, {"length": length, "tail": tail, "is_replica": is_replica}
-        position += size
-
-
-def _close(channel: Channel, process: int) -> None:
-    """Close a connection, unless this is a fork of the process that made it and uses it still."""
-    if channel.outside.pid() == process:
-        channel.close()
+        try:
+            self.ask("release", on=opening.channel, number=opening.number)
+        except OSError as error:  # it has hung up, and what was read is right
+            logger.info("%s, after its files were read", error)
 
 
 class HostClient(SnapshotClient):
@@ -220,53 +132,31 @@ class HostClient(SnapshotClient):
         now: connect now; False: with the first request, because the server may not have begun yet
 
     Raises:
-        ConnectionError: there is no such server
-        PermissionError: it is another user's process
-        TimeoutError: it takes no connection
+        OSError: see `_dial`
     """
 
-    def __init__(
-        self,
-        place: SocketPlace,
-        rank: int,
-        *,
-        seconds: float = ANSWER_SECONDS,
-        now: bool = True,
-    ) -> None:
+    def __init__(self, place: SocketPlace, rank: int, *, seconds: float = ANSWER_SECONDS, now: bool = True) -> None:
+        super().__init__(rank, f"rank {rank}'s snapshot server", seconds, place.outside)
         self._place = place
-        super().__init__(rank, f"rank {rank}'s snapshot server", seconds, now=now, outside=place.outside)
+        if now:
+            self.reach()
 
-    @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, ReadableFile]]:
-        with ExitStack() as until_closed:
-            descriptors = list[int]()
-            with self._lock:
-                channel, header, blob, fds = self._answer("open", path=folder)
-                number, pending = header["number"], header["descriptors"]
-                until_closed.callback(self._release, channel, number)
-                for fd in fds:
-                    until_closed.callback(os.close, fd)
-                descriptors += fds
-                while len(descriptors) < pending:
-                    *_, more = self._received(channel)
-                    for fd in more:
-                        until_closed.callback(os.close, fd)
-                    descriptors += more
-            yield {
-                name: LocalFile(**file, descriptor=descriptors[source] if file["length"] else -1, base=base)
-                for name, source, base, file in _files_in(header, blob)
-            }
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalFile]]:
+        def file_of(opening: Opening, name: str, source: int, base: int, **about: Any) -> LocalFile:
+            return LocalFile(**about, descriptor=opening.fds[source] if about["length"] else -1, base=base)
+
+        return self._opened(folder, file_of)
 
     def _dial(self) -> Channel:
-        sock = self._place.connect(self._rank, self._seconds)
+        sock = self._place.connect(self.rank, self._seconds)
         if sock is None:
-            raise self._gone()
+            raise self._ended()
         user, pid = self._outside.credentials(sock)
         if user != os.getuid():
             sock.close()
-            text = f"rank {self._rank}'s snapshot server is a process of user {user}, not of user {os.getuid()}"
+            text = f"rank {self.rank}'s snapshot server is a process of user {user}, not of user {os.getuid()}"
             raise PermissionError(errno.EACCES, text)
-        self._name = f"rank {self._rank}'s snapshot server (process {pid})"
+        self._name = f"rank {self.rank}'s snapshot server (process {pid})"
         return Channel(sock, lambda: True, outside=self._outside)
 
 
@@ -357,12 +247,9 @@ class PeerClient(SnapshotClient):
 
     Attributes:
         address: see above
-        received: bytes of files that have come
 
     Raises:
-        ConnectionError: there is no such server
-        PermissionError: it belongs to another run
-        TimeoutError: it takes no connection
+        OSError: see `_dial`
     """
 
     def __init__(
@@ -374,29 +261,27 @@ class PeerClient(SnapshotClient):
         now: bool = True,
         outside: Outside = OUTSIDE,
     ) -> None:
-        self.address = address
-        self._secret = secret
-        self.received = 0
-        #: What has come, by folder and name. A file in memory never changes.
-        self._fetched: dict[tuple[str, str], _FetchedBytes] = {}
-        super().__init__(address.rank, str(address), seconds, now=now, outside=outside)
+        super().__init__(address.rank, str(address), seconds, outside)
+        self.address, self._secret = address, secret
+        #: Memory for images, and which chunks have come, by folder and name. A file in memory never changes.
+        self._fetched: dict[tuple[str, str], tuple[memoryview, bytearray]] = {}
+        if now:
+            self.reach()
 
-    @contextlib.contextmanager
-    def opened(self, folder: str) -> Iterator[Mapping[str, FetchedFile]]:
-        """Open the files of a folder; see the base class."""
-        with ExitStack() as until_closed:
-            with self._lock:
-                channel, header, blob, _ = self._answer("open", path=folder, descriptors=False)
-                number = header["number"]
-            until_closed.callback(self._release, channel, number)
-            files, identities = dict[str, FetchedFile](), header.get("identities", {})  # an earlier release has none
-            for name, _, _, file in _files_in(header, blob):
-                fetched = self._fetched.get((folder, name))
-                if fetched is None or fetched.nbytes != file["length"]:
-                    fetched = self._fetched[folder, name] = _FetchedBytes(file["length"], self._outside)
-                place, identity = (channel, number, name), identities.get(name, "")
-                files[name] = FetchedFile(**file, identity=identity, client=self, place=place, fetched=fetched)
-            yield files
+    def _dial(self) -> Channel:
+        return connect_to_peer(self.address, self._secret, min(self._seconds, ANSWER_SECONDS), self._outside)
+
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, FetchedFile]]:
+        return self._opened(folder, self._file_of, descriptors=False)
+
+    def _file_of(self, opening: Opening, name: str, source: int, base: int, **about: Any) -> FetchedFile:
+        length, key = about["length"], (opening.folder, name)
+        memory, has_come = self._fetched.get(key, (None, bytearray()))
+        if memory is None or memory.nbytes != length:
+            memory = memoryview(map_private(length) if length else b"")  # taken as far as bytes come
+            has_come = bytearray(-(-length // _CHUNK_BYTES))
+            self._fetched[key] = memory, has_come
+        return FetchedFile(**about, client=self, opening=opening, name=name, memory=memory, has_come=has_come)
 
     def forget(self) -> None:
         """Free the memory of what has come, once nobody reads it any more."""
@@ -407,91 +292,6 @@ class PeerClient(SnapshotClient):
         super().close()
         self.forget()
 
-    def fetch(self, place: tuple[Channel, int, str], offset: int, buffer: memoryview) -> None:
-        """Receive bytes of a file that is open.
-
-        Args:
-            place: the connection on which it was opened, the number of what was opened, and the name of the file
-            offset: of the first byte
-            buffer: to be filled
-
-        Raises:
-            OSError: ConnectionError if the server is gone, or that connection; TimeoutError if it is silent
-        """
-        with self._lock:
-            for _ in self.stream(place, offset, buffer.nbytes, [buffer]):
-                pass
-
-    def stream(
-        self, place: tuple[Channel, int, str], offset: int, length: int, buffers: Iterable[memoryview]
-    ) -> Iterator[memoryview]:
-        """Receive bytes of a file that is open, by one request, while nothing else is asked of this client.
-
-        Args:
-            place: as for `fetch`
-            offset: of the first byte
-            length: number of bytes
-            buffers: where they go, one after the other
-
-        Yields:
-            Each buffer, when it is full.
-
-        Raises:
-            OSError: as `fetch`, or what `buffers` raises; the connection is then of no more use
-        """
-        channel, number, name = place
-        if channel is not self._channel or not self.connected:
-            raise self._gone()
-        self._answer("read", number=number, name=name, offset=offset, length=length)
-        try:
-            for buffer in buffers:
-                yield self._filled(channel, buffer)
-        except BaseException:
-            self._hang_up()
-            raise
-
-    def _filled(self, channel: Channel, buffer: memoryview) -> memoryview:
-        try:
-            is_there = channel.receive_into(buffer, self._outside.now() + self._seconds)
-        except TimeoutError:
-            raise self._silent() from None
-        except OSError as error:
-            raise self._gone() from error
-        if not is_there:
-            raise self._gone()
-        self.received += buffer.nbytes
-        return buffer
-
-    def ranges(self, place: tuple[Channel, int, str], places: bytes) -> memoryview:
-        """Bytes of short ranges of a file that is open, one after the other, within a signed answer.
-
-        Args:
-            place: as for `fetch`
-            places: offset, length, offset, length, and so on, in 64 bits each
-        """
-        _, number, name = place
-        return self._asked("ranges", places, number=number, name=name)[1]
-
-    def _dial(self) -> Channel:
-        return connect_to_peer(self.address, self._secret, self._seconds, self._outside)
-
-
-class _FetchedBytes:
-    """Memory for the bytes of a file, and which chunks of them have come.
-
-    Args:
-        nbytes: how many there are
-        outside: of this process
-    """
-
-    def __init__(self, nbytes: int, outside: Outside) -> None:
-        self.nbytes = nbytes
-        #: Takes memory as far as bytes have come.
-        self.memory = memoryview(map_private(nbytes) if nbytes else b"")
-        chunks = -(-nbytes // _CHUNK_BYTES)
-        self.has_come = bytearray(chunks)
-        self.coming = [outside.lock() for _ in range(chunks)]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedFile(ReadableFile):
@@ -499,38 +299,61 @@ class FetchedFile(ReadableFile):
 
     Attributes:
         client: has it
-        place: see `PeerClient.fetch`
-        fetched: what has come of it
+        opening: with which it was opened
+        name: its name
+        memory: for its image
+        has_come: which chunks of that have come
     """
 
     client: PeerClient
-    place: tuple[Channel, int, str]
-    fetched: _FetchedBytes
+    opening: Opening
+    name: str
+    memory: memoryview
+    has_come: bytearray
     is_here: ClassVar[bool] = False
 
     def fill_image(self, buffer: memoryview, offset: int) -> bool:
-        fetched, end = self.fetched, offset + buffer.nbytes
-        for chunk in range(offset // _CHUNK_BYTES, -(-end // _CHUNK_BYTES)):
-            with fetched.coming[chunk]:  # whoever fetches it has a deadline
-                if not fetched.has_come[chunk]:
-                    start = chunk * _CHUNK_BYTES
-                    self.client.fetch(self.place, start, fetched.memory[start : start + _CHUNK_BYTES])
-                    fetched.has_come[chunk] = True
-        buffer[:] = fetched.memory[offset:end]
+        end = offset + buffer.nbytes
+        for chunk in _chunks(offset, end):
+            if not self.has_come[chunk]:
+                with self.client.lock:  # who has it waits for an answer, which has a deadline
+                    if not self.has_come[chunk]:
+                        start = chunk * _CHUNK_BYTES
+                        part = self.memory[start : start + _CHUNK_BYTES]
+                        deque(self.stream(start, part.nbytes, [part]), 0)
+                        self.has_come[chunk] = True
+        buffer[:] = self.memory[offset:end]
         return True
 
     def stream(self, offset: int, length: int, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Receive bytes before the tail anew; see `PeerClient.stream`."""
-        return self.client.stream(self.place, offset, length, buffers)
+        """Receive bytes before the tail once more, by one request; see `ServerConnection.stream`.
+
+        Args:
+            offset: of the first byte
+            length: number of bytes
+            buffers: where they go, one after the other
+        """
+        what = {"number": self.opening.number, "name": self.name, "offset": offset, "length": length}
+        return self.client.stream(self.opening.channel, buffers, "read", **what)
 
     def ranges(self, places: bytes) -> memoryview:
-        """Bytes before the tail; see `PeerClient.ranges`."""
-        return self.client.ranges(self.place, places)
+        """Bytes of short ranges before the tail, one after the other, within a signed answer.
+
+        Args:
+            places: offset, length, offset, length, and so on, in 64 bits each
+        """
+        opening = self.opening
+        return self.client.ask("ranges", places, on=opening.channel, number=opening.number, name=self.name)[1]
 
     def forget(self, offset: int, length: int) -> None:
-        for chunk in range(offset // _CHUNK_BYTES, -(-min(offset + length, self.length) // _CHUNK_BYTES)):
-            with self.fetched.coming[chunk]:
-                self.fetched.has_come[chunk] = False
+        with self.client.lock:
+            for chunk in _chunks(offset, min(offset + length, self.length)):
+                self.has_come[chunk] = False
+
+
+def _chunks(start: int, end: int) -> range:
+    """The numbers of the chunks that have some of a range."""
+    return range(start // _CHUNK_BYTES, -(-end // _CHUNK_BYTES))
 
 
 class JobClients(HostClients):
@@ -546,9 +369,7 @@ class JobClients(HostClients):
     def __init__(self, outside: Outside = OUTSIDE) -> None:
         super().__init__(outside=outside)
         #: By token and rank; None: it is on this host.
-        self._of_runs: dict[str, dict[int, PeerClient | None]] = {}
-        #: What those have received that are not known any more.
-        self._received = 0
+        self._of_runs: dict[tuple[str, int], PeerClient | None] = {}
 
     def know(self, token: str, secret: str, place: PeerAddress) -> None:
         """Remember a server.
@@ -558,22 +379,21 @@ class JobClients(HostClients):
             secret: of its run
             place: where it is
         """
+        is_far = place.host != self._outside.host_name()
+        client = PeerClient(place, secret, now=False, outside=self._outside) if is_far else None
         with self._lock:
-            is_far, known = place.host != self._outside.host_name(), self._of_runs.setdefault(token, {})
-            known[place.rank] = PeerClient(place, secret, now=False, outside=self._outside) if is_far else None
+            self._of_runs[token, place.rank] = client
 
     def forget(self) -> None:
         """Hang up on the servers of other hosts, and find those of this host alone."""
         with self._lock:
             while self._of_runs:
-                for client in self._of_runs.popitem()[1].values():
-                    if client is not None:
-                        self._received += client.received
-                        client.close()
+                if (client := self._of_runs.popitem()[1]) is not None:
+                    client.close()
 
     def received(self) -> int:
-        """Bytes of files that have come from other hosts."""
-        return self._received + sum(client.received for client in self._far())
+        """Bytes of files that have come from the servers of other hosts that are known."""
+        return sum(client.received for client in self._far())
 
     def end_load(self) -> None:
         """Free the memory of what has come from other hosts: a load is over."""
@@ -582,19 +402,15 @@ class JobClients(HostClients):
 
     def _far(self) -> list[PeerClient]:
         with self._lock:
-            known = [client for clients in self._of_runs.values() for client in clients.values()]
-        return [client for client in known if client is not None]
+            return [client for client in self._of_runs.values() if client is not None]
 
     def at(self, place: SocketPlace) -> list[SnapshotClient]:
         """See the base class; of a run that is known, on all hosts."""
-        here = super().at(place)
+        here = {client.rank: client for client in super().at(place)}
         with self._lock:
-            known = dict(self._of_runs.get(place.token, {}))
-        if not known:
-            return here
-        by_rank = {client.rank: client for client in here}
-        found = [there or by_rank.get(rank) for rank, there in sorted(known.items())]
-        return [client for client in found if client is not None]
+            known = {rank: client for (token, rank), client in self._of_runs.items() if token == place.token}
+        found = {rank: there or here.get(rank) for rank, there in sorted(known.items())} if known else here
+        return [client for client in found.values() if client is not None]
 
 
 @dataclass(frozen=True)

@@ -14,52 +14,39 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from operator import attrgetter
 from typing import IO, Any, TypeVar, cast
 
-from ..core.commit.manifest import read_manifest
 from ..core.commit.protocol import Attempt
 from ..core.commit.protocols import ManifestCommit
-from ..core.outside import Outside
 from ..core.pages import ScratchBlock
-from ..core.progress import Progress, no_progress
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.files import FileStorage
-from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Held, LocalFolders, Storage, StoredFile
-from .host_memory import CombinedStorage, MemoryFiles
-from .stores import ReadableFile, SnapshotStore
+from .host_memory import CombinedStorage, MemoryFiles, not_found
+from .stores import SnapshotStore
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class HostFiles(FileSet):
-    """The files of a folder.
+    """The files of a folder: those of this host, which its file system reads, and those of others.
 
     Args:
+        storage: the folders of all hosts
         folder: folder of the checkpoint
-        here: what this host has of it; owned
-        is_here: whether a file of this name is there
-        others: the other hosts, which are asked, one after the other, for what is not here
+        shared: see `Storage.open_files`
     """
 
-    def __init__(
-        self, folder: str, here: FileSet, is_here: Callable[[str], bool], others: Sequence[SnapshotStore]
-    ) -> None:
-        super().__init__(folder, here.outside)
-        self._here = here
-        self._is_here = is_here
-        self._others = [*others]
-        self._lock = self.outside.lock()
-        #: Where the files are that were asked for, or were found beside them.
+    def __init__(self, storage: HostFolders, folder: str, *, shared: bool) -> None:
+        super().__init__(folder, storage.outside)
+        self._storage = storage
+        self._here = storage.fs.open_files(storage.here(folder), shared=shared)
+        self._elsewhere = MemoryFiles(storage, folder)
+        #: Where the files are that were asked for.
         self._places: dict[str, FileSet] = {}
-        self._until_closed = ExitStack()
-        self._until_closed.push(here)
 
     @property
     def block(self) -> ScratchBlock:
@@ -79,35 +66,19 @@ class HostFiles(FileSet):
             return self._here.fill_block(name, offset, length)
         return super().fill_block(name, offset, length)
 
-    def read_all(
-        self,
-        reads: Sequence[RangeRead],
-        progress: Progress = no_progress,
-        *,
-        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        batch_bytes: float = math.inf,
-    ) -> None:
+    def read_all(self, reads: Sequence[RangeRead], *args: Any, **options: Any) -> None:
         """Read in file order, which is that of turns, and each place in the way that is best; see the base class."""
         ordered = sorted(reads, key=attrgetter("file"))
         for place, its in itertools.groupby(ordered, key=lambda read: self._place(read.file)):
-            place.read_all([*its], progress, inside=inside, batch_bytes=batch_bytes)
+            place.read_all([*its], *args, **options)
 
     def _place(self, name: str) -> FileSet:
-        """Where a file is; here, if nobody has it. Raises as `size`."""
+        """Where a file is; elsewhere, if no host has it. Raises as `size`."""
         path = self._path(name)
-        with self._lock:
-            if name not in self._places and self._is_here(name):
-                self._places[name] = self._here
-            while name not in self._places and self._others:
-                client = self._others.pop(0)
-                try:
-                    listed = client.listed(self._folder)
-                except OSError as error:
-                    raise read_failure(path, error) from error
-                far = self._until_closed.enter_context(FarFiles(self._folder, client, self.outside))
-                for file in listed:
-                    self._places.setdefault(os.path.basename(file.path), far)
-            return self._places.get(name, self._here)
+        if name not in self._places:
+            is_here = self._storage.fs.exists(self._storage.here(path))
+            self._places[name] = self._here if is_here else self._elsewhere
+        return self._places[name]
 
     def _forget(self, name: str, offset: int, length: int) -> None:
         self._place(name)._forget(name, offset, length)
@@ -116,29 +87,10 @@ class HostFiles(FileSet):
         return self._here._choose_ways(ordered)
 
     def __exit__(self, *exception: object) -> None:
-        self._until_closed.close()
-        super().__exit__(*exception)
-
-
-class FarFiles(MemoryFiles):
-    """The files of a folder that another host has on its disk.
-
-    Args:
-        folder: folder of the checkpoint
-        server: of that host
-        outside: that of the storage
-    """
-
-    def __init__(self, folder: str, client: SnapshotStore, outside: Outside) -> None:
-        super().__init__(folder, lambda: [client], outside)
-        self._client = client
-
-    def _open(self) -> dict[str, ReadableFile]:
-        return dict(self._until_closed.enter_context(self._client.opened(self._folder)))
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        self._client.forget()
+        with self._here, self._elsewhere:
+            super().__exit__(*exception)
+        for server in self._storage.servers_of(self._folder):
+            server.forget()
 
 
 logger = logging.getLogger("ckpt_component.storage")
@@ -149,19 +101,10 @@ _MOST_AT_ONCE = 16
 
 
 def _here(method: _Method) -> _Method:
-    """The method of the file system of this host, with the path there."""
+    """The method of the file system of this host: of a path there, or of what was opened there."""
 
-    def forward(self: HostFolders, path: str, *args: Any, **options: Any) -> Any:
-        return getattr(self.fs, method.__name__)(self.here(path), *args, **options)
-
-    return cast(_Method, forward)
-
-
-def _opened(method: _Method) -> _Method:
-    """The method of the file system of this host, of what was opened there."""
-
-    def forward(self: HostFolders, *args: Any, **options: Any) -> Any:
-        return getattr(self.fs, method.__name__)(*args, **options)
+    def forward(self: HostFolders, at: Any, *args: Any, **options: Any) -> Any:
+        return getattr(self.fs, method.__name__)(self.here(at) if isinstance(at, str) else at, *args, **options)
 
     return cast(_Method, forward)
 
@@ -182,6 +125,8 @@ class HostFolders(CombinedStorage, LocalFolders):
         fs: the file system of this host
         leads: whether this is the host of the leading rank
     """
+
+    opens_all = False
 
     def __init__(
         self,
@@ -222,11 +167,11 @@ class HostFolders(CombinedStorage, LocalFolders):
     sync_entry, remove_folder, touch = _here(Storage.sync_entry), _here(Storage.remove_folder), _here(Storage.touch)
     append, try_folder, free_bytes = _here(Storage.append), _here(Storage.try_folder), _here(Storage.free_bytes)
     in_memory, device, open_direct = _here(Storage.in_memory), _here(Storage.device), _here(Storage.open_direct)
-    write, sync, close = _opened(Storage.write), _opened(Storage.sync), _opened(Storage.close)
-    start_writeback, truncate = _opened(Storage.start_writeback), _opened(Storage.truncate)
-    drop_cached, read_held = _opened(Storage.drop_cached), _opened(Storage.read_held)
-    release, open_folder = _opened(Storage.release), _here(LocalFolders.open_folder)
-    flock, close_folder = _opened(LocalFolders.flock), _opened(LocalFolders.close_folder)
+    write, sync, close = _here(Storage.write), _here(Storage.sync), _here(Storage.close)
+    start_writeback, truncate = _here(Storage.start_writeback), _here(Storage.truncate)
+    drop_cached, read_held, release = _here(Storage.drop_cached), _here(Storage.read_held), _here(Storage.release)
+    open_folder, flock = _here(LocalFolders.open_folder), _here(LocalFolders.flock)
+    close_folder = _here(LocalFolders.close_folder)
 
     # Folders
 
@@ -241,7 +186,7 @@ class HostFolders(CombinedStorage, LocalFolders):
         self._remove(path, self.fs.remove_tree, super().remove_tree)
 
     def _remove(self, path: str, here: Callable[[str], None], elsewhere: Callable[[str], None]) -> None:
-        """Remove what this host has at a path, and what others have; raises FileNotFoundError if nobody has it."""
+        """Remove what this host has at a path, and what others have; raises FileNotFoundError if no host has it."""
         is_here = self.fs.exists(self.here(path))
         if is_here:
             here(self.here(path))
@@ -262,9 +207,7 @@ class HostFolders(CombinedStorage, LocalFolders):
 
     def is_real_folder(self, path: str) -> bool:
         here = self.here(path)
-        if self.fs.exists(here):
-            return self.fs.is_real_folder(here)
-        return super().is_folder(path)
+        return self.fs.is_real_folder(here) if self.fs.exists(here) else super().is_folder(path)
 
     # Large files, which are on this host
 
@@ -276,41 +219,36 @@ class HostFolders(CombinedStorage, LocalFolders):
         return fd
 
     def hold(self, path: str) -> Held | None:
-        try:
-            return self.fs.hold(self.here(path))
-        except FileNotFoundError:
-            if super().size(path) is None:
-                raise
+        if self.fs.size(self.here(path)) is None and super().size(path) is not None:
             return None  # another host's cannot be shared here
+        return self.fs.hold(self.here(path))
 
     def share(self, held: Held, path: str) -> bool:
         return self.fs.share(held, self.here(path))
 
     def open_files(self, folder: str, *, shared: bool = True) -> HostFiles:
-        here = self.here(folder)
-        is_here = partial(_is_in, self.fs, here)
-        return HostFiles(folder, self.fs.open_files(here, shared=shared), is_here, self._clients(folder))
+        return HostFiles(self, folder, shared=shared)
 
     # Small files
 
     def read(self, path: str, limit: int) -> bytes:
+        return self._read(self.fs.read, path, limit)
+
+    def read_again(self, path: str, limit: int) -> bytes:
+        return self._read(self.fs.read_again, path, limit)
+
+    def _read(self, here: Callable[[str, int], bytes], path: str, limit: int) -> bytes:
         try:
-            return self.fs.read(self.here(path), limit)
+            return here(self.here(path), limit)
         except FileNotFoundError:
             return super().read(path, limit)
 
     def versions(self, path: str, limit: int) -> Iterator[bytes]:
         with contextlib.suppress(FileNotFoundError):
             yield self.fs.read(self.here(path), limit)
-        for client in self._clients(path):
+        for client in self.servers_of(path):
             with contextlib.suppress(FileNotFoundError):
                 yield client.get(path, limit)
-
-    def read_again(self, path: str, limit: int) -> bytes:
-        try:
-            return self.fs.read_again(self.here(path), limit)
-        except FileNotFoundError:
-            return super().read(path, limit)
 
     def write_over(self, path: str, data: bytes) -> None:
         """See the base class; on all hosts, first on this one."""
@@ -335,10 +273,9 @@ class HostFolders(CombinedStorage, LocalFolders):
             except OSError as error:
                 logger.warning("%s is not on all hosts: %s", path, error)
 
-        clients = self._clients(path)
-        if clients:
-            with self.outside.pool(min(len(clients), _MOST_AT_ONCE), "ckpt-put") as pool:
-                list(pool.map(put, clients))
+        others = self.servers_of(path)
+        with self.outside.pool(min(len(others), _MOST_AT_ONCE), "ckpt-put") as pool:
+            list(pool.map(put, others))
 
     def unlink(self, path: str) -> None:
         if path in self._made:
@@ -353,46 +290,31 @@ class HostFolders(CombinedStorage, LocalFolders):
 
     def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
         found = self.fs.sizes(self.here(folder), names)
-        if None not in found.values():
-            return found
-        elsewhere = super().sizes(folder, names)
-        return {name: elsewhere[name] if size is None else size for name, size in found.items()}
+        missing = [name for name, size in found.items() if size is None]
+        return found | super().sizes(folder, missing) if missing else found
 
     def files_below(self, path: str) -> Iterator[StoredFile]:
-        here, own = self.here(path), set[str]()
-        for file in self.fs.files_below(here):
-            at = path + file.path[len(here) :]
-            own.add(at)
-            yield StoredFile(at, file.size, 1, at)
+        here = self.here(path)
+        own = {path + file.path[len(here) :]: file.size for file in self.fs.files_below(here)}
+        yield from (StoredFile(at, size, 1, at) for at, size in own.items())
         yield from (file for file in super().files_below(path) if file.path not in own)
 
     def modified(self, path: str) -> float:
-        here, times = self.here(path), list[float]()
-        if self.fs.exists(here):
-            times.append(self.fs.modified(here))
-            if self.fs.size(here) is not None:
-                return times[0]
-        try:
-            times.append(super().modified(path))
-        except FileNotFoundError:
-            if not times:
-                raise
+        here = self.here(path)
+        times = [self.fs.modified(here)] if self.fs.exists(here) else []
+        if self.fs.size(here) is None:
+            times += [file.modified for file in self._listed(path)]
+        if not times:
+            raise not_found(path)
         return max(times)
 
     def changed(self, path: str) -> float:
         here = self.here(path)
         return self.fs.changed(here) if self.fs.exists(here) else super().modified(path)
 
-    def _clients(self, path: str) -> Sequence[SnapshotStore]:
-        """The folders of other hosts, if a path is in them."""
+    def servers_of(self, path: str) -> Sequence[SnapshotStore]:
+        """Those of other hosts, if a path is in their folders."""
         return self._others if self.holds(path) else ()
-
-    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
-        raise error  # its disk still has its files
-
-
-def _is_in(files: FileStorage, folder: str, name: str) -> bool:
-    return files.exists(os.path.join(folder, name))
 
 
 class HostCommit(ManifestCommit):
@@ -403,13 +325,6 @@ class HostCommit(ManifestCommit):
     """
 
     storage: HostFolders
-
-    def __init__(self, storage: HostFolders) -> None:
-        super().__init__(storage)
-
-    def attempt(self, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
-        """A new attempt, which a writer process finds in the folder of its host."""
-        return HostAttempt(self, target, token, self.staging(target, token), owner, file)
 
     def refuse_taken(self, target: str, file: str = "") -> None:
         """See the base class. Asks no other host, as each save calls it: what was committed has its manifest here."""
@@ -437,16 +352,4 @@ class HostCommit(ManifestCommit):
 
     def _committed_token(self, target: str) -> str | None:
         """See the base class: the manifest on this host says so, whether or not others can be asked."""
-        manifest = read_manifest(self.storage.fs, self.storage.here(target))
-        return None if manifest is None else str(manifest.get("attempt"))
-
-
-class HostAttempt(Attempt):
-    """An attempt whose folder has another path on each host."""
-
-    protocol: HostCommit
-
-    def to_plain(self) -> dict[str, str]:
-        """See the base class; with the paths on this host."""
-        here = self.protocol.storage.here
-        return {**super().to_plain(), "target": here(self.target), "staging": here(self.staging)}
+        return ManifestCommit(self.storage.fs)._committed_token(self.storage.here(target))

@@ -3,31 +3,36 @@
 A file is in one server; what is listed is what all of them have (`CombinedStorage`). `HostMemory` is the memory of a
 run: a file is in the server of the rank that put it. Files to read are opened with the first one that is asked for;
 from then on the bytes that are on this host are there, even if a server ends (`MemoryFiles`).
+
+Memory for replicas is allocated ahead of their bytes, and used again (`ReplicaMemory`). New memory is slow to come:
+each page of it is cleared, and in a virtual machine perhaps fetched from the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import itertools
 import logging
 import os
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import IO, TypeVar
+from typing import IO, ClassVar, TypeVar
 
 from ..core.outside import OUTSIDE, Outside
+from ..core.pages import SharedPages
 from ..core.storage.bucket_store import FOLDER_MARK, ObjectFolders
 from ..core.storage.file_set import FileSet, FileStream, RangeRead
 from ..core.storage.locate import MEMORY, MEMORY_FOLDER
 from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage, StoredFile
 from .client import HostClients
-from .stores import ListedFile, ReadableFile, SnapshotStore
+from .stores import ListedFile, MemoryStore, ReadableFile, SnapshotStore
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -36,26 +41,26 @@ _STREAM_BYTES = 256 << 10
 
 
 class MemoryFiles(FileSet):
-    """The files of a folder.
+    """The files that servers have in a folder; of two with one name the one that is no replica counts, else the first.
 
     Args:
+        storage: knows the servers
         folder: folder of the checkpoint
-        find: returns the servers that may have some of them; of two that have the same one, the one whose own it is
-            counts, else the first
-        outside: that of the storage
     """
 
-    def __init__(self, folder: str, find: Callable[[], Sequence[SnapshotStore]], outside: Outside = OUTSIDE) -> None:
-        super().__init__(folder, outside)
-        self._find = find
-        self._lock = outside.lock()
-        self._files: dict[str, ReadableFile] | None = None
+    def __init__(self, storage: CombinedStorage, folder: str) -> None:
+        super().__init__(folder, storage.outside)
+        self._storage = storage
+        self._lock = storage.outside.lock()
+        self._files = dict[str, ReadableFile]()
+        #: The servers that were not asked yet; None: they are not known.
+        self._unasked: list[SnapshotStore] | None = None
         self._until_closed = ExitStack()
 
     @property
     def seen_by_all(self) -> bool:
         """Whether all is in the memory of this host, where the ranks that wrote it have put it."""
-        return all(file.is_here and not file.is_replica for file in self._all().values())
+        return all(file.is_here and not file.is_replica for file in self._opened().values())
 
     def size(self, name: str) -> int:
         return self._file(name).size
@@ -78,34 +83,30 @@ class MemoryFiles(FileSet):
     def _file(self, name: str) -> ReadableFile:
         path = self._path(name)
         try:
-            files = self._all()
+            files = self._opened(name)
             if name not in files:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                raise not_found(path)
         except OSError as error:
             raise read_failure(path, error) from error
         return files[name]
 
-    def _all(self) -> Mapping[str, ReadableFile]:
-        """The files, which are opened now if they are not."""
+    def _opened(self, name: str | None = None) -> Mapping[str, ReadableFile]:
+        """The files, which are opened now if they are not: on all servers, or until there is one of this name."""
         with self._lock:
-            if self._files is None:
-                self._files = self._open()
-            return self._files
-
-    def _open(self) -> dict[str, ReadableFile]:
-        files = dict[str, ReadableFile]()
-        with ExitStack() as until_closed:
-            for client in self._find():
+            if self._unasked is None:
+                self._unasked = [*self._storage.servers_of(self._folder)]
+            while self._unasked and (self._storage.opens_all or name not in self._files):
+                server = self._unasked[0]
                 try:
-                    found = until_closed.enter_context(client.opened(self._folder))
-                except ConnectionError as error:  # its files are gone with it
-                    logger.info("passed over what a snapshot server had: %s", error)
-                    continue
-                for name, file in found.items():
-                    if name not in files or (files[name].is_replica and not file.is_replica):
-                        files[name] = file
-            self._until_closed = until_closed.pop_all()
-        return files
+                    found = self._until_closed.enter_context(server.opened(self._folder))
+                except ConnectionError as error:
+                    self._storage.pass_over(server, error)
+                    found = {}
+                for each, file in found.items():
+                    if each not in self._files or (self._files[each].is_replica and not file.is_replica):
+                        self._files[each] = file
+                del self._unasked[0]
+            return self._files
 
     def _forget(self, name: str, offset: int, length: int) -> None:
         self._file(name).forget(offset, length)
@@ -116,7 +117,7 @@ class MemoryFiles(FileSet):
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         with self._lock:
-            self._files = None
+            self._files, self._unasked = {}, None
             self._until_closed.close()
 
 
@@ -126,54 +127,56 @@ _Answer = TypeVar("_Answer")
 class CombinedStorage(Storage):
     """See the top of this file: what reads, lists and deletes."""
 
+    #: Whether the files of a folder are opened on all servers with the first one, as a server may end, and its files
+    #: with it; else a server is asked when those before it do not have a file.
+    opens_all: ClassVar[bool] = True
     #: Which server has each file that was listed last, to be asked first: else reading all of them took a square.
     _holders: Mapping[str, SnapshotStore] = MappingProxyType({})
 
     @abstractmethod
-    def _clients(self, path: str) -> Sequence[SnapshotStore]:
+    def servers_of(self, path: str) -> Sequence[SnapshotStore]:
         """All servers that may have a path, the own one first."""
 
-    @abstractmethod
-    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
+    def pass_over(self, server: SnapshotStore, error: ConnectionError) -> None:
         """A server is gone: raise the error, unless its files are gone with it."""
+        raise error
 
     # Folders
 
     def remove_tree(self, path: str) -> None:
         paths = [file.path for file in self._listed(path)]
         if not paths:
-            raise _not_found(path)
-        self._delete(path, paths)
+            raise not_found(path)
+        for _ in self._answers(path, lambda client: client.delete(paths)):
+            pass
 
     def names(self, path: str) -> list[str]:
         below = len(path) + 1
         return sorted({file.path[below:].partition("/")[0] for file in self._listed(path)} - {FOLDER_MARK, ""})
 
     def exists(self, path: str) -> bool:
-        return any(listed for _, listed in self._answers(path, lambda client: client.listed(path)))
+        return any(files for _, files in self._listings(path))
 
     def is_folder(self, path: str) -> bool:
-        return any(
-            file.path != path for _, files in self._answers(path, lambda client: client.listed(path)) for file in files
-        )
+        return any(file.path != path for _, files in self._listings(path) for file in files)
 
     # Files
 
     def read(self, path: str, limit: int) -> bytes:
         holder = self._holders.get(path)
-        for client in sorted(self._clients(path), key=lambda client: client is not holder):
+        for client in sorted(self.servers_of(path), key=lambda client: client is not holder):
             try:
                 return client.get(path, limit)
             except FileNotFoundError:
                 pass  # another server has it, or none
             except ConnectionError as error:
-                self._pass_over(client, error)
-        raise _not_found(path)
+                self.pass_over(client, error)
+        raise not_found(path)
 
     def unlink(self, path: str) -> None:
-        if self.size(path) is None:
-            raise _not_found(path)
-        self._delete(path, [path])
+        """See `Storage`. If a server does not answer, which is an error, what those before it had is gone."""
+        if not any([was_there for _, was_there in self._answers(path, lambda client: _taken(client, path))]):
+            raise not_found(path)
 
     def size(self, path: str) -> int | None:
         return next((file.size for file in self._listed(path) if file.path == path), None)
@@ -190,21 +193,25 @@ class CombinedStorage(Storage):
     def modified(self, path: str) -> float:
         times = [file.modified for file in self._listed(path)]
         if not times:
-            raise _not_found(path)
+            raise not_found(path)
         return max(times)
 
     def _answers(self, path: str, ask: Callable[[SnapshotStore], _Answer]) -> Iterator[tuple[SnapshotStore, _Answer]]:
         """What each server answers. One that is gone has no files; one that is silent ends it with a TimeoutError."""
-        for client in self._clients(path):
+        for client in self.servers_of(path):
             try:
                 yield client, ask(client)
             except ConnectionError as error:
-                self._pass_over(client, error)
+                self.pass_over(client, error)
+
+    def _listings(self, path: str) -> Iterator[tuple[SnapshotStore, list[ListedFile]]]:
+        """What each server has at a path and below it; see `_answers`."""
+        return self._answers(path, lambda client: client.listed(path))
 
     def _listed(self, path: str) -> list[ListedFile]:
         """The file at a path and all below it, each once."""
         files, holders = dict[str, ListedFile](), dict[str, SnapshotStore]()
-        for client, listed in self._answers(path, lambda client: client.listed(path)):
+        for client, listed in self._listings(path):
             for file in listed:
                 files.setdefault(file.path, file)
                 holders.setdefault(file.path, client)
@@ -212,14 +219,18 @@ class CombinedStorage(Storage):
             self._holders = holders
         return [*files.values()]
 
-    def _delete(self, path: str, paths: Sequence[str]) -> None:
-        """Delete files at a path, or below it, from all servers."""
-        for _ in self._answers(path, lambda client: client.delete(paths)):
-            pass
 
-
-def _not_found(path: str) -> FileNotFoundError:
+def not_found(path: str) -> FileNotFoundError:
+    """The error of a path that no server has."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def _taken(client: SnapshotStore, path: str) -> bool:
+    """Delete a file from a server; returns whether it was there."""
+    was_there = any(file.path == path for file in client.listed(path))
+    if was_there:
+        client.delete([path])
+    return was_there
 
 
 @dataclass
@@ -233,7 +244,7 @@ class _OpenFile:
     """
 
     path: str
-    data: bytearray
+    data: io.BytesIO = field(default_factory=io.BytesIO)
     is_put: bool = False
 
 
@@ -273,31 +284,28 @@ class HostMemory(CombinedStorage, ObjectFolders):
         self._refuse_taken(path)
         fd = next(self._numbers)
         with self._lock:
-            self._written[fd] = _OpenFile(path, bytearray())
+            self._written[fd] = _OpenFile(path)
         return fd
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         with self._lock:
             data = self._written[fd].data
-            for piece in buffers:
-                data.extend(bytes(max(offset - len(data), 0)))
-                data[offset : offset + piece.nbytes] = piece
-                offset += piece.nbytes
+            data.seek(offset)
+            data.writelines(buffers)
 
     def sync(self, fd: int) -> None:
         file = self._written[fd]
-        self._writable(file.path).put(file.path, bytes(file.data), new=not file.is_put)
+        self._writable(file.path).put(file.path, file.data.getvalue(), new=not file.is_put)
         file.is_put = True
 
     def close(self, fd: int) -> None:
         with self._lock:
             file = self._written.pop(fd)
-        if not (file.is_put or file.data):  # an empty one is whole
+        if not (file.is_put or file.data.getvalue()):  # an empty one is whole
             self._writable(file.path).put(file.path, b"")
 
     def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
-
-        return MemoryFiles(folder, partial(self._clients, folder), self.outside)
+        return MemoryFiles(self, folder)
 
     # Small files
 
@@ -306,7 +314,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
 
     def write_over(self, path: str, data: bytes) -> None:
         own = self._writable(path)
-        has_it = (client for client, files in self._answers(path, lambda each: each.listed(path)) if files)
+        has_it = (client for client, files in self._listings(path) if files)
         next(has_it, own).put(path, data, new=False)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
@@ -314,10 +322,12 @@ class HostMemory(CombinedStorage, ObjectFolders):
         self._writable(path).put(path, data)
 
     def unlink(self, path: str) -> None:
-        """See `Storage`. If a server does not answer, which is an error, what the own one had is gone nevertheless."""
         self._writable(path)
-        if not any([was_there for _, was_there in self._answers(path, lambda client: _taken(client, path))]):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        super().unlink(path)
+
+    def remove_tree(self, path: str) -> None:
+        self._writable(path)
+        super().remove_tree(path)
 
     # Properties of a folder
 
@@ -334,19 +344,14 @@ class HostMemory(CombinedStorage, ObjectFolders):
     def in_memory(self, path: str) -> bool:
         return True
 
-    def _clients(self, path: str) -> list[SnapshotStore]:
-        """All servers that may have a path, the own one first."""
+    def servers_of(self, path: str) -> list[SnapshotStore]:
         own = [] if self._own is None else [self._own]
         return [*own, *self._find(path)]
 
-    def _pass_over(self, client: SnapshotStore, error: ConnectionError) -> None:
-        if client is self._own:
+    def pass_over(self, server: SnapshotStore, error: ConnectionError) -> None:
+        if server is self._own:
             raise error
         logger.info("passed over what a snapshot server had: %s", error)
-
-    def _delete(self, path: str, paths: Sequence[str]) -> None:
-        self._writable(path)
-        super()._delete(path, paths)
 
     def _refuse_taken(self, path: str) -> None:
         """Raise FileExistsError if another server has a path; the own one looks when it takes the file."""
@@ -361,9 +366,97 @@ class HostMemory(CombinedStorage, ObjectFolders):
         return self._own
 
 
-def _taken(client: SnapshotStore, path: str) -> bool:
-    """Delete a file from a server; returns whether it was there."""
-    was_there = any(file.path == path for file in client.listed(path))
-    if was_there:
-        client.delete([path])
-    return was_there
+@dataclass(eq=False)
+class ReplicaBlock:
+    """Memory that has the images of a replica, or had; freed with this object, unless files are in it.
+
+    Attributes:
+        nbytes: its size
+        name: of its server, for errors
+        outside: of its server
+        source: its number in `MemoryStore`, a new one for each replica
+        pages: its pages, which are allocated in a thread
+        fd: its descriptor
+    """
+
+    nbytes: int
+    name: str
+    outside: Outside
+    source: int = 0
+
+    def __post_init__(self) -> None:
+        self.pages = SharedPages(self.nbytes, self.outside)
+        self.fd = self.pages.fd
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+    def part(self, start: int, end: int, deadline: float) -> memoryview:
+        """The memory from `start` to `end`, when it is allocated.
+
+        Raises:
+            TimeoutError: it is not, or the deadline has passed
+            OSError: there is not enough memory
+        """
+        if self.outside.now() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
+        try:
+            self.pages.wait(end, deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"{self.name} has no memory for a replica: {error.strerror}") from error
+        return self.pages.memory[start:end]
+
+
+@dataclass(eq=False)
+class ReplicaMemory:
+    """The blocks of all ranks of which a server keeps replicas. Thread-safe.
+
+    Attributes:
+        files: of this server
+        name: of this server, for errors
+        available: returns how many bytes of memory are free
+        outside: of this server
+    """
+
+    files: MemoryStore
+    name: str
+    available: Callable[[], int]
+    outside: Outside = OUTSIDE
+
+    def __post_init__(self) -> None:
+        self._lock = self.outside.lock()
+        #: By home, without those into which a replica is on its way.
+        self._blocks: dict[int, list[ReplicaBlock]] = {}
+
+    @contextlib.contextmanager
+    def block(self, home: int, nbytes: int) -> Iterator[ReplicaBlock]:
+        """Memory for a replica, into which nothing else comes until it is free of files again.
+
+        It may still be being allocated, in a thread.
+
+        Args:
+            home: whose replica it is
+            nbytes: of its images
+
+        Raises:
+            OSError: there is not enough memory
+        """
+        with self._lock:
+            blocks = self._blocks.pop(home, [])
+            unused = [block for block in blocks if not self.files.has_source(block.source)]
+            self._blocks[home] = [block for block in blocks if block not in unused]
+            found = next((block for block in unused if nbytes <= block.nbytes < 2 * nbytes), None)
+            del blocks, unused  # which frees the others
+            if found is None and nbytes > (left := self.available()):
+                text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
+                raise OSError(errno.ENOMEM, text)
+            block = found or ReplicaBlock(nbytes, self.name, self.outside)
+            block.source = self.files.new_source()
+        with ExitStack() as until_filled:
+            if not found:
+                pool = until_filled.enter_context(self.outside.pool(1, "ckpt-pages"))
+                pool.submit(block.pages.allocate, 1)  # what goes wrong there is raised by `part`
+                until_filled.callback(block.pages.stop)
+            yield block
+        with self._lock:
+            self._blocks[home].append(block)

@@ -14,15 +14,13 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..background.jobs import Follower, RunWatch
 from ..background.upload_policy import UploadPolicy
 from ..background.upload_process import upload
 from ..background.uploading import Copied, Uploader, Uploading
-from ..background.uploads import UploadChild
 from ..core.commit.commit import new_attempt
 from ..core.commit.copying import Continued, copy_part
 from ..core.commit.fencing import check_owner, read_owner
@@ -44,7 +42,6 @@ from ..core.processes.framing import Channel
 from ..core.processes.serve import serve
 from ..core.storage.files import local_files
 from ..core.storage.new_names import NEW_PREFIX
-from ..core.storage.space import amount
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from ..formats.verification import small_files, verify_part
@@ -119,53 +116,52 @@ def write_note(storage: Storage, path: str, note: PartNote) -> None:
     storage.write_over(path, json.dumps(vars(note)).encode())
 
 
-class Beat:
-    """Says in the note of a host that it is at work, in a thread, until the block ends.
+@contextlib.contextmanager
+def at_work(attempt: Attempt, path: str, pace: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
+    """Say in the note of a host that it is at work, in a thread, within a context.
 
     Args:
         attempt: the attempt, which has called
         path: path of the note
+        pace: called with the number of bytes before they are copied
+
+    Yields:
+        The same. It also raises FileNotFoundError if the attempt was given up.
 
     Raises:
         OSError: the note cannot be written
     """
+    storage, outside = attempt.protocol.storage, attempt.protocol.storage.outside
+    over, is_lost, moved_at = outside.latch(), outside.latch(), outside.now()
 
-    def __init__(self, attempt: Attempt, path: str) -> None:
-        self._storage, self._attempt, self._path = attempt.protocol.storage, attempt, path
-        self._over = self._storage.outside.latch()
-        #: Whether the attempt was given up.
-        self._lost = False
-        self._moved = self._storage.outside.now()
-        write_note(self._storage, path, PartNote())
-        self._thread = self._storage.outside.start("ckpt-part-beat", self._run)
-
-    def __enter__(self) -> Beat:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(_STUCK_SECONDS)
-
-    def moved(self) -> None:
-        """Bytes are about to be copied. Raises FileNotFoundError if the attempt was given up."""
-        self._moved = self._storage.outside.now()
-        if self._lost:
-            raise FileNotFoundError(f"{self._attempt.staging} was given up by the host that began it")
-
-    def _run(self) -> None:
-        outside = self._storage.outside
+    def change_note() -> None:
         for beat in itertools.count(1):
-            if self._over.wait(BEAT_SECONDS):
+            if over.wait(BEAT_SECONDS):
                 return
-            if outside.now() - self._moved > _STUCK_SECONDS:
+            if outside.now() - moved_at > _STUCK_SECONDS:
                 continue
             try:
-                if call_of(self._attempt) is None:
-                    self._lost = True
+                if call_of(attempt) is None:
+                    is_lost.set()
                     return
-                write_note(self._storage, self._path, PartNote(beat))
+                write_note(storage, path, PartNote(beat))
             except OSError as error:
-                logger.info("the note %s could not be changed: %s", self._path, error)
+                logger.info("the note %s could not be changed: %s", path, error)
+
+    def moving(nbytes: int) -> None:
+        nonlocal moved_at
+        pace(nbytes)
+        moved_at = outside.now()
+        if is_lost.is_set:
+            raise FileNotFoundError(f"{attempt.staging} was given up by the host that began it")
+
+    write_note(storage, path, PartNote())
+    thread = outside.start("ckpt-part-beat", change_note)
+    try:
+        yield moving
+    finally:
+        over.set()
+        thread.join(_STUCK_SECONDS)
 
 
 #: The beat of a host that has no note.
@@ -183,20 +179,15 @@ def wait_for_hosts(attempt: Attempt, manifest: Mapping[str, Any], own: str, sile
         OSError: a host was silent for so long, says that it cannot go on, or that it is done although a file is not
             there or damaged; such a note is deleted, so that the host looks after its files again. Or from the storage.
     """
-    storage, staging, hosts = attempt.protocol.storage, attempt.staging, sorted(hosts_of(manifest))
-    waiting = [_AwaitedPart(attempt, manifest, host) for host in hosts if host != own]
-    copied, pause = Copied(), _FIRST_PAUSE
+    storage, staging, hosts = attempt.protocol.storage, attempt.staging, hosts_of(manifest)
+    parts = [_AwaitedPart(attempt, manifest, host) for host in sorted(hosts) if host != own]
+    waiting, pause = parts, _FIRST_PAUSE
     while waiting:
         if any([part.has_changed() for part in waiting]):
             pause = _FIRST_PAUSE
-        said = [part for part in waiting if part.note.attempt == attempt.token]
-        sizes = storage.sizes(staging, [name for part in said for name in part.sizes]) if said else {}
-        for part in said:
-            if part.is_there(sizes):
-                copied = Copied(copied.sent + part.note.sent, copied.reused + part.note.reused)
-                waiting.remove(part)
-        for part in waiting:
-            part.refuse_silence(sizes, silent_seconds)
+        names = [name for part in waiting if part.note.attempt == attempt.token for name in hosts[part.host]]
+        sizes = storage.sizes(staging, names) if names else {}
+        waiting = [part for part in waiting if not part.is_there(sizes, silent_seconds)]
         if waiting:
             storage.outside.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -204,67 +195,64 @@ def wait_for_hosts(attempt: Attempt, manifest: Mapping[str, Any], own: str, sile
     for entry in sorted(filter(is_note, storage.names(staging)), reverse=True) if hosts else ():
         with contextlib.suppress(FileNotFoundError):
             storage.unlink(os.path.join(staging, entry))
-    return copied
+    return Copied(sum(part.note.sent for part in parts), sum(part.note.reused for part in parts))
 
 
 class _AwaitedPart:
     """The files of another host, which an attempt waits for.
 
     Attributes:
+        host: the other one
         note: what the host has said last
-        sizes: of its files, by name
     """
 
     def __init__(self, attempt: Attempt, manifest: Mapping[str, Any], host: str) -> None:
-        self._storage, self._staging = attempt.protocol.storage, attempt.staging
+        self._storage, self._attempt, self.host = attempt.protocol.storage, attempt, host
         self._path, self._part = note_path(attempt, manifest, host), part_of(manifest, host)
-        self._host, self._what = host, f"its files of {os.path.basename(attempt.target)}"
+        self._what = f"its files of {os.path.basename(attempt.target)}"
         #: When that changed last.
         self._since = self._storage.outside.now()
         self.note = PartNote(beat=_NONE)
-        self.sizes = {entry["name"]: entry["size"] for entry in self._part["files"]}
 
     def has_changed(self) -> bool:
         """Look at the note. Raises OSError if the host says that it cannot go on."""
         note = read_note(self._storage, self._path) or PartNote(beat=_NONE)
         if note.error:
-            raise OSError(f"{self._host} cannot send {self._what}: {note.error}")
+            raise OSError(f"{self.host} cannot send {self._what}: {note.error}")
         if note == self.note:
             return False
         self.note, self._since = note, self._storage.outside.now()
         return True
 
-    def is_there(self, sizes: Mapping[str, int | None]) -> bool:
-        """Whether the files are there, with their sizes. Raises OSError if one that verifies others is damaged."""
-        if self._wrong(sizes):
+    def is_there(self, sizes: Mapping[str, int | None], seconds: float) -> bool:
+        """Whether the files are there, with their sizes.
+
+        Raises:
+            OSError: the note was the same for so long, or says that files are there that are not, or one that verifies
+                others is damaged
+        """
+        silent = self._storage.outside.now() - self._since
+        if self.note.attempt != self._attempt.token:
+            if silent > seconds:
+                what = "begun to send" if self.note.beat == _NONE else "gone on sending"
+                raise TimeoutError(f"{self.host} has not {what} {self._what} for {seconds:g} s")
             return False
-        for damage in small_files(self._storage, self._staging, self._part):
+        wrong = [entry for entry in self._part["files"] if sizes[entry["name"]] != entry["size"]]
+        if wrong and silent > min(seconds, _SEEN_SECONDS):
+            name, size = wrong[0]["name"], wrong[0]["size"]
+            raise self._disbelieve(f"{name} has {sizes[name] or 0} bytes instead of {size}")
+        for damage in small_files(self._storage, self._attempt.staging, self._part) if not wrong else ():
             if isinstance(damage.error, CheckpointUnreadableError):
                 raise OSError(str(damage.error)) from damage.error
-            self._storage.unlink(os.path.join(self._staging, damage.file))
+            self._storage.unlink(os.path.join(self._attempt.staging, damage.file))
             raise self._disbelieve(str(damage.error)) from damage.error
-        return True
-
-    def refuse_silence(self, sizes: Mapping[str, int | None], seconds: float) -> None:
-        """Raise OSError if the note was the same for so long, or says that files are there that are not."""
-        is_done = self.sizes.keys() <= sizes.keys()
-        if self._storage.outside.now() - self._since <= (min(seconds, _SEEN_SECONDS) if is_done else seconds):
-            return
-        if is_done:
-            raise self._disbelieve(self._wrong(sizes))
-        what = "begun to send" if self.note.beat == _NONE else "gone on sending"
-        raise TimeoutError(f"{self._host} has not {what} {self._what} for {seconds:g} s")
+        return not wrong
 
     def _disbelieve(self, why: str) -> OSError:
         """Delete the note, so that the host looks after its files again."""
         with contextlib.suppress(FileNotFoundError):
             self._storage.unlink(self._path)
-        return OSError(f"{self._host} says that it has sent {self._what}: {why}")
-
-    def _wrong(self, found: Mapping[str, int | None]) -> str:
-        """Which file is not there with its size; empty if all are."""
-        wrong = [(name, found[name] or 0, size) for name, size in self.sizes.items() if found[name] != size]
-        return "" if not wrong else "{} has {} bytes instead of {}".format(*wrong[0])
+        return OSError(f"{self.host} says that it has sent {self._what}: {why}")
 
 
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.5, 5.0
@@ -276,23 +264,14 @@ class PartUploader(Uploading):
     """Sends the files of one host. It learns of checkpoints from the local folder, and what to do from the target.
 
     Args:
-        policy: what to upload, and where to
-        run: the run that makes the checkpoints
-        report: sends a message to the run
-        storage_of: see `Uploading`
+        arguments: those of `Uploading`
     """
 
-    def __init__(
-        self,
-        policy: UploadPolicy,
-        run: RunWatch,
-        report: Callable[[dict[str, Any]], None],
-        storage_of: Callable[[str], Storage] | None = None,
-    ) -> None:
-        super().__init__(policy, run, report, storage_of)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         #: Tokens of the attempts whose steps the target was seen to have.
         self._uploaded = set[str]()
-        #: Steps of other attempts, the newest first; when to look for them in the target, and after which pause then.
+        #: Steps of other attempts here, the newest first; when to look for them in the target, and after which pause.
         self._pending: dict[str, int] = {}
         self._look_at, self._pause = 0.0, _FIRST_LOOK_SECONDS
         #: When the folders of checkpoints in the local one have changed.
@@ -303,7 +282,9 @@ class PartUploader(Uploading):
         self._owned = False
 
     def _next(self, local: Scan, *, ended: bool) -> int | None:
-        pending = {token: step for token, step in self._attempts(local).items() if token not in self._uploaded}
+        newest_first = sorted(self._folders().items(), key=lambda each: -each[1])
+        attempts = {token: step for path, step in newest_first for token in attempts_in(self._local, path)}
+        pending = {token: step for token, step in attempts.items() if token not in self._uploaded}
         if pending != self._pending:
             self._pending, self._look_at, self._pause = pending, 0.0, _FIRST_LOOK_SECONDS
         if not pending or self._outside.now() < self._look_at:
@@ -311,71 +292,54 @@ class PartUploader(Uploading):
         self._look_at = self._outside.now() + self._pause
         self._pause = min(1.5 * self._pause, _LONGEST_LOOK_SECONDS)
         for token, step in pending.items() if self._owns_target() else ():
-            if read_manifest(self._storage, self._path(self._policy.target, step)) is not None:
+            attempt = self._attempt(step, token)
+            if read_manifest(self._storage, attempt.target) is not None:
                 self._uploaded.add(token)
                 self._end_at = 0.0
-            elif token != _attempt_in(local, step):
-                self._adopt(step, token)
-            elif self._is_wanted(step, local):
+            elif token != local.manifests.get(step, {}).get("attempt"):
+                self._adopt(step, attempt)
+            elif self._is_wanted(attempt, local.manifests[step]):
                 return step
         return None
 
-    def _attempts(self, local: Scan) -> dict[str, int]:
-        """The tokens of the attempts that this host has files of, the newest step first, with their steps."""
-        found = dict[str, int]()
-        for name in self._local.names(self._policy.source):
-            if (step := self._policy.names.step_of(name)) is not None:
-                found |= dict.fromkeys(attempts_in(self._local, os.path.join(self._policy.source, name)), step)
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+    def _folders(self) -> dict[str, int]:
+        """The folders of checkpoints in the local one, with their steps."""
+        source, step_of = self._policy.source, self._policy.names.step_of
+        found = {os.path.join(source, name): step_of(name) for name in self._local.names(source)}
+        return {path: step for path, step in found.items() if step is not None}
 
-    def _adopt(self, step: int, token: str) -> None:
+    def _adopt(self, step: int, attempt: Attempt) -> None:
         """Take over the manifest of an attempt that the target waits for, if its save could not put it on this host."""
-        folder = self._path(self._policy.source, step)
-        try:
-            own = read_manifest(self._local, folder)
-        except CheckpointUnreadableError:
-            raise  # it may be whole
-        except CheckpointCorruptError:
-            own = None
-        if own is not None and own["attempt"] == token:
-            return  # its files are not here
-        call = call_of(new_attempt(self._storage, self._path(self._policy.target, step), token))
-        if call is not None and self._policy.takes(decode_manifest(call, f"the call for {folder}"), step):
-            self._local.write_over(os.path.join(folder, MANIFEST), call)
+        path, call = os.path.join(self._path(self._policy.source, step), MANIFEST), call_of(attempt)
+        if call is None or not self._policy.takes(decode_manifest(call, f"the call for {path}"), step):
+            return
+        if self._local.size(path) is None or self._local.read(path, MAX_BYTES) != call:  # else its files are not here
+            self._local.write_over(path, call)
 
-    def _is_wanted(self, step: int, local: Scan) -> bool:
+    def _is_wanted(self, attempt: Attempt, manifest: Mapping[str, Any]) -> bool:
         """Whether the host that commits has begun with a step, and waits for the files of this one."""
-        attempt = self._attempt(step, local)
-        note = read_note(self._storage, note_path(attempt, local.manifests[step], self._policy.host))
-        if note is not None and note.attempt == attempt.token:
-            return False
-        # After the note, which is deleted after the call: if this host has been waited for, there is none.
-        return call_of(attempt) is not None
+        note = read_note(self._storage, note_path(attempt, manifest, self._policy.host))
+        # The call after the note, which is deleted after it: if this host has been waited for, there is none.
+        return (note is None or note.attempt != attempt.token) and call_of(attempt) is not None
 
     def _rest(self, local: Scan, changed: Latch, *, ended: bool) -> bool:
-        if self._has_changed():
-            return True
-        if ended and self._outside.now() >= self._end_at:
-            self._end_at = self._outside.now() + _LONGEST_LOOK_SECONDS
-            target = scan_steps(self._storage, self._policy.target, self._policy.names)
-            if self._policy.next_step(local, target, ended=True) is None:
-                return False
-        while True:
+        while not self._has_changed():
+            if ended and self._outside.now() >= self._end_at:
+                self._end_at = self._outside.now() + _LONGEST_LOOK_SECONDS
+                target = scan_steps(self._storage, self._policy.target, self._policy.names)
+                if self._policy.next_step(local, target, ended=True) is None:
+                    return False
             self._outside.sleep(_LOOK_SECONDS)
-            if (
-                self._has_changed()
-                or self._run.ended.is_set
-                or (self._pending and self._outside.now() >= self._look_at)
-            ):
+            if self._run.ended.is_set or (self._pending and self._outside.now() >= self._look_at):
                 return True
+        return True
 
     def _has_changed(self) -> bool:
         """Whether the local folder has other checkpoints than at the last call, or more of one. Reads nothing."""
         before, self._seen = self._seen, {}
-        for name in self._local.names(self._policy.source):
-            if self._policy.names.step_of(name) is not None:
-                with contextlib.suppress(FileNotFoundError):  # the step has just been deleted
-                    self._seen[name] = self._local.modified(os.path.join(self._policy.source, name))
+        for path in self._folders():
+            with contextlib.suppress(FileNotFoundError):  # the step has just been deleted
+                self._seen[path] = self._local.modified(path)
         return self._seen != before
 
     def _owns_target(self) -> bool:
@@ -383,30 +347,25 @@ class PartUploader(Uploading):
         policy = self._policy
         if self._owned:
             check_owner(self._storage, policy.target, policy.run)
-        else:
-            owner = read_owner(self._storage, policy.target)
-            self._owned = owner is not None and owner.token == policy.run
+        elif (owner := read_owner(self._storage, policy.target)) is not None:
+            self._owned = owner.token == policy.run
         return self._owned
 
-    def _attempt(self, step: int, local: Scan) -> Attempt:
-        return new_attempt(self._storage, self._path(self._policy.target, step), local.manifests[step]["attempt"])
+    def _attempt(self, step: int, token: str) -> Attempt:
+        return new_attempt(self._storage, self._path(self._policy.target, step), token)
 
     def _send(self, step: int, local: Scan) -> None:
-        policy, manifest, attempt = self._policy, local.manifests[step], self._attempt(step, local)
+        policy, manifest = self._policy, local.manifests[step]
+        attempt = self._attempt(step, manifest["attempt"])
         source, part = self._path(policy.source, step), part_of(manifest, policy.host)
         path, folder = note_path(attempt, manifest, policy.host), data_folder(self._local, source, part)
         began, started = self._outside.date(), self._outside.now()
         self._report({"began": step})
-        beat = Beat(attempt, path)
         try:
-            with beat:
-
-                def pace(nbytes: int) -> None:
-                    self._throttle.wait(nbytes)
-                    beat.moved()
-
+            with at_work(attempt, path, self._throttle.wait) as pace:
                 copy_part(self._local, source, part, attempt, pace, self._sent.sharing(folder))
-                self._verify(attempt, part)
+                if local_files(self._storage) is not None:  # an object is whole
+                    self._verify(attempt, part)
         except (CheckpointError, OSError, ValueError) as error:
             if call_of(attempt) is None:
                 return  # it was given up for a newer one
@@ -423,9 +382,7 @@ class PartUploader(Uploading):
         self._record({**about, **figures, "lag_steps": lag})
 
     def _verify(self, attempt: Attempt, part: Mapping[str, Any]) -> None:
-        """Read back what the host has sent, as nobody else will; an object is whole."""
-        if local_files(self._storage) is None:
-            return
+        """Read back what the host has sent, as no other process will."""
         try:
             verify_part(self._storage, attempt.staging, part)
         except CheckpointUnreadableError:
@@ -435,58 +392,6 @@ class PartUploader(Uploading):
                 with contextlib.suppress(FileNotFoundError):
                     self._storage.unlink(os.path.join(attempt.staging, entry["name"]))
             raise
-
-
-def _attempt_in(local: Scan, step: int) -> str:
-    """The token of the attempt whose manifest this host has; empty: it has none."""
-    return str(local.manifests[step]["attempt"]) if step in local.manifests else ""
-
-
-_AGAIN_SECONDS = 1.0
-
-
-class HostUploads(Follower):
-    """Owns the process of the uploads on the first rank of such a host. How far they are behind, the leader says.
-
-    Args:
-        policy: what to upload
-        outside: of the run
-    """
-
-    def __init__(self, policy: UploadPolicy, outside: Outside = OUTSIDE) -> None:
-        self._policy = policy
-        self._failed = False
-        self._child = UploadChild(policy, self._take, _AGAIN_SECONDS, outside)
-
-    def start(self, step: int = 0) -> None:
-        """Send what the leading host asks for, from now on; the run begins after `step`."""
-        self._child.began(step)
-        self._child.start()
-
-    def end(self, *, finish: bool) -> None:
-        """The run has ended: let uploads go on, for at most `finish_seconds`.
-
-        Args:
-            finish: wait for them
-        """
-        self._child.end(finish=finish)
-
-    def _take(self, message: dict[str, Any]) -> None:
-        host = self._policy.host
-        if "sent" in message:
-            self._failed, name = False, self._policy.names.folder(message["sent"])
-            size, seconds = amount(message["bytes"]), message["seconds"]
-            logger.info("%s: %s sent its files in %.1f s: %s, to %s", name, host, seconds, size, self._policy.target)
-        elif "fenced" in message:
-            logger.warning("uploads of %s have stopped: %s", host, message["fenced"])
-        elif message.get("ended"):
-            logger.warning(
-                "the process of the uploads of %s ended with code %d; it is started again", host, message["ended"]
-            )
-        elif "failed" in message and not self._failed:
-            self._failed = True
-            text = "%s cannot send its files to %s, and tries again: %s"
-            logger.warning(text, host, self._policy.target, message["error"])
 
 
 class LeadingUploader(Uploader):

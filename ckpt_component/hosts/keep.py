@@ -7,11 +7,7 @@ other processes still read. `listen` lets servers and trainers of other hosts in
 have, on a connection of its own. Standard library only.
 
 A snapshot is kept by reference (`run_keep_job`): a file is a range of the arena, followed by the encoded objects that
-belong to it. A replica is read from the server of its home (`ReplicaPull`), as a restore does, and what comes is
-compared with the checksums of the home's integrity file, which comes within an answer, as small files do: between
-hosts, answers are signed. Bytes that belong to no item, such as headers and padding, have no checksum there: they come
-once more, within an answer. Files that are here already, by their path or identity, are linked. A replica is kept when
-all of it is right.
+belong to it. Replicas come from the servers of other hosts (`ReplicaPull`).
 
 When the trainers have died, rank 0's server decides on a snapshot that is not committed, and waits only for ranks that
 may still put their part. The others release their marks, and follow its decision. A server that may still write
@@ -25,60 +21,45 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import math
 import os
 import signal
 import sys
-from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.commit.commit import is_over
-from ..core.commit.names import integrity_name
 from ..core.outside import OUTSIDE, Outside, Thread
-from ..core.pages import align
 from ..core.processes.framing import Channel
 from ..core.processes.serve import FrameRequest, Handler, ParentChannel, failed_frame, serve
 from ..core.storage.checksum import Checksum, find_checksum
 from ..core.storage.storage import Storage
 from ..core.writing.orphan_commit import UndecidedSave
-from ..core.writing.range_writer import SumCursor, Throttle
+from ..core.writing.range_writer import SumCursor
 from ..core.writing.request import Extent, ReusedFile, WriteRequest, WriteResult
 from ..core.writing.worker import ByteWorker, MappedArena
-from ..core.writing.write_job import sizes_of, sum_objects, write_integrity
+from ..core.writing.write_job import end_job, filled_objects, first_sums, sizes_of
 from ..errors import CheckpointError, CheckpointFencedError
-from ..formats.rank_index import parse_rank_index
-from .client import ANSWER_SECONDS, FetchedFile, HostClients, PeerClient
-from .host_memory import HostMemory
+from .client import HostClients
+from .host_memory import HostMemory, ReplicaMemory
+from .replica_pull import PullResult, ReplicaPull
 from .server import PeerEndpoint, SnapshotServer
-from .stores import ImageRange, MemoryStore, ReplicaBlock, ReplicaMemory
+from .stores import MemoryStore
 from .wire import PeerAddress
 
 #: Bytes to sum at a time: a call of zlib or isal without the GIL, short enough to stop after a failure.
 _CHUNK_BYTES = 4 << 20
 
 
-class Image(NamedTuple):
-    """The memory that holds an image: its number, and its descriptor."""
-
-    number: int
-    descriptor: int
-
-
 def run_keep_job(
-    request: WriteRequest, files: MemoryStore, image: Image, checksum_home: str | None = None
+    request: WriteRequest, files: MemoryStore, image: tuple[int, int], checksum_home: str | None = None
 ) -> WriteResult:
     """Keep a rank's files in memory, the integrity file last.
 
     Args:
         request: what to keep, and under which paths; its `source` maps the image
         files: takes the files
-        image: the memory of the source; must not change while a file in it is kept
+        image: number and descriptor of the memory of the source; must not change while a file in it is kept
         checksum_home: as for `run_write_job`
 
     Raises:
@@ -87,35 +68,16 @@ def run_keep_job(
     """
     table, folder, started = request.table, request.attempt.staging, perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
-    sizes, shared = sizes_of(request), {each.file: each for each in request.shared}
+    sizes, shared = sizes_of(request), {each.file: _descriptor(each) for each in request.shared}
     sums = _sums(request, checksum)
-    tails = dict[str, bytes]()
-    for blob in request.object_blobs:
-        data = blob.filled(sums)
-        tails[blob.file] = bytes(data)
-        sums += sum_objects(blob, data, checksum)
+    tails = {blob.file: bytes(data) for blob, data in filled_objects(request, checksum, sums)}
     for number, spec in enumerate(table.files):
         path, tail = os.path.join(folder, spec.name), tails.pop(spec.name, b"")
-        if number in shared:
-            files.put_image(path, files.new_source(), _descriptor(shared[number]), 0, spec.size)
-        else:
-            files.put_image(path, image.number, image.descriptor, spec.base, spec.size, tail)
+        place = (files.new_source(), shared[number], 0) if number in shared else (*image, spec.base)
+        files.put_image(path, *place, spec.size, tail)
     for name, content in tails.items():
         files.put(os.path.join(folder, name), content)
-    summed_at = perf_counter()
-    listed = write_integrity(request, sizes, sums)
-    return {
-        "rank": request.rank,
-        "files": listed,
-        "bytes": sum(entry["size"] for entry in listed),
-        "seconds": perf_counter() - started,
-        "began": started,
-        "synced_from": summed_at,
-        "io": request.options.io,
-        "sums": [],
-        "shared": 0,
-        "copied": [],
-    }
+    return end_job(request, sizes, sums, started, perf_counter(), request.options.io)
 
 
 def _descriptor(shared: ReusedFile) -> int:
@@ -126,219 +88,19 @@ def _descriptor(shared: ReusedFile) -> int:
 
 def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:
     """The checksums of the image's items, by several threads; those of shared files are known."""
-    table = request.table
-    sums = [checksum.of(memoryview(b""))] * table.item_count  # for items without bytes
-    for each in request.shared:
-        for number, value in zip(table.items_of(each.file), each.sums, strict=True):
-            sums[number] = value
+    table, sums = request.table, first_sums(request, checksum)
+
+    def sum_extent(extent: Extent) -> None:
+        base, cursor = table.files[extent.file].base, SumCursor(extent, checksum, sums)
+        for start in range(extent.start, extent.end, _CHUNK_BYTES):
+            end = min(start + _CHUNK_BYTES, extent.end)
+            cursor.feed(request.source.buffers(base + start, base + end))
+
     known = {each.file for each in request.shared}
-
-    def sum_extents(extents: Sequence[Extent]) -> None:
-        for extent in extents:
-            if extent.file in known:
-                continue
-            base, cursor = table.files[extent.file].base, SumCursor(extent, checksum, sums)
-            for start in range(extent.start, extent.end, _CHUNK_BYTES):
-                end = min(start + _CHUNK_BYTES, extent.end)
-                cursor.feed(request.source.buffers(base + start, base + end))
-
     threads = min(len(os.sched_getaffinity(0)), max(len(table.extents), 1))
     with request.fs.outside.pool(threads, "ckpt-sum") as pool:
-        list(pool.map(sum_extents, table.extents))
+        list(pool.map(sum_extent, (each for group in table.extents for each in group if each.file not in known)))
     return sums
-
-
-#: Bytes to receive and sum at once, which fit into a processor's cache.
-_PIECE_BYTES = 1 << 20
-#: Bytes of a request, the most and the least; at a limited rate those of a tenth of a second, so they come steadily.
-_RUN_BYTES, _LEAST_RUN_BYTES = 64 << 20, 64 << 10
-
-
-class PullResult(NamedTuple):
-    """What was pulled.
-
-    Attributes:
-        bytes: size of all files
-        sent: bytes of images that have come, and were not linked
-    """
-
-    bytes: int
-    sent: int
-
-
-class _SummedItem(NamedTuple):
-    """An item of a file, as its index has it."""
-
-    offset: int
-    length: int
-    checksum: int
-
-
-@dataclass(frozen=True)
-class ReplicaPull:
-    """Pulls a replica of what a rank on another host has of its own files of a snapshot.
-
-    Attributes:
-        memory: where replicas are in this process
-        home: the server of that rank
-        secret: of the run
-        rate: most bytes to ask for in a second; None: no limit
-        until: deadline, in seconds of `Outside.now`
-        checksum_home: where the package of the run's checksum is installed
-        outside: of this process
-    """
-
-    memory: ReplicaMemory
-    home: PeerAddress
-    secret: str
-    rate: float | None
-    until: float
-    checksum_home: str | None = None
-    outside: Outside = OUTSIDE
-
-    def pull(self, path: str) -> PullResult:
-        """Keep the files of a snapshot, in the place of all that is here of them from this rank.
-
-        Args:
-            path: of the snapshot
-
-        Raises:
-            FileNotFoundError: nothing of the snapshot is there
-            PermissionError: the server belongs to another run
-            TimeoutError: it does not come in time
-            OSError: the server is gone, there is no memory here, or what has come is damaged
-        """
-        rank, files = self.home.rank, self.memory.files
-        seconds = min(ANSWER_SECONDS, max(self.until - self.outside.now(), 0.001))
-        client = PeerClient(self.home, self.secret, seconds=seconds, outside=self.outside)
-        with contextlib.closing(client), ExitStack() as until_kept:
-            dates = {file.path: file.modified for file in client.listed(path) if file.home is None}
-            found = dict[str, FetchedFile]()
-            for folder in dict.fromkeys(map(os.path.dirname, dates)):
-                opened = until_kept.enter_context(client.opened(folder))
-                found |= {os.path.join(folder, name): file for name, file in opened.items()}
-            if not dates or dates.keys() - found.keys():
-                raise FileNotFoundError(errno.ENOENT, f"{self.home} does not have it, so there is no replica", path)
-            checksum, items = self._index(found)
-            contents = {file: ImageRange(found[file].tail) for file in dates if not found[file].length}
-            images = {file: found[file] for file in dates if found[file].length}
-            wanted = {file: (image.length, image.identity) for file, image in images.items()}
-            for file, place in until_kept.enter_context(files.linked(rank, wanted)).items():
-                image = images.pop(file)
-                contents[file] = place._replace(tail=image.tail, identity=image.identity)
-            base, source, nbytes = 0, None, sum(align(image.length) for image in images.values())
-            if images:
-                block = until_kept.enter_context(self.memory.block(rank, nbytes))
-                source = block.source, block.fd
-                for file, image in images.items():
-                    self._receive(file, image, block, base, checksum, items.get(file, []))
-                    contents[file] = ImageRange(image.tail, block.source, base, image.length, image.identity)
-                    base += align(image.length)
-            files.put_replica(rank, path, {file: (contents[file], date) for file, date in dates.items()}, source)
-        return PullResult(sum(content.size for content in contents.values()), client.received)
-
-    def _index(self, found: Mapping[str, FetchedFile]) -> tuple[Checksum, Mapping[str, list[_SummedItem]]]:
-        """What the home's integrity file says: the algorithm, and the items of each image, in order, by its path.
-
-        Raises:
-            OSError: it is not there, or the files are not those that it lists
-        """
-        name, items, algorithm = integrity_name(self.home.rank), dict[str, list[_SummedItem]](), ""
-        for path, about in found.items():
-            folder, last = os.path.split(path)
-            if last != name:
-                continue
-            content = json.loads(about.tail)
-            for entry in content["files"]:
-                file = found.get(os.path.join(folder, entry["name"]))
-                if (size := 0 if file is None else file.size) != entry["size"]:
-                    text = f"{self.home} has {size} bytes of it, and by {name} they are {entry['size']}"
-                    raise OSError(errno.EBADMSG, text, entry["name"])
-            index = parse_rank_index(content, {entry["name"]: entry for entry in content["files"]})
-            tensors, algorithm = index.tensors, index.checksum
-            columns = zip(tensors.files, tensors.offsets, tensors.lengths, tensors.checksums, strict=True)
-            for number, *item in sorted(columns):
-                items.setdefault(os.path.join(folder, tensors.names[number]), []).append(_SummedItem(*item))
-        if not algorithm:
-            raise FileNotFoundError(errno.ENOENT, f"{self.home} does not have {name}, by which files are verified")
-        return find_checksum(algorithm, self.checksum_home), items
-
-    def _receive(
-        self,
-        path: str,
-        file: FetchedFile,
-        block: ReplicaBlock,
-        base: int,
-        checksum: Checksum,
-        items: Sequence[_SummedItem],
-    ) -> None:
-        """Receive the bytes of a file into a block, and compare them."""
-        places = array("Q", chain.from_iterable(item[:2] for item in items))
-        found = [checksum.of(memoryview(b""))] * len(items)
-        cursor = SumCursor(Extent(0, 0, file.length, 0, memoryview(places)), checksum, found)
-        self._sum(self._arriving(path, file, block, base), cursor)
-        others, memory = _between(places, file.length), block.part(base, base + file.length, self.until)
-        between = (memory[start:][:count] for start, count in zip(others[::2], others[1::2], strict=True))
-        sums = zip(items, found, strict=True)
-        bad = [f"the item at byte {item.offset}" for item, came in sums if came != item.checksum]
-        if others and file.ranges(others.tobytes()) != b"".join(between):
-            bad.append("what lies between its items")
-        if bad:
-            text = f"{bad[0]} was damaged on its way to {self.memory.name}: the bytes do not match their checksum"
-            raise OSError(errno.EBADMSG, text, path)
-
-    def _arriving(self, path: str, file: FetchedFile, block: ReplicaBlock, base: int) -> Iterator[memoryview]:
-        """Ask for the bytes of a file, and receive them into a block."""
-        rate, throttle = math.inf if self.rate is None else self.rate, Throttle(self.rate, self.outside)
-        run_bytes = int(max(min(rate / 10, _RUN_BYTES), _LEAST_RUN_BYTES))
-        for start in range(0, file.length, run_bytes):
-            length, left = min(run_bytes, file.length - start), self.until - self.outside.now()
-            if left <= 0 or rate * left < length:
-                raise TimeoutError(errno.ETIMEDOUT, f"{self.home} does not send it in time; it is too slow", path)
-            throttle.wait(length)
-            end, starts = base + start + length, range(base + start, base + start + length, _PIECE_BYTES)
-            pieces = (block.part(at, min(at + _PIECE_BYTES, end), self.until) for at in starts)
-            yield from file.stream(start, length, pieces)
-
-    def _sum(self, pieces: Iterator[memoryview], cursor: SumCursor) -> None:
-        """Receive and sum pieces, by two threads in turn: each sums its piece while the other receives.
-
-        So a piece is summed by the processor that has it in its cache, and no thread waits until another one wakes up.
-        """
-        receiving, summing = self.outside.lock(), self.outside.lock()
-
-        def work() -> None:
-            while True:
-                with ExitStack() as turn:
-                    with receiving:
-                        piece = next(pieces, None)
-                        if piece is None:
-                            return
-                        turn.enter_context(summing)  # before another one comes, so that they stay in their order
-                    cursor.feed([piece])
-
-        with self.outside.pool(1, "ckpt-replica") as pool:
-            other = pool.submit(work)
-            work()
-        try:
-            other.result(0)
-        finally:
-            del other  # its error would hold it, and with it the memory
-
-
-def _between(places: array[int], length: int) -> array[int]:
-    """Offset, length, offset, length, and so on, of what belongs to no item of a file; `places` are those of items."""
-    others, position = array("Q"), 0
-    for offset, count in [*zip(places[::2], places[1::2], strict=True), (length, 0)]:
-        if offset > position:
-            others.extend((position, offset - position))
-        position = max(position, offset + count)
-    return others
-
-
-def server_name(rank: int, outside: Outside = OUTSIDE) -> str:
-    """What a server of this host is called on other hosts."""
-    return f"rank {rank}'s snapshot server on {outside.host_name()}"
 
 
 _POLL_SECONDS = 0.1
@@ -360,7 +122,7 @@ class SnapshotProcess:
     Attributes:
         files: what is kept
         storage: the memory of all servers of the run on this host
-
+        writing: the connections on which a snapshot may still come, or is being decided on
     """
 
     def __init__(
@@ -368,13 +130,11 @@ class SnapshotProcess:
     ) -> None:
         self._outside = outside
         self.files = MemoryStore(outside)
-        name = server_name(rank, outside)
+        name = f"rank {rank}'s snapshot server on {outside.host_name()}"
         self._replicas = ReplicaMemory(self.files, name, outside.free_memory, outside)
         self._others = HostClients(besides=rank, outside=outside)
         self.storage = HostMemory(self._others, own=self.files, outside=outside)
-        self._root = root
-        self._rank = rank
-        self._lease = lease
+        self._root, self._lease = root, lease
         #: Where the package of the run's checksum is installed.
         self._checksum_home: str | None = None
         self._peers: PeerEndpoint | None = None
@@ -387,8 +147,7 @@ class SnapshotProcess:
         self._older: list[str] = []
         self._parent = outside.parent()
         self._connections: list[Thread] = []
-        #: The connections on which a snapshot may still come, or is being decided on.
-        self._writing = set[SnapshotWorker]()
+        self.writing = set[SnapshotWorker]()
         self._ends_soon = False
         self._fixed = {"root": folder, "memory": root, "world_size": world_size, "since": outside.date()}
         self._server = SnapshotServer(self.files, root, rank, self.about, outside=outside)
@@ -416,7 +175,7 @@ class SnapshotProcess:
             "lease": left,
             "alive": self._gone is None,
             "gone": self._gone,
-            "writing": bool(self._writing),
+            "writing": bool(self.writing),
             "peer": None if peers is None else {"address": peers.address, "port": peers.port},
             "secret": None if peers is None else peers.secret,
             "homes": self._homes,
@@ -435,8 +194,7 @@ class SnapshotProcess:
         Raises:
             OSError: it cannot listen there, or does so with another secret
         """
-        peers = self._peers
-        if peers is None:
+        if (peers := self._peers) is None:
             peers = PeerEndpoint(address, secret, self._outside)
             self._server.open(peers)
             self._peers = peers
@@ -482,15 +240,11 @@ class SnapshotProcess:
     def work_for(self, trainer: Channel) -> None:
         """Keep the snapshots that come on a connection, until the trainer closes it or has died."""
         worker = SnapshotWorker(trainer, self)
-        self._writing.add(worker)
+        self.writing.add(worker)
         try:
             worker.handle_frames()
         finally:
-            self.writes_no_more(worker)
-
-    def writes_no_more(self, worker: SnapshotWorker) -> None:
-        """No snapshot comes on the connection of a worker any more, and it decides on none. Safe to call twice."""
-        self._writing.discard(worker)
+            self.writing.discard(worker)
 
     def keep(self, request: WriteRequest, arena: MappedArena, checksum_home: str | None) -> WriteResult:
         """Do a keep job.
@@ -501,7 +255,7 @@ class SnapshotProcess:
         """
         self._refuse_if_replaced(request.attempt.target)
         self._checksum_home = checksum_home
-        return run_keep_job(request, self.files, Image(arena.number, arena.fd), checksum_home)
+        return run_keep_job(request, self.files, (arena.number, arena.fd), checksum_home)
 
     def _refuse_if_replaced(self, path: str) -> None:
         if self._server.ended.is_set:
@@ -594,8 +348,7 @@ class SnapshotWorker(ByteWorker):
         return {**super()._notes(), "connect": lambda request: self._client.start_connection(request.fds[0])}
 
     def _listen(self, request: FrameRequest) -> dict[str, Any]:
-        header = request.header
-        return {"port": self._client.listen(header["secret"], header["address"])}
+        return {"port": self._client.listen(request.header["secret"], request.header["address"])}
 
     def _pull(self, request: FrameRequest) -> dict[str, Any]:
         header, started = request.header, perf_counter()
@@ -620,7 +373,7 @@ class SnapshotWorker(ByteWorker):
             return
         if request.rank == 0:
             undecided.finish(client.still_writing)
-        client.writes_no_more(self)
+        client.writing.discard(self)
         client.follow(undecided)
 
 

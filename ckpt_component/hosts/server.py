@@ -14,14 +14,16 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..core.outside import OUTSIDE, Outside, Socket, Thread
+from ..core.outside import OUTSIDE, Outside, Thread
 from ..core.processes.framing import Channel
-from ..core.processes.serve import FrameRequest, Reply, answer_requests
+from ..core.processes.serve import FrameRequest, Handler, Reply, answer_requests
+from ..core.sockets import Socket
 from .stores import LocalFile, ServedStore
-from .wire import VERSION, SocketPlace, greet_peer, listen_to_peers
+from .wire import VERSION, SocketPlace, greet_peer
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +103,17 @@ class PeerEndpoint(Endpoint):
         port: of TCP
 
     Raises:
-        OSError: as `listen_to_peers`
+        OSError: it cannot listen there
     """
 
     def __init__(self, address: str, secret: str, outside: Outside = OUTSIDE) -> None:
         self.address, self.secret, self._outside = address, secret, outside
-        self.listener = listen_to_peers(address, outside)
+        try:
+            self.listener = outside.listen((address, 0))
+        except OSError as error:
+            why = error.strerror or error
+            text = f"a snapshot server cannot listen on {address!r}, which is to be an address of this host: {why}"
+            raise OSError(error.errno or errno.EADDRNOTAVAIL, text) from error
         self.port = int(self.listener.getsockname()[1])
 
     def admit(self, sock: Socket) -> Channel:
@@ -124,22 +131,23 @@ _PAUSE_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 
 
-class ConnectionServer(ABC):
+#: What answers the requests of a client, by what they ask, and those that get no answer; see `answer_requests`.
+Table = tuple[Mapping[str, Handler], Mapping[str, Callable[[FrameRequest], object]]]
+
+
+class ConnectionServer:
     """Takes the connections that come in at its endpoints. Each has a thread, which answers until it ends.
 
     Args:
         name: what takes them, for threads and errors
+        table_for: makes the table for a client that was let in, given its connection, and what is closed at its end
         outside: of this process
     """
 
-    def __init__(self, name: str, outside: Outside = OUTSIDE) -> None:
-        self._name, self._outside, self._lock = name, outside, outside.lock()
+    def __init__(self, name: str, table_for: Callable[[Channel, ExitStack], Table], outside: Outside) -> None:
+        self._name, self._table_for, self._outside, self._lock = name, table_for, outside, outside.lock()
         self._endpoints: set[Endpoint] = set()
         self._connections: dict[Socket, Thread] = {}
-
-    @abstractmethod
-    def answer(self, channel: Channel) -> None:
-        """Answer a client that was let in, until it hangs up. What it raises as OSError ends the connection."""
 
     def open(self, endpoint: Endpoint) -> None:
         """Let clients in through one more endpoint."""
@@ -186,14 +194,19 @@ class ConnectionServer(ABC):
 
     def _serve(self, endpoint: Endpoint, sock: Socket) -> None:
         try:
-            with contextlib.suppress(OSError):  # it hung up, or may not come in and was told so
-                self.answer(endpoint.admit(sock))
+            # It hung up, or may not come in and was told so.
+            with contextlib.suppress(OSError), ExitStack() as until_closed:
+                channel = endpoint.admit(sock)
+                handlers, notes = self._table_for(channel, until_closed)
+                how: dict[str, Any] = {"field": "ask", "seconds": _SEND_SECONDS, "traced": False}
+                answer_requests(channel, handlers, _refuse_unknown, notes=notes, **how)
         finally:
             with self._lock:
                 self._connections.pop(sock, None)
             sock.close()
 
 
+@dataclass(eq=False)
 class SnapshotServer(ConnectionServer):
     """Serves what a process has: on the socket of a rank, and to servers and trainers of other hosts.
 
@@ -209,24 +222,22 @@ class SnapshotServer(ConnectionServer):
         ended: a latch, set when a newer run said that it does not need this server
     """
 
-    def __init__(
-        self,
-        kept: ServedStore,
-        root: str,
-        rank: int,
-        about: Callable[[], Mapping[str, Any]],
-        outside: Outside = OUTSIDE,
-    ) -> None:
-        super().__init__("snapshot-server", outside)
-        self._kept, self._place, self._rank, self._about = kept, SocketPlace.of(root, outside), rank, about
+    kept: ServedStore
+    root: str
+    rank: int
+    about: Callable[[], Mapping[str, Any]]
+    outside: Outside = OUTSIDE
+
+    def __post_init__(self) -> None:
+        super().__init__("snapshot-server", self._table, self.outside)
+        self._place = SocketPlace.of(self.root, self.outside)
         self._holding: set[Channel] = set()
-        self.ended = outside.latch()
+        self.ended = self.outside.latch()
 
     @property
     def holders(self) -> int:
         """How many clients want this server to stay."""
-        with self._lock:
-            return len(self._holding)
+        return len(self._holding)
 
     def start(self) -> None:
         """Listen, from now on.
@@ -235,54 +246,44 @@ class SnapshotServer(ConnectionServer):
             PermissionError: the folder of the sockets is another user's, or open to others
             OSError: the socket cannot be made
         """
-        self.open(HostEndpoint(self._place, self._rank))
+        self.open(HostEndpoint(self._place, self.rank))
 
-    def answer(self, channel: Channel) -> None:
-        """See the base class."""
-        with _OpenFolders(self._kept) as folders, contextlib.ExitStack() as until_closed:
-            until_closed.callback(self._holding.discard, channel)
-            answer_requests(
-                channel,
-                {
-                    "list": lambda request: {"files": self._kept.listed(request.header["path"])},
-                    "get": self._get,
-                    "put": self._put,
-                    "delete": lambda request: self._kept.delete(request.header["paths"]),
-                    "open": folders.open,
-                    "read": folders.read,
-                    "ranges": folders.ranges,
-                    "release": folders.release,
-                    "about": lambda _: {"about": self._all_about()},
-                    "hold": self._hold,
-                    "end": lambda _: self.ended.set(),
-                },
-                _refuse_unknown,
-                field="ask",
-                seconds=_SEND_SECONDS,
-                traced=False,
-            )
+    def _table(self, channel: Channel, until_closed: ExitStack) -> Table:
+        folders = _OpenFolders(self.kept)
+        until_closed.callback(folders.close)
+        until_closed.callback(self._holding.discard, channel)
+        handlers: Mapping[str, Handler] = {
+            "list": lambda request: {"files": self.kept.listed(request.header["path"])},
+            "get": self._get,
+            "put": self._put,
+            "delete": lambda request: self.kept.delete(request.header["paths"]),
+            "open": folders.open,
+            "read": folders.read,
+            "ranges": folders.ranges,
+            "release": folders.release,
+            "about": lambda _: {"about": self._all_about()},
+            "hold": lambda _: self._holding.add(channel),
+            "end": lambda _: self.ended.set(),
+        }
+        return handlers, {}
 
     def _get(self, request: FrameRequest) -> Reply:
-        return Reply(blobs=[self._kept.get(request.header["path"], request.header["limit"])])
+        return Reply(blobs=[self.kept.get(request.header["path"], request.header["limit"])])
 
     def _put(self, request: FrameRequest) -> None:
-        self._kept.put(request.header["path"], bytes(request.blob), new=request.header["new"])
-
-    def _hold(self, request: FrameRequest) -> None:
-        with self._lock:
-            self._holding.add(request.channel)
+        self.kept.put(request.header["path"], bytes(request.blob), new=request.header["new"])
 
     def _all_about(self) -> dict[str, Any]:
         return {
-            **self._about(),
+            **self.about(),
             "version": VERSION,
             "token": self._place.token,
-            "rank": self._rank,
-            "host": self._outside.host_name(),
-            "pid": self._outside.pid(),
-            "bytes": self._kept.nbytes,
+            "rank": self.rank,
+            "host": self.outside.host_name(),
+            "pid": self.outside.pid(),
+            "bytes": self.kept.nbytes,
             "holders": self.holders,
-            "waits": [wait.plain() for wait in self._outside.waits.long()],
+            "waits": [wait.plain() for wait in self.outside.waits.long()],
         }
 
 
@@ -298,20 +299,34 @@ class _OpenFolders:
         #: The files of each, and what closes it, by the number of the request.
         self._open: dict[int, tuple[Mapping[str, LocalFile], ExitStack]] = {}
 
-    def __enter__(self) -> _OpenFolders:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close all."""
         for _, until_closed in self._open.values():
             until_closed.close()
 
     def open(self, request: FrameRequest) -> Iterator[Reply]:
-        """Open one, until it is released."""
-        header = request.header
-        with ExitStack() as until_closed:
-            files = until_closed.enter_context(self._kept.opened(header["path"]))
-            self._open[request.number] = files, until_closed.pop_all()
-        yield from _opening(request.number, files, passes_fds=header.get("descriptors", True))
+        """Open one, until it is released: the first frame says what is where, and how many descriptors come."""
+        until_closed = ExitStack()
+        files = until_closed.enter_context(self._kept.opened(request.header["path"]))
+        self._open[request.number] = files, until_closed
+        small = {name: file.tail for name, file in files.items() if not file.length}
+        pieces = {name: file for name, file in files.items() if file.length}
+        fds = list(dict.fromkeys(piece.descriptor for piece in pieces.values()))
+        places = {fd: place for place, fd in enumerate(fds)}
+        fds = fds if request.header.get("descriptors", True) else []
+        header = {
+            "number": request.number,
+            "descriptors": len(fds),
+            "pieces": [
+                [name, places[piece.descriptor], piece.base, piece.length, len(piece.tail), piece.is_replica]
+                for name, piece in pieces.items()
+            ],
+            "small": [[name, len(data)] for name, data in small.items()],
+            "identities": {name: piece.identity for name, piece in pieces.items() if piece.identity},
+        }
+        yield Reply(header, [*small.values(), *(piece.tail for piece in pieces.values())], fds[:_MOST_FDS])
+        for start in range(_MOST_FDS, len(fds), _MOST_FDS):
+            yield Reply(fds=fds[start : start + _MOST_FDS])
 
     def read(self, request: FrameRequest) -> Iterator[Reply]:
         """Send bytes of a file that lie before its tail, after the answer.
@@ -355,25 +370,3 @@ class _OpenFolders:
 def _refuse_unknown(request: FrameRequest) -> None:
     ask = request.header["ask"]
     raise OSError(errno.EOPNOTSUPP, f"this snapshot server, of another release, does not know {ask!r:.100}")
-
-
-def _opening(number: int, files: Mapping[str, LocalFile], *, passes_fds: bool) -> Iterator[Reply]:
-    """The frames that answer `open`: the first one says what is where, and how many descriptors come."""
-    small = {name: file.tail for name, file in files.items() if not file.length}
-    pieces = {name: file for name, file in files.items() if file.length}
-    fds = list(dict.fromkeys(piece.descriptor for piece in pieces.values()))
-    places = {fd: place for place, fd in enumerate(fds)}
-    fds = fds if passes_fds else []
-    header = {
-        "number": number,
-        "descriptors": len(fds),
-        "pieces": [
-            [name, places[piece.descriptor], piece.base, piece.length, len(piece.tail), piece.is_replica]
-            for name, piece in pieces.items()
-        ],
-        "small": [[name, len(data)] for name, data in small.items()],
-        "identities": {name: piece.identity for name, piece in pieces.items() if piece.identity},
-    }
-    yield Reply(header, [*small.values(), *(piece.tail for piece in pieces.values())], fds[:_MOST_FDS])
-    for start in range(_MOST_FDS, len(fds), _MOST_FDS):
-        yield Reply(fds=fds[start : start + _MOST_FDS])

@@ -32,7 +32,7 @@ from ..loading.kinds import LoadOptions
 from ..loading.reader import Reader
 from ..managing.run_context import RunContext, SnapshotSource
 from ..state.flatten import StateDict
-from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, served_run
+from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, memory_of, served_run
 from .wire import PeerAddress, memory_root, roots_here, token_of, tokens_at
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,7 @@ class RunMemory(SnapshotSource):
 
     def __init__(self, run: RunContext, lineage: Sequence[str], clients: JobClients, *, has_peers: bool) -> None:
         self.advice = f"ckpt memory drop {run.root} gets past it"
-        self._run = run
-        self._lineage = lineage
-        self._clients = clients
+        self._run, self._lineage, self._clients = run, lineage, clients
         self._offers = has_peers and run.hosts.leads(run.ranks.rank)
         #: The servers that are to stay until this run has a snapshot of its own, and what they have.
         self._held = ExitStack()
@@ -82,12 +80,12 @@ class RunMemory(SnapshotSource):
 
     def _here(self) -> Iterator[list[Any]]:
         for token in dict.fromkeys([self._run.events.run, *self._lineage]):
-            for memory, client in self._servers(token):
+            for client in self._servers(token):
                 with contextlib.suppress(ConnectionError):  # it has ended
                     about = client.about()
                     if (peer := about.get("peer")) is not None:  # else it has had nothing to send
                         place = PeerAddress(about["host"], peer["address"], peer["port"], client.rank)
-                        yield [token, memory, about["secret"], place]
+                        yield [token, memory_of(token, about), about["secret"], place]
 
     def told(self) -> Any:
         """See the base class: where it is, the secret of its run, and its servers on all hosts, if there are others."""
@@ -154,7 +152,8 @@ class RunMemory(SnapshotSource):
         self._later.clear()
         # A run that took the folder and died before its first snapshot was whole has left that of the run before it.
         for token in lineage:
-            root = self._memory_of(token)
+            kept = self._kept(token)
+            root = kept.memory if kept is not None else self._offered.get(token, (None,))[0]
             if root is not None and (found := self._of(root))[1].committed:
                 return found
             self._later.add(token)
@@ -162,11 +161,6 @@ class RunMemory(SnapshotSource):
             text = "no snapshot of the last run (%s) is in memory: none was whole, or checkpoint.recovery.lease is over"
             logger.info(text, owner)
         return None
-
-    def _memory_of(self, token: str) -> str | None:
-        """The path of the memory of a run that owns the folder, or did; None: it has no servers."""
-        kept = self._kept(token)
-        return kept.memory if kept is not None else self._offered.get(token, (None,))[0]
 
     def _kept(self, token: str) -> ServedRun | None:
         """A run that owns the folder, or did, with servers on this host; not one of whose folder this one is a copy."""
@@ -179,12 +173,10 @@ class RunMemory(SnapshotSource):
         logger.info(text, here, kept.folder)
         return None
 
-    def _servers(self, token: str) -> Iterator[tuple[str, SnapshotClient]]:
-        """The servers on this host of a run that owns the folder, or did, each with the path of its memory."""
+    def _servers(self, token: str) -> Iterator[SnapshotClient]:
+        """The servers on this host of a run that owns the folder, or did."""
         kept = self._kept(token)
-        if kept is not None:
-            for client in each_of(clients_of(kept.memory, self._run.ranks.outside)):
-                yield kept.memory, client
+        return each_of([] if kept is None else clients_of(kept.memory, self._run.ranks.outside))
 
     def _hold(self, root: str) -> None:
         """Have this host's servers of a root stay from now on."""
@@ -197,10 +189,9 @@ class RunMemory(SnapshotSource):
         """What the servers of a run have, which stay from now on."""
         run = self._run
         self._hold(root)
-        # What is not there has ended, so nobody waits for it.
-        options = {"visible": None}
         kept = replace(run, fs=run.elsewhere(root), root=root, remote=None, snapshots=None)
-        kept = replace(kept, load_options=lambda _: options)
+        # What is not there has ended, so nobody waits for it.
+        kept = replace(kept, load_options=lambda _: {"visible": None})
         self._await_snapshot(kept)
         scan = kept.scan()
         return kept, Scan(scan.committed, metrics=scan.metrics, manifests=scan.manifests)
@@ -248,26 +239,25 @@ class RunMemory(SnapshotSource):
     def end_others(self) -> None:
         """End the servers of the runs before in the folder, as this one has a snapshot of its own. Failures are logged.
 
-        Sockets that dead servers of any run have left there go, too. A second call does nothing: a run that was
-        suspended may be stale itself when it goes on.
+        The first rank of each host ends those on it. Sockets that dead servers of any run have left there go, too. A
+        second call does nothing: a run that was suspended may be stale itself when it goes on.
         """
-        if self._is_first:
+        run, outside = self._run, self._run.ranks.outside
+        if self._is_first or not run.hosts.leads(run.ranks.rank):
             return
         self._is_first = True
         self.let_go()
-        outside = self._run.ranks.outside
         for token in self._lineage:
             try:
-                for _, client in self._servers(token) if token != self._run.events.run else ():
+                for client in self._servers(token) if token != run.events.run else ():
                     with contextlib.suppress(ConnectionError):  # it has ended
                         client.end()
             except OSError as error:
                 logger.warning("a snapshot server of run %s, which is over, ends with its lease: %s", token, error)
         try:
-            for token in tokens_at(self._run.root, outside):
-                if token not in (self._run.events.run, *self._lineage):
-                    for _ in each_of(clients_of(memory_root(self._run.root, token), outside)):
-                        pass  # it is connected to, which removes the sockets of the dead
+            for token in {*tokens_at(run.root, outside)}.difference(self._lineage, [run.events.run]):
+                # They are connected to, which removes the sockets of the dead.
+                list(each_of(clients_of(memory_root(run.root, token), outside)))
         except OSError as error:
             logger.info("sockets of dead snapshot servers may stay: %s", error)
 

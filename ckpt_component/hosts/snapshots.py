@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
-from ..callers.memory_caller import MemoryCaller, Retired
+from ..callers.write_callers import MemoryCaller
 from ..core.commit.commit import new_attempt
 from ..core.commit.protocol import Attempt
 from ..core.image.arena import Arena
@@ -24,7 +23,7 @@ from ..errors import CheckpointError, CheckpointSaveError
 from ..events import SaveReport
 from ..formats.writer import Writer
 from ..saving.attempts import SaveAttempts
-from ..saving.context import Committed, Ownership, RunHooks, SaveContext, SaveRequest, Staged, report_of
+from ..saving.context import Committed, NoRun, SaveContext, SaveRequest, Staged, report_of
 from ..saving.repeated_warning import RepeatedWarning
 from ..saving.retry import ErrorPolicy
 from ..saving.save_queue import SaveHandle, SaveQueue, notify
@@ -45,8 +44,8 @@ class NewestStays:
 
     unseen: frozenset[int] = frozenset()
 
-    def __init__(self) -> None:
-        self._newest = ""
+    #: The path of the newest one that is whole.
+    _newest = ""
 
     def begin(self, then: Callable[[], None]) -> None:
         """Called before the first snapshot.
@@ -55,13 +54,14 @@ class NewestStays:
             then: to be called, on another thread, when fewer snapshots stay
         """
 
-    def preparation(self, client: MemoryCaller) -> Callable[[float], None]:
-        """What is called before each snapshot, on the thread for memory, with a timeout: it has the server run.
+    def prepare(self, caller: MemoryCaller, timeout: float) -> None:
+        """Called before each snapshot, on the thread for memory: have this rank's server run.
 
         Args:
-            client: calls this rank's server
+            caller: calls the server
+            timeout: seconds that it may take to start
         """
-        return client.prepare
+        caller.prepare(timeout)
 
     def whole(self, report: SaveReport) -> None:
         """On all ranks, on the thread for memory: the snapshot of a save is whole."""
@@ -75,6 +75,27 @@ class NewestStays:
         """End what is going on."""
 
 
+@dataclass(frozen=True)
+class SnapshotMemory:
+    """Where the snapshots of a run are in memory, and who has a part in that.
+
+    Attributes:
+        caller: runs the requests whose target is there; owned by the queue
+        writer: the format
+        storage: of what is kept
+        root: folder of the checkpoints there, which have the names that they have in storage
+        on_kept: called on rank 0, on the thread of the memory, when a snapshot is whole; a failure is only logged
+        stays: which snapshots stay; owned too
+    """
+
+    caller: MemoryCaller
+    writer: Writer
+    storage: Storage
+    root: str
+    on_kept: Sequence[Callable[[SaveReport], None]] = ()
+    stays: NewestStays = field(default_factory=NewestStays)
+
+
 class TieredSaveQueue(SaveQueue):
     """Completes saves like its base class, which it is for storage, and has a queue beside it for memory.
 
@@ -86,12 +107,7 @@ class TieredSaveQueue(SaveQueue):
         context: its storages have that of the memory
         in_background: see above
         add_report: see above
-        caller: runs the requests whose target is in memory; owned by the queue from now on
-        writer: the format
-        memory: the storage of what is kept
-        path_of: where a checkpoint is in memory, by its path in storage
-        on_kept: called on rank 0, on the thread of the memory, when a snapshot is whole there; a failure is only logged
-        stays: which snapshots stay there; owned too
+        memory: where snapshots are kept
     """
 
     def __init__(
@@ -101,35 +117,24 @@ class TieredSaveQueue(SaveQueue):
         *,
         in_background: bool,
         add_report: Callable[[SaveReport], None],
-        caller: MemoryCaller,
-        writer: Writer,
-        memory: Storage,
-        path_of: Callable[[str], str],
-        on_kept: Callable[[SaveReport], None] = lambda report: None,
-        stays: NewestStays | None = None,
+        memory: SnapshotMemory,
     ) -> None:
         super().__init__(attempts, context, in_background=in_background, add_report=add_report)
-        self._stays = NewestStays() if stays is None else stays
+        self._memory, self._timeouts = memory, context.timeouts
         beside = replace(
             context,
-            run=MemoryHooks(context.run, on_kept),
             # The next snapshot comes soon, and what is saved to storage does not depend on this one.
             policy=ErrorPolicy(warn=True, min_free_bytes=None, reason="what is saved to storage is not affected"),
             timeouts=replace(context.timeouts, heartbeat=min(context.timeouts.heartbeat, _PATIENCE)),
             reuse=ProvedReuse(),
             queue="memory/",
-            unseen=self._stays.unseen,
+            unseen=memory.stays.unseen,
         )
-        self._storage = memory
-        self._path_of = path_of
-        self._caller = caller
-        self._timeouts = context.timeouts
-        self._kept = KeptSnapshots(caller, writer, beside, self._stays)
-        self._beside = MemorySaveQueue(self._kept, beside, in_background=True, add_report=add_report, name="ckpt-keep")
-        self._stays.begin(partial(self._beside.run_after_saves, self._kept.drop_others))
-        self._on_kept = beside.run.after_commit
-        #: For the other queue, as `SaveQueue` has them: of saves to storage.
-        self._doubles: deque[Staged] = deque()
+        self._kept = KeptSnapshots(memory, beside)
+        # Nothing in its folders follows a snapshot.
+        quiet = replace(beside, run=NoRun(context.storage_of))
+        self._beside = SaveQueue(self._kept, quiet, in_background=True, add_report=add_report, name="ckpt-keep")
+        memory.stays.begin(partial(self._beside.run_after_saves, self._kept.drop_others))
         #: Where the newest snapshot of this run is, or will be, in memory.
         self._newest = ""
         self._is_beside_idle = True
@@ -137,53 +142,37 @@ class TieredSaveQueue(SaveQueue):
     def submit(self, staged: Staged) -> SaveHandle:
         """Complete a save after those so far; one to storage in memory too. See the base class."""
         request = staged.admitted.request
-        if request.storage is self._storage:
+        if request.storage is self._memory.storage:
             self._newest = request.path
             return self._beside.submit(self._at(request, staged))
-        path, before = self._path_of(request.path), self._newest
+        path, before = os.path.join(self._memory.root, os.path.basename(request.path)), self._newest
         self._newest = path
         if path != before:  # else the step is in memory, and now goes to storage too
             # Replicas are compared once, when the save to storage begins.
-            double = replace(request, path=path, storage=self._storage, is_told=False)
+            double = replace(request, path=path, storage=self._memory.storage, is_told=False)
             self._keep_too(self._at(double, replace(staged, comparison=None)))
         return super().submit(staged)
 
     def _at(self, request: SaveRequest, staged: Staged) -> Staged:
         """A staged save as one to memory, where no other run can take the folder over."""
-        attempt = new_attempt(self._storage, request.path, staged.admitted.token)
+        attempt = new_attempt(self._memory.storage, request.path, staged.admitted.token)
         return replace(staged, admitted=replace(staged.admitted, request=request), attempt=attempt)
 
     def _keep_too(self, staged: Staged) -> None:
         """Have the snapshot of a save to storage become whole in memory."""
-        if staged.snapshot is not None:
-            staged.snapshot.hold()
-        self._doubles.append(staged)
+        snapshot = staged.snapshot
+        if snapshot is not None:
+            snapshot.hold()
         try:
-            self._beside.run_after_saves(self._finish_double)
+            self._beside.run_after_saves(partial(self._kept.try_once, staged))
         except BaseException:
-            self._doubles.pop()
-            if staged.snapshot is not None:
-                staged.snapshot.release()
+            if snapshot is not None:
+                snapshot.release()
             raise
-
-    def _finish_double(self) -> None:
-        """On the thread for memory: make one attempt."""
-        staged = self._doubles.popleft()
-        request = staged.admitted.request
-        try:
-            committed = self._kept.run(staged, staged.attempt, 1)
-        except Exception as error:
-            self._kept.warn_of(request.path, error)
-            return
-        finally:
-            if staged.snapshot is not None:
-                staged.snapshot.release()
-        if self._ranks.is_leader:
-            notify(self._on_kept, report_of(request, "committed", staged, committed.written, committed))
 
     def refuse(self, request: SaveRequest, error: CheckpointError) -> SaveHandle:
         """End a save that failed before anything was copied; see the base class. Those to memory are counted apart."""
-        if request.storage is self._storage:
+        if request.storage is self._memory.storage:
             return self._beside.refuse(request, error)
         return super().refuse(request, error)
 
@@ -197,45 +186,33 @@ class TieredSaveQueue(SaveQueue):
 
     def close(self, *, wait: bool) -> None:
         """End both threads, and let go of the snapshots that were kept: the server has them, or ends too."""
-        self._stays.close()
+        self._memory.stays.close()
         super().close(wait=wait)
         with contextlib.suppress(CheckpointError, RuntimeError):  # the interpreter exits, which frees it too
             self._beside.run_after_saves(self._kept.release)  # there, because a save that was given up may end yet
         self._beside.close(wait=wait and self._is_beside_idle)
         self._kept.misses.end()
-        self._caller.close(self._timeouts.close)
-
-
-class MemorySaveQueue(SaveQueue):
-    """The queue for memory, whose saves may be as frequent as steps."""
-
-    _attempts: KeptSnapshots
-
-    def _tolerate(self, path: str, error: BaseException) -> None:
-        self._attempts.warn_of(path, error)
+        self._memory.caller.close(self._timeouts.close)
 
 
 class KeptSnapshots(SaveAttempts):
     """Makes attempts in memory, and keeps what those were made of that stay; the others are dropped.
 
     Args:
-        caller: runs the write requests
-        writer: the format
+        memory: where, and which ones stay
         context: what is the same for all saves to memory
-        stays: which ones stay
 
     Attributes:
         misses: warns of those that did not become whole
     """
 
-    def __init__(self, caller: MemoryCaller, writer: Writer, context: SaveContext, stays: NewestStays) -> None:
-        super().__init__(caller, writer, context)
-        self._client = caller
-        self._prepare = stays.preparation(caller)
-        self._timeout = context.timeouts.close
-        self._start_timeout = context.timeouts.worker_start
-        self._reason = context.policy.reason
-        self._stays = stays
+    def __init__(self, memory: SnapshotMemory, context: SaveContext) -> None:
+        super().__init__(memory.caller, memory.writer, context)
+        self._memory = memory
+        # The folder is claimed before the first snapshot, as a restore believes the owner's servers only. Before later
+        # ones it is not asked, so a disk that hangs keeps no snapshot from memory. A run that takes it over ends the
+        # servers of this one.
+        self._claim = cache(self._claim)
         self._snapshots: dict[str, Snapshot] = {}
         #: Those of dropped snapshots that other processes still read.
         self._lent: list[Arena] = []
@@ -245,109 +222,56 @@ class KeptSnapshots(SaveAttempts):
         """Write and commit; see the base class. When this returns, those that do not stay are no longer in memory."""
         snapshot = staged.snapshot
         try:
-            self._prepare(self._start_timeout)  # the commit begins in the server of rank 0
+            # The commit begins in the server of rank 0.
+            self._memory.stays.prepare(self._memory.caller, self._timeouts.worker_start)
         except CheckpointError as error:
             staged = replace(staged, snapshot=None, error=error)  # so that all ranks hear of it
         committed = super().run(staged, attempt, number)
         if snapshot is None:
             raise CheckpointSaveError(f"{attempt.target} was committed without a snapshot of this rank.")
-        if self.misses.row:
-            self.misses.over()
+        self.misses.over()
         snapshot.hold()
         self._snapshots[attempt.target] = snapshot
-        self._stays.whole(report_of(staged.admitted.request, "committed", staged, committed.written, committed))
+        report = report_of(staged.admitted.request, "committed", staged, committed.written, committed)
+        self._memory.stays.whole(report)
         self.drop_others()
+        for hook in self._memory.on_kept if self._leads else ():
+            notify(hook, report)
         return committed
 
+    def try_once(self, staged: Staged) -> None:
+        """Make one attempt at a save that goes to storage too; a failure is a warning. Lets go of its snapshot."""
+        try:
+            self.run(staged, staged.attempt, 1)
+        except Exception as error:
+            self.warn_of(staged.admitted.request.path, error)
+        finally:
+            if staged.snapshot is not None:
+                staged.snapshot.release()
+
     def warn_of(self, path: str, error: BaseException) -> None:
-        """Log that a snapshot did not become whole, or count it."""
+        """Log that a snapshot did not become whole, or count it: they may be as frequent as steps."""
         text = "%s did not become whole in memory, and training continues (%s): %s"
         defect = None if isinstance(error, CheckpointError) else error
-        self.misses.warn(text, path, self._reason, error, defect=defect)
+        self.misses.warn(text, path, self._context.policy.reason, error, defect=defect)
 
     def drop_others(self) -> None:
         """Drop the snapshots that do not stay any more."""
-        stay, arenas = self._stays.paths(), Retired(set(), set())
+        stay, are_read = self._memory.stays.paths(), dict[int, bool]()
         try:
-            arenas = self._client.retire(stay, self._timeout)
+            are_read = self._memory.caller.retire(stay, self._timeouts.close)
         except CheckpointError as error:  # the newest one is whole on all ranks, whatever became of older ones
             logger.warning("%s is in memory, but an older snapshot could not be dropped: %s", stay[-1], error)
-        for lent in self._lent:
-            lent.reusable, lent.awaited = lent.number in arenas.unread, lent.number in arenas.read
-        self._lent = [lent for lent in self._lent if lent.awaited and not lent.closed]
-        for path in self._snapshots.keys() - {*stay}:
-            older = self._snapshots.pop(path)
-            arena = older.arena
-            if arena is not None and arena.number in arenas.read:
-                arena.awaited = True
-                self._lent.append(arena)
-            older.release(reusable=arena is None or arena.number in arenas.unread)
+        dropped = [self._snapshots.pop(path) for path in self._snapshots.keys() - {*stay}]
+        self._lent += [older.arena for older in dropped if older.arena is not None]
+        for arena in self._lent:  # of one that is not listed, it is unknown whether it is read
+            arena.awaited = are_read.get(arena.number, False)
+            arena.reusable = arena.number in are_read and not arena.awaited
+        self._lent = [arena for arena in self._lent if arena.awaited and not arena.closed]
+        for older in dropped:
+            older.release()
 
     def release(self) -> None:
         """Let go of all snapshots."""
         while self._snapshots:
             self._snapshots.popitem()[1].release()
-
-
-class MemoryHooks:
-    """How a run takes part in its saves to memory: it claims its folder, and is told what is whole.
-
-    Args:
-        run: how it takes part in its saves to storage
-        on_kept: see `TieredSaveQueue`
-    """
-
-    def __init__(self, run: RunHooks, on_kept: Callable[[SaveReport], None]) -> None:
-        self._run = run
-        self.ownership: Ownership = FirstClaim(run.ownership)
-        #: Called on the thread for memory before the save's future is done.
-        self.after_commit = on_kept
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """Those that every checkpoint has."""
-        return self._run.files
-
-    @property
-    def manifest_fields(self) -> Mapping[str, Any]:
-        """Those that every manifest has."""
-        return self._run.manifest_fields
-
-    def check_path(self, path: str) -> None:
-        """The admission has looked: what memory keeps is the run's own."""
-
-    def after_save(self, report: SaveReport) -> None:
-        """`keep` does not count what is in memory."""
-
-    def make_room(self) -> None:
-        """Memory is not made by deleting checkpoints."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class FirstClaim:
-    """Claims the folder of a run before its first save to memory, as a restore believes the owner's servers only.
-
-    Before later ones it does not ask, so a disk that hangs keeps no snapshot from memory. A run that takes the folder
-    over ends the servers of this one.
-
-    Args:
-        ownership: of the folder
-    """
-
-    token = ""
-
-    def __init__(self, ownership: Ownership) -> None:
-        self._ownership = ownership
-        self._is_claimed = False
-
-    def acquire(self) -> None:
-        """Claim the folder, once."""
-        if not self._is_claimed:
-            self._ownership.acquire()
-            self._is_claimed = True
-
-    def check_after(self, error: Exception) -> None:
-        """Raise if another run has taken the folder."""
-        self._ownership.check_after(error)

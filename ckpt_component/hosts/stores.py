@@ -3,10 +3,7 @@
 Paths are whole, as `HostMemory` has them: `host://runs/one@TOKEN/iter_0000200/manifest.json`. `MemoryStore` has the
 files of this process: small ones as bytes, those of a snapshot as ranges of its image. The image is held by a
 descriptor of the memory that the trainer has staged into; nothing is copied. Beside the files of the own rank there are
-replicas: files of ranks on other hosts, under the paths that they have at home.
-
-Memory for replicas is allocated ahead of their bytes, and used again (`ReplicaMemory`). New memory is slow to come:
-each page of it is cleared, and in a virtual machine perhaps fetched from the host. Standard library only.
+replicas: files of ranks on other hosts, under the paths that they have at home. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,14 +15,15 @@ import logging
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from ..core.outside import OUTSIDE, Outside
-from ..core.pages import SharedPages, map_sealed
+from ..core.pages import map_sealed
 from ..core.storage.safe_open import open_to_read
 
 logger = logging.getLogger("ckpt_component.storage")
@@ -109,13 +107,9 @@ class LocalFile(ReadableFile):
 
     def fill_image(self, buffer: memoryview, offset: int) -> bool:
         position = self.base + offset
-        while buffer.nbytes:
-            count = os.preadv(self.descriptor, [buffer], position)
-            if count == 0:
-                return False
-            position += count
-            buffer = buffer[count:]
-        return True
+        while buffer.nbytes and (count := os.preadv(self.descriptor, [buffer], position)):
+            position, buffer = position + count, buffer[count:]
+        return not buffer.nbytes
 
     def view(self, offset: int, length: int) -> memoryview | None:
         begin, memory = self.base + offset, self._memory if offset + length <= self.length else None
@@ -174,106 +168,32 @@ class ServedStore(SnapshotStore):
     """A server within its own process, which serves others there; see `SnapshotServer`."""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """How many bytes of memory it takes."""
+        return 0
 
     @abstractmethod
     def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalFile]]:
         """See the base class."""
 
 
-@dataclass
 class _HeldImage:
     """An open image, or an open file on disk; closed with this object, or before by `close`.
 
+    Args:
+        descriptor: of it
+
     Attributes:
-        descriptor: our own
-        inode: which file it is, among all that are open
-        files: how many files are in it
-        readers: how many readers have it open
+        descriptor: our own, for reading alone, which all readers have
+
+    Raises:
+        OSError: there is no free descriptor
     """
 
-    descriptor: int
-    inode: tuple[int, int]
-    files: int = 0
-    readers: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = open_to_read(descriptor)
         self.close = weakref.finalize(self, os.close, self.descriptor)
         self.close.atexit = False
-
-
-class HeldImages:
-    """Sources of bytes by number; one without files and readers is closed. Whoever has this has a lock for it."""
-
-    def __init__(self) -> None:
-        self._images: dict[int, _HeldImage] = {}
-        #: By inode: its identity, and how many sources it is. One that is not open any more may be another file's.
-        self._inodes: dict[tuple[int, int], tuple[int, int]] = {}
-        self._identities = itertools.count()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._images
-
-    @property
-    def being_read(self) -> set[int]:
-        """Those that a reader has open now."""
-        return {number for number, image in self._images.items() if image.readers}
-
-    def hold(self, number: int, descriptor: int) -> None:
-        """Take a new source, which stays at least until `close_unused`; the descriptor is duplicated.
-
-        Raises:
-            OSError: there is no free descriptor
-        """
-        status = os.fstat(descriptor)
-        image = self._images[number] = _HeldImage(os.dup(descriptor), (status.st_dev, status.st_ino))
-        identity, count = self._inodes.get(image.inode) or (next(self._identities), 0)
-        self._inodes[image.inode] = identity, count + 1
-
-    def identity(self, number: int) -> int:
-        """Which file a source is: the same for all that are one file and have been open since one of them was."""
-        return self._inodes[self._images[number].inode][0]
-
-    def add_file(self, number: int) -> None:
-        """A source has one file more."""
-        self._images[number].files += 1
-
-    def drop_file(self, number: int) -> None:
-        """A source has one file less."""
-        self._images[number].files -= 1
-        self.close_unused(number)
-
-    def enter(self, numbers: Collection[int]) -> None:
-        """A reader opens sources; `leave` must follow."""
-        for number in numbers:
-            self._images[number].readers += 1
-
-    def leave(self, numbers: Collection[int]) -> None:
-        """A reader has closed them."""
-        for number in numbers:
-            self._images[number].readers -= 1
-            self.close_unused(number)
-
-    def close_unused(self, number: int) -> None:
-        """Close a source if it has neither files nor readers."""
-        image = self._images.get(number)
-        if image is not None and not (image.files or image.readers):
-            identity, count = self._inodes.pop(image.inode)
-            if count > 1:
-                self._inodes[image.inode] = identity, count - 1
-            self._images.pop(number).close()
-
-    @contextlib.contextmanager
-    def opened(self, numbers: Collection[int]) -> Iterator[dict[int, int]]:
-        """Open sources, which a reader has entered, for reading alone: their descriptors by number. Needs no lock."""
-        with ExitStack() as until_closed:
-            descriptors = dict[int, int]()
-            for number in numbers:
-                descriptors[number] = open_to_read(self._images[number].descriptor)
-                until_closed.callback(os.close, descriptors[number])
-            yield descriptors
 
 
 class ImageRange(NamedTuple):
@@ -286,6 +206,8 @@ class ImageRange(NamedTuple):
         length: its bytes
         identity: two ranges with the same one, of one server, are the same bytes of the same file on disk; "": it is in
             an arena, which is filled again. That of a replica is from the server of its home.
+        modified: when it was put, seconds since 1970
+        home: the rank whose replica it is; None: it is of the own rank
     """
 
     tail: bytes = b""
@@ -293,31 +215,25 @@ class ImageRange(NamedTuple):
     base: int = 0
     length: int = 0
     identity: str = ""
+    modified: float = 0.0
+    home: int | None = None
 
     @property
     def size(self) -> int:
         """How many bytes the file has."""
         return self.length + len(self.tail)
 
-
-class _HeldFile(NamedTuple):
-    """A file: where its bytes are, when it was put, and whose replica it is; None: it is of the own rank."""
-
-    content: ImageRange
-    modified: float
-    home: int | None = None
-
-    def opened(self, descriptors: Mapping[int, int]) -> LocalFile:
-        """Open it, given the descriptors of its source."""
-        tail, source, base, length, identity = self.content
-        if source is None:
-            return LocalFile(tail=tail)
-        is_replica, fd = self.home is not None, descriptors[source]
+    def opened(self, images: Mapping[int, _HeldImage]) -> LocalFile:
+        """Open it, given its source."""
+        if self.source is None:
+            return LocalFile(tail=self.tail)
+        is_replica, fd = self.home is not None, images[self.source].descriptor
+        tail, _, base, length, identity, *_ = self
         return LocalFile(length=length, tail=tail, is_replica=is_replica, identity=identity, descriptor=fd, base=base)
 
 
 class MemoryStore(ServedStore):
-    """See the top of this file.
+    """See the top of this file. A source is open while it has files or readers.
 
     Args:
         outside: of this process
@@ -329,14 +245,18 @@ class MemoryStore(ServedStore):
         self._token = outside.random_bytes(8).hex()
         #: Arenas have numbers from 0 on.
         self._numbers = itertools.count(-1, -1)
-        self._files: dict[str, _HeldFile] = {}
-        self._sources = HeldImages()
+        self._files: dict[str, ImageRange] = {}
+        #: The sources by number, and those of files on disk by inode: one that is closed may be another file's.
+        self._images: dict[int, _HeldImage] = {}
+        self._on_disk: dict[tuple[int, int], int] = {}
+        #: How many readers each source has.
+        self._readers = Counter[int]()
 
     def listed(self, prefix: str) -> list[ListedFile]:
         with self._lock:
             return [
-                ListedFile(path, entry.content.size, entry.modified, entry.home)
-                for path, entry in self._files.items()
+                ListedFile(path, file.size, file.modified, file.home)
+                for path, file in self._files.items()
                 if not prefix or path == prefix or path.startswith(f"{prefix}/")
             ]
 
@@ -344,21 +264,20 @@ class MemoryStore(ServedStore):
         with self._lock:
             if path not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            entry = self._files[path]
-            if entry.content.size > limit:
+            held = self._files[path]
+            if held.size > limit:
                 raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
-            with self._sources.opened(_sources_of([entry.content])) as descriptors:
-                data, file = bytearray(entry.content.size), entry.opened(descriptors)
-                if not file.fill(memoryview(data), 0):
-                    raise file.cut(path)
-                return bytes(data)
+            data, file = bytearray(held.size), held.opened(self._images)
+            if not file.fill(memoryview(data), 0):
+                raise file.cut(path)
+            return bytes(data)
 
     def put(self, path: str, data: bytes, *, new: bool = True) -> None:
         with self._lock:
             if new:
                 self._refuse_taken(path)
             self._drop([path])
-            self._files[path] = _HeldFile(ImageRange(data), self._outside.date())
+            self._files[path] = ImageRange(data, modified=self._outside.date())
 
     def new_source(self) -> int:
         """A number for a source that is no arena."""
@@ -369,8 +288,9 @@ class MemoryStore(ServedStore):
 
         Args:
             path: where there is no file yet
-            source: a number for the memory; what has the same number has the same descriptor
-            descriptor: of the memory; duplicated with the source's first file, and closed with its last one
+            source: a number for the memory; what has the same number has the same descriptor. Files on disk that are
+                one file become one source.
+            descriptor: of the memory; opened once more with the source's first file, and closed with its last one
             base: where in the memory the file begins
             size: how many bytes of the memory are the file's
             tail: the bytes that follow them, such as those of objects, whose length changes from save to save
@@ -381,13 +301,16 @@ class MemoryStore(ServedStore):
         """
         with self._lock:
             self._refuse_taken(path)
-            if not size:  # the arena is not read for it
-                self._files[path] = _HeldFile(ImageRange(tail), self._outside.date())
-                return
-            if source not in self._sources:
-                self._sources.hold(source, descriptor)
-            identity = f"{self._token}:{self._sources.identity(source)}:{base}:{size}" if source < 0 else ""
-            self._add(path, _HeldFile(ImageRange(tail, source, base, size, identity), self._outside.date()))
+            file, identity = ImageRange(tail, modified=self._outside.date()), ""
+            if size and source < 0:  # a file on disk
+                status = os.fstat(descriptor)
+                source = self._on_disk.setdefault((status.st_dev, status.st_ino), source)
+                identity = f"{self._token}:{source}:{base}:{size}"
+            if size:  # else the arena is not read for it
+                if source not in self._images:
+                    self._images[source] = _HeldImage(descriptor)
+                file = file._replace(source=source, base=base, length=size, identity=identity)
+            self._files[path] = file
 
     def put_replica(
         self,
@@ -402,28 +325,20 @@ class MemoryStore(ServedStore):
             home: the rank
             folder: all files are below it
             files: what they are, and when they were put at home; those that the own rank has stay as they are
-            image: number and descriptor of a new source; the descriptor is duplicated
+            image: number and descriptor of a new source; it is opened once more
 
         Raises:
             OSError: there is no free descriptor; all is as it was
         """
         with self._lock:
             if image is not None:
-                self._sources.hold(*image)
-            older = [
-                (path, entry.content)
-                for path, entry in self._files.items()
-                if entry.home == home and path.startswith(f"{folder}/")
-            ]
-            for path, _ in older:
-                del self._files[path]
-            for path, (content, modified) in files.items():
-                if path not in self._files:
-                    self._add(path, _HeldFile(content, modified, home))
-            for _, content in older:  # now, as a source may be of use again
-                self._let_go(content)
-            if image is not None:
-                self._sources.close_unused(image[0])
+                self._images[image[0]] = _HeldImage(image[1])
+            for path in [path for path, file in self._files.items() if file.home == home]:
+                if path.startswith(f"{folder}/"):
+                    del self._files[path]
+            for path, (file, modified) in files.items():
+                self._files.setdefault(path, file._replace(modified=modified, home=home))
+            self._close_unused()
 
     def delete(self, paths: Sequence[str]) -> None:
         with self._lock:
@@ -431,13 +346,14 @@ class MemoryStore(ServedStore):
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
-        with ExitStack() as until_closed:
-            with self._lock:
-                entries = {path: entry for path, entry in self._files.items() if os.path.dirname(path) == folder}
-                sources = self._entered(entry.content for entry in entries.values())
-            until_closed.callback(self._leave, sources)
-            descriptors = until_closed.enter_context(self._sources.opened(sources))
-            yield {os.path.basename(path): entry.opened(descriptors) for path, entry in entries.items()}
+        with self._lock:
+            found = {path: file for path, file in self._files.items() if os.path.dirname(path) == folder}
+            files = {os.path.basename(path): file.opened(self._images) for path, file in found.items()}
+            sources = self._entered(found.values())
+        try:
+            yield files
+        finally:
+            self._leave(sources)
 
     @contextlib.contextmanager
     def linked(self, home: int, wanted: Mapping[str, tuple[int, str]]) -> Iterator[dict[str, ImageRange]]:
@@ -453,13 +369,10 @@ class MemoryStore(ServedStore):
             By path, where its bytes are; without those that are not here.
         """
         with self._lock:
-            ranges = {path: entry.content for path, entry in self._files.items() if entry.home == home}
-            same = {content.identity: content for content in ranges.values() if content.identity}
-            found = dict[str, ImageRange]()
-            for path, (length, identity) in wanted.items():
-                content = ranges.get(path) or same.get(identity)
-                if content is not None and content.length == length:
-                    found[path] = content
+            ranges = {path: file for path, file in self._files.items() if file.home == home}
+            same = {file.identity: file for file in ranges.values() if file.identity}
+            nearest = {path: ranges.get(path) or same.get(identity) for path, (_, identity) in wanted.items()}
+            found = {path: file for path, file in nearest.items() if file and file.length == wanted[path][0]}
             sources = self._entered(found.values())
         try:
             yield found
@@ -469,166 +382,45 @@ class MemoryStore(ServedStore):
     def has_source(self, number: int) -> bool:
         """Whether a source has files or readers."""
         with self._lock:
-            return number in self._sources
+            return number in self._images
 
     def held(self) -> set[int]:
         """The sources that a reader has open now."""
         with self._lock:
-            return self._sources.being_read
+            return {*self._readers}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         with self._lock:
-            return sum(entry.content.size for entry in self._files.values())
+            return sum(file.size for file in self._files.values())
 
     def _refuse_taken(self, path: str) -> None:
         if path in self._files:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
-    def _add(self, path: str, entry: _HeldFile) -> None:
-        if entry.content.source is not None:
-            self._sources.add_file(entry.content.source)
-        self._files[path] = entry
-
     def _drop(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            if path in self._files:
-                self._let_go(self._files.pop(path).content)
+        if any([self._files.pop(path, None) for path in paths]):
+            self._close_unused()
 
-    def _let_go(self, content: ImageRange) -> None:
-        if content.source is not None:
-            self._sources.drop_file(content.source)
+    def _close_unused(self) -> None:
+        """Close the sources that have neither files nor readers. The caller has the lock."""
+        used = {*self._readers} | _sources_of(self._files.values())
+        for number in self._images.keys() - used:
+            self._images.pop(number).close()
+        self._on_disk = {inode: number for inode, number in self._on_disk.items() if number in used}
 
-    def _entered(self, contents: Iterable[ImageRange]) -> set[int]:
-        """The sources of files, which a reader has entered. Whoever calls it has the lock."""
-        sources = _sources_of(contents)
-        self._sources.enter(sources)
+    def _entered(self, files: Iterable[ImageRange]) -> set[int]:
+        """The sources of files, which a reader has entered. The caller has the lock."""
+        sources = _sources_of(files)
+        self._readers.update(sources)
         return sources
 
     def _leave(self, sources: Collection[int]) -> None:
         with self._lock:
-            self._sources.leave(sources)
+            self._readers -= Counter(sources)
+            self._close_unused()
 
 
-def _sources_of(contents: Iterable[ImageRange]) -> set[int]:
-    return {content.source for content in contents if content.source is not None}
-
-
-class ReplicaBlock:
-    """Memory that has the images of a replica, or had; freed with this object, unless files are in it.
-
-    Args:
-        nbytes: its size
-        name: of its server, for errors
-        outside: of its server
-
-    Attributes:
-        fd: its descriptor
-        nbytes: see above
-        source: its number in `MemoryStore`, a new one for each replica
-        is_filling: whether a replica is on its way into it
-    """
-
-    def __init__(self, nbytes: int, name: str, outside: Outside) -> None:
-        self._pages = SharedPages(nbytes, outside)
-        self._name = name
-        self._outside = outside
-        self.fd = self._pages.fd
-        self.nbytes = nbytes
-        self.source = 0
-        self.is_filling = True
-        weakref.finalize(self, os.close, self.fd).atexit = False
-
-    def part(self, start: int, end: int, deadline: float) -> memoryview:
-        """The memory from `start` to `end`, when it is allocated.
-
-        Raises:
-            TimeoutError: it is not, or the deadline has passed
-            OSError: there is not enough memory
-        """
-        if self._outside.now() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
-        try:
-            self._pages.wait(end, deadline)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise OSError(error.errno, f"{self._name} has no memory for a replica: {error.strerror}") from error
-        return self._pages.memory[start:end]
-
-    @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Allocate it in a thread, within a context. What goes wrong there is raised by `part`."""
-        with self._outside.pool(1, "ckpt-pages") as pool:
-            pool.submit(self._pages.allocate, 1)
-            try:
-                yield
-            finally:
-                self._pages.stop()
-
-
-class ReplicaMemory:
-    """The blocks of all ranks of which a server keeps replicas. Thread-safe.
-
-    Args:
-        files: of this server
-        name: of this server, for errors
-        available: returns how many bytes of memory are free
-        outside: of this server
-
-    Attributes:
-        files, name: see above
-    """
-
-    def __init__(self, files: MemoryStore, name: str, available: Callable[[], int], outside: Outside = OUTSIDE) -> None:
-        self.files = files
-        self.name = name
-        self._available = available
-        self._outside = outside
-        self._lock = outside.lock()
-        self._blocks: dict[int, list[ReplicaBlock]] = {}
-
-    @contextlib.contextmanager
-    def block(self, home: int, nbytes: int) -> Iterator[ReplicaBlock]:
-        """Memory for a replica, into which nothing else comes until it is free of files again.
-
-        It may still be being allocated, in a thread.
-
-        Args:
-            home: whose replica it is
-            nbytes: of its images
-
-        Raises:
-            OSError: there is not enough memory
-        """
-        with self._lock:
-            block = self._free_block(home, nbytes)
-            is_new = block is None
-            if block is None:
-                if nbytes > (left := self._available()):
-                    text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
-                    raise OSError(errno.ENOMEM, text)
-                block = ReplicaBlock(nbytes, self.name, self._outside)
-                self._blocks.setdefault(home, []).append(block)
-            block.is_filling, block.source = True, self.files.new_source()
-        try:
-            with block.allocating() if is_new else contextlib.nullcontext():
-                yield block
-        except BaseException:
-            with self._lock:
-                self._blocks[home].remove(block)
-            raise
-        finally:
-            block.is_filling = False
-
-    def _free_block(self, home: int, nbytes: int) -> ReplicaBlock | None:
-        """A block of the right size without files; others without files are freed."""
-        found: ReplicaBlock | None = None
-        for block in [*self._blocks.get(home, ())]:
-            if not (block.is_filling or self.files.has_source(block.source)):
-                if found is None and nbytes <= block.nbytes < 2 * nbytes:
-                    found = block
-                else:
-                    self._blocks[home].remove(block)
-        return found
+def _sources_of(files: Iterable[ImageRange]) -> set[int]:
+    return {file.source for file in files if file.source is not None}

@@ -13,38 +13,25 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..background.jobs import Follower
+from ..core.commit.protocol import wait_visible
 from ..core.coordination.connection import offered_address, reachable
 from ..core.storage.bucket_store import FOLDER_MARK
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import new_token
 from ..core.storage.tree_removal import remove_if_empty
-from ..errors import CheckpointConfigError, CheckpointError
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointTimeoutError
 from ..managing.run_context import RunContext
 from ..managing.write_access import leave_trial, refuse_failed, remove_trial, try_to_write
 from .client import PeerClient
 from .folders import HostFolders
 from .server import PeerEndpoint, SnapshotServer
-from .stores import ListedFile, LocalFile, ServedStore
+from .stores import ListedFile, LocalFile, MemoryStore, ServedStore
 from .wire import PeerAddress, memory_root
-
-
-@dataclass
-class _SharedDescriptors:
-    """The files of a folder that are open for its readers.
-
-    Attributes:
-        files: by name
-        until_closed: closes them
-        readers: how many there are
-    """
-
-    files: dict[str, LocalFile] = field(default_factory=dict)
-    until_closed: ExitStack = field(default_factory=ExitStack)
-    readers: int = 0
 
 
 class FolderStore(ServedStore):
@@ -61,11 +48,8 @@ class FolderStore(ServedStore):
         self._folder = folder
         self._root = root
         self._lock = files.outside.lock()
-        self._open: dict[str, _SharedDescriptors] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return 0
+        #: What its readers have open.
+        self._open = MemoryStore(files.outside)
 
     def listed(self, prefix: str) -> list[ListedFile]:
         return [*self._below(self._here(prefix or self._root), prefix or self._root)]
@@ -74,8 +58,7 @@ class FolderStore(ServedStore):
         """What is at `here`, which is `path` for others. What is deleted meanwhile is not there."""
         with contextlib.suppress(FileNotFoundError):
             if not self._fs.is_real_folder(here):
-                file = self._fs.file_at(here)
-                if file is not None:
+                if (file := self._fs.file_at(here)) is not None:
                     yield ListedFile(path, file.size, self._fs.changed(here))
                 return
             names = self._fs.names(here)
@@ -103,44 +86,29 @@ class FolderStore(ServedStore):
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.unlink(here)
         for folder in sorted(folders, key=len, reverse=True):
-            self._remove_empty(folder)
-
-    def _remove_empty(self, folder: str) -> None:
-        while folder != self._folder:
-            remove_if_empty(self._fs, folder)
-            if self._fs.exists(folder):
-                break
-            folder = os.path.dirname(folder)
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.sync_folder(folder)
+            while folder != self._folder:
+                remove_if_empty(self._fs, folder)
+                if self._fs.exists(folder):
+                    break
+                folder = os.path.dirname(folder)
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.sync_folder(folder)
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
-        """See the base class. Its readers share what is open: the first one opens it, and the last one closes it."""
-        with self._lock:
-            if folder not in self._open:
-                self._open[folder] = self._opened(folder)
-            opened = self._open[folder]
-            opened.readers += 1
-        try:
-            yield opened.files
-        finally:
-            with self._lock:
-                opened.readers -= 1
-                if not opened.readers:
-                    self._open.pop(folder).until_closed.close()
-
-    def _opened(self, folder: str) -> _SharedDescriptors:
-        here, opened = self._here(folder), _SharedDescriptors()
+        """See the base class. Readers share what is open."""
+        here, paths = self._here(folder), list[str]()
         with ExitStack() as until_closed:
-            for name in self._fs.names(here):
-                path = os.path.join(here, name)
-                if self._fs.file_at(path) is not None:
-                    fd = self._fs.open_to_serve(path)
-                    until_closed.callback(os.close, fd)
-                    opened.files[name] = LocalFile(length=os.fstat(fd).st_size, descriptor=fd)
-            opened.until_closed = until_closed.pop_all()
-        return opened
+            with self._lock, ExitStack() as until_opened:
+                until_opened.callback(self._open.delete, paths)
+                for path in (os.path.join(here, name) for name in self._fs.names(here)):
+                    if self._fs.file_at(path) is not None:
+                        file = until_opened.enter_context(open(self._fs.open_to_serve(path), "rb", buffering=0))
+                        size, source = os.fstat(file.fileno()).st_size, self._open.new_source()
+                        self._open.put_image(path, source, file.fileno(), 0, size)
+                        paths.append(path)
+                files = until_closed.enter_context(self._open.opened(here))
+            yield files
 
     def _here(self, path: str) -> str:
         """Where a path is. Raises PermissionError if it is outside of the folder."""
@@ -160,14 +128,12 @@ class _Served(NamedTuple):
     """The folder of a host, as the first rank there offers it; also as a list in JSON.
 
     Attributes:
-        rank: that rank
-        port: of TCP, where it is served
+        place: where that rank serves it
         trial: the name of a file in it, for the other ranks of the host; None: there is none
         is_shared: whether it is the folder of the leading rank
     """
 
-    rank: int
-    port: int
+    place: PeerAddress
     trial: str | None
     is_shared: bool
 
@@ -205,28 +171,25 @@ class HostTier(Follower):
         ranks, timeouts = self._ranks, self._run.timeouts
         deadline = ranks.outside.now() + timeouts.stage + timeouts.visible
         address = offered_address(ranks.outside) if self._leads_host else None
-        begun = ranks.decide("tier/begin", address, lambda offers: self._begin(offers, saves=saves), deadline)
-        own, failure, trial = None, None, begun["trial"] if ranks.is_leader else None
-        try:
+        with ExitStack() as until_joined:
+            begin = partial(self._begin, until_joined, saves)
+            begun, own, failure = ranks.decide("tier/begin", address, begin, deadline), None, None
             try:
-                if self._leads_host:
-                    own = self._serve(begun, saves=saves)
-                    trial = own.trial
+                own = self._serve(until_joined, begun, saves=saves) if self._leads_host else None
             except (CheckpointError, OSError) as error:
                 failure = str(error)
             found = ranks.decide("tier/found", [failure, own], _found, deadline)
-            hosts = {self._hosts.names[each[0]]: _Served(*each) for each in found}
-            if all(each.is_shared for each in hosts.values()):
+            hosts = [_Served(PeerAddress(*place), *others) for place, *others in found]
+            run, text = self._run, "all hosts share one folder"
+            if all(each.is_shared for each in hosts):
                 self.close(waits=False)
-                self._tell("all hosts share one folder")
-                return self._run
-            run = self._joined(begun, hosts)
-            ranks.decide("tier/joined", self._look_for(hosts), self._reach, deadline)
-            self._tell("each host has a folder of its own" if saves else "the folders of all hosts count")
+            else:
+                run = self._joined(begun, hosts)
+                ranks.decide("tier/joined", self._look_for(hosts), self._reach, deadline)
+                text = "each host has a folder of its own" if saves else "the folders of all hosts count"
+            if ranks.is_leader:
+                logger.info("%s: %s (%d hosts)", self._named, text, len(set(self._hosts.names)))
             return run
-        finally:
-            if trial is not None:
-                remove_trial(self._fs, os.path.join(self._folder, trial))
 
     def end(self, *, finish: bool) -> None:
         """See the base class: serve the folder no longer, whether the run has finished or not."""
@@ -255,7 +218,7 @@ class HostTier(Follower):
             outside.sleep(_PAUSE_SECONDS)
         server.close()
 
-    def _begin(self, offers: Sequence[Any], *, saves: bool) -> dict[str, Any]:
+    def _begin(self, until_joined: ExitStack, saves: bool, offers: Sequence[Any]) -> dict[str, Any]:
         """On the leading rank: what all need to know each other, and a file to look for."""
         names = {self._hosts.names[rank]: address for rank, address in enumerate(offers) if address is not None}
         if lost := [host for host, address in names.items() if not address]:
@@ -266,43 +229,48 @@ class HostTier(Follower):
         trial = None
         if saves:
             try_to_write(self._fs, self._folder, self._named)
-            trial = leave_trial(self._fs, self._folder, self._named)
+            trial = self._leave_trial(until_joined)
         addresses = dict(zip(names, reachable([*names.values()], self._ranks.outside), strict=True))
         secret = self._ranks.outside.random_bytes(32).hex()
         return {"root": self._folder, "secret": secret, "addresses": addresses, "trial": trial}
 
-    def _serve(self, begun: Mapping[str, Any], *, saves: bool) -> _Served:
+    def _leave_trial(self, until_joined: ExitStack) -> str | None:
+        """See `leave_trial`; it is deleted when all have looked for it."""
+        if (trial := leave_trial(self._fs, self._folder, self._named)) is not None:
+            until_joined.callback(remove_trial, self._fs, os.path.join(self._folder, trial))
+        return trial
+
+    def _serve(self, until_joined: ExitStack, begun: Mapping[str, Any], *, saves: bool) -> _Served:
         """On the first rank of a host: serve its folder, and look whether it is that of the leading rank."""
         rank, outside, trial = self._ranks.rank, self._ranks.outside, begun["trial"]
-        is_shared = self._ranks.is_leader
+        host, is_shared = self._hosts.names[rank], self._ranks.is_leader
         if saves and not is_shared:
             try_to_write(self._fs, self._folder, self._named)
-            is_shared = self._sees(trial)
-            trial = None if is_shared else leave_trial(self._fs, self._folder, self._named)
-        endpoint = PeerEndpoint(begun["addresses"][self._hosts.names[rank]], begun["secret"], outside)
+            is_shared = trial is not None and self._sees(trial)
+            trial = None if is_shared else self._leave_trial(until_joined)
+        endpoint = PeerEndpoint(begun["addresses"][host], begun["secret"], outside)
         served = FolderStore(self._fs, self._folder, begun["root"])
         root = memory_root(begun["root"], new_token(outside))
         self._server = SnapshotServer(served, root, rank, dict, outside=outside)
         self._server.open(endpoint)
-        return _Served(rank, endpoint.port, trial, is_shared)
+        return _Served(PeerAddress(host, endpoint.address, endpoint.port, rank), trial, is_shared)
 
-    def _sees(self, trial: str | None) -> bool:
+    def _sees(self, trial: str) -> bool:
         """Whether a file appears in the folder soon."""
-        outside, sees = self._ranks.outside, False
-        until = outside.now() + _LOOK_SECONDS
-        while trial is not None and not (sees := self._fs.exists(os.path.join(self._folder, trial))):
-            if outside.now() > until:
-                break
-            outside.sleep(_PAUSE_SECONDS)
-        return sees
+        path = os.path.join(self._folder, trial)
+        with contextlib.suppress(CheckpointTimeoutError):
+            wait_visible(lambda: self._fs.exists(path), path, _LOOK_SECONDS, self._fs)
+            return True
+        return False
 
-    def _joined(self, begun: Mapping[str, Any], served: Mapping[str, _Served]) -> RunContext:
+    def _joined(self, begun: Mapping[str, Any], served: Sequence[_Served]) -> RunContext:
         """The run with the folders of all hosts, of whose checkpoints hosts may have several attempts."""
         rank, names, outside, root = self._ranks.rank, self._hosts.names, self._ranks.outside, begun["root"]
-        for host, each in served.items():
-            if host != names[rank]:
-                place = PeerAddress(host, begun["addresses"][host], each.port, each.rank)
-                self._clients.append(PeerClient(place, begun["secret"], now=False, outside=outside))
+        self._clients = [
+            PeerClient(each.place, begun["secret"], now=False, outside=outside)
+            for each in served
+            if each.place.host != names[rank]
+        ]
         folders = HostFolders(self._fs, root, self._folder, self._clients, hosts=names, rank=rank)
         return replace(
             self._run,
@@ -312,14 +280,14 @@ class HostTier(Follower):
             load_options=lambda manifest: {"attempt": str(manifest.get("attempt"))},
         )
 
-    def _look_for(self, served: Mapping[str, _Served]) -> str | None:
+    def _look_for(self, served: Sequence[_Served]) -> str | None:
         """Look whether this rank has the folder of its host; returns why not, if that is known."""
-        first = served[self._hosts.names[self._ranks.rank]]
+        first = next(each for each in served if each.place.host == self._hosts.names[self._ranks.rank])
         if first.trial is None or self._sees(first.trial):
             return None
         return (
-            f"{self._named} is another folder than that of rank {first.rank}, which is on the same host. All ranks of "
-            "a host must share it."
+            f"{self._named} is another folder than that of rank {first.place.rank}, which is on the same host. All "
+            "ranks of a host must share it."
         )
 
     def _reach(self, failures: list[str | None]) -> None:
@@ -333,10 +301,6 @@ class HostTier(Follower):
                     f"{self._named}: each host has a folder of its own, and that of {client.address.host} cannot be "
                     f"reached from the leading rank: {error}. Let the hosts of the job connect to each other."
                 ) from error
-
-    def _tell(self, text: str) -> None:
-        if self._ranks.is_leader:
-            logger.info("%s: %s (%d hosts)", self._named, text, len(set(self._hosts.names)))
 
 
 def _found(answers: Sequence[Any]) -> list[Any]:

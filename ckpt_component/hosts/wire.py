@@ -27,8 +27,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..core.outside import HOST_VARIABLE, OUTSIDE, Outside, Socket
+from ..core.outside import HOST_VARIABLE, OUTSIDE, Outside
 from ..core.processes.framing import Channel, FrameSignatures
+from ..core.sockets import Socket
 from ..core.storage.locate import MEMORY, MEMORY_FOLDER, memory_folder
 
 logger = logging.getLogger("ckpt_component.storage")
@@ -156,12 +157,10 @@ class SocketPlace:
             TimeoutError: so many connections wait that the server must have been stopped
             OSError: the socket cannot be used
         """
-        with contextlib.suppress(FileNotFoundError), self._opened() as folder:
-            try:
+        with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(ConnectionRefusedError), self._opened() as folder:
                 return self._connected(folder, rank, seconds)
-            except ConnectionRefusedError:
-                self._remove_dead(folder, rank)
-                self._remove_empty()
+            self._remove_dead(rank)
         return None
 
     def listen(self, rank: int) -> tuple[Socket, int]:
@@ -174,23 +173,22 @@ class SocketPlace:
             PermissionError: as `runtime_folder`
             OSError: the socket cannot be made
         """
-        runtime, failure = _safe_folder(self.outside), OSError()
-        for _ in range(_TRIALS):
-            try:
-                return self._listen(rank)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                failure = error
-                if not isinstance(error, FileNotFoundError):  # else another process has just removed the empty folder
-                    break
-        raise _refused(runtime, failure) from failure
+        runtime = _safe_folder(self.outside)
+        try:
+            for _ in range(_TRIALS):
+                with contextlib.suppress(FileNotFoundError):  # another process has just removed the empty folder
+                    return self._listen(rank, runtime)
+            return self._listen(rank, runtime)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise _refused(runtime, error) from error
 
-    def _listen(self, rank: int) -> tuple[Socket, int]:
-        os.makedirs(_safe_folder(self.outside), mode=0o700, exist_ok=True)
+    def _listen(self, rank: int, runtime: str) -> tuple[Socket, int]:
+        os.makedirs(runtime, mode=0o700, exist_ok=True)
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
         draft = f".new-{self.outside.pid()}-{rank}"
-        with self._opened() as folder, self._locked(folder):
+        with self._opened(locked=True) as folder:
             with contextlib.suppress(FileNotFoundError):  # of a dead process with this number
                 os.unlink(draft, dir_fd=folder)
             listener = self.outside.listen(_address(folder, draft))
@@ -203,17 +201,21 @@ class SocketPlace:
 
     def remove(self, rank: int, number: int) -> None:
         """Remove a rank's socket, if it still has this number, and the folders that are then empty."""
-        with contextlib.suppress(FileNotFoundError), self._opened() as folder, self._locked(folder):
+        with contextlib.suppress(FileNotFoundError), self._opened(locked=True) as folder:
             if os.stat(str(rank), dir_fd=folder).st_ino == number:
                 os.unlink(str(rank), dir_fd=folder)
         self._remove_empty()
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self, *, locked: bool = False) -> Iterator[int]:
+        """The folder; locked, so that only this process puts a socket into it. For some system calls."""
         folder = os.open(self.folder, _FOLDER)
         try:
+            if locked:
+                self._lock(folder)
             yield folder
         finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a fork may have the descriptor, too
             os.close(folder)
 
     def _remove_empty(self) -> None:
@@ -230,31 +232,26 @@ class SocketPlace:
         except TimeoutError as error:  # as many connections wait as may
             raise TimeoutError(errno.ETIMEDOUT, f"rank {rank}'s snapshot server takes no connection") from error
 
-    def _remove_dead(self, folder: int, rank: int) -> None:
-        """Remove a socket that nobody listens on, unless it was replaced meanwhile."""
-        with contextlib.suppress(FileNotFoundError), self._locked(folder):
+    def _remove_dead(self, rank: int) -> None:
+        """Remove a socket on which no process listens, unless another one has taken its place."""
+        with contextlib.suppress(FileNotFoundError), self._opened(locked=True) as folder:
             try:
                 self._connected(folder, rank, 1.0).close()
             except ConnectionRefusedError:
                 os.unlink(str(rank), dir_fd=folder)
                 logger.info("removed the socket of rank %d's snapshot server, which is dead", rank)
+        self._remove_empty()
 
-    @contextlib.contextmanager
-    def _locked(self, folder: int) -> Iterator[None]:
-        """Let nobody else put a socket into a folder. Held for some system calls, unless its process is stopped."""
+    def _lock(self, folder: int) -> None:
+        """Lock the folder, which another process has locked for long only if it is stopped."""
         until = self.outside.now() + _LOCK_SECONDS
         while True:
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if self.outside.now() > until:
                     raise TimeoutError(errno.ETIMEDOUT, "another process locks the folder of the sockets") from error
             self.outside.sleep(_PAUSE_SECONDS)
-        try:
-            yield
-        finally:
-            fcntl.flock(folder, fcntl.LOCK_UN)
 
 
 def _address(folder: int, name: str) -> str:
@@ -355,15 +352,13 @@ def connect_to_peer(to: PeerAddress, secret: str, seconds: float, outside: Outsi
         proof = _exactly(sock, _PROOF_BYTES, until, outside)
         if not hmac.compare_digest(proof, _derived(secret, b"proof of keeper", challenges)):
             raise PermissionError(errno.EACCES, f"{to} belongs to another run: the run's secret is not the same")
-        return _channel(sock, _keys(secret, challenges), str(to), outside)
-    except TimeoutError as error:
+        return _signed(sock, secret, challenges, (b"client", b"keeper"), str(to), outside)
+    except BaseException as error:
         sock.close()
-        raise TimeoutError(errno.ETIMEDOUT, f"{to} has not answered for {seconds:g} s") from error
-    except ConnectionError as error:
-        sock.close()
-        raise ConnectionResetError(errno.ECONNRESET, f"{to} has hung up") from error
-    except BaseException:
-        sock.close()
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(errno.ETIMEDOUT, f"{to} has not answered for {seconds:g} s") from error
+        if isinstance(error, ConnectionError):
+            raise ConnectionResetError(errno.ECONNRESET, f"{to} has hung up") from error
         raise
 
 
@@ -402,24 +397,19 @@ def greet_peer(sock: Socket, secret: str, outside: Outside = OUTSIDE) -> Channel
             sock.sendall(bytes(_PROOF_BYTES))  # which is wrong, so the other side says why it ends
             raise PermissionError(errno.EACCES, f"{other} does not know the secret of this run")
         sock.sendall(_derived(secret, b"proof of keeper", challenges))
-        return _channel(sock, _keys(secret, challenges)[::-1], other, outside)
+        return _signed(sock, secret, challenges, (b"keeper", b"client"), other, outside)
     except BaseException:
         sock.close()
         raise
 
 
-def listen_to_peers(address: str, outside: Outside = OUTSIDE) -> Socket:
-    """Listen on a free port of an address of this host; raises OSError in words."""
-    try:
-        return outside.listen((address, 0))
-    except OSError as error:
-        why = error.strerror or error
-        text = f"a snapshot server cannot listen on {address!r}, which is to be an address of this host: {why}"
-        raise OSError(error.errno or errno.EADDRNOTAVAIL, text) from error
-
-
-def _channel(sock: Socket, keys: tuple[bytes, bytes], other: str, outside: Outside) -> Channel:
-    return Channel(sock, lambda: True, PATIENCE_SECONDS, outside=outside, signatures=FrameSignatures(keys, other))
+def _signed(
+    sock: Socket, secret: str, challenges: bytes, sides: tuple[bytes, bytes], other: str, outside: Outside
+) -> Channel:
+    """The connection between two sides, our own first, once each knows that the other one knows the secret."""
+    ours, theirs = (_derived(secret, b"key of " + side, challenges) for side in sides)
+    signatures = FrameSignatures((ours, theirs), other)
+    return Channel(sock, lambda: True, PATIENCE_SECONDS, outside=outside, signatures=signatures)
 
 
 def _exactly(sock: Socket, count: int, until: float, outside: Outside) -> bytes:
@@ -431,11 +421,6 @@ def _exactly(sock: Socket, count: int, until: float, outside: Outside) -> bytes:
             raise ConnectionResetError(errno.ECONNRESET, "it has hung up")
         data += part
     return data
-
-
-def _keys(secret: str, challenges: bytes) -> tuple[bytes, bytes]:
-    """The keys of a client: for what it sends, and for what it receives."""
-    return _derived(secret, b"key of client", challenges), _derived(secret, b"key of keeper", challenges)
 
 
 def _derived(secret: str, purpose: bytes, challenges: bytes) -> bytes:

@@ -63,6 +63,7 @@ class SaveAttempts:
         self._timeouts = context.timeouts
         self._outside = context.ranks.outside
         self._run = context.run
+        self._claim = context.run.ownership.acquire
         self._queue = context.queue
         self._indexes = RankIndexes(writer, context.run.files)
         #: By device: the faster I/O mode, where a request has made a trial.
@@ -76,6 +77,11 @@ class SaveAttempts:
         """How many bytes this rank has written so far in the attempts at a save; `token`: of the first."""
         current, before = self._writing
         return max(self._caller.progress() - before, 0) if current.startswith(token) else 0
+
+    def warn_of(self, path: str, error: BaseException) -> None:
+        """Log a failed save after which training continues."""
+        reason = self._context.policy.reason
+        logger.warning("%s was not saved, and training continues (%s): %s", path, reason, error)
 
     def run(self, staged: Staged, attempt: Attempt, number: int) -> Committed:
         """Write and commit; returns when the checkpoint is committed, on all ranks.
@@ -156,7 +162,7 @@ class SaveAttempts:
         # Before the write: rank 0's writer process may have to commit if the trainers die.
         self._indexes.collect(tables, messages)
         with self._typed_errors(request, needed):
-            self._run.ownership.acquire()  # also deletes what an earlier run left
+            self._claim()  # also deletes what an earlier run left
             self._refuse_without_room(request, needed)
             commit.begin(attempt)
             locks.callback(AttemptLock(request.storage, attempt).close)

@@ -362,17 +362,13 @@ class SaveQueue:
         raised = given_up or error
         tolerated = self._policy.warn and given_up is None
         if tolerated:
-            self._tolerate(save.path, error)
+            self._attempts.warn_of(save.path, error)
         else:
             logger.info("%s was not saved: %s", save.path, raised)  # whoever waits or saves next gets the error
         outcome = "skipped" if self._policy.warn and is_stall(error) else "failed"
         report = replace(report, outcome=outcome, error=str(raised), lost_s=report.stall_s)
         self._add_report(report)
         save.end(report, raised, delivered=tolerated)
-
-    def _tolerate(self, path: str, error: BaseException) -> None:
-        """Log a failure after which training continues."""
-        logger.warning("%s was not saved, and training continues (%s): %s", path, self._policy.reason, error)
 
     def run_after_saves(self, task: Callable[[], None]) -> None:
         """Run a task on the thread, after the saves so far; later saves and `drain` wait for it."""

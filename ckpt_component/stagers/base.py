@@ -148,16 +148,10 @@ class Snapshot:
         with _HOLDING:
             self._holders += 1
 
-    def release(self, *, reusable: bool = True) -> None:
-        """Let go of the snapshot. The last holder returns the arena, after the copy; another call does nothing.
-
-        Args:
-            reusable: whether nobody else can still read the arena. If one holder says no, it is freed and not reused.
-        """
+    def release(self) -> None:
+        """Let go of the snapshot. The last holder returns the arena, after the copy; another call does nothing."""
         with _HOLDING:
             arena, self._holders = self.arena, max(self._holders - 1, 0)
-            if arena is not None and not reusable:
-                arena.reusable = False
             if arena is None or self._holders:
                 return
             self.arena = None

@@ -13,7 +13,7 @@ from faults.invariants import blank_state, differences, state_of
 from faults.workloads import prepare
 
 from ckpt_component import CheckpointError, CheckpointListener, LoadReport, SaveReport, build_manager
-from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.callers.write_callers import MemoryCaller
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 

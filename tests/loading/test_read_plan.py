@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from ckpt_component.loading.read_plan import LEAST_BYTES, MOST_BYTES, Batch, plan_reads
+from ckpt_component.hosts.batches import Batch
+from ckpt_component.hosts.share import LEAST_BYTES, MOST_BYTES, plan_reads
 
 Ranges = Sequence[tuple[int, int]]
 Wants = Mapping[int, Mapping[str, Ranges]]

@@ -23,8 +23,8 @@ from ckpt_component.core.storage.file_set import FileSet, RangeRead
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError
-from ckpt_component.hosts.share import SharedBatches
-from ckpt_component.loading.read_plan import Batch, Stretch
+from ckpt_component.hosts.batches import Batch, SharedBatches, Stretch
+from ckpt_component.hosts.client import PeerClient
 
 #: What each rank loads: they share one tensor, and each wants one that the other one does not.
 WANTED = (("a", "b"), ("b", "c"))
@@ -188,7 +188,7 @@ def owned(wanting: tuple[int, ...], read: list[int], stall: float) -> SharedBatc
     """Forty batches that rank 0 reads for others."""
     plan = [Batch("data", (Stretch(start, start + CELL, wanting),), 0) for start in range(0, 40 * CELL, CELL)]
 
-    def connect(rank: int) -> Channel:
+    def connect(rank: int) -> PeerClient:
         raise AssertionError("rank 0 wants nothing")
 
     timeouts = ResolvedTimeouts(stall=stall)

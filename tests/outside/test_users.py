@@ -85,8 +85,8 @@ ONCE = {
     "send_descriptors": {"core/processes/framing.py"},
     "send_file": {"core/processes/framing.py", "hosts/server.py"},
     "answer_requests": {
-        *("background/jobs.py", "compat/worker_main.py"),
-        *("hosts/server.py", "hosts/share.py", "core/writing/worker.py"),
+        *("background/run_watch.py", "compat/worker_main.py"),
+        *("hosts/server.py", "core/writing/worker.py"),
     },
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from ckpt_component.callers.memory_caller import MemoryCaller
+from ckpt_component.callers.write_callers import MemoryCaller
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.image.arena import Arena
 from ckpt_component.core.options import ResolvedTimeouts

@@ -13,11 +13,14 @@ from rank_threads import rank_threads
 from waiting import eventually
 
 from ckpt_component import CheckpointListener, SaveReport, WorkerDiedError
-from ckpt_component.callers.memory_caller import MemoryCaller
-from ckpt_component.core.coordination import Coordinator
+from ckpt_component.callers.write_callers import MemoryCaller
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.coordination import Coordinator, Hosts
 from ckpt_component.core.options import ResolvedTimeouts
+from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.events import EventRecorder
 from ckpt_component.hosts.at_peers import PeerMap, SnapshotsAtPeers
+from ckpt_component.managing.run_context import RunContext
 
 TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)
 
@@ -65,13 +68,13 @@ class Rank:
     """One of two ranks, each on a host."""
 
     def __init__(self, ranks: Coordinator) -> None:
-        peers = PeerMap([[1], [0]], frozenset({1 - ranks.rank}), f"10.0.0.{ranks.rank}", "secret", 1e6)
+        peers = PeerMap([[1], [0]], f"10.0.0.{ranks.rank}", "secret", 1e6)
         self.client, self.listener, self.first, self.notice = SnapshotStore(), Heard(), list[str](), threading.Event()
         events = EventRecorder(listeners=[self.listener], rank=ranks.rank)
         self.first_is_told = threading.Event()
         self.first_is_told.set()
-        self.copies = SnapshotsAtPeers(peers, self.client, ranks, TIMEOUTS, events, self.tell_first)
-        self._prepare = self.copies.preparation(self.client)
+        run = RunContext(file_storage(), "/runs/one", MEGATRON, ranks, TIMEOUTS, events=events, hosts=Hosts(("a", "b")))
+        self.copies = SnapshotsAtPeers(peers, self.client, run, self.tell_first)
         self.copies.begin(self.notice.set)
         self.rank = ranks.rank
 
@@ -80,7 +83,7 @@ class Rank:
         assert self.first_is_told.wait(20)
 
     def whole(self, step: int) -> list[str]:
-        self._prepare(20.0)
+        self.copies.prepare(self.client, 20.0)
         self.copies.whole(SaveReport(f"step{step}", step=step))
         return self.paths()
 
@@ -117,7 +120,7 @@ def test_the_newest_snapshot_is_pulled_when_nobody_pulls_and_those_in_between_ar
     eventually(lambda: both(lambda rank: rank.paths()) == [["step4"]] * 2)
     pulled = both(lambda rank: rank.client.pulled)
     assert [path for path, _ in pulled[0]] == ["step1", "step2", "step4"]
-    homes = [[(home[1:], rate) for home, rate in homes] for _, homes in pulled[0]]
+    homes = [[(tuple(home[1:]), rate) for home, rate in homes] for _, homes in pulled[0]]
     assert homes == [[(("10.0.0.1", 4000, 1), 1e6)]] * 3, "where the other one listens"
     assert both(lambda rank: rank.first) == [["at peers"]] * 2
 
@@ -183,7 +186,11 @@ def test_nothing_is_pulled_while_a_rank_cannot_listen(both: Any, caplog: pytest.
 
 
 def test_a_home_sends_all_its_holders_together_no_more_than_its_limit() -> None:
-    peers = PeerMap([[2], [2, 3], [1, 3], [0]], frozenset(), "", "", 600.0)
-    assert peers.homes == [[3], [2], [0, 1], [1, 2]]
-    assert [peers.rate(home) for home in range(4)] == [600.0, 300.0, 300.0, 600.0]
-    assert PeerMap([[1], [0]], frozenset(), "", "").rate(0) is None
+    peers = PeerMap([[2], [2, 3], [1, 3], [0]], "", "", 600.0)
+    assert peers.pulls("abcd") == [
+        [("d", 600.0)],
+        [("c", 300.0)],
+        [("a", 600.0), ("b", 300.0)],
+        [("b", 300.0), ("c", 300.0)],
+    ]
+    assert PeerMap([[1], [0]], "", "").pulls("ab") == [[("b", None)], [("a", None)]]

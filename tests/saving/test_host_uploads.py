@@ -19,12 +19,13 @@ from parted import save_on_hosts
 from strides import first_of
 
 from ckpt_component import build_manager
+from ckpt_component.background.uploads import HostUploads
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import encode_manifest, read_manifest
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import read_events
-from ckpt_component.hosts.host_uploads import HostUploads, PartNote, call_of, note_path, write_note
+from ckpt_component.hosts.host_uploads import PartNote, call_of, note_path, write_note
 
 HOSTS = ("host-a", "host-b", "host-c")
 

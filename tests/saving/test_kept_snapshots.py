@@ -18,8 +18,7 @@ import torch
 from rank_threads import rank_threads
 
 from ckpt_component import CheckpointError, CheckpointFencedError, CheckpointGivenUpError, CheckpointSaveError
-from ckpt_component.callers.memory_caller import MemoryCaller, Retired
-from ckpt_component.callers.write_callers import InlineCaller
+from ckpt_component.callers.write_callers import InlineCaller, MemoryCaller
 from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON
@@ -35,8 +34,8 @@ from ckpt_component.errors import WorkerDiedError
 from ckpt_component.events import CheckpointListener, SaveReport
 from ckpt_component.events.recorder import EventRecorder
 from ckpt_component.hosts.host_memory import HostMemory
-from ckpt_component.hosts.keep import Image, run_keep_job
-from ckpt_component.hosts.snapshots import TieredSaveQueue
+from ckpt_component.hosts.keep import run_keep_job
+from ckpt_component.hosts.snapshots import SnapshotMemory, TieredSaveQueue
 from ckpt_component.hosts.stores import MemoryStore
 from ckpt_component.loading import Reader
 from ckpt_component.saving.context import NoRun, SaveContext
@@ -86,7 +85,7 @@ class SnapshotStore(MemoryCaller):
         arena = request.source
         assert isinstance(arena, Arena)
         self.arenas.append(arena)
-        return dict(run_keep_job(request, self.files, Image(arena.number, arena.shared_descriptor())))
+        return dict(run_keep_job(request, self.files, (arena.number, arena.shared_descriptor())))
 
     def progress(self) -> int:
         return 0
@@ -94,14 +93,14 @@ class SnapshotStore(MemoryCaller):
     def settle(self) -> None:
         """There is no process that would finish the save."""
 
-    def retire(self, keep: Sequence[str], timeout: float) -> Retired:
+    def retire(self, keep: Sequence[str], timeout: float) -> dict[int, bool]:
         self.events.append(f"only {' '.join(map(os.path.basename, keep))}")
         if self.refusal is not None:
             raise self.refusal
         older = [file.path for file in self.files.listed(IN_MEMORY) if "/iter_" in file.path]
         self.files.delete([file for file in older if not file.startswith(tuple(f"{path}/" for path in keep))])
-        known, held = {arena.number for arena in self.arenas}, self.files.held()
-        return Retired(known - held, known & held)
+        held = self.files.held()
+        return {arena.number: arena.number in held for arena in self.arenas}
 
     def close(self, timeout: float = 60.0) -> None:
         self.events.append("closed")
@@ -185,12 +184,7 @@ class Run:
         )
         context = context if reuse is None else replace(context, reuse=reuse)
         queue = partial(
-            TieredSaveQueue,
-            caller=self.client,
-            writer=writer,
-            memory=self.memory,
-            path_of=lambda path: self.path(os.path.basename(path)),
-            on_kept=self._kept,
+            TieredSaveQueue, memory=SnapshotMemory(self.client, writer, self.memory, IN_MEMORY, [self._kept])
         )
         self.pipeline = SavePipeline(self.stager, self.caller, writer, context, queue)
 

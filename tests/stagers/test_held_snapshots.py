@@ -82,7 +82,9 @@ def test_memory_that_somebody_reads_is_freed_and_not_filled_again(order: str) ->
     snapshot.hold()
     for number in (0, 1):
         assert not arena.closed
-        snapshot.release(reusable=number == (order == "the reader's holder first"))
+        if number == (order == "the reader's holder last"):
+            arena.reusable = False
+        snapshot.release()
     assert arena.closed and not stager.busy and stager.host_bytes == 0
     another = taken(stager, 2)
     assert another.arena is not arena and stager.host_bytes > 0
@@ -98,8 +100,8 @@ def test_memory_that_a_reader_has_let_go_is_filled_again() -> None:
         snapshot = taken(stager, number)
         arena = snapshot.arena
         assert arena is not None
-        arena.awaited = True
-        snapshot.release(reusable=False)
+        arena.reusable, arena.awaited = False, True
+        snapshot.release()
         read.append(arena)
     assert [arena.closed for arena in read] == [True, False] and stager.host_bytes == read[1].nbytes
     another = taken(stager, 3)
@@ -118,8 +120,8 @@ def test_memory_whose_reader_is_unknown_is_freed() -> None:
     snapshot = taken(stager, 1)
     arena = snapshot.arena
     assert arena is not None
-    arena.awaited = True
-    snapshot.release(reusable=False)
+    arena.reusable, arena.awaited = False, True
+    snapshot.release()
     arena.awaited = False  # its server has died
     taken(stager, 2).release()
     assert arena.closed
@@ -129,8 +131,10 @@ def test_memory_whose_reader_is_unknown_is_freed() -> None:
 def test_memory_of_a_running_copy_comes_back_after_it() -> None:
     stager = connected(ZeroOverheadStager(arenas=1))
     snapshot = stager.take(stager.inspect(large_state(1)))
+    assert snapshot.arena is not None
     snapshot.hold()
-    snapshot.release(reusable=False)
+    snapshot.arena.reusable = False
+    snapshot.release()
     snapshot.release()
     assert stager.wait_free(time.monotonic() + 60) and snapshot.staged.done()
     assert stager.host_bytes == 0
@@ -172,6 +176,6 @@ def test_a_snapshot_without_memory_is_held_and_released_too() -> None:
     stager.connect(DcpWriter(), ranks=LocalCoordinator(), shared=False, timeout=20.0)
     snapshot = taken(stager, 1)
     snapshot.hold()
-    snapshot.release(reusable=False)
+    snapshot.release()
     snapshot.release()
     stager.close()

@@ -26,8 +26,8 @@ from ckpt_component.core.commit.manifest import part_of, read_manifest
 from ckpt_component.core.commit.names import MEGATRON
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.hosts.host_uploads import (
-    Beat,
     PartNote,
+    at_work,
     call_for_parts,
     is_note,
     note_path,
@@ -159,8 +159,8 @@ def copy_from_hosts(rank: Rank) -> None:
 
             def others(staging: str, kept: Collection[str]) -> None:
                 note = note_path(attempt, manifest, "two")
-                with Beat(attempt, note) as beat:
-                    copy_part(files, source, part_of(manifest, "two"), attempt, lambda nbytes: beat.moved())
+                with at_work(attempt, note, lambda nbytes: None) as pace:
+                    copy_part(files, source, part_of(manifest, "two"), attempt, pace)
                 write_note(files, note, PartNote(attempt=attempt.token))
                 wait_for_hosts(attempt, manifest, "one", 0.0)
 

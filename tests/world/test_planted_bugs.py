@@ -274,8 +274,8 @@ BUGS = [
     Bug(
         "a_run_that_dies_in_its_first_save_hides_an_earlier_snapshot",  # ours
         "hosts/snapshot_source.py",
-        "        for token in lineage:\n            root",
-        "        for token in lineage[:1]:\n            root",
+        "        for token in lineage:\n            kept",
+        "        for token in lineage[:1]:\n            kept",
         "disk aa memory",
         ("kill",),
     ),
@@ -289,8 +289,8 @@ BUGS = [
     ),
     Bug(
         "a_replica_is_kept_without_comparison",
-        "hosts/keep.py",
-        " if came != item.checksum]\n",
+        "hosts/replica_pull.py",
+        " if value != right]\n",
         " if False]\n",
         "disk ab peers",
         ("flip_link:save+lose_host:save",),
@@ -309,9 +309,9 @@ BUGS = [
     Bug(
         "who_follows_a_decision_counts_as_one_who_votes",  # ours: two servers wait for each other
         "hosts/keep.py",
-        "            undecided.finish(client.still_writing)\n        client.writes_no_more(self)\n",
+        "            undecided.finish(client.still_writing)\n        client.writing.discard(self)\n",
         "            undecided.finish()\n"
-        "        client.writes_no_more(self)\n"
+        "        client.writing.discard(self)\n"
         "        undecided.lock.close = lambda: None\n",
         "disk aaa memory",
         ("stop_and_kill:save",),

@@ -133,12 +133,11 @@ class _RankAlone:
         run = parts.join(run, [_ROOT, []], saves=True)
         job.count(self)
         queue = cast("partial[Any]", parts.queue(SaveQueue, run, PersistentCaller(), DcpWriter(), []))
-        stays = cast(SnapshotsAtPeers, queue.keywords["stays"])
+        stays = cast(SnapshotsAtPeers, queue.keywords["memory"].stays)
         stays.begin(lambda: None)
-        prepare = stays.preparation(cast(Any, _NoSnapshotStore()))
         job.count(self)
         for number in range(1, job.saves + 1):
-            prepare(_SECONDS)
+            stays.prepare(cast(Any, _NoSnapshotStore()), _SECONDS)
             stays.whole(SaveReport(f"{memory_root(_ROOT, _TOKEN)}/{MEGATRON.folder(number)}", step=number))
             while events.arrived < number:
                 self.process.outside.sleep(_POLL)
@@ -200,7 +199,8 @@ class _NoSnapshotStore:
         """Where it is."""
         address = f"10.100.{self.rank // 250}.{self.rank % 250}"
         port = 30_000 + self.rank * 7919 % 20_000
-        return {"host": f"node{self.rank:04d}", "peer": {"address": address, "port": port}, "secret": "0" * 64}
+        place = {"host": f"node{self.rank:04d}", "peer": {"address": address, "port": port}}
+        return {"memory": memory_root(_ROOT, _TOKEN), "secret": "0" * 64, **place}
 
     def close(self) -> None:
         """Nothing is open."""

@@ -225,8 +225,12 @@ class Attempt:
         return replace(self, token=token, staging=self.staging.removesuffix(self.token) + token)
 
     def to_plain(self) -> dict[str, str]:
-        """All but the protocol as JSON values, for `Attempt(protocol, **values)` in another process."""
-        return {name: value for name, value in vars(self).items() if name != "protocol"}
+        """All but the protocol as JSON values, for `Attempt(protocol, **values)` in another process of this host."""
+        plain = {name: value for name, value in vars(self).items() if name != "protocol"}
+        if self.protocol.storage.hosts:  # each has a folder of its own
+            here = self.protocol.storage.here
+            plain |= {"target": here(self.target), "staging": here(self.staging)}
+        return plain
 
 
 def taken(target: str) -> CheckpointExistsError:

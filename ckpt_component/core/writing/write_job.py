@@ -119,7 +119,7 @@ def run_write_job(
         OSError: the first failure of any parallel writer, after all of them have stopped
         ChecksumMissingError: the package of the table's checksum is not installed
     """
-    fs, folder, table, blobs = request.fs, request.attempt.staging, request.table, request.object_blobs
+    fs, folder, table = request.fs, request.attempt.staging, request.table
     started = perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     in_memory = fs.in_memory(folder)
@@ -129,10 +129,13 @@ def run_write_job(
     sizes = sizes_of(request)
     shared = {table.files[each.file].name for each in request.shared}
     written = [spec.name for spec in table.files if spec.name not in shared]
-    sums = [checksum.of(memoryview(b""))] * table.item_count  # for items without bytes
+    sums = first_sums(request, checksum)
     with _closing(fs, descriptors), _closing(fs, direct):
         _create(fs, folder, {name: size for name, size in sizes.items() if name not in shared}, descriptors)
-        copied = _share(request, sums)
+        copied = list[int]()
+        for each in request.shared:
+            if not fs.share(each.held, os.path.join(folder, table.files[each.file].name)):
+                copied.append(each.file)
         if io == "direct":
             for name in written:
                 direct[name] = _open_direct(fs, os.path.join(folder, name))
@@ -141,31 +144,19 @@ def run_write_job(
         LaneWriter(request, targets, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
         for name in written if direct else ():
             fs.truncate(descriptors[name], sizes[name])  # direct I/O writes the last page as a whole
-        for blob in blobs:
-            data = blob.filled(sums)
+        for blob, data in filled_objects(request, checksum, sums):
             fs.write(descriptors[blob.file], [data], blob.offset)
-            sums += sum_objects(blob, data, checksum)
         synced_from = perf_counter()
         with fs.outside.pool(len(descriptors), "ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
         for descriptor in () if keeps_cached else descriptors.values():
             fs.drop_cached(descriptor)
-    files = write_integrity(request, sizes, sums)
-    shared_bytes = sum(sizes[name] for name in shared - {table.files[file].name for file in copied})
-    total = sum(entry["size"] for entry in files) - shared_bytes
-    seconds = perf_counter() - started
-    return {
-        "rank": request.rank,
-        "files": files,
-        "bytes": total,
-        "seconds": seconds,
-        "began": started,
-        "synced_from": synced_from,
-        "io": io,
-        "sums": [[sums[number] for number in table.items_of(file)] for file in request.kept],
-        "shared": shared_bytes,
-        "copied": copied,
-    }
+    result = end_job(request, sizes, sums, started, synced_from, io)
+    result["sums"] = [[sums[number] for number in table.items_of(file)] for file in request.kept]
+    result["shared"] = sum(sizes[name] for name in shared - {table.files[file].name for file in copied})
+    result["bytes"] -= result["shared"]
+    result["copied"] = copied
+    return result
 
 
 def sizes_of(request: WriteRequest) -> dict[str, int]:
@@ -176,21 +167,40 @@ def sizes_of(request: WriteRequest) -> dict[str, int]:
     return sizes
 
 
-def sum_objects(blob: ObjectBlob, data: memoryview, checksum: Checksum) -> list[int]:
-    """The checksums of the objects in a blob, whose bytes are `data`."""
-    return [checksum.of(data[offset - blob.offset :][:length]) for offset, length in blob.items]
+def first_sums(request: WriteRequest, checksum: Checksum) -> list[int]:
+    """The checksums of all items of the image, as far as they are known: of those in shared files, or without bytes."""
+    sums = [checksum.of(memoryview(b""))] * request.table.item_count
+    for each in request.shared:
+        for number, value in zip(request.table.items_of(each.file), each.sums, strict=True):
+            sums[number] = value
+    return sums
 
 
-def write_integrity(request: WriteRequest, sizes: Mapping[str, int], sums: Sequence[int]) -> list[dict[str, Any]]:
+def filled_objects(
+    request: WriteRequest, checksum: Checksum, sums: list[int]
+) -> Iterator[tuple[ObjectBlob, memoryview]]:
+    """The encoded objects, with checksums of the image in them where they have those; their own ones join `sums`."""
+    for blob in request.object_blobs:
+        data = blob.filled(sums)
+        sums += [checksum.of(data[offset - blob.offset :][:length]) for offset, length in blob.items]
+        yield blob, data
+
+
+def end_job(
+    request: WriteRequest, sizes: Mapping[str, int], sums: Sequence[int], began: float, synced_from: float, io: str
+) -> WriteResult:
     """Write the integrity file, a rank's vote, when all its other files are there.
 
     Args:
         request: what was written
         sizes: from `sizes_of`
         sums: checksums of all items, those of objects last
+        began: as in the result, like the next two
+        synced_from: see above
+        io: see above
 
     Returns:
-        All files, as the manifest lists them.
+        What was written, if no file is shared with an earlier checkpoint.
     """
     blobs, name = request.object_blobs, integrity_name(request.rank)
     places = [(blob.file, offset, length) for blob in blobs for offset, length in blob.items]
@@ -205,19 +215,18 @@ def write_integrity(request: WriteRequest, sizes: Mapping[str, int], sums: Seque
     )
     request.fs.write_new(os.path.join(request.attempt.staging, name), integrity)
     request.fs.sync_folder(request.attempt.staging)
-    return [*files, {"name": name, "size": len(integrity), "crc32": zlib.crc32(integrity)}]
-
-
-def _share(request: WriteRequest, sums: list[int]) -> list[int]:
-    """Make the shared files appear in the folder, and take their checksums. Returns those that had to be copied."""
-    copied, table = [], request.table
-    for each in request.shared:
-        path = os.path.join(request.attempt.staging, table.files[each.file].name)
-        if not request.fs.share(each.held, path):
-            copied.append(each.file)
-        for number, value in zip(table.items_of(each.file), each.sums, strict=True):
-            sums[number] = value
-    return copied
+    return {
+        "rank": request.rank,
+        "files": [*files, {"name": name, "size": len(integrity), "crc32": zlib.crc32(integrity)}],
+        "bytes": sum(sizes.values()) + len(integrity),
+        "seconds": perf_counter() - began,
+        "began": began,
+        "synced_from": synced_from,
+        "io": io,
+        "sums": [],
+        "shared": 0,
+        "copied": [],
+    }
 
 
 def _create(fs: Storage, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:

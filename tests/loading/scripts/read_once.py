@@ -172,7 +172,7 @@ def matrix(rank: int, world_size: int, folder: Path) -> None:
 @contextmanager
 def watching(flips: int | None = None) -> Iterator[list[int]]:
     """Gives the most batches that this rank had for others at a time, and the bytes of the largest; flips one bit."""
-    from ckpt_component.hosts.share import SharedBatches  # which loads on one host do not import
+    from ckpt_component.hosts.batches import SharedBatches  # which loads on one host do not import
 
     sends, serves = Channel.send_bytes, SharedBatches.serve
     count, held, most = iter(range(1 << 30)), Counter[int](), [0, 0]
