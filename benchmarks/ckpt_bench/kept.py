@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_component.cli.reports.result import replaced, write_csv
+from ckpt_component.cli.reports.replaced import replaced, write_csv
 from ckpt_component.config.hydra.hydra_errors import HydraConfigError
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ckpt_component.cli.reports.result import replaced
+from ckpt_component.cli.reports.replaced import replaced
 
 #: Key of the error in the result file of a measurement that failed.
 ERROR = "error"

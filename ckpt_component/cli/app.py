@@ -49,7 +49,7 @@ COMMANDS = {
     "export": ("file_commands", "write files that other programs read: Hugging Face, safetensors, torch.save"),
     "pull": ("file_commands", "bring a folder of this host to a version of published weights, once or as they come"),
     "import": ("file_commands", "make a committed checkpoint from one of another program"),
-    "explain": ("config_commands", "show what a config builds, and where each choice comes from"),
+    "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),
     "doctor": ("doctor_command", "check this machine, and a folder for checkpoints"),
     "presets": ("config_commands", "list the presets, or print one"),

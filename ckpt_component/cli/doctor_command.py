@@ -71,7 +71,7 @@ def _job(parsed: argparse.Namespace) -> JobPlace | None:
                     f"--{name}={value} is for checking a config; type one too, such as --config +recipe=many_hosts."
                 )
         return None
-    from .config_commands import composed  # imports Hydra
+    from .explain_command import composed  # imports Hydra
 
     if parsed.ranks is not None and parsed.ranks < 1:
         raise CheckpointConfigError(f"--ranks={parsed.ranks} must be above 0.")

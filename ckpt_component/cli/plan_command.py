@@ -238,7 +238,7 @@ def _planned_config(parsed: argparse.Namespace) -> _PlannedConfig:
     if not parsed.config:
         config = _PlannedConfig(parsed.preset or USUAL, None, Recovery(RecoveryMode[parsed.recovery or "none"]))
     else:
-        from .config_commands import composed  # imports Hydra
+        from .explain_command import composed  # imports Hydra
 
         if parsed.preset is not None:
             options.append(f"checkpoint={parsed.preset}")

@@ -32,7 +32,8 @@ from ..formats.dcp import check_separation_hint
 from ..formats.writer import groups_of_files
 from ..state.objects import check_tensor
 from . import bucket_io
-from .bucket_io import METADATA, FilesImage, ImageBucket, ImageLease, ResultMailbox, WriteBucket, preload_tensors
+from .bucket_io import METADATA, FilesImage, ImageLease, WriteBucket, preload_tensors
+from .host_image import ImageBucket, ResultMailbox
 from .peers import this_rank
 
 #: Number of folders whose metadata is cached; that of a large model can exceed 100 MB.

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import CheckpointStageError
-from .bucket_io import open_of
+from .host_image import open_of
 
 _MAX_DEPTH = 16
 

@@ -11,19 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import mul
 from typing import Any
 
-import torch
-
 from ..core.spelling import invalid_choice
 from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet
 from ..errors import CheckpointConfigError, CheckpointCorruptError
 from ..formats import Entry, Index, StoredRange
-from ..formats.open_source import open_source
 from ..formats.rank_index import checksum_of
-from ..formats.source import Access, Request
-from ..state import objects
 from ..state.dtypes import WIDTHS
-from ..state.tensors import tensor_bytes
 
 #: The dtypes that are converted, and to which. Other tensors stay as they are: integers, and 8-bit floats, whose scales
 #: are stored apart.
@@ -235,28 +229,3 @@ class _PartBlocks:
             self._left -= count
             if not self._left:
                 self._next_run()
-
-
-class LoadedBlocks(TensorBlocks):
-    """Reads tensors as a load does, for checkpoints of other programs and files of `torch.save`.
-
-    Args:
-        index: the checkpoint
-    """
-
-    def __init__(self, index: Index) -> None:
-        super().__init__(index, ())
-        self._source = open_source(index, Access(index.storage.open_files))
-
-    def of(self, entry: Entry) -> Iterator[memoryview]:
-        """As `TensorBlocks.of`; one whole tensor is in memory."""
-        value = torch.empty(entry.shape, dtype=self._source.dtype_of(entry), device="cpu")
-        self._source.read_tensors([Request.into(entry.key, value)])
-        data = tensor_bytes(value)
-        for start in range(0, len(data), BLOCK_BYTES):
-            yield data[start : start + BLOCK_BYTES]
-
-    def item(self, entry: Entry) -> bytes:
-        """As `TensorBlocks.item`."""
-        value = self._source.read_objects([entry.key])[entry.key]
-        return objects.dump(objects.encode(value, entry.key))

@@ -191,7 +191,7 @@ def export_checkpoint(
         left_out = [entry.key for _, entry in selected.objects]
         small: dict[str, bytes] = {}
         if options.format == "torch":
-            from .files import torch_file  # needs torch
+            from .loaded import torch_file  # needs torch
 
             file, left_out = torch_file(name, index, selected)
             files = [file]
@@ -305,6 +305,6 @@ def open_blocks(index: Index, entries: Sequence[Entry]) -> TensorBlocks:
         piece.payload is not None for entry in tensors for piece in index.contents.ranges_at(entry.place)
     ):
         return TensorBlocks(index, entries)
-    from .blocks import LoadedBlocks  # needs torch
+    from .loaded import LoadedBlocks  # needs torch
 
     return LoadedBlocks(index)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from .installing import MegatronNameError as MegatronNameError, install as install
+    from .installing import install as install
+    from .taken_names import MegatronNameError as MegatronNameError
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,

@@ -7,20 +7,17 @@ they are imported, and for both values of `--async-strategy`. Without NVRx, empt
 
 from __future__ import annotations
 
-import dis
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from .._version import __version__
-from ..errors import CheckpointError
 from .args import MegatronSettings, check_overrides, megatron_args, read_settings
 from .strategy import async_names, plan_as_megatron
+from .taken_names import NAMES, names_taken_by, unknown_names
 
 #: Modifies a module.
 Change = Callable[[ModuleType], None]
@@ -128,45 +125,6 @@ def replace_everywhere(replacements: Mapping[int, Any]) -> None:
         for name, value in list(namespace.items()):
             if id(value) in replacements:
                 namespace[name] = replacements[id(value)]
-
-
-#: The names that Megatron's `get_async_strategy` returns.
-NAMES = (
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "CachedMetadataFileSystemReader",
-    "CheckpointMetadataCache",
-    "FileSystemWriterAsync",
-    "_results_queue",
-    "get_write_results_queue",
-    "save_state_dict_async_finalize",
-    "save_state_dict_async_plan",
-)
-
-
-class MegatronNameError(CheckpointError, ImportError):
-    """Megatron takes a name from its async strategy that this package does not provide."""
-
-
-def unknown_names(names: Iterable[str]) -> MegatronNameError:
-    """Create the error for names that are not in `NAMES`."""
-    return MegatronNameError(
-        f"megatron-core {megatron_version()} takes {', '.join(sorted(names))} from its async strategy, which "
-        f"ckpt_component {__version__} does not provide. "
-        "Use a newer ckpt_component, or run the script without ckpt_component.megatron (with NVRx)."
-    )
-
-
-def megatron_version() -> str:
-    """Version of megatron-core, installed or a source checkout."""
-    return str(getattr(import_module("megatron.core.package_info"), "__version__", "of unknown version"))
-
-
-def names_taken_by(function: Any) -> set[str]:
-    """Names that a function imports with `from ... import`, read from its bytecode."""
-    if not isinstance(function, FunctionType):
-        return set()
-    return {str(code.argval) for code in dis.get_instructions(function) if code.opname == "IMPORT_FROM"}
 
 
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"

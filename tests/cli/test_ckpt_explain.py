@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_component import build_checkpointer
 from ckpt_component.cli.app import main
-from ckpt_component.cli.config_commands import facts_of
+from ckpt_component.cli.explain_command import facts_of
 from ckpt_component.config import resolve_config
 from ckpt_component.config.hydra.parts import part_class
 from ckpt_component.config.schema import PARTS

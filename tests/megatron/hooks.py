@@ -14,7 +14,7 @@ from typing import Any
 
 import ckpt_component
 import ckpt_component.megatron
-from ckpt_component.megatron.installing import NAMES
+from ckpt_component.megatron.taken_names import NAMES
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 #: The strategy of Megatron main; the direct imports are those of later sources.

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from megatron_places import PLACES, name_of, package_of
 
-from ckpt_component.megatron.installing import HOMES, NAMES
+from ckpt_component.megatron.installing import HOMES
+from ckpt_component.megatron.taken_names import NAMES
 
 NEWEST = Path(__file__).with_name("names.txt")
 STRATEGIES = "core/dist_checkpointing/strategies/torch.py"

@@ -5,15 +5,13 @@ Reports of sweeps read it, and a sweep that continues.
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
@@ -21,36 +19,8 @@ from ...config.hydra.hydra_errors import HydraConfigError
 from ...config.hydra.hydra_job import is_about_saving, task_overrides
 from ...core.outside import OUTSIDE
 from ...core.storage.locate import absolute, is_url
+from .replaced import replaced
 from .sweep_figures import FIGURES
-
-
-@contextmanager
-def replaced(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """Open a file for writing that replaces `path` when the `with` block ends without an exception.
-
-    Args:
-        path: a path in an existing folder
-        newline: as for `open`
-    """
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8", newline=newline) as file:
-        yield file
-    os.replace(part, path)
-
-
-def write_csv(path: Path, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
-    """Write a CSV file.
-
-    Args:
-        path: as for `replaced`
-        columns: names of the columns, in order
-        records: one per line, by column; missing values and None are written as empty cells
-    """
-    with replaced(path, newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(records)
-
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...core.storage.space import amount, rate
 from ..output import Element, Table, clock_text, counted, duration, wait_text
 from .page import new_figure, without_frame, write_page
-from .result import replaced
+from .replaced import replaced
 from .run_records import RankLog, RecordedSave, Run
 
 #: Thread -> the phases of a save that it shows.

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ...config.hydra.hydra_job import is_multirun
 from ..output import Element, Table, lines_of, width
 from .page import new_figure, without_frame, write_page, write_report
-from .result import Row, differing, read_jobs, shared_disks, shared_text, spans_of, write_csv
+from .replaced import write_csv
+from .result import Row, differing, read_jobs, shared_disks, shared_text, spans_of
 
 if TYPE_CHECKING:
     pass
