@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ..core.commit.names import integrity_name
-from ..core.outside import OUTSIDE, Outside
+from ..core.outside import OUTSIDE, Latch, Outside
 from ..core.pages import align
 from ..core.storage.checksum import Checksum, find_checksum
 from ..core.writing.range_writer import SumCursor, Throttle
@@ -66,6 +66,7 @@ class ReplicaPull:
         until: deadline, in seconds of `Outside.now`
         checksum_home: where the package of the run's checksum is installed
         outside: of this process
+        ended: set when this process ends, which nothing that is pulled may delay; None: it does not
     """
 
     memory: ReplicaMemory
@@ -75,6 +76,7 @@ class ReplicaPull:
     until: float
     checksum_home: str | None = None
     outside: Outside = OUTSIDE
+    ended: Latch | None = None
 
     def pull(self, path: str) -> PullResult:
         """Keep the files of a snapshot, in the place of all that is here of them from this rank.
@@ -86,6 +88,7 @@ class ReplicaPull:
             FileNotFoundError: nothing of the snapshot is there
             PermissionError: the server belongs to another run
             TimeoutError: it does not come in time
+            ConnectionAbortedError: this process ends
             OSError: the server is gone, there is no memory here, or what has come is damaged
         """
         rank, files = self.home.rank, self.memory.files
@@ -166,13 +169,15 @@ class ReplicaPull:
 
     def _arriving(self, path: str, file: FetchedFile, block: ReplicaBlock, base: int) -> Iterator[memoryview]:
         """Ask for the bytes of a file, and receive them into a block."""
-        rate, throttle = math.inf if self.rate is None else self.rate, Throttle(self.rate, self.outside)
+        rate, throttle = math.inf if self.rate is None else self.rate, Throttle(self.rate, self.outside, self.ended)
         run_bytes = int(max(min(rate / 10, _RUN_BYTES), _LEAST_RUN_BYTES))
         for start in range(0, file.length, run_bytes):
             length, left = min(run_bytes, file.length - start), self.until - self.outside.now()
             if left <= 0 or rate * left < length:
                 raise TimeoutError(errno.ETIMEDOUT, f"{self.home} does not send it in time; it is too slow", path)
             throttle.wait(length)
+            if self.ended is not None and self.ended.is_set:
+                raise ConnectionAbortedError(errno.ECONNABORTED, f"{self.memory.name} has ended", path)
             end, starts = base + start + length, range(base + start, base + start + length, _PIECE_BYTES)
             pieces = (block.part(at, min(at + _PIECE_BYTES, end), self.until) for at in starts)
             yield from file.stream(start, length, pieces)
