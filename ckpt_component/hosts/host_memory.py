@@ -3,20 +3,15 @@
 A file is in one server; what is listed is what all of them have (`CombinedStorage`). `HostMemory` is the memory of a
 run: a file is in the server of the rank that put it. Files to read are opened with the first one that is asked for;
 from then on the bytes that are on this host are there, even if a server ends (`MemoryFiles`).
-
-Memory for replicas is allocated ahead of their bytes, and used again (`ReplicaMemory`). New memory is slow to come:
-each page of it is cleared, and in a virtual machine perhaps fetched from the host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import itertools
 import logging
 import os
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,14 +20,13 @@ from types import MappingProxyType
 from typing import IO, ClassVar, TypeVar
 
 from ..core.outside import OUTSIDE, Outside
-from ..core.pages import SharedPages
 from ..core.storage.bucket_store import FOLDER_MARK, ObjectFolders
 from ..core.storage.file_set import FileSet, FileStream, RangeRead
 from ..core.storage.locate import MEMORY, MEMORY_FOLDER
 from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage, StoredFile
 from .client import HostClients
-from .stores import ListedFile, MemoryStore, ReadableFile, SnapshotStore
+from .stores import ListedFile, ReadableFile, SnapshotStore
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -364,99 +358,3 @@ class HostMemory(CombinedStorage, ObjectFolders):
         if self._own is None:
             raise OSError(errno.EROFS, "what is in memory is changed by the process that keeps it alone", path)
         return self._own
-
-
-@dataclass(eq=False)
-class ReplicaBlock:
-    """Memory that has the images of a replica, or had; freed with this object, unless files are in it.
-
-    Attributes:
-        nbytes: its size
-        name: of its server, for errors
-        outside: of its server
-        source: its number in `MemoryStore`, a new one for each replica
-        pages: its pages, which are allocated in a thread
-        fd: its descriptor
-    """
-
-    nbytes: int
-    name: str
-    outside: Outside
-    source: int = 0
-
-    def __post_init__(self) -> None:
-        self.pages = SharedPages(self.nbytes, self.outside)
-        self.fd = self.pages.fd
-        weakref.finalize(self, os.close, self.fd).atexit = False
-
-    def part(self, start: int, end: int, deadline: float) -> memoryview:
-        """The memory from `start` to `end`, when it is allocated.
-
-        Raises:
-            TimeoutError: it is not, or the deadline has passed
-            OSError: there is not enough memory
-        """
-        if self.outside.now() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
-        try:
-            self.pages.wait(end, deadline)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise OSError(error.errno, f"{self.name} has no memory for a replica: {error.strerror}") from error
-        return self.pages.memory[start:end]
-
-
-@dataclass(eq=False)
-class ReplicaMemory:
-    """The blocks of all ranks of which a server keeps replicas. Thread-safe.
-
-    Attributes:
-        files: of this server
-        name: of this server, for errors
-        available: returns how many bytes of memory are free
-        outside: of this server
-    """
-
-    files: MemoryStore
-    name: str
-    available: Callable[[], int]
-    outside: Outside = OUTSIDE
-
-    def __post_init__(self) -> None:
-        self._lock = self.outside.lock()
-        #: By home, without those into which a replica is on its way.
-        self._blocks: dict[int, list[ReplicaBlock]] = {}
-
-    @contextlib.contextmanager
-    def block(self, home: int, nbytes: int) -> Iterator[ReplicaBlock]:
-        """Memory for a replica, into which nothing else comes until it is free of files again.
-
-        It may still be being allocated, in a thread.
-
-        Args:
-            home: whose replica it is
-            nbytes: of its images
-
-        Raises:
-            OSError: there is not enough memory
-        """
-        with self._lock:
-            blocks = self._blocks.pop(home, [])
-            unused = [block for block in blocks if not self.files.has_source(block.source)]
-            self._blocks[home] = [block for block in blocks if block not in unused]
-            found = next((block for block in unused if nbytes <= block.nbytes < 2 * nbytes), None)
-            del blocks, unused  # which frees the others
-            if found is None and nbytes > (left := self.available()):
-                text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
-                raise OSError(errno.ENOMEM, text)
-            block = found or ReplicaBlock(nbytes, self.name, self.outside)
-            block.source = self.files.new_source()
-        with ExitStack() as until_filled:
-            if not found:
-                pool = until_filled.enter_context(self.outside.pool(1, "ckpt-pages"))
-                pool.submit(block.pages.allocate, 1)  # what goes wrong there is raised by `part`
-                until_filled.callback(block.pages.stop)
-            yield block
-        with self._lock:
-            self._blocks[home].append(block)

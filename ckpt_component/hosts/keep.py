@@ -41,8 +41,8 @@ from ..core.writing.worker import ByteWorker, MappedArena
 from ..core.writing.write_job import end_job, filled_objects, first_sums, sizes_of
 from ..errors import CheckpointError, CheckpointFencedError
 from .client import HostClients
-from .host_memory import HostMemory, ReplicaMemory
-from .replica_pull import PullResult, ReplicaPull
+from .host_memory import HostMemory
+from .peers import PullResult, ReplicaMemory, ReplicaPull
 from .server import PeerEndpoint, SnapshotServer
 from .stores import MemoryStore
 from .wire import PeerAddress

@@ -27,8 +27,8 @@ from ..core.storage.tree_removal import remove_if_empty
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointTimeoutError
 from ..managing.run_context import RunContext
 from ..managing.write_access import leave_trial, refuse_failed, remove_trial, try_to_write
-from .client import PeerClient
 from .folders import HostFolders
+from .peers import PeerClient
 from .server import PeerEndpoint, SnapshotServer
 from .stores import ListedFile, LocalFile, MemoryStore, ServedStore
 from .wire import PeerAddress, memory_root

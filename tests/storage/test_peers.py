@@ -24,9 +24,8 @@ from ckpt_component.core.storage.checksum import find_checksum
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
 from ckpt_component.hosts import wire
-from ckpt_component.hosts.client import PeerClient
-from ckpt_component.hosts.host_memory import HostMemory, ReplicaMemory
-from ckpt_component.hosts.replica_pull import PullResult, ReplicaPull
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.peers import PeerClient, PullResult, ReplicaMemory, ReplicaPull
 from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
 from ckpt_component.hosts.stores import LocalFile, MemoryStore, SnapshotStore
 from ckpt_component.hosts.wire import PeerAddress, connect_to_peer, memory_root

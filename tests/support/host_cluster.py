@@ -11,8 +11,8 @@ from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON, integrity_name
 from ckpt_component.core.commit.protocols import attempt_here
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.hosts.client import PeerClient
 from ckpt_component.hosts.folders import HostFolders
+from ckpt_component.hosts.peers import PeerClient
 from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
 from ckpt_component.hosts.tier import FolderStore
 from ckpt_component.hosts.wire import PeerAddress, memory_root

@@ -29,7 +29,8 @@ from ckpt_component.factory import run_snapshots
 from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.hosts import at_peers, snapshot_source
 from ckpt_component.hosts.at_peers import SnapshotsAtPeers
-from ckpt_component.hosts.client import JobClients, ServedRun
+from ckpt_component.hosts.client import ServedRun
+from ckpt_component.hosts.snapshot_source import JobClients
 from ckpt_component.hosts.wire import PeerAddress, memory_root
 from ckpt_component.managing.restore import Candidate, Found
 from ckpt_component.managing.run_context import RunContext

@@ -1,9 +1,17 @@
-"""Replicas are pulled by the server that is to have them, from the server of their home.
+"""Snapshot servers on other hosts: how their files are read, and how replicas of these are pulled.
 
-They are read as a restore reads, and what comes is compared with the checksums of the home's integrity file, which
-comes within an answer, as small files do: between hosts, answers are signed. Bytes that belong to no item, such as
-headers and padding, have no checksum there: they come once more, within an answer. Files that are here already, by
-their path or identity, are linked. A replica is kept when all of it is right. Standard library only.
+- `PeerClient`: one of them, over TCP. Bytes come when they are first read. A load opens files more than once, as it
+  verifies all bytes before it changes a tensor. So what came stays in memory until `forget`, when the load is over: no
+  byte is sent twice, and what is used is what was verified.
+- `ReplicaPull`: replicas are pulled by the server that is to have them, from the server of their home. They are read as
+  a restore reads, and what comes is compared with the checksums of the home's integrity file, which comes within an
+  answer, as small files do: between hosts, answers are signed. Bytes that belong to no item, such as headers and
+  padding, have no checksum there: they come once more, within an answer. Files that are here already, by their path or
+  identity, are linked. A replica is kept when all of it is right.
+- `ReplicaMemory`: memory for replicas is allocated ahead of their bytes, and used again. New memory is slow to come:
+  each page of it is cleared, and in a virtual machine perhaps fetched from the host.
+
+Standard library only.
 """
 
 from __future__ import annotations
@@ -13,24 +21,246 @@ import errno
 import json
 import math
 import os
+import weakref
 from array import array
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from ..core.commit.names import integrity_name
 from ..core.outside import OUTSIDE, Latch, Outside
-from ..core.pages import align
+from ..core.pages import SharedPages, align, map_private
+from ..core.processes.framing import Channel
 from ..core.storage.checksum import Checksum, find_checksum
 from ..core.writing.range_writer import SumCursor, Throttle
 from ..core.writing.request import Extent
 from ..formats.rank_index import parse_rank_index
-from .client import ANSWER_SECONDS, FetchedFile, PeerClient
-from .host_memory import ReplicaBlock, ReplicaMemory
-from .stores import ImageRange
-from .wire import PeerAddress
+from .client import ANSWER_SECONDS, Opening, SnapshotClient
+from .stores import ImageRange, MemoryStore, ReadableFile
+from .wire import PeerAddress, connect_to_peer
+
+#: Bytes of a request. Others wait for one thread's, so it is short; the way back and forth takes 0.1 ms of its 5.
+_CHUNK_BYTES = 4 << 20
+
+
+class PeerClient(SnapshotClient):
+    """See the top of this file.
+
+    Args:
+        address: where it is
+        secret: of its run
+        seconds: how long it may take to answer
+        now: connect now; False: with the first request
+        outside: of this process
+
+    Attributes:
+        address: see above
+
+    Raises:
+        OSError: see `_dial`
+    """
+
+    def __init__(
+        self,
+        address: PeerAddress,
+        secret: str,
+        *,
+        seconds: float = ANSWER_SECONDS,
+        now: bool = True,
+        outside: Outside = OUTSIDE,
+    ) -> None:
+        super().__init__(address.rank, str(address), seconds, outside)
+        self.address, self._secret = address, secret
+        #: Memory for images, and which chunks have come, by folder and name. A file in memory never changes.
+        self._fetched: dict[tuple[str, str], tuple[memoryview, bytearray]] = {}
+        if now:
+            self.reach()
+
+    def _dial(self) -> Channel:
+        return connect_to_peer(self.address, self._secret, min(self._seconds, ANSWER_SECONDS), self._outside)
+
+    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, FetchedFile]]:
+        return self._opened(folder, self._file_of, descriptors=False)
+
+    def _file_of(self, opening: Opening, name: str, source: int, base: int, **about: Any) -> FetchedFile:
+        length, key = about["length"], (opening.folder, name)
+        memory, has_come = self._fetched.get(key, (None, bytearray()))
+        if memory is None or memory.nbytes != length:
+            memory = memoryview(map_private(length) if length else b"")  # taken as far as bytes come
+            has_come = bytearray(-(-length // _CHUNK_BYTES))
+            self._fetched[key] = memory, has_come
+        return FetchedFile(**about, client=self, opening=opening, name=name, memory=memory, has_come=has_come)
+
+    def forget(self) -> None:
+        """Free the memory of what has come, once nobody reads it any more."""
+        self._fetched.clear()
+
+    def close(self) -> None:
+        """Hang up, and free the memory."""
+        super().close()
+        self.forget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchedFile(ReadableFile):
+    """A file of a `PeerClient`.
+
+    Attributes:
+        client: has it
+        opening: with which it was opened
+        name: its name
+        memory: for its image
+        has_come: which chunks of that have come
+    """
+
+    client: PeerClient
+    opening: Opening
+    name: str
+    memory: memoryview
+    has_come: bytearray
+    is_here: ClassVar[bool] = False
+
+    def fill_image(self, buffer: memoryview, offset: int) -> bool:
+        end = offset + buffer.nbytes
+        for chunk in _chunks(offset, end):
+            if not self.has_come[chunk]:
+                with self.client.lock:  # who has it waits for an answer, which has a deadline
+                    if not self.has_come[chunk]:
+                        start = chunk * _CHUNK_BYTES
+                        part = self.memory[start : start + _CHUNK_BYTES]
+                        deque(self.stream(start, part.nbytes, [part]), 0)
+                        self.has_come[chunk] = True
+        buffer[:] = self.memory[offset:end]
+        return True
+
+    def stream(self, offset: int, length: int, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Receive bytes before the tail once more, by one request; see `SnapshotClient.stream`.
+
+        Args:
+            offset: of the first byte
+            length: number of bytes
+            buffers: where they go, one after the other
+        """
+        what = {"number": self.opening.number, "name": self.name, "offset": offset, "length": length}
+        return self.client.stream(self.opening.channel, buffers, "read", **what)
+
+    def ranges(self, places: bytes) -> memoryview:
+        """Bytes of short ranges before the tail, one after the other, within a signed answer.
+
+        Args:
+            places: offset, length, offset, length, and so on, in 64 bits each
+        """
+        opening = self.opening
+        return self.client.ask("ranges", places, on=opening.channel, number=opening.number, name=self.name)[1]
+
+    def forget(self, offset: int, length: int) -> None:
+        with self.client.lock:
+            for chunk in _chunks(offset, min(offset + length, self.length)):
+                self.has_come[chunk] = False
+
+
+def _chunks(start: int, end: int) -> range:
+    """The numbers of the chunks that have some of a range."""
+    return range(start // _CHUNK_BYTES, -(-end // _CHUNK_BYTES))
+
+
+@dataclass(eq=False)
+class ReplicaBlock:
+    """Memory that has the images of a replica, or had; freed with this object, unless files are in it.
+
+    Attributes:
+        nbytes: its size
+        name: of its server, for errors
+        outside: of its server
+        source: its number in `MemoryStore`, a new one for each replica
+        pages: its pages, which are allocated in a thread
+        fd: its descriptor
+    """
+
+    nbytes: int
+    name: str
+    outside: Outside
+    source: int = 0
+
+    def __post_init__(self) -> None:
+        self.pages = SharedPages(self.nbytes, self.outside)
+        self.fd = self.pages.fd
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+    def part(self, start: int, end: int, deadline: float) -> memoryview:
+        """The memory from `start` to `end`, when it is allocated.
+
+        Raises:
+            TimeoutError: it is not, or the deadline has passed
+            OSError: there is not enough memory
+        """
+        if self.outside.now() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
+        try:
+            self.pages.wait(end, deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"{self.name} has no memory for a replica: {error.strerror}") from error
+        return self.pages.memory[start:end]
+
+
+@dataclass(eq=False)
+class ReplicaMemory:
+    """The blocks of all ranks of which a server keeps replicas. Thread-safe.
+
+    Attributes:
+        files: of this server
+        name: of this server, for errors
+        available: returns how many bytes of memory are free
+        outside: of this server
+    """
+
+    files: MemoryStore
+    name: str
+    available: Callable[[], int]
+    outside: Outside = OUTSIDE
+
+    def __post_init__(self) -> None:
+        self._lock = self.outside.lock()
+        #: By home, without those into which a replica is on its way.
+        self._blocks: dict[int, list[ReplicaBlock]] = {}
+
+    @contextlib.contextmanager
+    def block(self, home: int, nbytes: int) -> Iterator[ReplicaBlock]:
+        """Memory for a replica, into which nothing else comes until it is free of files again.
+
+        It may still be being allocated, in a thread.
+
+        Args:
+            home: whose replica it is
+            nbytes: of its images
+
+        Raises:
+            OSError: there is not enough memory
+        """
+        with self._lock:
+            blocks = self._blocks.pop(home, [])
+            unused = [block for block in blocks if not self.files.has_source(block.source)]
+            self._blocks[home] = [block for block in blocks if block not in unused]
+            found = next((block for block in unused if nbytes <= block.nbytes < 2 * nbytes), None)
+            del blocks, unused  # which frees the others
+            if found is None and nbytes > (left := self.available()):
+                text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
+                raise OSError(errno.ENOMEM, text)
+            block = found or ReplicaBlock(nbytes, self.name, self.outside)
+            block.source = self.files.new_source()
+        with ExitStack() as until_filled:
+            if not found:
+                pool = until_filled.enter_context(self.outside.pool(1, "ckpt-pages"))
+                pool.submit(block.pages.allocate, 1)  # what goes wrong there is raised by `part`
+                until_filled.callback(block.pages.stop)
+            yield block
+        with self._lock:
+            self._blocks[home].append(block)
+
 
 #: Bytes to receive and sum at once, which fit into a processor's cache.
 _PIECE_BYTES = 1 << 20
