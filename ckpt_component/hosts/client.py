@@ -7,7 +7,7 @@ open stays as it is until `release` or the end of the connection.
   a frame, so the bytes are read where they are.
 - `HostClients`: all those of a run on this host. A run is found by its token, which the owner file of its folder has.
 
-Those on other hosts are in `peers`.
+Those on other hosts are in `peer_client`.
 """
 
 from __future__ import annotations

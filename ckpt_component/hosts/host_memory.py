@@ -16,10 +16,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
-from typing import IO, ClassVar, TypeVar
+from typing import IO, Any, ClassVar, TypeVar
 
 from ..core.outside import OUTSIDE, Outside
+from ..core.pages import ScratchBlock
 from ..core.storage.bucket_store import FOLDER_MARK, ObjectFolders
 from ..core.storage.file_set import FileSet, FileStream, RangeRead
 from ..core.storage.locate import MEMORY, MEMORY_FOLDER
@@ -113,6 +115,67 @@ class MemoryFiles(FileSet):
         with self._lock:
             self._files, self._unasked = {}, None
             self._until_closed.close()
+        if not self._storage.opens_all:
+            for server in self._storage.servers_of(self._folder):
+                server.forget()
+
+
+class HostFiles(FileSet):
+    """The files of a folder: those of this host, which its file system reads, and those of others.
+
+    Args:
+        folder: folder of the checkpoint
+        here: the files of this host; owned by this object
+        elsewhere: those of others; owned, too
+        is_here: whether this host has a path
+    """
+
+    def __init__(self, folder: str, here: FileSet, elsewhere: MemoryFiles, is_here: Callable[[str], bool]) -> None:
+        super().__init__(folder, here.outside)
+        self._here, self._elsewhere, self._is_here = here, elsewhere, is_here
+        #: Where the files are that were asked for.
+        self._places: dict[str, FileSet] = {}
+
+    @property
+    def block(self) -> ScratchBlock:
+        return self._here.block
+
+    def size(self, name: str) -> int:
+        return self._place(name).size(name)
+
+    def stream(self, name: str) -> IO[bytes]:
+        return self._place(name).stream(name)
+
+    def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
+        return self._place(name).fill(name, buffer, offset)
+
+    def fill_block(self, name: str, offset: int, length: int) -> int | None:
+        if self._place(name) is self._here:
+            return self._here.fill_block(name, offset, length)
+        return super().fill_block(name, offset, length)
+
+    def read_all(self, reads: Sequence[RangeRead], *args: Any, **options: Any) -> None:
+        """Read in file order, which is that of turns, and each place in the way that is best; see the base class."""
+        ordered = sorted(reads, key=attrgetter("file"))
+        for place, its in itertools.groupby(ordered, key=lambda read: self._place(read.file)):
+            place.read_all([*its], *args, **options)
+
+    def _place(self, name: str) -> FileSet:
+        """Where a file is; elsewhere, if no host has it. Raises as `size`."""
+        path = self._path(name)
+        if name not in self._places:
+            self._places[name] = self._here if self._is_here(path) else self._elsewhere
+        return self._places[name]
+
+    def _forget(self, name: str, offset: int, length: int) -> None:
+        self._place(name)._forget(name, offset, length)
+
+    def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
+        return self._here._choose_ways(ordered)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._here, self._elsewhere:
+            super().__exit__(*exception)
 
 
 _Answer = TypeVar("_Answer")
@@ -122,7 +185,7 @@ class CombinedStorage(Storage):
     """See the top of this file: what reads, lists and deletes."""
 
     #: Whether the files of a folder are opened on all servers with the first one, as a server may end, and its files
-    #: with it; else a server is asked when those before it do not have a file.
+    #: with it; else a server is asked when those before it do not have a file, and what came is freed at the end.
     opens_all: ClassVar[bool] = True
     #: Which server has each file that was listed last, to be asked first: else reading all of them took a square.
     _holders: Mapping[str, SnapshotStore] = MappingProxyType({})

@@ -42,7 +42,7 @@ from ..core.writing.write_job import end_job, filled_objects, first_sums, sizes_
 from ..errors import CheckpointError, CheckpointFencedError
 from .client import HostClients
 from .host_memory import HostMemory
-from .peers import PullResult, ReplicaMemory, ReplicaPull
+from .peer_client import PullResult, ReplicaMemory, ReplicaPull
 from .server import PeerEndpoint, SnapshotServer
 from .stores import MemoryStore
 from .wire import PeerAddress

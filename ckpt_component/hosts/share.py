@@ -49,7 +49,7 @@ from ..errors import CheckpointError
 from ..formats.index import Index
 from ..loading.collective import OpenFiles, SharedReads
 from .batches import MOST_THREADS, Batch, SharedBatches, Stretch
-from .peers import PeerClient
+from .peer_client import PeerClient
 from .server import ConnectionServer, PeerEndpoint, Table
 from .wire import PeerAddress
 

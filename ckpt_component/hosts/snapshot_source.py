@@ -34,7 +34,7 @@ from ..loading.reader import Reader
 from ..managing.run_context import RunContext, SnapshotSource
 from ..state.flatten import StateDict
 from .client import HostClients, ServedRun, SnapshotClient, clients_of, each_of, memory_of, served_run
-from .peers import PeerClient
+from .peer_client import PeerClient
 from .wire import PeerAddress, SocketPlace, memory_root, roots_here, token_of, tokens_at
 
 logger = logging.getLogger(__name__)

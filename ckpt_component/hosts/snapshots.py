@@ -64,7 +64,7 @@ class NewestStays:
         """Called before the first snapshot; `then` is to be called, on another thread, when fewer snapshots stay."""
 
     def prepare(self, caller: MemoryCaller, timeout: float) -> None:
-        """Called before each snapshot, on the thread for memory: have this rank's server run, within so many seconds."""
+        """Called before each snapshot, on the thread for memory: this rank's server is to run, in so many seconds."""
         caller.prepare(timeout)
 
     def whole(self, report: SaveReport) -> None:

@@ -13,7 +13,7 @@ from ckpt_component.core.outside import Outside
 from ckpt_component.core.writing.process import ByteProcess, WriterConnection, WriterProgram
 from ckpt_component.hosts.client import HostClient, clients_of
 from ckpt_component.hosts.host_memory import HostMemory
-from ckpt_component.hosts.peers import PeerClient
+from ckpt_component.hosts.peer_client import PeerClient
 from ckpt_component.hosts.wire import PeerAddress, SocketPlace, roots_here
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 

@@ -25,7 +25,7 @@ from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
 from ckpt_component.hosts import wire
 from ckpt_component.hosts.host_memory import HostMemory
-from ckpt_component.hosts.peers import PeerClient, PullResult, ReplicaMemory, ReplicaPull
+from ckpt_component.hosts.peer_client import PeerClient, PullResult, ReplicaMemory, ReplicaPull
 from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
 from ckpt_component.hosts.stores import LocalFile, MemoryStore, SnapshotStore
 from ckpt_component.hosts.wire import PeerAddress, connect_to_peer, memory_root
