@@ -64,7 +64,7 @@ class SnapshotClient(SnapshotStore):
         received: bytes that have followed answers
     """
 
-    def __init__(self, rank: int, name: str, seconds: float, outside: Outside) -> None:
+    def __init__(self, rank: int, name: str, seconds: float = ANSWER_SECONDS, outside: Outside = OUTSIDE) -> None:
         self.rank, self._name, self._seconds, self._outside = rank, name, seconds, outside
         self.lock, self.received, self._process = outside.lock(), 0, 0
         self._channel: Channel | None = None
@@ -224,10 +224,7 @@ class SnapshotClient(SnapshotStore):
     def hold(self) -> None:
         """Have it stay while this object is connected, longer than its lease if need be."""
         self._begins_with = "hold"
-        with self.lock:
-            before = self._channel
-            if (channel := self.reach()) is before:  # else it has begun with that
-                self._answer(channel, "hold")
+        self.ask("hold")
 
     def end(self) -> None:
         """Tell it to end: a newer run does not need it."""
@@ -369,15 +366,13 @@ class HostClients:
                 if rank == self._besides:
                     continue
                 known = self._known.get((place, rank))
-                if known is not None and known[0] == number and known[1].connected:
-                    found.append(known[1])
-                    continue
-                try:
-                    client = HostClient(place, rank, seconds=self._seconds)
-                except ConnectionError:
-                    continue  # a dead one's socket, which was removed
-                self._known[place, rank] = number, client
-                found.append(client)
+                if known is None or known[0] != number or not known[1].connected:
+                    try:
+                        known = number, HostClient(place, rank, seconds=self._seconds)
+                    except ConnectionError:
+                        continue  # a dead one's socket, which was removed
+                    self._known[place, rank] = known
+                found.append(known[1])
             return found
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -58,42 +58,31 @@ def _here(method: _Method) -> _Method:
     return cast(_Method, forward)
 
 
+@dataclass(eq=False)
 class HostFolders(CombinedStorage, LocalFolders):
     """See the top of this file. Paths outside of `root` are those of this host. Thread-safe.
 
-    Args:
-        files: the file system of this host
+    Attributes:
+        fs: the file system of this host
         root: the path that all ranks have for the folder: what the leading rank calls it
         folder: its path on this host
         others: the folders of the other hosts
         hosts: the host of each rank
         rank: this rank
-
-    Attributes:
-        root, folder, hosts: see above
-        fs: the file system of this host
-        leads: whether this is the host of the leading rank
     """
 
     opens_all = False
 
-    def __init__(
-        self,
-        files: FileStorage,
-        root: str,
-        folder: str,
-        others: Sequence[SnapshotStore],
-        hosts: Sequence[str] = ("",),
-        rank: int = 0,
-    ) -> None:
-        super().__init__(durable=files.durable, atomic_rename=files.atomic_rename, warns=files.warns)
-        self.root = root
-        self.folder = folder
-        self.hosts = hosts
-        self.leads = hosts[rank] == hosts[0]
-        self.fs = files
-        self.outside = files.outside
-        self._others = others
+    fs: FileStorage
+    root: str
+    folder: str
+    others: Sequence[SnapshotStore]
+    hosts: Sequence[str] = ("",)
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(durable=self.fs.durable, atomic_rename=self.fs.atomic_rename, warns=self.fs.warns)
+        self.outside = self.fs.outside
         #: Files that this process has made, which no other host has: the last ones, in their order.
         self._made: dict[str, None] = {}
 
@@ -264,7 +253,7 @@ class HostFolders(CombinedStorage, LocalFolders):
 
     def servers_of(self, path: str) -> Sequence[SnapshotStore]:
         """Those of other hosts, if a path is in their folders."""
-        return self._others if self.holds(path) else ()
+        return self.others if self.holds(path) else ()
 
 
 class HostCommit(ManifestCommit):
@@ -283,7 +272,7 @@ class HostCommit(ManifestCommit):
     def join(self, attempt: Attempt, seconds: float) -> None:
         """Make the attempt's folder on this host, and on that of the leading rank wait for it."""
         storage = self.storage
-        if storage.leads:
+        if storage.hosts[storage.rank] == storage.hosts[0]:
             super().join(attempt, seconds)
             return
         for path in (attempt.target, attempt.staging):  # not the root, if it vanished

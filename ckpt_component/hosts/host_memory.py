@@ -338,7 +338,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
     # Large files: none comes this way, as an image is put by its server
 
     def create(self, path: str, size: int = 0) -> int:
-        self._refuse_taken(path)
+        self._taker_of(path)
         fd = next(self._numbers)
         with self._lock:
             self._written[fd] = _OpenFile(path)
@@ -375,8 +375,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
         next(has_it, own).put(path, data, new=False)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
-        self._refuse_taken(path)
-        self._writable(path).put(path, data)
+        self._taker_of(path).put(path, data)
 
     def unlink(self, path: str) -> None:
         self._writable(path)
@@ -410,11 +409,12 @@ class HostMemory(CombinedStorage, ObjectFolders):
             raise error
         logger.info("passed over what a snapshot server had: %s", error)
 
-    def _refuse_taken(self, path: str) -> None:
-        """Raise FileExistsError if another server has a path; the own one looks when it takes the file."""
-        self._writable(path)
+    def _taker_of(self, path: str) -> SnapshotStore:
+        """As `_writable`, of a new file: raises FileExistsError if any server has it. The own one looks once more."""
+        own = self._writable(path)
         if self.size(path) is not None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        return own
 
     def _writable(self, path: str) -> SnapshotStore:
         """The server that takes what is put."""

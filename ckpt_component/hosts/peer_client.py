@@ -51,9 +51,8 @@ class PeerClient(SnapshotClient):
     Args:
         address: where it is
         secret: of its run
-        seconds: how long it may take to answer
         now: connect now; False: with the first request
-        outside: of this process
+        **options: `seconds` and `outside` as for the base class
 
     Attributes:
         address: see above
@@ -62,16 +61,8 @@ class PeerClient(SnapshotClient):
         OSError: see `_dial`
     """
 
-    def __init__(
-        self,
-        address: PeerAddress,
-        secret: str,
-        *,
-        seconds: float = ANSWER_SECONDS,
-        now: bool = True,
-        outside: Outside = OUTSIDE,
-    ) -> None:
-        super().__init__(address.rank, str(address), seconds, outside)
+    def __init__(self, address: PeerAddress, secret: str, *, now: bool = True, **options: Any) -> None:
+        super().__init__(address.rank, str(address), **options)
         self.address, self._secret = address, secret
         #: Memory for images, and which chunks have come, by folder and name. A file in memory never changes.
         self._fetched: dict[tuple[str, str], tuple[memoryview, bytearray]] = {}

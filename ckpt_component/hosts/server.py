@@ -21,7 +21,7 @@ from typing import Any
 
 from ..core.outside import OUTSIDE, Outside, Thread
 from ..core.processes.framing import Channel
-from ..core.processes.serve import FrameRequest, Handler, Reply, answer_requests
+from ..core.processes.serve import FrameRequest, Handler, Reply, answer_requests, failed_frame
 from ..core.sockets import Socket
 from ..core.storage.bucket_store import FOLDER_MARK
 from ..core.storage.files import FileStorage
@@ -81,9 +81,9 @@ class HostEndpoint(Endpoint):
         channel = Channel(sock, partial(outside.is_running, pid), outside=outside)
         if user != own:
             text = f"this snapshot server belongs to user {own}, not to user {user}"
-            answer = {"kind": "failed", "errno": errno.EACCES, "error": text, "path": None}
-            channel.send(answer, outside.now() + _REFUSAL_SECONDS)
-            raise PermissionError(errno.EACCES, text)
+            error = PermissionError(errno.EACCES, text)
+            channel.send(failed_frame(error, traced=False), outside.now() + _REFUSAL_SECONDS)
+            raise error
         return channel
 
     def close(self) -> None:

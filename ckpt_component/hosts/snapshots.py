@@ -107,23 +107,14 @@ class TieredSaveQueue(SaveQueue):
     goes on.
 
     Args:
-        attempts: as for the base class, and the next three too
+        attempts: as for the base class
         context: its storages have that of the memory
-        in_background: see above
-        add_report: see above
         memory: where snapshots are kept
+        **options: as for the base class
     """
 
-    def __init__(
-        self,
-        attempts: SaveAttempts,
-        context: SaveContext,
-        *,
-        in_background: bool,
-        add_report: Callable[[SaveReport], None],
-        memory: SnapshotMemory,
-    ) -> None:
-        super().__init__(attempts, context, in_background=in_background, add_report=add_report)
+    def __init__(self, attempts: SaveAttempts, context: SaveContext, *, memory: SnapshotMemory, **options: Any) -> None:
+        super().__init__(attempts, context, **options)
         self._memory, self._timeouts = memory, context.timeouts
         beside = replace(
             context,
@@ -137,7 +128,7 @@ class TieredSaveQueue(SaveQueue):
         self._kept = KeptSnapshots(memory, beside)
         # Nothing in its folders follows a snapshot.
         quiet = replace(beside, run=NoRun(context.storage_of))
-        self._beside = SaveQueue(self._kept, quiet, in_background=True, add_report=add_report, name="ckpt-keep")
+        self._beside = SaveQueue(self._kept, quiet, **{**options, "in_background": True, "name": "ckpt-keep"})
         memory.stays.begin(partial(self._beside.run_after_saves, self._kept.drop_others))
         #: Where the newest snapshot of this run is, or will be, in memory.
         self._newest = ""
