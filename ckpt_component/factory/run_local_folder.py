@@ -15,8 +15,7 @@ from ..managing.run_context import RunContext, RunOption
 from .run_policies import retention_policies
 
 if TYPE_CHECKING:
-    from ..hosts.folders import HostFolders
-    from ..hosts.tier import HostTier
+    from ..hosts.folders import HostFolders, HostTier
 
 
 class RunLocalFolder(RunOption):
@@ -36,7 +35,7 @@ class RunLocalFolder(RunOption):
         disk = local_files(run.fs)
         if disk is None or self._own_storage or not run.hosts.several:
             return run
-        from ..hosts.tier import HostTier  # which runs on one host need not wait for
+        from ..hosts.folders import HostTier  # which runs on one host need not wait for
 
         self._tier = HostTier(disk, run)
         return self._tier.join(saves=saves)

@@ -21,11 +21,10 @@ from ..core.storage.storage import Storage
 from ..core.writing.process import WriterProgram
 from ..errors import CheckpointError
 from ..formats.writer import Writer
-from ..hosts.at_peers import PeerMap, SnapshotsAtPeers
-from ..hosts.client import HostClient, HostClients, JobClients
+from ..hosts.client import HostClient, HostClients
 from ..hosts.host_memory import HostMemory
-from ..hosts.snapshot_source import NearestReader, RunMemory
-from ..hosts.snapshots import NewestStays, SnapshotMemory, TieredSaveQueue
+from ..hosts.snapshot_source import JobClients, NearestReader, RunMemory
+from ..hosts.snapshots import NewestStays, PeerMap, SnapshotMemory, SnapshotsAtPeers, TieredSaveQueue
 from ..hosts.wire import SocketPlace, memory_root
 from ..managing.run_context import MakeQueue, MakeReader, RunContext, RunOption, StorageOf
 

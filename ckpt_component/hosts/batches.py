@@ -30,7 +30,7 @@ from ..core.storage.checksum import Checksum
 from ..core.storage.file_set import FileSet, RangeRead
 from ..core.storage.space import amount
 from ..errors import CheckpointError
-from .client import PeerClient
+from .peer_client import PeerClient
 
 logger = logging.getLogger("ckpt_component.readers")
 

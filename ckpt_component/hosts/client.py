@@ -1,13 +1,13 @@
 """Snapshot servers in other processes, as who asks them sees them.
 
-What is open stays as it is until `release` or the end of the connection. All are asked as `ServerConnection` does.
+A request is a frame with `ask` and its arguments; the answer is `done`, or `failed` with an errno and a text. What is
+open stays as it is until `release` or the end of the connection.
 
 - `HostClient`: a server of this user on this host, over its socket. The answer to `open` has descriptors, a hundred in
   a frame, so the bytes are read where they are.
-- `PeerClient`: a server on another host, over TCP. Bytes come when they are first read. A load opens files more than
-  once, as it verifies all bytes before it changes a tensor. So what came stays in memory until `forget`, when the load
-  is over: no byte is sent twice, and what is used is what was verified.
-- `HostClients`, `JobClients`: all those of a run. A run is found by its token, which the owner file of its folder has.
+- `HostClients`: all those of a run on this host. A run is found by its token, which the owner file of its folder has.
+
+Those on other hosts are in `peer_client`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
-from collections import deque
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..core.outside import OUTSIDE, Outside
-from ..core.pages import map_private
-from ..core.processes.framing import Channel
-from .server_connection import ServerConnection
+from ..core.processes.framing import Channel, Frame
+from ..core.processes.serve import as_os_error
 from .stores import ListedFile, LocalFile, ReadableFile, SnapshotStore
-from .wire import PeerAddress, SocketPlace, connect_to_peer, memory_root, refuse_newer, roots_here, token_of
+from .wire import SocketPlace, memory_root, refuse_newer, roots_here, token_of
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -46,8 +47,157 @@ class Opening(NamedTuple):
     fds: list[int]
 
 
-class SnapshotClient(ServerConnection, SnapshotStore):
-    """A snapshot server; see the top of this file."""
+class SnapshotClient(SnapshotStore):
+    """Asks a server, one request at a time, over a connection that is made again when it is of no more use.
+
+    That is after a fork, a late answer, or the server's end, as another one may have taken its place.
+
+    Args:
+        rank: whose server it is
+        name: what it is called in errors
+        seconds: how long it may take to answer
+        outside: of this process
+
+    Attributes:
+        rank: see above
+        lock: held during a request
+        received: bytes that have followed answers
+    """
+
+    def __init__(self, rank: int, name: str, seconds: float = ANSWER_SECONDS, outside: Outside = OUTSIDE) -> None:
+        self.rank, self._name, self._seconds, self._outside = rank, name, seconds, outside
+        self.lock, self.received, self._process = outside.lock(), 0, 0
+        self._channel: Channel | None = None
+        #: What is asked first over each connection, if anything.
+        self._begins_with = ""
+
+    @abstractmethod
+    def _dial(self) -> Channel:
+        """A new connection.
+
+        Raises:
+            ConnectionError: there is no such server
+            PermissionError: it is another user's, or of another run
+            TimeoutError: it takes no connection
+        """
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is of use, as far as is known."""
+        channel = self._channel  # another thread may hang up at the same time
+        return channel is not None and self._process == self._outside.pid() and not channel.hung_up
+
+    def reach(self, on: Channel | None = None) -> Channel:
+        """The connection, made again if need be; raises OSError, see `_dial`.
+
+        Args:
+            on: a connection that must still be this one, or ConnectionError is raised
+        """
+        channel = self._channel
+        if channel is not None and self.connected and on in (None, channel):
+            return channel
+        if on is not None:
+            raise self._ended()
+        self._hang_up()
+        channel, self._process = self._dial(), self._outside.pid()
+        self._channel, self._end = channel, weakref.finalize(self, _close, channel, self._process)
+        if self._begins_with:
+            self._answer(channel, self._begins_with)
+        return channel
+
+    def ask(self, ask: str, data: bytes = b"", *, on: Channel | None = None, **arguments: Any) -> Frame:
+        """Send a request, and receive its answer.
+
+        Args:
+            ask: what is asked
+            data: bytes that go with it
+            on: see `reach`
+            **arguments: of the request
+
+        Raises:
+            OSError: what the server says; ConnectionError if it has ended, TimeoutError if it is silent
+        """
+        with self.lock:
+            return self._answer(self.reach(on), ask, data, **arguments)
+
+    def fill(self, on: Channel, buffer: memoryview, until: float = math.inf) -> None:
+        """Receive bytes that follow an answer; raises as `ask`.
+
+        Args:
+            on: over which it came
+            buffer: to be filled
+            until: when they must have come, in seconds of `Outside.now`, if that is before an answer would have to
+        """
+        with self._in_words():
+            if not on.receive_into(buffer, min(until, self._outside.now() + self._seconds)):
+                raise ConnectionResetError
+        self.received += buffer.nbytes
+
+    def stream(self, on: Channel, buffers: Iterable[memoryview], ask: str, **arguments: Any) -> Iterator[memoryview]:
+        """Ask for bytes, which follow the answer, while nothing else is asked; arguments as for `ask`.
+
+        Yields:
+            Each of the buffers, when it is full.
+
+        Raises:
+            OSError: as `ask`, or what `buffers` raises; the connection is then of no more use
+        """
+        self._answer(self.reach(on), ask, **arguments)
+        try:
+            for buffer in buffers:
+                self.fill(on, buffer)
+                yield buffer
+        except BaseException:
+            self._hang_up()
+            raise
+
+    def close(self) -> None:
+        """Hang up."""
+        with self.lock:
+            self._hang_up()
+
+    def _answer(self, channel: Channel, ask: str, data: bytes = b"", **arguments: Any) -> Frame:
+        with self._in_words():
+            try:
+                channel.send({"ask": ask, **arguments}, self._outside.now() + self._seconds, [data] if data else [])
+            except ConnectionError as error:  # it has hung up, and may have said why
+                logger.debug("%s did not take a request: %s", self._name, error)
+        return self._received(channel)
+
+    def _received(self, channel: Channel) -> Frame:
+        until = self._outside.now() + self._seconds
+        with self._in_words(), self._outside.waits.on(f"an answer from {self._name}", until) as wait:
+            wait.for_all(channel.has_input_within)
+            frame = channel.receive(until)
+            if frame is None:
+                raise ConnectionResetError
+        if frame[0]["kind"] != "done":
+            raise as_os_error(frame[0])
+        return frame
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Hang up when sending or receiving fails, and say who has failed."""
+        try:
+            yield
+        except BaseException as error:
+            self._hang_up()
+            if isinstance(error, TimeoutError):
+                text = f"has not answered for {self._seconds:g} s; it is stopped, or its host is overloaded"
+                raise TimeoutError(errno.ETIMEDOUT, f"{self._name} {text}") from None
+            if isinstance(error, OSError) and not isinstance(error, ConnectionAbortedError):
+                raise self._ended() from error
+            raise
+
+    def _ended(self) -> ConnectionError:
+        return ConnectionResetError(errno.ECONNRESET, f"{self._name} has ended")
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._end()
+            self._channel = None
+
+    # What it is asked
 
     def listed(self, prefix: str) -> list[ListedFile]:
         return [ListedFile(*values) for values in self.ask("list", path=prefix)[0]["files"]]
@@ -74,10 +224,7 @@ class SnapshotClient(ServerConnection, SnapshotStore):
     def hold(self) -> None:
         """Have it stay while this object is connected, longer than its lease if need be."""
         self._begins_with = "hold"
-        with self.lock:
-            before = self._channel
-            if (channel := self.reach()) is before:  # else it has begun with that
-                self._answer(channel, "hold")
+        self.ask("hold")
 
     def end(self) -> None:
         """Tell it to end: a newer run does not need it."""
@@ -120,6 +267,12 @@ class SnapshotClient(ServerConnection, SnapshotStore):
             self.ask("release", on=opening.channel, number=opening.number)
         except OSError as error:  # it has hung up, and what was read is right
             logger.info("%s, after its files were read", error)
+
+
+def _close(channel: Channel, process: int) -> None:
+    """Close a connection, unless this is a fork of the process that made it and uses it still."""
+    if channel.outside.pid() == process:
+        channel.close()
 
 
 class HostClient(SnapshotClient):
@@ -213,15 +366,13 @@ class HostClients:
                 if rank == self._besides:
                     continue
                 known = self._known.get((place, rank))
-                if known is not None and known[0] == number and known[1].connected:
-                    found.append(known[1])
-                    continue
-                try:
-                    client = HostClient(place, rank, seconds=self._seconds)
-                except ConnectionError:
-                    continue  # a dead one's socket, which was removed
-                self._known[place, rank] = number, client
-                found.append(client)
+                if known is None or known[0] != number or not known[1].connected:
+                    try:
+                        known = number, HostClient(place, rank, seconds=self._seconds)
+                    except ConnectionError:
+                        continue  # a dead one's socket, which was removed
+                    self._known[place, rank] = known
+                found.append(known[1])
             return found
 
     def close(self) -> None:
@@ -229,188 +380,6 @@ class HostClients:
         with self._lock:
             while self._known:
                 self._known.popitem()[1][1].close()
-
-
-#: Bytes of a request. Others wait for one thread's, so it is short; the way back and forth takes 0.1 ms of its 5.
-_CHUNK_BYTES = 4 << 20
-
-
-class PeerClient(SnapshotClient):
-    """See the top of this file.
-
-    Args:
-        address: where it is
-        secret: of its run
-        seconds: how long it may take to answer
-        now: connect now; False: with the first request
-        outside: of this process
-
-    Attributes:
-        address: see above
-
-    Raises:
-        OSError: see `_dial`
-    """
-
-    def __init__(
-        self,
-        address: PeerAddress,
-        secret: str,
-        *,
-        seconds: float = ANSWER_SECONDS,
-        now: bool = True,
-        outside: Outside = OUTSIDE,
-    ) -> None:
-        super().__init__(address.rank, str(address), seconds, outside)
-        self.address, self._secret = address, secret
-        #: Memory for images, and which chunks have come, by folder and name. A file in memory never changes.
-        self._fetched: dict[tuple[str, str], tuple[memoryview, bytearray]] = {}
-        if now:
-            self.reach()
-
-    def _dial(self) -> Channel:
-        return connect_to_peer(self.address, self._secret, min(self._seconds, ANSWER_SECONDS), self._outside)
-
-    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, FetchedFile]]:
-        return self._opened(folder, self._file_of, descriptors=False)
-
-    def _file_of(self, opening: Opening, name: str, source: int, base: int, **about: Any) -> FetchedFile:
-        length, key = about["length"], (opening.folder, name)
-        memory, has_come = self._fetched.get(key, (None, bytearray()))
-        if memory is None or memory.nbytes != length:
-            memory = memoryview(map_private(length) if length else b"")  # taken as far as bytes come
-            has_come = bytearray(-(-length // _CHUNK_BYTES))
-            self._fetched[key] = memory, has_come
-        return FetchedFile(**about, client=self, opening=opening, name=name, memory=memory, has_come=has_come)
-
-    def forget(self) -> None:
-        """Free the memory of what has come, once nobody reads it any more."""
-        self._fetched.clear()
-
-    def close(self) -> None:
-        """Hang up, and free the memory."""
-        super().close()
-        self.forget()
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchedFile(ReadableFile):
-    """A file of a `PeerClient`.
-
-    Attributes:
-        client: has it
-        opening: with which it was opened
-        name: its name
-        memory: for its image
-        has_come: which chunks of that have come
-    """
-
-    client: PeerClient
-    opening: Opening
-    name: str
-    memory: memoryview
-    has_come: bytearray
-    is_here: ClassVar[bool] = False
-
-    def fill_image(self, buffer: memoryview, offset: int) -> bool:
-        end = offset + buffer.nbytes
-        for chunk in _chunks(offset, end):
-            if not self.has_come[chunk]:
-                with self.client.lock:  # who has it waits for an answer, which has a deadline
-                    if not self.has_come[chunk]:
-                        start = chunk * _CHUNK_BYTES
-                        part = self.memory[start : start + _CHUNK_BYTES]
-                        deque(self.stream(start, part.nbytes, [part]), 0)
-                        self.has_come[chunk] = True
-        buffer[:] = self.memory[offset:end]
-        return True
-
-    def stream(self, offset: int, length: int, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Receive bytes before the tail once more, by one request; see `ServerConnection.stream`.
-
-        Args:
-            offset: of the first byte
-            length: number of bytes
-            buffers: where they go, one after the other
-        """
-        what = {"number": self.opening.number, "name": self.name, "offset": offset, "length": length}
-        return self.client.stream(self.opening.channel, buffers, "read", **what)
-
-    def ranges(self, places: bytes) -> memoryview:
-        """Bytes of short ranges before the tail, one after the other, within a signed answer.
-
-        Args:
-            places: offset, length, offset, length, and so on, in 64 bits each
-        """
-        opening = self.opening
-        return self.client.ask("ranges", places, on=opening.channel, number=opening.number, name=self.name)[1]
-
-    def forget(self, offset: int, length: int) -> None:
-        with self.client.lock:
-            for chunk in _chunks(offset, min(offset + length, self.length)):
-                self.has_come[chunk] = False
-
-
-def _chunks(start: int, end: int) -> range:
-    """The numbers of the chunks that have some of a range."""
-    return range(start // _CHUNK_BYTES, -(-end // _CHUNK_BYTES))
-
-
-class JobClients(HostClients):
-    """Finds the servers of runs on all hosts of a job.
-
-    Those on other hosts must be made known. Then all ranks have the same servers of a run, in the same order: what one
-    has verified is what another one reads.
-
-    Args:
-        outside: of this process
-    """
-
-    def __init__(self, outside: Outside = OUTSIDE) -> None:
-        super().__init__(outside=outside)
-        #: By token and rank; None: it is on this host.
-        self._of_runs: dict[tuple[str, int], PeerClient | None] = {}
-
-    def know(self, token: str, secret: str, place: PeerAddress) -> None:
-        """Remember a server.
-
-        Args:
-            token: of its run
-            secret: of its run
-            place: where it is
-        """
-        is_far = place.host != self._outside.host_name()
-        client = PeerClient(place, secret, now=False, outside=self._outside) if is_far else None
-        with self._lock:
-            self._of_runs[token, place.rank] = client
-
-    def forget(self) -> None:
-        """Hang up on the servers of other hosts, and find those of this host alone."""
-        with self._lock:
-            while self._of_runs:
-                if (client := self._of_runs.popitem()[1]) is not None:
-                    client.close()
-
-    def received(self) -> int:
-        """Bytes of files that have come from the servers of other hosts that are known."""
-        return sum(client.received for client in self._far())
-
-    def end_load(self) -> None:
-        """Free the memory of what has come from other hosts: a load is over."""
-        for client in self._far():
-            client.forget()
-
-    def _far(self) -> list[PeerClient]:
-        with self._lock:
-            return [client for client in self._of_runs.values() if client is not None]
-
-    def at(self, place: SocketPlace) -> list[SnapshotClient]:
-        """See the base class; of a run that is known, on all hosts."""
-        here = {client.rank: client for client in super().at(place)}
-        with self._lock:
-            known = {rank: client for (token, rank), client in self._of_runs.items() if token == place.token}
-        found = {rank: there or here.get(rank) for rank, there in sorted(known.items())} if known else here
-        return [client for client in found.values() if client is not None]
 
 
 @dataclass(frozen=True)

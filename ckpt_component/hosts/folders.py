@@ -7,92 +7,41 @@ of a checkpoint, the owner of the folder, the pointer to the newest. So each fol
 A checkpoint is committed like the creation of a manifest, on the host of the leading rank. Each rank writes into the
 attempt's folder of its host, which it makes itself. The manifest says which host has which files; it is created on the
 host of the leading rank, which is the commit, and then put on the other hosts.
+
+`HostTier` has these folders in front of `checkpoint.dir`. Whether `checkpoint.local.dir` is one folder that all hosts
+share, or one on each host, is found out when a run begins: the leading rank leaves a file there, and the others look
+for it. To take one folder for several is harmless, as what is listed has every file once. The first rank of each host
+serves its folder to the others (`FolderStore`). Imported only by jobs of several hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import IO, Any, TypeVar, cast
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
-from ..core.commit.protocol import Attempt
+from ..background.jobs import Follower
+from ..core.commit.protocol import Attempt, wait_visible
 from ..core.commit.protocols import ManifestCommit
-from ..core.pages import ScratchBlock
-from ..core.storage.file_set import FileSet, RangeRead
+from ..core.coordination.connection import offered_address, reachable
 from ..core.storage.files import FileStorage
+from ..core.storage.new_names import new_token
 from ..core.storage.storage import Held, LocalFolders, Storage, StoredFile
-from .host_memory import CombinedStorage, MemoryFiles, not_found
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointTimeoutError
+from ..managing.run_context import RunContext
+from ..managing.write_access import leave_trial, refuse_failed, remove_trial, try_to_write
+from .host_memory import CombinedStorage, HostFiles, MemoryFiles, not_found
+from .peer_client import PeerClient
+from .server import FolderStore, PeerEndpoint, SnapshotServer
 from .stores import SnapshotStore
+from .wire import PeerAddress, memory_root
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-class HostFiles(FileSet):
-    """The files of a folder: those of this host, which its file system reads, and those of others.
-
-    Args:
-        storage: the folders of all hosts
-        folder: folder of the checkpoint
-        shared: see `Storage.open_files`
-    """
-
-    def __init__(self, storage: HostFolders, folder: str, *, shared: bool) -> None:
-        super().__init__(folder, storage.outside)
-        self._storage = storage
-        self._here = storage.fs.open_files(storage.here(folder), shared=shared)
-        self._elsewhere = MemoryFiles(storage, folder)
-        #: Where the files are that were asked for.
-        self._places: dict[str, FileSet] = {}
-
-    @property
-    def block(self) -> ScratchBlock:
-        return self._here.block
-
-    def size(self, name: str) -> int:
-        return self._place(name).size(name)
-
-    def stream(self, name: str) -> IO[bytes]:
-        return self._place(name).stream(name)
-
-    def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
-        return self._place(name).fill(name, buffer, offset)
-
-    def fill_block(self, name: str, offset: int, length: int) -> int | None:
-        if self._place(name) is self._here:
-            return self._here.fill_block(name, offset, length)
-        return super().fill_block(name, offset, length)
-
-    def read_all(self, reads: Sequence[RangeRead], *args: Any, **options: Any) -> None:
-        """Read in file order, which is that of turns, and each place in the way that is best; see the base class."""
-        ordered = sorted(reads, key=attrgetter("file"))
-        for place, its in itertools.groupby(ordered, key=lambda read: self._place(read.file)):
-            place.read_all([*its], *args, **options)
-
-    def _place(self, name: str) -> FileSet:
-        """Where a file is; elsewhere, if no host has it. Raises as `size`."""
-        path = self._path(name)
-        if name not in self._places:
-            is_here = self._storage.fs.exists(self._storage.here(path))
-            self._places[name] = self._here if is_here else self._elsewhere
-        return self._places[name]
-
-    def _forget(self, name: str, offset: int, length: int) -> None:
-        self._place(name)._forget(name, offset, length)
-
-    def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
-        return self._here._choose_ways(ordered)
-
-    def __exit__(self, *exception: object) -> None:
-        with self._here, self._elsewhere:
-            super().__exit__(*exception)
-        for server in self._storage.servers_of(self._folder):
-            server.forget()
-
-
 logger = logging.getLogger("ckpt_component.storage")
 
 _MOST_MADE = 256
@@ -109,42 +58,31 @@ def _here(method: _Method) -> _Method:
     return cast(_Method, forward)
 
 
+@dataclass(eq=False)
 class HostFolders(CombinedStorage, LocalFolders):
     """See the top of this file. Paths outside of `root` are those of this host. Thread-safe.
 
-    Args:
-        files: the file system of this host
+    Attributes:
+        fs: the file system of this host
         root: the path that all ranks have for the folder: what the leading rank calls it
         folder: its path on this host
         others: the folders of the other hosts
         hosts: the host of each rank
         rank: this rank
-
-    Attributes:
-        root, folder, hosts: see above
-        fs: the file system of this host
-        leads: whether this is the host of the leading rank
     """
 
     opens_all = False
 
-    def __init__(
-        self,
-        files: FileStorage,
-        root: str,
-        folder: str,
-        others: Sequence[SnapshotStore],
-        hosts: Sequence[str] = ("",),
-        rank: int = 0,
-    ) -> None:
-        super().__init__(durable=files.durable, atomic_rename=files.atomic_rename, warns=files.warns)
-        self.root = root
-        self.folder = folder
-        self.hosts = hosts
-        self.leads = hosts[rank] == hosts[0]
-        self.fs = files
-        self.outside = files.outside
-        self._others = others
+    fs: FileStorage
+    root: str
+    folder: str
+    others: Sequence[SnapshotStore]
+    hosts: Sequence[str] = ("",)
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(durable=self.fs.durable, atomic_rename=self.fs.atomic_rename, warns=self.fs.warns)
+        self.outside = self.fs.outside
         #: Files that this process has made, which no other host has: the last ones, in their order.
         self._made: dict[str, None] = {}
 
@@ -227,7 +165,8 @@ class HostFolders(CombinedStorage, LocalFolders):
         return self.fs.share(held, self.here(path))
 
     def open_files(self, folder: str, *, shared: bool = True) -> HostFiles:
-        return HostFiles(self, folder, shared=shared)
+        here, elsewhere = self.fs.open_files(self.here(folder), shared=shared), MemoryFiles(self, folder)
+        return HostFiles(folder, here, elsewhere, lambda path: self.fs.exists(self.here(path)))
 
     # Small files
 
@@ -314,7 +253,7 @@ class HostFolders(CombinedStorage, LocalFolders):
 
     def servers_of(self, path: str) -> Sequence[SnapshotStore]:
         """Those of other hosts, if a path is in their folders."""
-        return self._others if self.holds(path) else ()
+        return self.others if self.holds(path) else ()
 
 
 class HostCommit(ManifestCommit):
@@ -333,7 +272,7 @@ class HostCommit(ManifestCommit):
     def join(self, attempt: Attempt, seconds: float) -> None:
         """Make the attempt's folder on this host, and on that of the leading rank wait for it."""
         storage = self.storage
-        if storage.leads:
+        if storage.hosts[storage.rank] == storage.hosts[0]:
             super().join(attempt, seconds)
             return
         for path in (attempt.target, attempt.staging):  # not the root, if it vanished
@@ -353,3 +292,193 @@ class HostCommit(ManifestCommit):
     def _committed_token(self, target: str) -> str | None:
         """See the base class: the manifest on this host says so, whether or not others can be asked."""
         return ManifestCommit(self.storage.fs)._committed_token(self.storage.here(target))
+
+
+#: How long to look for the file of the leading rank. What shows it later is taken for another folder.
+_LOOK_SECONDS = 1.0
+_PAUSE_SECONDS = 0.05
+
+
+class _Served(NamedTuple):
+    """The folder of a host, as the first rank there offers it; also as a list in JSON.
+
+    Attributes:
+        place: where that rank serves it
+        trial: the name of a file in it, for the other ranks of the host; None: there is none
+        is_shared: whether it is the folder of the leading rank
+    """
+
+    place: PeerAddress
+    trial: str | None
+    is_shared: bool
+
+
+class HostTier(Follower):
+    """The local folders of the hosts of a job. It serves that of this host until the run ends.
+
+    Args:
+        files: the file system of this host
+        run: the run, with `checkpoint.local.dir` of this rank as its folder
+    """
+
+    def __init__(self, files: FileStorage, run: RunContext) -> None:
+        self._fs, self._folder = files, run.root
+        self._run, self._ranks, self._hosts = run, run.ranks, run.hosts
+        self._named = f"checkpoint.local.dir={run.root}"
+        self._leads_host = run.hosts.leads(run.ranks.rank)
+        self._server: SnapshotServer | None = None
+        self._clients: list[PeerClient] = []
+
+    def join(self, *, saves: bool) -> RunContext:
+        """Find out whether the hosts share one folder; if not, serve that of this host. All ranks call this.
+
+        Args:
+            saves: whether the run saves, so that files may be made in the folder
+
+        Returns:
+            The run with the folders of all hosts.
+
+        Raises:
+            CheckpointConfigError: a rank cannot write to its folder, or does not have the one of its host, or a host
+                cannot be reached; the same on all ranks
+            CheckpointTimeoutError: a rank did not take part
+        """
+        ranks, timeouts = self._ranks, self._run.timeouts
+        deadline = ranks.outside.now() + timeouts.stage + timeouts.visible
+        address = offered_address(ranks.outside) if self._leads_host else None
+        with ExitStack() as until_joined:
+            begin = partial(self._begin, until_joined, saves)
+            begun, own, failure = ranks.decide("tier/begin", address, begin, deadline), None, None
+            try:
+                own = self._serve(until_joined, begun, saves=saves) if self._leads_host else None
+            except (CheckpointError, OSError) as error:
+                failure = str(error)
+            found = ranks.decide("tier/found", [failure, own], _found, deadline)
+            hosts = [_Served(PeerAddress(*place), *others) for place, *others in found]
+            run, text = self._run, "all hosts share one folder"
+            if all(each.is_shared for each in hosts):
+                self.close(waits=False)
+            else:
+                run = self._joined(begun, hosts)
+                ranks.decide("tier/joined", self._look_for(hosts), self._reach, deadline)
+                text = "each host has a folder of its own" if saves else "the folders of all hosts count"
+            if ranks.is_leader:
+                logger.info("%s: %s (%d hosts)", self._named, text, len(set(self._hosts.names)))
+            return run
+
+    def end(self, *, finish: bool) -> None:
+        """See the base class: serve the folder no longer, whether the run has finished or not."""
+        self.close()
+
+    def close(self, *, waits: bool = True) -> None:
+        """Serve the folder no longer; where this is not the leading rank, not before that one needs it no more.
+
+        Args:
+            waits: False: at once
+        """
+        server, self._server = self._server, None
+        for client in self._clients:
+            if self._ranks.is_leader:
+                try:
+                    client.end()
+                except OSError as error:  # then its host stops by itself, after `timeouts.close`
+                    text = "host %s was not told that its folder is no longer needed: %s"
+                    logger.info(text, client.address.host, error)
+            client.close()
+        if server is None:
+            return
+        outside = self._ranks.outside
+        until = outside.now() + (self._run.timeouts.close if waits else 0.0)
+        while server.holders and not server.ended.is_set and outside.now() < until:
+            outside.sleep(_PAUSE_SECONDS)
+        server.close()
+
+    def _begin(self, until_joined: ExitStack, saves: bool, offers: Sequence[Any]) -> dict[str, Any]:
+        """On the leading rank: what all need to know each other, and a file to look for."""
+        names = {self._hosts.names[rank]: address for rank, address in enumerate(offers) if address is not None}
+        if lost := [host for host, address in names.items() if not address]:
+            raise CheckpointConfigError(
+                f"{self._named}: host {lost[0]} does not find the address by which others reach it (see its log); set "
+                "MASTER_ADDR to a name that all hosts know."
+            )
+        trial = None
+        if saves:
+            try_to_write(self._fs, self._folder, self._named)
+            trial = self._leave_trial(until_joined)
+        addresses = dict(zip(names, reachable([*names.values()], self._ranks.outside), strict=True))
+        secret = self._ranks.outside.random_bytes(32).hex()
+        return {"root": self._folder, "secret": secret, "addresses": addresses, "trial": trial}
+
+    def _leave_trial(self, until_joined: ExitStack) -> str | None:
+        """See `leave_trial`; it is deleted when all have looked for it."""
+        if (trial := leave_trial(self._fs, self._folder, self._named)) is not None:
+            until_joined.callback(remove_trial, self._fs, os.path.join(self._folder, trial))
+        return trial
+
+    def _serve(self, until_joined: ExitStack, begun: Mapping[str, Any], *, saves: bool) -> _Served:
+        """On the first rank of a host: serve its folder, and look whether it is that of the leading rank."""
+        rank, outside, trial = self._ranks.rank, self._ranks.outside, begun["trial"]
+        host, is_shared = self._hosts.names[rank], self._ranks.is_leader
+        if saves and not is_shared:
+            try_to_write(self._fs, self._folder, self._named)
+            is_shared = trial is not None and self._sees(trial)
+            trial = None if is_shared else self._leave_trial(until_joined)
+        endpoint = PeerEndpoint(begun["addresses"][host], begun["secret"], outside)
+        served = FolderStore(self._fs, self._folder, begun["root"])
+        root = memory_root(begun["root"], new_token(outside))
+        self._server = SnapshotServer(served, root, rank, dict, outside=outside)
+        self._server.open(endpoint)
+        return _Served(PeerAddress(host, endpoint.address, endpoint.port, rank), trial, is_shared)
+
+    def _sees(self, trial: str) -> bool:
+        """Whether a file appears in the folder soon."""
+        path = os.path.join(self._folder, trial)
+        with contextlib.suppress(CheckpointTimeoutError):
+            wait_visible(lambda: self._fs.exists(path), path, _LOOK_SECONDS, self._fs)
+            return True
+        return False
+
+    def _joined(self, begun: Mapping[str, Any], served: Sequence[_Served]) -> RunContext:
+        """The run with the folders of all hosts, of whose checkpoints hosts may have several attempts."""
+        rank, names, outside, root = self._ranks.rank, self._hosts.names, self._ranks.outside, begun["root"]
+        self._clients = [
+            PeerClient(each.place, begun["secret"], now=False, outside=outside)
+            for each in served
+            if each.place.host != names[rank]
+        ]
+        folders = HostFolders(self._fs, root, self._folder, self._clients, hosts=names, rank=rank)
+        return replace(
+            self._run,
+            fs=folders,
+            root=root,
+            elsewhere=lambda path: folders if folders.holds(path) else self._run.elsewhere(path),
+            load_options=lambda manifest: {"attempt": str(manifest.get("attempt"))},
+        )
+
+    def _look_for(self, served: Sequence[_Served]) -> str | None:
+        """Look whether this rank has the folder of its host; returns why not, if that is known."""
+        first = next(each for each in served if each.place.host == self._hosts.names[self._ranks.rank])
+        if first.trial is None or self._sees(first.trial):
+            return None
+        return (
+            f"{self._named} is another folder than that of rank {first.place.rank}, which is on the same host. All "
+            "ranks of a host must share it."
+        )
+
+    def _reach(self, failures: list[str | None]) -> None:
+        """On the leading rank: stay connected to all hosts, if no rank has failed."""
+        refuse_failed(failures)
+        for client in self._clients:
+            try:
+                client.hold()
+            except OSError as error:
+                raise CheckpointConfigError(
+                    f"{self._named}: each host has a folder of its own, and that of {client.address.host} cannot be "
+                    f"reached from the leading rank: {error}. Let the hosts of the job connect to each other."
+                ) from error
+
+
+def _found(answers: Sequence[Any]) -> list[Any]:
+    """On the leading rank: the folders that are served; raises CheckpointConfigError if a rank has failed."""
+    refuse_failed([failure for failure, _ in answers])
+    return [served for _, served in answers if served is not None]

@@ -3,36 +3,32 @@
 A file is in one server; what is listed is what all of them have (`CombinedStorage`). `HostMemory` is the memory of a
 run: a file is in the server of the rank that put it. Files to read are opened with the first one that is asked for;
 from then on the bytes that are on this host are there, even if a server ends (`MemoryFiles`).
-
-Memory for replicas is allocated ahead of their bytes, and used again (`ReplicaMemory`). New memory is slow to come:
-each page of it is cleared, and in a virtual machine perhaps fetched from the host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import itertools
 import logging
 import os
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
-from typing import IO, ClassVar, TypeVar
+from typing import IO, Any, ClassVar, TypeVar
 
 from ..core.outside import OUTSIDE, Outside
-from ..core.pages import SharedPages
+from ..core.pages import ScratchBlock
 from ..core.storage.bucket_store import FOLDER_MARK, ObjectFolders
 from ..core.storage.file_set import FileSet, FileStream, RangeRead
 from ..core.storage.locate import MEMORY, MEMORY_FOLDER
 from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage, StoredFile
 from .client import HostClients
-from .stores import ListedFile, MemoryStore, ReadableFile, SnapshotStore
+from .stores import ListedFile, ReadableFile, SnapshotStore
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -119,6 +115,67 @@ class MemoryFiles(FileSet):
         with self._lock:
             self._files, self._unasked = {}, None
             self._until_closed.close()
+        if not self._storage.opens_all:
+            for server in self._storage.servers_of(self._folder):
+                server.forget()
+
+
+class HostFiles(FileSet):
+    """The files of a folder: those of this host, which its file system reads, and those of others.
+
+    Args:
+        folder: folder of the checkpoint
+        here: the files of this host; owned by this object
+        elsewhere: those of others; owned, too
+        is_here: whether this host has a path
+    """
+
+    def __init__(self, folder: str, here: FileSet, elsewhere: MemoryFiles, is_here: Callable[[str], bool]) -> None:
+        super().__init__(folder, here.outside)
+        self._here, self._elsewhere, self._is_here = here, elsewhere, is_here
+        #: Where the files are that were asked for.
+        self._places: dict[str, FileSet] = {}
+
+    @property
+    def block(self) -> ScratchBlock:
+        return self._here.block
+
+    def size(self, name: str) -> int:
+        return self._place(name).size(name)
+
+    def stream(self, name: str) -> IO[bytes]:
+        return self._place(name).stream(name)
+
+    def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
+        return self._place(name).fill(name, buffer, offset)
+
+    def fill_block(self, name: str, offset: int, length: int) -> int | None:
+        if self._place(name) is self._here:
+            return self._here.fill_block(name, offset, length)
+        return super().fill_block(name, offset, length)
+
+    def read_all(self, reads: Sequence[RangeRead], *args: Any, **options: Any) -> None:
+        """Read in file order, which is that of turns, and each place in the way that is best; see the base class."""
+        ordered = sorted(reads, key=attrgetter("file"))
+        for place, its in itertools.groupby(ordered, key=lambda read: self._place(read.file)):
+            place.read_all([*its], *args, **options)
+
+    def _place(self, name: str) -> FileSet:
+        """Where a file is; elsewhere, if no host has it. Raises as `size`."""
+        path = self._path(name)
+        if name not in self._places:
+            self._places[name] = self._here if self._is_here(path) else self._elsewhere
+        return self._places[name]
+
+    def _forget(self, name: str, offset: int, length: int) -> None:
+        self._place(name)._forget(name, offset, length)
+
+    def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
+        return self._here._choose_ways(ordered)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._here, self._elsewhere:
+            super().__exit__(*exception)
 
 
 _Answer = TypeVar("_Answer")
@@ -128,7 +185,7 @@ class CombinedStorage(Storage):
     """See the top of this file: what reads, lists and deletes."""
 
     #: Whether the files of a folder are opened on all servers with the first one, as a server may end, and its files
-    #: with it; else a server is asked when those before it do not have a file.
+    #: with it; else a server is asked when those before it do not have a file, and what came is freed at the end.
     opens_all: ClassVar[bool] = True
     #: Which server has each file that was listed last, to be asked first: else reading all of them took a square.
     _holders: Mapping[str, SnapshotStore] = MappingProxyType({})
@@ -281,7 +338,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
     # Large files: none comes this way, as an image is put by its server
 
     def create(self, path: str, size: int = 0) -> int:
-        self._refuse_taken(path)
+        self._taker_of(path)
         fd = next(self._numbers)
         with self._lock:
             self._written[fd] = _OpenFile(path)
@@ -318,8 +375,7 @@ class HostMemory(CombinedStorage, ObjectFolders):
         next(has_it, own).put(path, data, new=False)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
-        self._refuse_taken(path)
-        self._writable(path).put(path, data)
+        self._taker_of(path).put(path, data)
 
     def unlink(self, path: str) -> None:
         self._writable(path)
@@ -353,110 +409,15 @@ class HostMemory(CombinedStorage, ObjectFolders):
             raise error
         logger.info("passed over what a snapshot server had: %s", error)
 
-    def _refuse_taken(self, path: str) -> None:
-        """Raise FileExistsError if another server has a path; the own one looks when it takes the file."""
-        self._writable(path)
+    def _taker_of(self, path: str) -> SnapshotStore:
+        """As `_writable`, of a new file: raises FileExistsError if any server has it. The own one looks once more."""
+        own = self._writable(path)
         if self.size(path) is not None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        return own
 
     def _writable(self, path: str) -> SnapshotStore:
         """The server that takes what is put."""
         if self._own is None:
             raise OSError(errno.EROFS, "what is in memory is changed by the process that keeps it alone", path)
         return self._own
-
-
-@dataclass(eq=False)
-class ReplicaBlock:
-    """Memory that has the images of a replica, or had; freed with this object, unless files are in it.
-
-    Attributes:
-        nbytes: its size
-        name: of its server, for errors
-        outside: of its server
-        source: its number in `MemoryStore`, a new one for each replica
-        pages: its pages, which are allocated in a thread
-        fd: its descriptor
-    """
-
-    nbytes: int
-    name: str
-    outside: Outside
-    source: int = 0
-
-    def __post_init__(self) -> None:
-        self.pages = SharedPages(self.nbytes, self.outside)
-        self.fd = self.pages.fd
-        weakref.finalize(self, os.close, self.fd).atexit = False
-
-    def part(self, start: int, end: int, deadline: float) -> memoryview:
-        """The memory from `start` to `end`, when it is allocated.
-
-        Raises:
-            TimeoutError: it is not, or the deadline has passed
-            OSError: there is not enough memory
-        """
-        if self.outside.now() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, "it was not here in time")
-        try:
-            self.pages.wait(end, deadline)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise OSError(error.errno, f"{self.name} has no memory for a replica: {error.strerror}") from error
-        return self.pages.memory[start:end]
-
-
-@dataclass(eq=False)
-class ReplicaMemory:
-    """The blocks of all ranks of which a server keeps replicas. Thread-safe.
-
-    Attributes:
-        files: of this server
-        name: of this server, for errors
-        available: returns how many bytes of memory are free
-        outside: of this server
-    """
-
-    files: MemoryStore
-    name: str
-    available: Callable[[], int]
-    outside: Outside = OUTSIDE
-
-    def __post_init__(self) -> None:
-        self._lock = self.outside.lock()
-        #: By home, without those into which a replica is on its way.
-        self._blocks: dict[int, list[ReplicaBlock]] = {}
-
-    @contextlib.contextmanager
-    def block(self, home: int, nbytes: int) -> Iterator[ReplicaBlock]:
-        """Memory for a replica, into which nothing else comes until it is free of files again.
-
-        It may still be being allocated, in a thread.
-
-        Args:
-            home: whose replica it is
-            nbytes: of its images
-
-        Raises:
-            OSError: there is not enough memory
-        """
-        with self._lock:
-            blocks = self._blocks.pop(home, [])
-            unused = [block for block in blocks if not self.files.has_source(block.source)]
-            self._blocks[home] = [block for block in blocks if block not in unused]
-            found = next((block for block in unused if nbytes <= block.nbytes < 2 * nbytes), None)
-            del blocks, unused  # which frees the others
-            if found is None and nbytes > (left := self.available()):
-                text = f"{self.name} has {left} bytes of memory left, too few for a replica of {nbytes}"
-                raise OSError(errno.ENOMEM, text)
-            block = found or ReplicaBlock(nbytes, self.name, self.outside)
-            block.source = self.files.new_source()
-        with ExitStack() as until_filled:
-            if not found:
-                pool = until_filled.enter_context(self.outside.pool(1, "ckpt-pages"))
-                pool.submit(block.pages.allocate, 1)  # what goes wrong there is raised by `part`
-                until_filled.callback(block.pages.stop)
-            yield block
-        with self._lock:
-            self._blocks[home].append(block)

@@ -41,8 +41,8 @@ from ..core.writing.worker import ByteWorker, MappedArena
 from ..core.writing.write_job import end_job, filled_objects, first_sums, sizes_of
 from ..errors import CheckpointError, CheckpointFencedError
 from .client import HostClients
-from .host_memory import HostMemory, ReplicaMemory
-from .replica_pull import PullResult, ReplicaPull
+from .host_memory import HostMemory
+from .peer_client import PullResult, ReplicaMemory, ReplicaPull
 from .server import PeerEndpoint, SnapshotServer
 from .stores import MemoryStore
 from .wire import PeerAddress
@@ -149,6 +149,8 @@ class SnapshotProcess:
         self._connections: list[Thread] = []
         self.writing = set[SnapshotWorker]()
         self._ends_soon = False
+        #: Set when this process ends, to end what is being pulled.
+        self._closed = outside.latch()
         self._fixed = {"root": folder, "memory": root, "world_size": world_size, "since": outside.date()}
         self._server = SnapshotServer(self.files, root, rank, self.about, outside=outside)
 
@@ -225,7 +227,8 @@ class SnapshotProcess:
         until, secret = outside.now() + seconds, peers.secret
 
         def pull(home: PeerAddress, rate: float | None) -> PullResult:
-            return ReplicaPull(self._replicas, home, secret, rate, until, self._checksum_home, outside).pull(path)
+            about = secret, rate, until, self._checksum_home, outside, self._closed
+            return ReplicaPull(self._replicas, home, *about).pull(path)
 
         with outside.pool(len(homes), "ckpt-pull") as pool:
             pulled = [*pool.map(pull, *zip(*homes, strict=True))]
@@ -320,7 +323,8 @@ class SnapshotProcess:
                 return
 
     def close(self) -> None:
-        """Remove the socket."""
+        """Give up what is being pulled, and remove the socket."""
+        self._closed.set()
         self._server.close()
 
 

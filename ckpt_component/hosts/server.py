@@ -1,7 +1,8 @@
 """`SnapshotServer`: answers those who read and write what this process has, by a table of handlers.
 
 Clients come in at endpoints: a socket of this host, for processes of this user, or a TCP port, for those who know the
-secret of the run. Each connection has a thread (`ConnectionServer`).
+secret of the run. Each connection has a thread (`ConnectionServer`). What is served is in memory (`MemoryStore`), or in
+a folder of this host (`FolderStore`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,12 @@ from typing import Any
 
 from ..core.outside import OUTSIDE, Outside, Thread
 from ..core.processes.framing import Channel
-from ..core.processes.serve import FrameRequest, Handler, Reply, answer_requests
+from ..core.processes.serve import FrameRequest, Handler, Reply, answer_requests, failed_frame
 from ..core.sockets import Socket
-from .stores import LocalFile, ServedStore
+from ..core.storage.bucket_store import FOLDER_MARK
+from ..core.storage.files import FileStorage
+from ..core.storage.tree_removal import remove_if_empty
+from .stores import ListedFile, LocalFile, MemoryStore, ServedStore
 from .wire import VERSION, SocketPlace, greet_peer
 
 logger = logging.getLogger(__name__)
@@ -77,9 +81,9 @@ class HostEndpoint(Endpoint):
         channel = Channel(sock, partial(outside.is_running, pid), outside=outside)
         if user != own:
             text = f"this snapshot server belongs to user {own}, not to user {user}"
-            answer = {"kind": "failed", "errno": errno.EACCES, "error": text, "path": None}
-            channel.send(answer, outside.now() + _REFUSAL_SECONDS)
-            raise PermissionError(errno.EACCES, text)
+            error = PermissionError(errno.EACCES, text)
+            channel.send(failed_frame(error, traced=False), outside.now() + _REFUSAL_SECONDS)
+            raise error
         return channel
 
     def close(self) -> None:
@@ -365,6 +369,89 @@ class _OpenFolders:
     def release(self, request: FrameRequest) -> None:
         """Close one."""
         self._open.pop(request.header["number"])[1].close()
+
+
+class FolderStore(ServedStore):
+    """Serves a folder of this host. One in it without files has an entry of the name `FOLDER_MARK`.
+
+    Args:
+        files: the file system
+        folder: the folder
+        root: the path that all hosts have for it
+    """
+
+    def __init__(self, files: FileStorage, folder: str, root: str) -> None:
+        self._fs = files
+        self._folder = folder
+        self._root = root
+        self._lock = files.outside.lock()
+        #: What its readers have open.
+        self._open = MemoryStore(files.outside)
+
+    def listed(self, prefix: str) -> list[ListedFile]:
+        return [*self._below(self._here(prefix or self._root), prefix or self._root)]
+
+    def _below(self, here: str, path: str) -> Iterator[ListedFile]:
+        """What is at `here`, which is `path` for others. What is deleted meanwhile is not there."""
+        with contextlib.suppress(FileNotFoundError):
+            if not self._fs.is_real_folder(here):
+                if (file := self._fs.file_at(here)) is not None:
+                    yield ListedFile(path, file.size, self._fs.changed(here))
+                return
+            names = self._fs.names(here)
+            if not names and path != self._root:
+                yield ListedFile(os.path.join(path, FOLDER_MARK), 0, self._fs.changed(here))
+            for name in names:
+                yield from self._below(os.path.join(here, name), os.path.join(path, name))
+
+    def get(self, path: str, limit: int) -> bytes:
+        return self._fs.read(self._here(path), limit)
+
+    def put(self, path: str, data: bytes, *, new: bool = True) -> None:
+        here = self._here(path)
+        if new and self._fs.exists(here):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._fs.make_folders(os.path.dirname(here))
+        self._fs.write_over(here, data)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """See the base class; with the folders that are empty then. Durable at return."""
+        folders = set[str]()
+        for here in map(self._here, paths):
+            folders.add(os.path.dirname(here))
+            if os.path.basename(here) != FOLDER_MARK:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.unlink(here)
+        for folder in sorted(folders, key=len, reverse=True):
+            while folder != self._folder:
+                remove_if_empty(self._fs, folder)
+                if self._fs.exists(folder):
+                    break
+                folder = os.path.dirname(folder)
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.sync_folder(folder)
+
+    @contextlib.contextmanager
+    def opened(self, folder: str) -> Iterator[Mapping[str, LocalFile]]:
+        """See the base class. Readers share what is open."""
+        here, paths = self._here(folder), list[str]()
+        with ExitStack() as until_closed:
+            with self._lock, ExitStack() as until_opened:
+                until_opened.callback(self._open.delete, paths)
+                for path in (os.path.join(here, name) for name in self._fs.names(here)):
+                    if self._fs.file_at(path) is not None:
+                        file = until_opened.enter_context(open(self._fs.open_to_serve(path), "rb", buffering=0))
+                        size, source = os.fstat(file.fileno()).st_size, self._open.new_source()
+                        self._open.put_image(path, source, file.fileno(), 0, size)
+                        paths.append(path)
+                files = until_closed.enter_context(self._open.opened(here))
+            yield files
+
+    def _here(self, path: str) -> str:
+        """Where a path is. Raises PermissionError if it is outside of the folder."""
+        if os.path.normpath(path) != path or not f"{path}/".startswith(f"{self._root}/"):
+            raise PermissionError(errno.EACCES, f"not in {self._root}", path)
+        return self._folder + path[len(self._root) :]
 
 
 def _refuse_unknown(request: FrameRequest) -> None:

@@ -28,7 +28,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import IO, Any
@@ -40,7 +40,6 @@ from ..core.outside import Outside
 from ..core.pages import ScratchBlock
 from ..core.processes.framing import Channel
 from ..core.processes.serve import FrameRequest, Reply
-from ..core.progress import Progress, no_progress
 from ..core.storage.checksum import Checksum, fastest
 from ..core.storage.file_set import FileSet, RangeRead, extents_of
 from ..core.storage.safe_open import read_failure
@@ -49,7 +48,7 @@ from ..errors import CheckpointError
 from ..formats.index import Index
 from ..loading.collective import OpenFiles, SharedReads
 from .batches import MOST_THREADS, Batch, SharedBatches, Stretch
-from .client import PeerClient
+from .peer_client import PeerClient
 from .server import ConnectionServer, PeerEndpoint, Table
 from .wire import PeerAddress
 
@@ -77,7 +76,7 @@ def plan_reads(wants: Mapping[int, Wanted]) -> list[Batch]:
         The batches by file and place, the same on all ranks that have the same `wants`.
     """
     files = _stretches(wants)
-    even = -(-sum(map(_nbytes, files.values())) // max(len(wants), 1))
+    even = -(-sum(end - start for each in files.values() for start, end, _ in each) // max(len(wants), 1))
     cell = min(max(even // _CELLS_OF_RANK // LEAST_BYTES, 1) * LEAST_BYTES, MOST_BYTES)
     plan = [Batch(name, each, _only_rank(each)) for name in sorted(files) for each in _cells(files[name], cell)]
     quotas = dict.fromkeys(wants, even)
@@ -169,10 +168,6 @@ def _only_rank(stretches: Sequence[Stretch]) -> int:
     return first[0] if len(first) == 1 and all(stretch.ranks == first for stretch in stretches) else _NO_RANK
 
 
-def _nbytes(stretches: Sequence[Stretch]) -> int:
-    return sum(end - start for start, end, _ in stretches)
-
-
 _MAX_THREADS = 4
 #: Items are aligned to pages: what is between them is read too.
 _PADDING_BYTES = 4096
@@ -235,14 +230,7 @@ class FetchedFiles(FileSet):
         self._again.append((name, offset, offset + length))
         self._files._forget(name, offset, length)
 
-    def read_all(
-        self,
-        reads: Sequence[RangeRead],
-        progress: Progress = no_progress,
-        *,
-        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        batch_bytes: float = math.inf,
-    ) -> None:
+    def read_all(self, reads: Sequence[RangeRead], *args: Any, **options: Any) -> None:
         """Read what all ranks want together; see `FileSet.read_all`."""
         wanted: dict[str, list[tuple[int, int]]] = defaultdict(list)
         ordered = sorted(reads, key=attrgetter("file", "offset", "length"))
@@ -251,11 +239,11 @@ class FetchedFiles(FileSet):
                 wanted[name].append((start, end))
         self._batches = self._plan(wanted)
         if self._batches is None:
-            self._files.read_all(reads, progress, inside=inside, batch_bytes=batch_bytes)
+            self._files.read_all(reads, *args, **options)
             return
         try:
             self._batches.start(reads)
-            super().read_all(reads, progress, inside=inside, batch_bytes=batch_bytes)
+            super().read_all(reads, *args, **options)
         finally:
             self._batches.drain()
             self._batches = None

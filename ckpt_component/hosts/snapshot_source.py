@@ -23,6 +23,7 @@ from ..core.commit.fencing import is_copy, read_owner
 from ..core.commit.liveness import living_marks, marking_process
 from ..core.commit.manifest import data_folder, read_manifest
 from ..core.commit.scan import Scan
+from ..core.outside import OUTSIDE, Outside
 from ..core.storage.locate import MEMORY, absolute
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError
@@ -32,12 +33,70 @@ from ..loading.kinds import LoadOptions
 from ..loading.reader import Reader
 from ..managing.run_context import RunContext, SnapshotSource
 from ..state.flatten import StateDict
-from .client import JobClients, ServedRun, SnapshotClient, clients_of, each_of, memory_of, served_run
-from .wire import PeerAddress, memory_root, roots_here, token_of, tokens_at
+from .client import HostClients, ServedRun, SnapshotClient, clients_of, each_of, memory_of, served_run
+from .peer_client import PeerClient
+from .wire import PeerAddress, SocketPlace, memory_root, roots_here, token_of, tokens_at
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
+
+
+class JobClients(HostClients):
+    """Finds the servers of runs on all hosts of a job.
+
+    Those on other hosts must be made known. Then all ranks have the same servers of a run, in the same order: what one
+    has verified is what another one reads.
+
+    Args:
+        outside: of this process
+    """
+
+    def __init__(self, outside: Outside = OUTSIDE) -> None:
+        super().__init__(outside=outside)
+        #: By token and rank; None: it is on this host.
+        self._of_runs: dict[tuple[str, int], PeerClient | None] = {}
+
+    def know(self, token: str, secret: str, place: PeerAddress) -> None:
+        """Remember a server.
+
+        Args:
+            token: of its run
+            secret: of its run
+            place: where it is
+        """
+        is_far = place.host != self._outside.host_name()
+        client = PeerClient(place, secret, now=False, outside=self._outside) if is_far else None
+        with self._lock:
+            self._of_runs[token, place.rank] = client
+
+    def forget(self) -> None:
+        """Hang up on the servers of other hosts, and find those of this host alone."""
+        with self._lock:
+            while self._of_runs:
+                if (client := self._of_runs.popitem()[1]) is not None:
+                    client.close()
+
+    def received(self) -> int:
+        """Bytes of files that have come from the servers of other hosts that are known."""
+        return sum(client.received for client in self._far())
+
+    def end_load(self) -> None:
+        """Free the memory of what has come from other hosts: a load is over."""
+        for client in self._far():
+            client.forget()
+
+    def _far(self) -> list[PeerClient]:
+        with self._lock:
+            return [client for client in self._of_runs.values() if client is not None]
+
+    def at(self, place: SocketPlace) -> list[SnapshotClient]:
+        """See the base class; of a run that is known, on all hosts."""
+        here = {client.rank: client for client in super().at(place)}
+        with self._lock:
+            known = {rank: client for (token, rank), client in self._of_runs.items() if token == place.token}
+        found = {rank: there or here.get(rank) for rank, there in sorted(known.items())} if known else here
+        return [client for client in found.values() if client is not None]
 
 
 class RunMemory(SnapshotSource):

@@ -17,7 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -349,11 +349,9 @@ class MemoryStore(ServedStore):
         with self._lock:
             found = {path: file for path, file in self._files.items() if os.path.dirname(path) == folder}
             files = {os.path.basename(path): file.opened(self._images) for path, file in found.items()}
-            sources = self._entered(found.values())
-        try:
+            reading = self._reading(found.values())
+        with reading:
             yield files
-        finally:
-            self._leave(sources)
 
     @contextlib.contextmanager
     def linked(self, home: int, wanted: Mapping[str, tuple[int, str]]) -> Iterator[dict[str, ImageRange]]:
@@ -373,11 +371,9 @@ class MemoryStore(ServedStore):
             same = {file.identity: file for file in ranges.values() if file.identity}
             nearest = {path: ranges.get(path) or same.get(identity) for path, (_, identity) in wanted.items()}
             found = {path: file for path, file in nearest.items() if file and file.length == wanted[path][0]}
-            sources = self._entered(found.values())
-        try:
+            reading = self._reading(found.values())
+        with reading:
             yield found
-        finally:
-            self._leave(sources)
 
     def has_source(self, number: int) -> bool:
         """Whether a source has files or readers."""
@@ -410,11 +406,12 @@ class MemoryStore(ServedStore):
             self._images.pop(number).close()
         self._on_disk = {inode: number for inode, number in self._on_disk.items() if number in used}
 
-    def _entered(self, files: Iterable[ImageRange]) -> set[int]:
-        """The sources of files, which a reader has entered. The caller has the lock."""
-        sources = _sources_of(files)
+    def _reading(self, files: Iterable[ImageRange]) -> ExitStack:
+        """A reader has entered files, whose sources it leaves at the end of this. The caller has the lock."""
+        sources, reading = _sources_of(files), ExitStack()
         self._readers.update(sources)
-        return sources
+        reading.callback(self._leave, sources)
+        return reading
 
     def _leave(self, sources: Collection[int]) -> None:
         with self._lock:

@@ -24,7 +24,7 @@ from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.open_files import OpenFiles
 from ckpt_component.errors import CheckpointUnreadableError
 from ckpt_component.hosts.batches import Batch, SharedBatches, Stretch
-from ckpt_component.hosts.client import PeerClient
+from ckpt_component.hosts.peer_client import PeerClient
 
 #: What each rank loads: they share one tensor, and each wants one that the other one does not.
 WANTED = (("a", "b"), ("b", "c"))

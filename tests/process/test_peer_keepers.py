@@ -28,8 +28,9 @@ from ckpt_component.core.writing.request import (
     places_of,
 )
 from ckpt_component.errors import CheckpointSaveError
-from ckpt_component.hosts.client import HostClient, PeerClient
+from ckpt_component.hosts.client import HostClient
 from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.peer_client import PeerClient
 from ckpt_component.hosts.wire import PeerAddress, SocketPlace, memory_root
 from ckpt_component.testing.conformance.connected_parts import memfds, nothing_left
 

@@ -11,8 +11,9 @@ import pytest
 from ckpt_component import WorkerDiedError
 from ckpt_component.core.outside import Outside
 from ckpt_component.core.writing.process import ByteProcess, WriterConnection, WriterProgram
-from ckpt_component.hosts.client import HostClient, PeerClient, clients_of
+from ckpt_component.hosts.client import HostClient, clients_of
 from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.peer_client import PeerClient
 from ckpt_component.hosts.wire import PeerAddress, SocketPlace, roots_here
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 

@@ -19,7 +19,7 @@ from ckpt_component.core.coordination import Coordinator, Hosts
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.events import EventRecorder
-from ckpt_component.hosts.at_peers import PeerMap, SnapshotsAtPeers
+from ckpt_component.hosts.snapshots import PeerMap, SnapshotsAtPeers
 from ckpt_component.managing.run_context import RunContext
 
 TIMEOUTS = ResolvedTimeouts(stage=20, write=20, close=10)

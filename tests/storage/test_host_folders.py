@@ -32,7 +32,7 @@ from ckpt_component.errors import (
     CheckpointUnreadableError,
 )
 from ckpt_component.formats.verification import verify_checkpoint
-from ckpt_component.hosts.client import PeerClient
+from ckpt_component.hosts.peer_client import PeerClient
 from ckpt_component.hosts.stores import ListedFile
 from ckpt_component.hosts.wire import PeerAddress
 from ckpt_component.testing.conformance.storage_contract import StorageContract

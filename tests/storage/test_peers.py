@@ -12,20 +12,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 from waiting import eventually
 
+from ckpt_component.core.outside import OUTSIDE
 from ckpt_component.core.storage.checksum import find_checksum
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
 from ckpt_component.hosts import wire
-from ckpt_component.hosts.client import PeerClient
-from ckpt_component.hosts.host_memory import HostMemory, ReplicaMemory
-from ckpt_component.hosts.replica_pull import PullResult, ReplicaPull
+from ckpt_component.hosts.host_memory import HostMemory
+from ckpt_component.hosts.peer_client import PeerClient, PullResult, ReplicaMemory, ReplicaPull
 from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
 from ckpt_component.hosts.stores import LocalFile, MemoryStore, SnapshotStore
 from ckpt_component.hosts.wire import PeerAddress, connect_to_peer, memory_root
@@ -410,6 +410,18 @@ def test_a_rate_at_which_a_replica_would_be_late_is_no_reason_to_wait(home: Home
         with pytest.raises(TimeoutError, match="does not send it in time; it is too slow"):
             peer.pull(home, rate=1000.0, seconds=5.0)
         assert peer.pull(home, rate=20e6).sent == len(image_of(1))
+
+
+def test_what_waits_for_its_rate_is_given_up_when_the_process_ends(home: Home) -> None:
+    with Peer() as peer, ThreadPoolExecutor(1) as pool:
+        ended, until = OUTSIDE.latch(), time.monotonic() + 1e6
+        pull = ReplicaPull(peer.memory, home.address, SECRET, 100.0, until, outside=OUTSIDE, ended=ended)
+        pulling, began = pool.submit(pull.pull, STEP), time.monotonic()
+        assert not wait([pulling], 0.5).done, "it waits for minutes"
+        ended.set()
+        with pytest.raises(ConnectionAbortedError, match="has ended"):
+            pulling.result(20)
+        assert time.monotonic() - began < 10 and peer.contents() == {}
 
 
 def test_a_replica_takes_as_long_as_its_rate_allows(home: Home) -> None:

@@ -11,10 +11,9 @@ from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.names import MEGATRON, integrity_name
 from ckpt_component.core.commit.protocols import attempt_here
 from ckpt_component.core.storage.files import FileStorage
-from ckpt_component.hosts.client import PeerClient
 from ckpt_component.hosts.folders import HostFolders
-from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
-from ckpt_component.hosts.tier import FolderStore
+from ckpt_component.hosts.peer_client import PeerClient
+from ckpt_component.hosts.server import FolderStore, PeerEndpoint, SnapshotServer
 from ckpt_component.hosts.wire import PeerAddress, memory_root
 
 SECRET, TOKEN = "0123456789abcdef", "1f2e3d4c-0a0b0c0d"

@@ -14,7 +14,7 @@ from ckpt_component.core.commit.manifest import MAX_BYTES, decode_manifest, host
 from ckpt_component.core.commit.names import MANIFEST, QUARANTINED
 from ckpt_component.core.commit.protocols import attempts_in, is_quarantined
 from ckpt_component.hosts.folders import HostFolders
-from ckpt_component.hosts.tier import FolderStore
+from ckpt_component.hosts.server import FolderStore
 from ckpt_component.testing import Disk, SimulatedFiles
 
 if TYPE_CHECKING:

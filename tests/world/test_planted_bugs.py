@@ -289,7 +289,7 @@ BUGS = [
     ),
     Bug(
         "a_replica_is_kept_without_comparison",
-        "hosts/replica_pull.py",
+        "hosts/peer_client.py",
         " if value != right]\n",
         " if False]\n",
         "disk ab peers",

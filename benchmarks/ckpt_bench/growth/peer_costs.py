@@ -27,9 +27,10 @@ from ckpt_component.core.outside import Outside
 from ckpt_component.events import EventRecorder, SaveReport
 from ckpt_component.factory import run_snapshots
 from ckpt_component.formats.dcp import DcpWriter
-from ckpt_component.hosts import at_peers, snapshot_source
-from ckpt_component.hosts.at_peers import SnapshotsAtPeers
-from ckpt_component.hosts.client import JobClients, ServedRun
+from ckpt_component.hosts import snapshot_source, snapshots
+from ckpt_component.hosts.client import ServedRun
+from ckpt_component.hosts.snapshot_source import JobClients
+from ckpt_component.hosts.snapshots import SnapshotsAtPeers
 from ckpt_component.hosts.wire import PeerAddress, memory_root
 from ckpt_component.managing.restore import Candidate, Found
 from ckpt_component.managing.run_context import RunContext
@@ -222,7 +223,7 @@ def _simulated(job: _PeerJob) -> Iterator[None]:
     with ExitStack() as until_measured:
         for module, name, value in (
             (run_snapshots, "MemoryCaller", _NoSnapshotStore),
-            (at_peers, "offered_address", lambda outside: "10.100.100.100"),
+            (snapshots, "offered_address", lambda outside: "10.100.100.100"),
             (snapshot_source, "served_run", _served_run),
             (snapshot_source, "clients_of", lambda *_: [_NoSnapshotStore(int(running().name.removeprefix("rank ")))]),
         ):

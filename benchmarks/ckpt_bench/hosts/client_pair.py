@@ -17,8 +17,7 @@ from ckpt_component.core.available_memory import available_bytes
 from ckpt_component.core.commit.names import integrity_name
 from ckpt_component.core.pages import SharedPages, align
 from ckpt_component.core.storage.checksum import fastest
-from ckpt_component.hosts.host_memory import ReplicaMemory
-from ckpt_component.hosts.replica_pull import ReplicaPull
+from ckpt_component.hosts.peer_client import ReplicaMemory, ReplicaPull
 from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
 from ckpt_component.hosts.stores import MemoryStore
 from ckpt_component.hosts.wire import PeerAddress, memory_root

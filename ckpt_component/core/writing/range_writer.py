@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from ..outside import OUTSIDE, Future, Outside, Pool
+from ..outside import OUTSIDE, Future, Latch, Outside, Pool
 from ..pages import align, align_down
 from ..storage.checksum import Checksum, Stream
 from .request import Extent, WriteRequest
@@ -29,11 +29,12 @@ class Throttle:
     Args:
         bytes_per_second: None: no limit
         outside: what they wait by
+        ended: once it is set, they wait no more; None: they wait by the rate alone
     """
 
-    def __init__(self, bytes_per_second: float | None, outside: Outside = OUTSIDE) -> None:
+    def __init__(self, bytes_per_second: float | None, outside: Outside = OUTSIDE, ended: Latch | None = None) -> None:
         self._rate = bytes_per_second
-        self._outside = outside
+        self._outside, self._sleep = outside, outside.sleep if ended is None else ended.wait
         self._lock = outside.lock()
         self._free_at = outside.now()
 
@@ -43,7 +44,7 @@ class Throttle:
             return
         with self._lock:
             self._free_at = until = max(self._free_at, self._outside.now()) + nbytes / self._rate
-        self._outside.sleep(max(until - self._outside.now(), 0))
+        self._sleep(max(until - self._outside.now(), 0))
 
 
 class LaneWriter:
