@@ -24,15 +24,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..core.outside import Outside
 from ..core.storage.bucket import ObjectStorage
 from .disk import DiskFile
 from .simulated_files import Fault, PowerCut
-
-if TYPE_CHECKING:
-    from .simulation import SimulatedProcess  # needs greenlet
 
 T = TypeVar("T")
 _Entries = list[dict[str, Any]]
@@ -126,19 +123,6 @@ class SimulatedBucket(ObjectStorage):
         self.requests, self.operations = requests, requests.operations
         super().__init__("", client=requests)
         self.outside = _AheadOutside()
-
-
-class ProcessBucket(SimulatedBucket):
-    """The bucket as a simulated process sees it: each request is a turn of the process, by whose clock pauses go.
-
-    Args:
-        process: the process
-        bucket: the bucket, whose objects and faults all processes share; used by objects of this class alone
-    """
-
-    def __init__(self, process: SimulatedProcess, bucket: SimulatedBucket) -> None:
-        super().__init__(bucket.disk, requests=_ProcessRequests(process, bucket.requests))
-        self.outside = process.outside
 
 
 class _AheadOutside(Outside):
@@ -242,19 +226,6 @@ class BucketRequests:
         file = self.bucket.file(path)
         modified = datetime.datetime.fromtimestamp(file.modified, tz=datetime.timezone.utc)
         return {"path": path[1:], "size": file.size, "last_modified": modified}
-
-
-class _ProcessRequests(BucketRequests):
-    """The requests of one process; their numbers are those of all."""
-
-    def __init__(self, process: SimulatedProcess, shared: BucketRequests) -> None:
-        vars(self).update(vars(shared))
-        self._process = process
-
-    def request(self, name: str, path: str, effect: Callable[[], T]) -> T:
-        self._process.turn()
-        self.bucket.now = max(self.bucket.now, 1.8e9 + self._process.simulation.now)
-        return super().request(name, path, effect)
 
 
 class _Fetched:

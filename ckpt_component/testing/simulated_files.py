@@ -104,7 +104,7 @@ class SimulatedFiles(FileStorage):
                 raise PowerCut
             yield self.disk
 
-    def _do(self, operation: str, path: str, effect: Callable[[], T]) -> T:
+    def change(self, operation: str, path: str, effect: Callable[[], T]) -> T:
         """An operation that changes something."""
         with self.at_disk():
             fault = self._fault_at(operation, path)
@@ -134,7 +134,7 @@ class SimulatedFiles(FileStorage):
         return False
 
     def make_folder(self, path: str) -> None:
-        self._do("make_folder", path, lambda: self.disk.add(path, DiskFolder()))
+        self.change("make_folder", path, lambda: self.disk.add(path, DiskFolder()))
 
     def create(self, path: str, size: int = 0) -> int:
         def effect() -> int:
@@ -144,7 +144,7 @@ class SimulatedFiles(FileStorage):
                 file.resize(size)
             return self._opened(path, file)
 
-        return self._do("create", path, effect)
+        return self.change("create", path, effect)
 
     def open_over(self, path: str) -> int:
         def effect() -> int:
@@ -154,10 +154,10 @@ class SimulatedFiles(FileStorage):
             file.resize(0)
             return self._opened(path, file)
 
-        return self._do("open_over", path, effect)
+        return self.change("open_over", path, effect)
 
     def open_again(self, path: str) -> int:
-        return self._do("open_again", path, lambda: self._opened(path, self.disk.file(path)))
+        return self.change("open_again", path, lambda: self._opened(path, self.disk.file(path)))
 
     def open_to_serve(self, path: str) -> int:
         """A real descriptor, of a file that has what is there now."""
@@ -183,7 +183,7 @@ class SimulatedFiles(FileStorage):
             file.write(data, offset)
             file.modified = self.disk.tick()
 
-        self._do("write", path, effect)
+        self.change("write", path, effect)
 
     def _take_room(self, file: DiskFile, end: int, path: str) -> None:
         more = max(end - len(file.data), 0)
@@ -200,14 +200,14 @@ class SimulatedFiles(FileStorage):
             file.write(data, len(file.data))
             file.modified = self.disk.tick()
 
-        self._do("append", path, effect)
+        self.change("append", path, effect)
 
     def copy(self, fd: int, source: int, offset: int, length: int) -> None:
         (path, file), (_, other) = self._open[fd], self._open[source]
         data = bytes(other.data[offset : offset + length])
         if len(data) < length:
             raise OSError(errno.EIO, f"the file ends at {offset + len(data)} and {offset + length} were expected")
-        self._do("copy", path, lambda: file.write(data, offset))
+        self.change("copy", path, lambda: file.write(data, offset))
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
         """Nothing here depends on it."""
@@ -217,17 +217,17 @@ class SimulatedFiles(FileStorage):
 
     def sync(self, fd: int) -> None:
         path, file = self._open[fd]
-        self._do("sync", path, file.sync if self.durable else lambda: None)
+        self.change("sync", path, file.sync if self.durable else lambda: None)
 
     def close(self, fd: int) -> None:
         path, _ = self._open[fd]
         try:
-            self._do("close", path, lambda: None)
+            self.change("close", path, lambda: None)
         finally:
             self._open.pop(fd, None)  # as Linux does, also when it fails
 
     def link(self, source: str, target: str) -> None:
-        self._do("link", target, lambda: self.disk.add(target, self.disk.file(source)))
+        self.change("link", target, lambda: self.disk.add(target, self.disk.file(source)))
 
     def hold(self, path: str) -> Held | None:
         with self.at_disk() as disk:
@@ -247,32 +247,32 @@ class SimulatedFiles(FileStorage):
             if self.durable:
                 file.sync()
 
-        self._do("share", path, effect)
+        self.change("share", path, effect)
         return True
 
     def rename_new(self, source: str, target: str) -> bool:
-        self._do("rename_new", target, lambda: self.disk.move(source, target, over=False))
+        self.change("rename_new", target, lambda: self.disk.move(source, target, over=False))
         return True
 
     def exchange(self, one: str, other: str) -> None:
-        self._do("exchange", other, lambda: self.disk.exchange(one, other))
+        self.change("exchange", other, lambda: self.disk.exchange(one, other))
 
     def replace(self, source: str, target: str) -> None:
-        self._do("replace", target, lambda: self.disk.move(source, target, over=True))
+        self.change("replace", target, lambda: self.disk.move(source, target, over=True))
 
     def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         def effect() -> None:
             self.disk.file(path)  # of a folder, it is an error
             self.disk.remove(path)
 
-        self._do("unlink", path, effect)
+        self.change("unlink", path, effect)
 
     def remove_folder(self, path: str, *, dir_fd: int | None = None) -> None:
         def effect() -> None:
             self.disk.folder(path)
             self.disk.remove(path)
 
-        self._do("remove_folder", path, effect)
+        self.change("remove_folder", path, effect)
 
     def remove_tree(self, path: str) -> None:
         with self.at_disk() as disk:
@@ -284,7 +284,7 @@ class SimulatedFiles(FileStorage):
 
     def sync_folder(self, path: str) -> None:
         if self.durable:
-            self._do("sync_folder", path, lambda: self.disk.sync_folder(path))
+            self.change("sync_folder", path, lambda: self.disk.sync_folder(path))
 
     def touch(self, path: str) -> None:
         with self.at_disk() as disk:

@@ -10,37 +10,30 @@ One simulated thread runs at a time, until it waits or comes to an operation (`S
 simulated store or storage). Each operation takes a random time, so which thread is next depends on the seed alone. Time
 passes only while all wait, so an hour costs nothing. Real locks must not be held over an operation. Needs `greenlet`.
 
-Processes are on hosts, each with a name, and may launch others there. What is between them is `Simulation.network`.
+Processes are on hosts, each with a name. Connections between them, and new processes, are not simulated.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-import importlib
 import itertools
 import math
 import random
-import shutil
-import tempfile
-import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from greenlet import getcurrent, greenlet
 
-from ..core.outside import HOST_VARIABLE, Condition, Future, Latch, Outside, Pool, Socket
-from .simulated_network import SimulatedNetwork, SimulatedSocket, SimulatedSockets
+from ..core.outside import HOST_VARIABLE, Condition, Future, Latch, Outside, Pool
 from .simulated_pool import SimulatedPool
 
 #: Process IDs begin above those that a system gives.
 _FIRST_PID = 1 << 23
-_RUNTIME_VARIABLE = "CKPT_RUNTIME_DIR"
 
 
 class Killed(SystemExit):
@@ -62,9 +55,7 @@ class Simulation:
         now: simulated seconds since the beginning
         random: the source of all choices
         turns: how often a thread was resumed
-        network: between the hosts
-        free_memory: how many bytes of memory a host has left
-        storage_of: returns what a process sees of the storage of a path; None: storages are not simulated
+        processes: all that there were
         failures: exceptions that a thread did not catch
     """
 
@@ -80,10 +71,7 @@ class Simulation:
         self.scheduler = getcurrent()
         #: The thread that runs.
         self._current: SimulatedThread | None = None
-        self._processes: list[SimulatedProcess] = []
-        self.network = SimulatedNetwork(self)
-        self.free_memory: Callable[[str], int] = lambda host: 1 << 40
-        self.storage_of: Callable[[SimulatedProcess, str], Any] | None = None
+        self.processes: list[SimulatedProcess] = []
         #: Threads of `SimulatedProcess.start` that have not ended.
         self.running = 0
 
@@ -95,36 +83,13 @@ class Simulation:
             host: where it runs
             parent: which has started it
         """
-        process = SimulatedProcess(self, name, host, _FIRST_PID + len(self._processes), parent)
-        self._processes.append(process)
-        return process
+        return SimulatedProcess(self, name, host, parent)
 
     def find(self, pid: int, host: str) -> SimulatedProcess | None:
         """The process with an ID, if it is on a host."""
         number = pid - _FIRST_PID
-        found = self._processes[number] if 0 <= number < len(self._processes) else None
+        found = self.processes[number] if 0 <= number < len(self.processes) else None
         return found if found is not None and found.host == host else None
-
-    @property
-    def processes(self) -> Sequence[SimulatedProcess]:
-        """All that there were."""
-        return self._processes
-
-    def forget(self) -> None:
-        """Drop all processes, and what they have open: finalizers keep queues and sockets, which refer to them."""
-        for process in self._processes:
-            process.handlers.clear()
-            vars(process.outside).pop("waits", None)  # they refer to recorders
-        self._processes, self._events = [], []
-        self.network.forget()
-        self.storage_of, self.free_memory = None, lambda host: 1 << 40
-
-    @cached_property
-    def folder(self) -> str:
-        """A real folder, for files that stand for the sockets of all hosts; it is deleted with this object."""
-        path = tempfile.mkdtemp(prefix="ckpt-simulation-")
-        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
-        return path
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Do something at a time, such as `process.kill`."""
@@ -145,12 +110,10 @@ class Simulation:
         while self.running and self._events and self._events[0][0] <= limit:
             self._step()
         ended = not self.running
-        for process in self._processes:
+        for process in self.processes:
             process.end()
         while self._events:
             self._step()
-        if "folder" in vars(self):  # it was made
-            shutil.rmtree(self.folder, ignore_errors=True)
         if self.failures:
             raise self.failures[0]
         return ended
@@ -197,9 +160,6 @@ class Simulation:
         self.scheduler.switch()
         if own.process.is_dead:
             raise Killed
-        if own.is_interrupted:
-            own.is_interrupted = False
-            raise SystemExit(1)
 
 
 class SimulatedProcess:
@@ -209,16 +169,11 @@ class SimulatedProcess:
         simulation: the simulation
         name: for messages
         host: where it runs
-        pid: its ID
         parent: which has started it
 
     Attributes:
-        name, host, pid, parent: see above
-        exit_code: how it has ended, as `subprocess` says it; None: it runs
-        ended: set when it has ended
-        sockets: those that it has open
-        inherited: its connection to its parent, if `Outside.launch` has started it
-        handlers: what it does when a signal comes
+        name, host, parent: see above
+        pid: its ID
         outside: its time and threads
         is_dead: whether it has ended
         is_killed: whether `kill` has ended it, and not the end of the simulation
@@ -228,16 +183,10 @@ class SimulatedProcess:
         date_offset: by how many seconds its host's date is wrong
     """
 
-    def __init__(
-        self, simulation: Simulation, name: str, host: str, pid: int, parent: SimulatedProcess | None = None
-    ) -> None:
+    def __init__(self, simulation: Simulation, name: str, host: str, parent: SimulatedProcess | None = None) -> None:
         self.simulation = simulation
-        self.name, self.host, self.pid, self.parent = name, host, pid, parent
-        self.exit_code: int | None = None
-        self.ended = SimulatedLatch(simulation)
-        self.sockets = dict[SimulatedSocket, None]()
-        self.inherited: SimulatedSocket | None = None
-        self.handlers = dict[int, Callable[[], None] | None]()
+        self.name, self.host, self.pid, self.parent = name, host, _FIRST_PID + len(simulation.processes), parent
+        simulation.processes.append(self)
         self.began_at = simulation.now
         self.is_dead = self.is_killed = False
         self.ended_at = math.inf
@@ -245,7 +194,11 @@ class SimulatedProcess:
         self.slowness = 1.0
         self.date_offset = 0.0
         self.threads: list[SimulatedThread] = []
-        self.outside = SimulatedOutside(self)
+        self.outside = self.make_outside()
+
+    def make_outside(self) -> SimulatedOutside:
+        """Called once."""
+        return SimulatedOutside(self)
 
     def start(self, function: Callable[..., None], *arguments: Any, after: float = 0.0) -> None:
         """Run a function as a thread that the simulation waits for, from so many seconds on."""
@@ -256,50 +209,23 @@ class SimulatedProcess:
         """An operation: it takes a while, and other threads run. Raises Killed."""
         self.simulation.park(self.simulation.now + self.simulation.duration() * self.slowness)
 
-    def launch(self, main: Callable[[Outside], None]) -> None:
-        """Run the `main` of a program as its main thread; the process ends with it."""
-        SimulatedThread(self, self._run, (main,))
-
-    def _run(self, main: Callable[[Outside], None]) -> None:
-        code = 1
-        try:
-            main(self.outside)
-            code = 0
-        except Killed:
-            raise
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        finally:
-            self.end(code)
-
-    def signal(self, number: int) -> None:
-        """Send it a signal, which kills it if it does not handle it."""
-        if number not in self.handlers:
-            self.kill(number)
-        elif (action := self.handlers[number]) is not None and not self.is_dead:
-            SimulatedThread(self, action, ())
-
     def kill(self, number: int = 9) -> None:
         """End it, as SIGKILL does: no thread does anything more."""
         self.is_killed = True
         self.end(-number)
 
     def end(self, code: int = 0) -> None:
-        """End it, as with the simulation."""
+        """End it, as with the simulation; with a code, as `subprocess` says it."""
         if not self.is_dead:
             self.is_dead = True
-            self.exit_code = code
             self.ended_at = self.simulation.now
             for thread in self.threads:
                 self.simulation.resume(thread, self.simulation.now)
-            for sock in self.sockets:
-                sock.end.wake_both()
-            self.ended.set()
 
     @cached_property
     def environment(self) -> dict[str, str]:
         """Its environment variables."""
-        return {HOST_VARIABLE: self.host, _RUNTIME_VARIABLE: self.simulation.folder}
+        return {HOST_VARIABLE: self.host}
 
     def stop(self, seconds: float) -> None:
         """Let it do nothing for a while, as SIGSTOP does. Its time passes."""
@@ -320,7 +246,6 @@ class SimulatedThread:
     ) -> None:
         self.process = process
         self.wait = 0
-        self.is_interrupted = False
         self._call = function, arguments
         self._is_waited_for = is_waited_for
         self._over = SimulatedLatch(process.simulation)
@@ -467,42 +392,13 @@ class SimulatedCondition:
             self._waiting.pop().set()
 
 
-class SimulatedChild:
-    """A process that another one has launched."""
-
-    def __init__(self, process: SimulatedProcess) -> None:
-        self.process, self.pid = process, process.pid
-
-    def poll(self) -> int | None:
-        """How it has ended; None: it runs."""
-        return self.process.exit_code
-
-    def wait(self, seconds: float) -> int | None:
-        """Wait for its end, at most so many simulated seconds; returns as `poll`."""
-        self.process.ended.wait(seconds)
-        return self.process.exit_code
-
-    def kill(self) -> None:
-        """End it at once."""
-        if not self.process.is_dead:
-            self.process.kill()
-
-    def lines(self) -> Iterator[bytes]:
-        """It prints nothing; waits for its end."""
-        self.process.ended.wait(math.inf)
-        return iter(())
-
-    def leave(self) -> None:
-        """Let it live on by itself."""
-
-
-class SimulatedOutside(SimulatedSockets, Outside):
+class SimulatedOutside(Outside):
     """What a simulated process runs in. The zero of its time is its own, as on another host."""
 
     def __init__(self, process: SimulatedProcess) -> None:
         simulation = process.simulation
         zero = simulation.random.uniform(0, 1e6)
-        self._process = process
+        self.process = process
         self.now = lambda: simulation.now + zero
         self.date = lambda: 1.7e9 + simulation.now + process.date_offset
         self.sleep = lambda seconds: simulation.park(simulation.now + max(seconds, 0))
@@ -519,27 +415,17 @@ class SimulatedOutside(SimulatedSockets, Outside):
         """See `at_exit`."""
         return False
 
-    @property
-    def storage_of(self) -> Callable[[str], Any] | None:  # type: ignore[override]
-        """The storages of the simulation, as the process sees them."""
-        storage_of = self._process.simulation.storage_of
-        return None if storage_of is None else partial(storage_of, self._process)
-
-    @property
-    def _own(self) -> SimulatedProcess:
-        return self._process
-
     def latch(self) -> Latch:
         """A latch of simulated threads."""
-        return SimulatedLatch(self._process.simulation)
+        return SimulatedLatch(self.process.simulation)
 
     def queue(self) -> SimulatedQueue:
         """A queue between simulated threads."""
-        return SimulatedQueue(self._process.simulation)
+        return SimulatedQueue(self.process.simulation)
 
     def lock(self) -> SimulatedLock:
         """A lock of simulated threads."""
-        return SimulatedLock(self._process.simulation)
+        return SimulatedLock(self.process.simulation)
 
     def condition(self, lock: AbstractContextManager[Any] | None = None) -> Condition:
         """A condition of simulated threads."""
@@ -547,7 +433,7 @@ class SimulatedOutside(SimulatedSockets, Outside):
 
     def thread_values(self) -> Any:
         """Attributes that each simulated thread has for itself."""
-        return _ThreadValues(self._process.simulation)
+        return _ThreadValues(self.process.simulation)
 
     def wait_for(self, futures: Collection[Future[Any]], seconds: float | None) -> bool:
         """Wait until these have ended, at most so many simulated seconds."""
@@ -561,7 +447,7 @@ class SimulatedOutside(SimulatedSockets, Outside):
 
     def start(self, name: str, function: Callable[..., None], *arguments: Any) -> SimulatedThread:
         """Run a function on a new simulated thread of the process."""
-        return SimulatedThread(self._process, function, arguments)
+        return SimulatedThread(self.process, function, arguments)
 
     def pool(self, threads: int, name: str) -> Pool:
         """No threads: each task is done when it is submitted."""
@@ -570,91 +456,32 @@ class SimulatedOutside(SimulatedSockets, Outside):
     @property
     def environment(self) -> dict[str, str]:  # type: ignore[override]
         """The environment variables of the process."""
-        return self._process.environment
+        return self.process.environment
 
     def host_name(self) -> str:
         """The name of the process's host."""
-        return self._process.host
-
-    def free_memory(self) -> int:
-        """That of the host, as the simulation has it."""
-        return self._process.simulation.free_memory(self._process.host)
+        return self.process.host
 
     def parent(self) -> int:
         """The ID of its parent; 1: there is none any more."""
-        parent = self._process.parent
+        parent = self.process.parent
         return 1 if parent is None or parent.is_dead else parent.pid
 
     def space(self) -> str:
         """Identifies the host."""
-        return f"{zlib.crc32(self._process.host.encode()):08x}"
+        return f"{zlib.crc32(self.process.host.encode()):08x}"
 
     def is_running(self, pid: int) -> bool:
         """Whether a process with this ID runs on this host."""
-        found = self._process.simulation.find(pid, self._process.host)
+        found = self.process.simulation.find(pid, self.process.host)
         return found is not None and not found.is_dead
 
     def started(self, pid: int) -> int | None:
         """When a process of this host has started; None: it has ended."""
-        found = self._process.simulation.find(pid, self._process.host)
+        found = self.process.simulation.find(pid, self.process.host)
         if found is None:
             raise ProcessLookupError(pid)
         return None if found.is_dead else int(found.began_at * 100) + 1
-
-    def launch(
-        self,
-        module: str,
-        connection: Socket,
-        *,
-        flags: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        own_session: bool = False,
-        reads_output: bool = False,
-    ) -> SimulatedChild:
-        """Run `main` of a module in a new process of this host."""
-        parent = self._process
-        name = f"{module.rpartition('.')[2]} of {parent.name}"
-        child = parent.simulation.process(name, parent.host, parent)
-        child.environment = {**self.environment, **(environment or {})}
-        child.inherited = self.of(connection).copied_to(child)
-        child.launch(importlib.import_module(module).main)
-        return SimulatedChild(child)
-
-    def inherited(self) -> SimulatedSocket:
-        """The connection to who has launched this process."""
-        inherited = self._process.inherited
-        assert inherited is not None, "nobody has launched it"
-        return inherited
-
-    def on_signal(self, number: int, action: Callable[[], None] | None) -> None:
-        """Call this when `SimulatedProcess.signal` sends a signal."""
-        self._process.handlers[number] = action
-
-    def exit(self) -> None:
-        """End it as with the simulation."""
-        self._process.end()
-        raise Killed
-
-    def leave_folder(self) -> None:
-        """It is in none."""
-
-    def be_silent(self) -> None:
-        """It prints nothing."""
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[Callable[[], None]]:
-        """While entered, another thread may end this one."""
-        simulation, entered = self._process.simulation, [self._process.simulation.current]
-
-        def interrupt() -> None:
-            for thread in entered:
-                thread.is_interrupted = True
-                simulation.resume(thread, simulation.now)
-
-        try:
-            yield interrupt
-        finally:
-            entered.pop().is_interrupted = False
 
 
 class _ThreadValues:

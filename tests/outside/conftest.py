@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from simulated.hosts import SimulatedHosts
 
 from ckpt_component.core.outside import OUTSIDE, Outside
-from ckpt_component.testing.simulation import Simulation
 
 Script = Callable[[Outside], None]
 
@@ -15,7 +15,7 @@ def in_reality(script: Script) -> None:
 
 
 def in_a_simulation(script: Script) -> None:
-    simulation = Simulation(seed=1)
+    simulation = SimulatedHosts(seed=1)
     process = simulation.process("one")
     process.start(script, process.outside)
     assert simulation.run(600.0), "it hangs"

@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+from simulated.hosts import SimulatedHosts
 from waiting import eventually
 
 from ckpt_component import CheckpointError
 from ckpt_component.core.lane import Lane
 from ckpt_component.core.outside import OUTSIDE, CancelledError, Outside
 from ckpt_component.core.waits import LongWait
-from ckpt_component.testing.simulation import Simulation
 
 Run = Callable[[Callable[[Outside], None]], None]
 
@@ -102,7 +102,7 @@ def test_a_long_wait_for_jobs_is_shown_once(caplog: pytest.LogCaptureFixture) ->
         assert not other.close(outside.now() + 8) and told[-1].whom == "jobs of ckpt-other"
 
     with caplog.at_level(logging.INFO):
-        process = Simulation(seed=1).process("one")
+        process = SimulatedHosts(seed=1).process("one")
         process.start(script, process.outside)
         assert process.simulation.run(600.0)
     shown = (

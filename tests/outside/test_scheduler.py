@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from simulated.storages import ProcessFiles
 
 from ckpt_component.testing import Disk, SimulatedFiles
-from ckpt_component.testing.machine import ProcessFiles
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
 from ckpt_component.testing.simulation import Simulation
 

@@ -85,7 +85,7 @@ ONCE = {
     "send_descriptors": {"core/processes/framing.py"},
     "send_file": {"core/processes/framing.py", "hosts/server.py"},
     "answer_requests": {
-        *("background/run_watch.py", "compat/worker_main.py"),
+        *("background/jobs.py", "compat/worker_main.py"),
         *("hosts/server.py", "core/writing/worker.py"),
     },
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from simulated.hosts import SimulatedHosts
 
 from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.core.processes.framing import Channel, FrameSignatures
@@ -20,13 +21,12 @@ from ckpt_component.core.processes.serve import (
     failed_frame,
 )
 from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError, error_as_plain, error_from_plain
-from ckpt_component.testing.simulation import Simulation
 
 Script = Callable[[Outside], None]
 
 
 def in_a_simulation(script: Script) -> None:
-    simulation = Simulation(seed=2)
+    simulation = SimulatedHosts(seed=2)
     process = simulation.process("one")
     process.start(script, process.outside)
     assert simulation.run(600.0), "it hangs"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from simulated.hosts import SimulatedHosts
 
 from ckpt_component import WorkerDiedError
 from ckpt_component.core.outside import Outside
@@ -15,7 +16,7 @@ from ckpt_component.hosts.client import HostClient, clients_of
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.peer_client import PeerClient
 from ckpt_component.hosts.wire import PeerAddress, SocketPlace, roots_here
-from ckpt_component.testing.simulation import SimulatedProcess, Simulation
+from ckpt_component.testing.simulation import SimulatedProcess
 
 ROOT = "host://runs/one@1f2e3d4c-0a0b0c0d"
 STEP = f"{ROOT}/iter_0000001"
@@ -24,8 +25,8 @@ Acts = list[tuple[SimulatedProcess, Callable[[Outside], None]]]
 
 
 @pytest.fixture
-def simulation() -> Iterator[Simulation]:
-    simulation = Simulation(seed=3)
+def simulation() -> Iterator[SimulatedHosts]:
+    simulation = SimulatedHosts(seed=3)
     yield simulation
     for fd, inode in simulation.network.received:
         if os.path.exists(f"/proc/self/fd/{fd}") and os.fstat(fd).st_ino == inode:
@@ -41,7 +42,7 @@ def place(outside: Outside) -> SocketPlace:
     return SocketPlace.of(ROOT, outside)
 
 
-def in_turn(simulation: Simulation, acts: Acts) -> None:
+def in_turn(simulation: SimulatedHosts, acts: Acts) -> None:
     """Each act begins when the one before is over."""
     director, done = simulation.process("director"), list[int]()
 
@@ -65,7 +66,7 @@ def asked(lane: WriterConnection, outside: Outside, **header: Any) -> dict[str, 
     return lane.receive(outside.now() + 60, "test")
 
 
-def test_what_a_server_keeps_outlives_its_trainer_until_its_lease_is_over(simulation: Simulation) -> None:
+def test_what_a_server_keeps_outlives_its_trainer_until_its_lease_is_over(simulation: SimulatedHosts) -> None:
     trainer, other = simulation.process("trainer"), simulation.process("other")
     elsewhere = simulation.process("elsewhere", "b")
 
@@ -103,7 +104,7 @@ def test_what_a_server_keeps_outlives_its_trainer_until_its_lease_is_over(simula
     in_turn(simulation, [(other, look), (elsewhere, look_elsewhere)])
 
 
-def test_a_server_ends_with_close_or_is_killed(simulation: Simulation) -> None:
+def test_a_server_ends_with_close_or_is_killed(simulation: SimulatedHosts) -> None:
     def script(outside: Outside) -> None:
         process = client_of(outside)
         process.close(5)
@@ -120,7 +121,7 @@ def test_a_server_ends_with_close_or_is_killed(simulation: Simulation) -> None:
     in_turn(simulation, [(simulation.process("trainer"), script)])
 
 
-def test_servers_of_other_hosts_are_reached_until_their_link_is_cut(simulation: Simulation) -> None:
+def test_servers_of_other_hosts_are_reached_until_their_link_is_cut(simulation: SimulatedHosts) -> None:
     one, two, port = simulation.process("one", "a"), simulation.process("two", "b"), list[int]()
 
     def listen(outside: Outside) -> None:

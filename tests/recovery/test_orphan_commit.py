@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
+from simulated.storages import ProcessFiles
 from strides import in_turn
 
 from ckpt_component.core.commit import commit
@@ -24,7 +25,6 @@ from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.writing.orphan_commit import UndecidedSave
 from ckpt_component.core.writing.request import WriteOptions, WriteRequest, WriteTable
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedBucket, SimulatedFiles, SimulatedObjects
-from ckpt_component.testing.machine import ProcessFiles
 from ckpt_component.testing.simulation import Simulation
 
 ROOT = "/runs/one"

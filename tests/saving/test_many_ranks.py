@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from rank_writer import RankWriter, content, snapshot
+from simulated.storages import ProcessFiles
 
 from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.fencing import FencingToken
@@ -22,7 +23,6 @@ from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.saving.attempts import SaveAttempts
 from ckpt_component.saving.context import Admitted, NoRun, SaveContext, SaveRequest, Staged
 from ckpt_component.testing import Disk, SimulatedFiles
-from ckpt_component.testing.machine import ProcessFiles
 from ckpt_component.testing.simulated_store import SimulatedStore
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 

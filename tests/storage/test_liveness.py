@@ -8,6 +8,7 @@ import os
 
 import pytest
 from commit_trials import ROOT, TARGET
+from simulated.storages import ProcessBucket, ProcessFiles
 
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import Unfinished
@@ -18,8 +19,6 @@ from ckpt_component.core.outside import Outside
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.testing import Disk, SimulatedBucket, SimulatedFiles, SimulatedObjects
-from ckpt_component.testing.machine import ProcessFiles
-from ckpt_component.testing.simulated_bucket import ProcessBucket
 from ckpt_component.testing.simulation import SimulatedProcess, Simulation
 
 

@@ -14,7 +14,6 @@ from ckpt_component.core.commit.cleanup import quarantine
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.testing import Disk, Fault, PowerCut, SimulatedFiles
-from ckpt_component.testing.machine import Machine
 
 FOLDER, FILE = "/a/b/c", "/a/b/c/file"
 FAULTS = {"killed": Fault("cut"), "refused": Fault("fail", errno.ENOSPC), "answer_lost": Fault("lost")}
@@ -33,10 +32,10 @@ def stays_after_power_cuts(disk: Disk, files: FileStorage) -> None:
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("number", range(1, 8))
 def test_a_folder_that_a_predecessor_did_not_make_durable_is(number: int, kind: str) -> None:
-    disk, machine = Disk(), Machine({number: FAULTS[kind]})
+    disk = Disk()
     with pytest.raises((PowerCut, OSError)):
-        machine.files(disk).make_folders(FOLDER)
-    stays_after_power_cuts(disk, Machine().files(disk))
+        SimulatedFiles(disk, {number: FAULTS[kind]}).make_folders(FOLDER)
+    stays_after_power_cuts(disk, SimulatedFiles(disk))
 
 
 def test_a_folder_that_another_process_makes_at_the_same_time_is() -> None:

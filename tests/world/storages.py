@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from simulated.storages import ProcessFiles
+
 from ckpt_component.testing import Disk, Fault, SimulatedBucket, SimulatedFiles, SimulatedObjects
-from ckpt_component.testing.machine import ProcessFiles
 from ckpt_component.testing.simulated_bucket import BucketRequests
 from ckpt_component.testing.simulation import SimulatedProcess
 
@@ -69,7 +70,7 @@ class WorldFiles(ProcessFiles):
                 self.close_folder(other)
         super().flock(fd, how)
 
-    def _do(self, operation: str, path: str, effect: Callable[[], T]) -> T:
+    def change(self, operation: str, path: str, effect: Callable[[], T]) -> T:
         fault = self._world.operation(self.process, "change", operation, path)
         with super().at_disk():
             result = done(fault, path, effect)

@@ -16,11 +16,12 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import world.troubles  # noqa: F401  the kinds of trouble, which this lists
 from kept_configs import compose_once
+from simulated.hosts import SimulatedHosts
 from world.host_disks import FINISH, SCRATCH, HostDisks
 from world.memory import Memory
 from world.scripts import SCRIPTS, Script
@@ -48,7 +49,7 @@ from ckpt_component.publishing.versions import NAMES
 from ckpt_component.state.tensors import tensor_bytes
 from ckpt_component.testing import Disk, DiskFile, Fault, SimulatedBucket
 from ckpt_component.testing.simulated_store import MessageFault, SimulatedStore
-from ckpt_component.testing.simulation import SimulatedProcess, Simulation
+from ckpt_component.testing.simulation import SimulatedProcess
 
 T = TypeVar("T")
 
@@ -221,10 +222,10 @@ class World:
     def __init__(self, case: Case, script: Script | None = None) -> None:
         self.case, self.root = case, ROOT
         self.script = script or SCRIPTS[case.script]
-        self.simulation = Simulation(case.seed)
+        self.simulation = SimulatedHosts(case.seed)
         self.simulation.storage_of = self.storage
         self.simulation.free_memory = lambda host: 1 << 40 if self.simulation.now >= self.full_until[host] else 0
-        self.simulation.network.operation = lambda sock: self.operation(cast(SimulatedProcess, sock.process), "wire")
+        self.simulation.network.operation = lambda sock: self.operation(sock.process, "wire")
         self.waited, self._watched = list[Waited](), dict[SimulatedProcess, Callable[[], None]]()
         self.files = new_storage(case.storage)
         self.files.make_folders(ROOT)

@@ -24,7 +24,6 @@ from ckpt_component.core.outside import OUTSIDE, Outside
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.writing import write_job
 from ckpt_component.core.writing.range_writer import Throttle
-from ckpt_component.testing.machine import PatientOutside
 
 STATE: dict[str, Any] = {
     "odd": torch.arange(12_345, dtype=torch.float32),
@@ -257,8 +256,8 @@ def test_small_images_are_not_worth_a_trial(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_rate_holds_for_all_writers_together() -> None:
-    outside, slept = PatientOutside(), list[float]()
-    outside.slept = slept.append
+    outside, slept = Outside(), list[float]()
+    outside.now, outside.sleep = lambda: sum(slept), slept.append
     throttle = Throttle(1000.0, outside)
     for _ in range(4):
         throttle.wait(500)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
+from simulated.connections import WINDOW, Link
 from world.strangers import Strangers
 from world.times import DEADLINE, UNNOTICED
 from world.trouble import ANYWHERE, Hit, happens
 
 from ckpt_component.core.commit.liveness import QUIET_SECONDS
 from ckpt_component.core.coordination import Hosts
-from ckpt_component.testing.simulated_network import WINDOW, Link
-from ckpt_component.testing.simulation import SimulatedProcess
 
 #: What has so many bytes is of an image: frames are shorter.
 IMAGE_BYTES = 2000
@@ -86,7 +83,7 @@ def lose_place(hit: Hit) -> None:
     def take_over() -> None:
         listeners = [each for each in world.simulation.network.listeners.values() if isinstance(each.place, tuple)]
         listeners = [each for each in listeners if each.process.host in peers and not each.is_over]
-        by = [each.process for each in listeners if cast(SimulatedProcess, each.process).parent in others.processes]
+        by = [each.process for each in listeners if each.process.parent in others.processes]
         taken = [each for each in listeners if each.process not in by]
         if taken and by:
             world.lose_memory(taken[-1].process.host)
