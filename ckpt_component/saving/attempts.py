@@ -142,7 +142,7 @@ class SaveAttempts:
         different = self._ranks.decide(f"{self._queue}{attempt.token}/begin", message, make_folder, deadline)
         differences = [ReplicaDifference(*each) for each in different]
         texts = [] if staged.comparison is None else staged.comparison.report(differences)
-        if differences and self._context.replicas.on_different is OnDifferentReplicas.error:
+        if differences and self._context.settings.on_different_replicas is OnDifferentReplicas.error:
             tag = f"{self._queue}{attempt.token}/replicas"
             self._ranks.decide(tag, texts, partial(raise_different, attempt.target), deadline)
 

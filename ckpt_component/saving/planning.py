@@ -34,7 +34,7 @@ class SavePlanner:
         #: False after the ranks could not agree: then all plan again.
         self._is_agreed = True
         self._comparisons = (
-            ReplicaComparisons(context.ranks.rank, context.ranks.world_size, context.replicas)
+            ReplicaComparisons(context.ranks.rank, context.ranks.world_size, context.settings)
             if writer.shared and context.ranks.world_size > 1
             else None
         )
