@@ -447,7 +447,8 @@ class Target:
             CheckpointLoadError: a parameter is quantized in another way
         """
         self._loaded = loaded
-        refuse_other_descriptions(self._descriptions, loaded, self._source.where)
+        if self._descriptions:
+            refuse_other_descriptions(self._descriptions, loaded, self._source.where)
         for path, keys in self._replaced.items():
             self._values[path] = loaded[keys[0]] if keys == [key_of(path)] else self._assemble(path, keys, loaded)
         self._values.update(self._fitted)
