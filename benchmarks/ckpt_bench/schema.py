@@ -22,8 +22,7 @@ from ckpt_component.config.hydra.store import (
     registered,
     store_files,
 )
-from ckpt_component.config.quantities import BYTES, SECONDS
-from ckpt_component.config.schema import above, at_least
+from ckpt_component.config.quantities import BYTES, SECONDS, above, at_least
 from ckpt_component.core.spelling import invalid_choice
 from ckpt_component.core.storage.locate import expanded
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from ..config.schema import Export
 from ..core.commit.names import step_in_name
 from ..core.outside import OUTSIDE, Outside
 from ..core.storage.space import amount
@@ -22,53 +22,39 @@ _PROCESS = "ckpt_component.background.export_process"
 _SUFFIXES = {"hf": "", "safetensors": ".safetensors", "torch": ".pt"}
 
 
-@dataclass(frozen=True)
-class ExportPolicy:
-    """What to export, and where.
-
-    Attributes:
-        options: how
-        folder: absolute path of the folder of the exports, which are named as their checkpoints; empty: `exports`
-            beside them
-        every_steps: export each checkpoint whose step is a multiple; None: only the last
-        timeout: seconds for one export
-    """
-
-    options: ExportOptions
-    folder: str
-    every_steps: int | None
-    timeout: float
-
-    def target_of(self, checkpoint: str) -> str:
-        """Where the export of a checkpoint is."""
-        root, name = os.path.split(checkpoint)
-        return os.path.join(self.folder or os.path.join(root, "exports"), name + _SUFFIXES[self.options.format])
-
-
 class BackgroundExports(Follower):
     """Exports checkpoints that were committed. A failure is a warning, and never stops the run.
 
     While an export runs, only the newest request waits.
 
     Args:
-        policy: what to export
+        settings: when to export, and how long that may take
+        options: how
+        folder: absolute path of the folder of the exports, which are named as their checkpoints; empty: `exports`
+            beside them
         note: records an event, from the thread of the exports
         outside: of the run
     """
 
     def __init__(
-        self, policy: ExportPolicy, note: Callable[[dict[str, Any]], None], outside: Outside = OUTSIDE
+        self,
+        settings: Export,
+        options: ExportOptions,
+        folder: str,
+        note: Callable[[dict[str, Any]], None],
+        outside: Outside = OUTSIDE,
     ) -> None:
-        self._policy, self._note, self._outside = policy, note, outside
+        self._settings, self._options, self._folder = settings, options, folder
+        self._note, self._outside = note, outside
         setting = "checkpoint.export.timeout"
-        self._requests = RequestQueue(_PROCESS, "ckpt-export", self._export, policy.timeout, setting, outside)
+        self._requests = RequestQueue(_PROCESS, "ckpt-export", self._export, settings.timeout, setting, outside)
         self._newest: SaveReport | None = None
         self._requested: SaveReport | None = None
 
     def on_commit(self, report: SaveReport) -> None:
         """Export a checkpoint, if it is due. Does not wait."""
         self._newest = report
-        every = self._policy.every_steps
+        every = self._settings.every_steps
         if every is not None and report.step is not None and report.step % every == 0:
             self._request(report)
 
@@ -93,18 +79,20 @@ class BackgroundExports(Follower):
 
     def _export(self, report: SaveReport) -> None:
         """On the thread: export a checkpoint, and record what became of it."""
-        policy, path, started = self._policy, report.path, self._outside.date()
-        target, step = policy.target_of(path), step_in_name(os.path.basename(path))
+        path, started = report.path, self._outside.date()
+        root, name = os.path.split(path)
+        target = os.path.join(self._folder or os.path.join(root, "exports"), name + _SUFFIXES[self._options.format])
         outcome: dict[str, Any]
         try:
-            answer = self._requests.run({"source": path, "target": target, "options": vars(policy.options)})
+            answer = self._requests.run({"source": path, "target": target, "options": vars(self._options)})
             size, seconds = amount(answer["nbytes"]), answer["seconds"]
-            logger.info("%s exported: %s in %.1f s, %s", os.path.basename(path), size, seconds, target)
+            logger.info("%s exported: %s in %.1f s, %s", name, size, seconds, target)
             outcome = {"outcome": "exported", "bytes": answer["nbytes"]}
         except Exception as error:  # whatever it is, later checkpoints are exported
             expected = isinstance(error, (CheckpointError, OSError, ValueError))
             text = "%s was not exported, and the run continues: %s"
             logger.warning(text, path, error, exc_info=not expected)
             outcome = {"outcome": "failed", "error": str(error)}
+        step = step_in_name(name)
         event = {"event": "export", "time": round(started, 6), "step": step, "path": path, "target": target}
         self._note({**event, **outcome, "seconds": round(self._outside.date() - started, 6)})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..config.schema import Publish
 from ..core.commit.names import StepNames, step_in_name
 from ..core.outside import OUTSIDE, Outside
 from ..core.storage.space import amount
@@ -33,9 +34,6 @@ class PublishPolicy:
         run: token of the run, by which it owns `root` and `to`
         root: path or URL of the folder of the checkpoints
         names: how steps are named there
-        every: publish each n-th checkpoint
-        timeout: seconds for one version
-        from_memory: whether snapshots in memory are published too
         storage: arguments of `storage_at`
     """
 
@@ -45,9 +43,6 @@ class PublishPolicy:
     run: str
     root: str
     names: StepNames
-    every: int = 1
-    timeout: float = 3600.0
-    from_memory: bool = False
     storage: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -64,17 +59,26 @@ class BackgroundPublishing(Follower):
     While a version is made, only the newest request waits: receivers want the newest weights, and not all of them.
 
     Args:
+        settings: when to publish, and how long that may take
         policy: what to publish
         note: records an event, from the thread of the versions
         outside: of the run
+        from_memory: whether snapshots in memory are published too
     """
 
     def __init__(
-        self, policy: PublishPolicy, note: Callable[[dict[str, Any]], None], outside: Outside = OUTSIDE
+        self,
+        settings: Publish,
+        policy: PublishPolicy,
+        note: Callable[[dict[str, Any]], None],
+        outside: Outside = OUTSIDE,
+        *,
+        from_memory: bool,
     ) -> None:
-        self._policy, self._note, self._outside = policy, note, outside
+        self._settings, self._policy, self._note, self._outside = settings, policy, note, outside
+        self._from_memory = from_memory
         setting = "checkpoint.publish.timeout"
-        self._requests = RequestQueue(_PROCESS, "ckpt-publish", self._publish, policy.timeout, setting, outside)
+        self._requests = RequestQueue(_PROCESS, "ckpt-publish", self._publish, settings.timeout, setting, outside)
         self._job = asdict(policy)
         #: Commits and snapshots come on different threads.
         self._lock = outside.lock()
@@ -98,7 +102,7 @@ class BackgroundPublishing(Follower):
 
     def on_kept(self, report: SaveReport) -> None:
         """Publish a snapshot in memory, if it is due; when it goes to storage too, it is not due again."""
-        if self._policy.from_memory:
+        if self._from_memory:
             self._see(report)
 
     def in_use(self) -> set[str]:
@@ -115,7 +119,7 @@ class BackgroundPublishing(Follower):
         if finish and newest is not None and newest is not self._requested:  # memory has gone with its server
             self._request(newest)
         self._requests.end(finish=finish)
-        if finish and newest is not None and self._is_failing and self._outside.now() - began < self._policy.timeout:
+        if finish and newest is not None and self._is_failing and self._outside.now() - began < self._settings.timeout:
             self._request(newest)  # no commit follows with which it could be tried again
             self._requests.end(finish=True)
 
@@ -127,7 +131,7 @@ class BackgroundPublishing(Follower):
                 return
             is_new, self._step = step > self._step, step
             self._seen += is_new
-            is_due = is_new and self._seen % self._policy.every == 0
+            is_due = is_new and self._seen % self._settings.every == 0
             if is_due:
                 self._due.append(step)
             if is_due or self._is_failing:

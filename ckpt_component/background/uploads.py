@@ -9,11 +9,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from ..config.schema import Upload
 from ..core.lane import Lane
+from ..core.options import OnLag
 from ..core.outside import OUTSIDE, Outside
 from ..core.processes.start import Child, start_in_background
 from ..core.storage.space import amount
@@ -133,30 +135,17 @@ class UploadChild:
                 process.hang_up()
 
 
-@dataclass(frozen=True)
-class LagPolicy:
-    """How far the target may fall behind the local folder.
-
-    Attributes:
-        max_steps: the most steps; None: there is no limit
-        raises: whether the next save fails beyond it, or a warning is logged
-    """
-
-    max_steps: int | None = None
-    raises: bool = False
-
-
 class BackgroundUploads(Follower):
     """Owns the process that begins and commits uploads, on rank 0.
 
     Args:
         policy: what to upload
-        lag: how far the target may fall behind
+        settings: how far the target may fall behind, and what happens beyond that
         outside: of the run
     """
 
-    def __init__(self, policy: UploadPolicy, lag: LagPolicy, outside: Outside = OUTSIDE) -> None:
-        self._policy, self._limits = policy, lag
+    def __init__(self, policy: UploadPolicy, settings: Upload, outside: Outside = OUTSIDE) -> None:
+        self._policy, self._settings = policy, settings
         self._child = UploadChild(policy, self._take, outside=outside)
         #: Of this run, the newest step that is due, and the size of its checkpoint.
         self._newest: tuple[int, int] | None = None
@@ -200,11 +189,11 @@ class BackgroundUploads(Follower):
         """
         if self._fenced is not None:
             raise CheckpointFencedError(self._fenced)
-        most = self._limits.max_steps
+        most = self._settings.max_lag_steps
         if most is None or self.lag_steps <= most:
             return
         why = f"that is more than checkpoint.upload.max_lag_steps={most}"
-        if self._limits.raises:
+        if self._settings.on_lag is OnLag.error:
             raise CheckpointSaveError(f"{self._behind()}; {why} (checkpoint.upload.on_lag=error).{self._because()}")
         self._warn(why)
 
@@ -256,7 +245,7 @@ class BackgroundUploads(Follower):
 
     def _warn(self, why: str) -> None:
         """Warn of the lag, if it has doubled since the last time."""
-        if self.lag_steps > max(2 * self._warned - 1, self._limits.max_steps or 0):
+        if self.lag_steps > max(2 * self._warned - 1, self._settings.max_lag_steps or 0):
             self._warned = self.lag_steps
             logger.warning("%s, %s.%s", self._behind(), why, self._because())
 

@@ -1,8 +1,14 @@
-"""Sizes and times as people write them: `8MB`, `2GiB`, `30m`, `1.5h`."""
+"""Numbers of a config: the ranges of fields, and sizes and times as people write them: `8MB`, `2GiB`, `30m`, `1.5h`."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import field
+from typing import TypeVar
+
+from ..core.options import Range
+
+T = TypeVar("T")
 
 #: Units of a field's number, as its metadata.
 BYTES, SECONDS = "bytes", "seconds"
@@ -22,6 +28,27 @@ _EXAMPLES = {
     SECONDS: "a number of seconds, or one with a unit: 90s, 30m, 2h",
 }
 _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z/]*)", re.IGNORECASE)
+
+
+def within(limits: Range, default: T, unit: str | None = None) -> T:
+    """A field for a number in a range, or None if its type allows it.
+
+    Args:
+        limits: the range
+        default: the default value
+        unit: BYTES or SECONDS, if the number may be written with a unit such as `8MB`
+    """
+    return field(default=default, metadata={"range": limits, "unit": unit})
+
+
+def at_least(limit: float, default: T, unit: str | None = None) -> T:
+    """As `within`, for a number of at least `limit`."""
+    return within(Range(limit), default, unit)
+
+
+def above(limit: float, default: T, unit: str | None = None) -> T:
+    """As `within`, for a finite number above `limit`."""
+    return within(Range.finite_above(limit), default, unit)
 
 
 def quantity(text: str, unit: str, name: str) -> float:

@@ -271,15 +271,7 @@ def deadlines(config: Checkpoint) -> dict[str, float]:
     write = times.write or max(1800.0, 2 * (times.stall or 0.0), 4 * (times.heartbeat or 0.0))
     stall = times.stall or _between(times.heartbeat or 0.0, 300.0, write)
     heartbeat = times.heartbeat or _between(0.0, 30.0, stall)
-    return {
-        "worker_start": times.worker_start,
-        "stage": stage,
-        "write": write,
-        "close": times.close,
-        "heartbeat": heartbeat,
-        "stall": stall,
-        "visible": times.visible,
-    }
+    return {**vars(times), "stage": stage, "write": write, "heartbeat": heartbeat, "stall": stall}
 
 
 def longest_pause(retry: Retry) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from ..core.options import (
     ARENAS,
@@ -32,45 +32,21 @@ from ..core.options import (
     Overlap,
     PageCache,
     Prove,
-    Range,
     ReadMode,
     RecoveryMode,
     ReplicaCheck,
     ReuseMode,
     Verify,
 )
-from .quantities import BYTES, SECONDS
-
-T = TypeVar("T")
+from .quantities import BYTES, SECONDS, above, at_least, within
 
 #: `omegaconf.MISSING`, without importing OmegaConf: `ckpt` reads the schema in a command that must start fast.
 MISSING: Any = "???"
 
 
-def within(limits: Range, default: T, unit: str | None = None) -> T:
-    """A field for a number in a range, or None if its type allows it.
-
-    Args:
-        limits: the range
-        default: the default value
-        unit: BYTES or SECONDS, if the number may be written with a unit such as `8MB`
-    """
-    return field(default=default, metadata={"range": limits, "unit": unit})
-
-
 def target(name: str) -> str:
     """The field for the class of a part, which is not an argument."""
     return field(default=name, init=False)
-
-
-def at_least(limit: float, default: T, unit: str | None = None) -> T:
-    """As `within`, for a number of at least `limit`."""
-    return within(Range(limit), default, unit)
-
-
-def above(limit: float, default: T, unit: str | None = None) -> T:
-    """As `within`, for a finite number above `limit`."""
-    return within(Range.finite_above(limit), default, unit)
 
 
 @dataclass

@@ -28,17 +28,14 @@ from ..core.coordination import Coordinator, Hosts, LocalCoordinator
 from ..core.gc_control import collector_paused
 from ..core.image.unchanged_files import CommittedFile, FileBytes, FileReuse, Find
 from ..core.options import (
-    Commit,
     Durability,
     ExportFormat,
     FrozenMode,
     ReadMode,
     RecoveryMode,
-    ResolvedTimeouts,
     ReuseMode,
 )
 from ..core.outside import OUTSIDE, Outside
-from ..core.progress import Progress, no_progress, progress_bar
 from ..core.storage.locate import Storages, absolute, expanded, is_url, path_text
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -56,7 +53,6 @@ from ..managing.run_folder import RunFolder
 from ..saving.base_files import BaseFiles
 from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
-from ..saving.replica_comparison import ReplicaPolicy
 from ..saving.save_queue import SaveQueue
 from ..stagers.base import Stager
 from ..state.frozen_weights import FrozenWeights
@@ -69,8 +65,9 @@ from .run_policies import (
     resolved_timeouts,
     retention_policies,
     save_policy,
+    storage_arguments,
 )
-from .weights import read_once
+from .weights import progress_of, read_once
 
 
 @brief_refusals
@@ -113,16 +110,16 @@ def build_checkpointer(
         ranks = LocalCoordinator(outside) if alone else job_ranks("checkpointer", timeouts, outside)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank, outside=ranks.outside)
-    storage_of = storage_of or _storages(settings, outside)
-    policy, options = error_policy(settings), _snapshots(settings, outside)
+    options = _snapshots(settings, outside)
     for option in options:
         option.begin_alone()
-        storage_of = option.storage_of(storage_of)
-    run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
-    context = SaveContext(ranks, storage_of, timeouts, run, policy, events, shown)
-    base = _base(settings, storage_of)
-    bases = BaseFiles(lambda: base, storage_of(base[0]), NAMINGS[settings.naming.value]).find if base else _nowhere
-    return _build_graph(settings, parts, storage_of, context, bases, options)
+    find_storage = _storages(settings, options, storage_of, outside)
+    run, policy = NoRun(find_storage, parts[2].single_file), error_policy(settings)
+    shown = progress_of(ranks)
+    context = SaveContext(ranks, find_storage, timeouts, run, policy, events, shown, settings)
+    base = _base(settings, find_storage)
+    bases = BaseFiles(lambda: base, find_storage(base[0]), NAMINGS[settings.naming.value]).find if base else _nowhere
+    return _build_graph(context, parts, find_storage, bases, options)
 
 
 @brief_refusals
@@ -186,86 +183,43 @@ def manager_of(
     Raises:
         CheckpointError: as `build_manager`
     """
-    job, own_storage = launch.job, storage_of is not None
-    resume, save = ResumePolicy(settings.resume, settings.rewind, load_options(settings)), save_policy(settings)
-    options = _options(settings, job, outside, own_storage=own_storage)
-    # The nearest first.
-    roots = [*filter(None, [settings.local.dir]), settings.dir]
-    roots = roots if job is None else [job.root(root) for root in roots]
-    policy, timeouts = error_policy(settings), resolved_timeouts(settings)
-    storage_of = storage_of or _storages(settings, outside)
-    for option in options:
-        storage_of = option.storage_of(storage_of)
-    storages = [storage_of(absolute(roots[-1]))]
-    if settings.local.dir is not None:
-        storages.insert(0, storage_of(absolute(roots[0])) if own_storage else _local(settings, outside))
-    names, best = NAMINGS[settings.naming.value], best_policy(settings)
+    own_storage, save = storage_of is not None, save_policy(settings)
+    options = _options(settings, launch.job, outside, own_storage=own_storage)
+    find_storage = _storages(settings, options, storage_of, outside)
+    folders = _folders(settings, launch.job, find_storage, outside, own_storage=own_storage)
     if not settings.enabled:
-        own, events = ranks or LocalCoordinator(outside), EventRecorder(outside=outside)
-        off = RunContext(storages[0], absolute(roots[0]), names, own, timeouts, best, events)
-        return _recorded(CheckpointManager(None, off, save, None))
-    parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
+        off = _run(settings, *folders[0], ranks or LocalCoordinator(outside), EventRecorder(outside=outside))
+        return record(CheckpointManager(None, off, save, None))
+    parts, timeouts = _build_parts(settings), resolved_timeouts(settings)
     ranks = ranks or job_ranks("checkpointer", timeouts, outside)
-    outside = ranks.outside
     try:
-        if job is not None:
-            # Hydra names the output folder by each rank's clock, so rank 0's name is used.
-            claims = partial(_claims, job, storages, roots) if save.enabled else lambda: roots
-            roots = ranks.run_on_leader("root/job", claims, outside.now() + timeouts.stage)
-        roots = [absolute(root) for root in roots]
-        begin = partial(_begin_run, outside, [partial(option.begun, storages[0], roots[0]) for option in options])
-        begun = ranks.decide("run/begin", outside.host_name(), begin, outside.now() + timeouts.stage)
-        # Events in files are not made durable, whatever the checkpoints are.
-        recorded_in = storages[0] if own_storage or is_url(roots[0]) else None
-        events = EventRecorder(
-            EventFile(roots[0], ranks.rank, recorded_in) if settings.events else None,
-            listeners,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            run=begun["token"],
-            about={"preset": launch.preset, **_named_parts(settings), "versions": versions()},
-            waits=not save.enabled,
-            outside=outside,
-        )
-        run = RunContext(
-            storages[-1],
-            roots[-1],
-            names,
-            ranks,
-            timeouts,
-            best,
-            events,
-            preset=launch.preset,
-            elsewhere=storage_of,
-            hosts=Hosts.of_runs(begun["hosts"]),
-        )
-        if len(roots) > 1:
-            run = replace(run, fs=storages[0], root=roots[0], remote=run)
+        run, begun = _begin(settings, launch, ranks, folders, find_storage, options, own_storage=own_storage)
         followers, sources = list[Follower](), list[SnapshotSource]()
-        for option, told in zip(options, begun["options"], strict=True):
+        for option, told in zip(options, begun, strict=True):
             run = option.join(run, told, saves=save.enabled)
             followers += option.followers(run, saves=save.enabled)
             sources += option.sources()
-        files = {RUN_RECORD: launch.record()} if ranks.is_leader else {}
-        keep = retention_policies(settings)[0]
+        resume = ResumePolicy(settings.resume, settings.rewind, load_options(settings))
+        keep, files = retention_policies(settings)[0], {RUN_RECORD: launch.record()} if ranks.is_leader else {}
         folder = RunFolder(run, resume, keep, files, followers, takeover=settings.takeover)
         queue: MakeQueue = SaveQueue
         if save.enabled:
             folder.check_writable()
             for option in options:
                 queue = option.queue(queue, run, parts[1], parts[2], followers)
-        shown = _progress(ranks)
-        context = SaveContext(ranks, run.saved_in, timeouts, folder, policy, events, shown, unseen=run.unseen)
-        base = _base(settings, run.elsewhere)
-        find = BaseFiles(partial(_bases, run.root, base, job), run.fs, names).find
-        checkpointer = _build_graph(settings, parts, run.elsewhere, context, find, options, queue, run.hosts)
+        policy, shown = error_policy(settings), progress_of(ranks)
+        context = SaveContext(
+            ranks, run.saved_in, timeouts, folder, policy, run.events, shown, settings, unseen=run.unseen
+        )
+        find = BaseFiles(partial(_bases, run.root, _base(settings, find_storage), launch.job), run.fs, run.names).find
+        checkpointer = _build_graph(context, parts, find_storage, find, options, queue, run.hosts)
         restorer = Restorer(checkpointer, folder, save.enabled, sources)
     except BaseException:
         ranks.close()
         for option in options:
             option.abandon()
         raise
-    return _recorded(CheckpointManager(checkpointer, run, save, restorer, followers))
+    return record(CheckpointManager(checkpointer, run, save, restorer, followers))
 
 
 def _options(settings: Checkpoint, job: MultirunJob | None, outside: Outside, *, own_storage: bool) -> list[RunOption]:
@@ -275,15 +229,17 @@ def _options(settings: Checkpoint, job: MultirunJob | None, outside: Outside, *,
         CheckpointConfigError: a value of one is wrong
     """
     options = list[RunOption]()
-    if settings.enabled and settings.export.format is not ExportFormat.none:
+    if not settings.enabled:
+        return options
+    if settings.export.format is not ExportFormat.none:
         from .run_exports import RunExports
 
         options.append(RunExports(settings))
-    if settings.enabled and settings.local.dir is not None:
+    if settings.local.dir is not None:
         from .run_local_folder import RunLocalFolder
 
         options.append(RunLocalFolder(settings, own_storage=own_storage))
-    if settings.enabled and settings.publish.to is not None:
+    if settings.publish.to is not None:
         from .run_exports import RunPublishing
 
         options.append(RunPublishing(settings, settings.publish.to, job))
@@ -292,16 +248,11 @@ def _options(settings: Checkpoint, job: MultirunJob | None, outside: Outside, *,
 
 def _snapshots(settings: Checkpoint, outside: Outside) -> list[RunOption]:
     """The option that keeps snapshots in memory, if it is on; a checkpointer without a manager has it too."""
-    if not settings.enabled or settings.recovery.mode is RecoveryMode.none:
+    if settings.recovery.mode is RecoveryMode.none:
         return []
     from .run_snapshots import RunSnapshots
 
     return [RunSnapshots(settings, outside)]
-
-
-def _recorded(manager: CheckpointManager) -> CheckpointManager:
-    record(manager)
-    return manager
 
 
 def instantiate_manager(**settings: Any) -> CheckpointManager:
@@ -319,16 +270,86 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
     return build_manager(settings)
 
 
-def _begin_run(outside: Outside, asked: Sequence[Callable[[], Any]], names: Sequence[str]) -> dict[str, Any]:
-    """On the leading rank: what all ranks are told when a run begins.
+def _folders(
+    settings: Checkpoint,
+    job: MultirunJob | None,
+    find_storage: Callable[[str], Storage],
+    outside: Outside,
+    *,
+    own_storage: bool,
+) -> list[tuple[Storage, str]]:
+    """The folders of the run with their storages, as this rank spells them, the nearest first."""
+    named = [*filter(None, [settings.local.dir]), settings.dir]
+    *near, far = named if job is None else map(job.root, named)
+    # Of the folder in front, `commit` and `storage.options` say nothing.
+    on_disk = Storages(durable=settings.durability is Durability.power_cut, outside=outside).of
+    find_near = find_storage if own_storage else on_disk
+    return [*((find_near(absolute(root)), root) for root in near), (find_storage(absolute(far)), far)]
+
+
+def _run(
+    settings: Checkpoint, storage: Storage, root: str, ranks: Coordinator, events: EventRecorder, **more: Any
+) -> RunContext:
+    """A run in one folder; `more` as for `RunContext`."""
+    names, best = NAMINGS[settings.naming.value], best_policy(settings)
+    return RunContext(storage, absolute(root), names, ranks, resolved_timeouts(settings), best, events, **more)
+
+
+def _begin(
+    settings: Checkpoint,
+    launch: Launch,
+    ranks: Coordinator,
+    folders: Sequence[tuple[Storage, str]],
+    find_storage: Callable[[str], Storage],
+    options: Sequence[RunOption],
+    *,
+    own_storage: bool,
+) -> tuple[RunContext, list[Any]]:
+    """Begin a run on all ranks.
 
     Args:
-        outside: what the run runs in
-        asked: return what the options tell
-        names: of each rank's host
+        settings: the config
+        launch: the script around the run
+        ranks: all of them call this
+        folders: as this rank spells them, with their storages, the nearest first
+        find_storage: returns the storage of a path
+        options: of the run
+        own_storage: whether the storages were given
+
+    Returns:
+        The bare run, and what each of the options tells the ranks.
     """
-    hosts = Hosts(tuple(names)).runs()
-    return {"token": new_token(outside), "hosts": hosts, "options": [each() for each in asked]}
+    job, listeners, (near, _) = launch.job, build_listeners(settings.listeners), folders[0]
+    outside, limit, saves = ranks.outside, resolved_timeouts(settings).stage, save_policy(settings).enabled
+
+    def claim() -> list[str]:
+        return [job.claim(fs, root) if job is not None and saves else root for fs, root in folders]
+
+    # Hydra names the output folder of a job by each rank's clock, so rank 0's name is used.
+    named = claim() if job is None else ranks.run_on_leader("root/job", claim, outside.now() + limit)
+    roots = [absolute(root) for root in named]
+
+    def begin(hosts: Sequence[str]) -> dict[str, Any]:
+        told = [option.begun(near, roots[0]) for option in options]
+        return {"token": new_token(outside), "hosts": Hosts(tuple(hosts)).runs(), "options": told}
+
+    begun = ranks.decide("run/begin", outside.host_name(), begin, outside.now() + limit)
+    # Events in files are not made durable, whatever the checkpoints are.
+    recorded_in = near if own_storage or is_url(roots[0]) else None
+    events = EventRecorder(
+        EventFile(roots[0], ranks.rank, recorded_in) if settings.events else None,
+        listeners,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        run=begun["token"],
+        about={"preset": launch.preset, **_named_parts(settings), "versions": versions()},
+        waits=not saves,
+        outside=outside,
+    )
+    hosts, preset = Hosts.of_runs(begun["hosts"]), launch.preset
+    bare = _run(settings, folders[-1][0], roots[-1], ranks, events, preset=preset, elsewhere=find_storage, hosts=hosts)
+    run = bare if len(folders) == 1 else replace(bare, fs=near, root=roots[0], remote=bare)
+    return run, begun["options"]
 
 
 def _named_parts(settings: Checkpoint) -> dict[str, str]:
@@ -376,16 +397,15 @@ def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
 
 
 def _build_graph(
-    settings: Checkpoint,
+    context: SaveContext,
     parts: tuple[Stager, WriteCaller, Writer],
     storage_of: Callable[[str], Storage],
-    context: SaveContext,
     find: Find,
     options: Sequence[RunOption] = (),
     queue: MakeQueue = SaveQueue,
     hosts: Hosts | None = None,
 ) -> Checkpointer:
-    (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
+    (stager, caller, writer), settings, ranks, timeouts = parts, context.settings, context.ranks, context.timeouts
     if writer.single_file and ranks.world_size > 1:
         raise HydraConfigError(
             f"{type(writer).__name__} writes one file, and there are {ranks.world_size} ranks; save it from one of "
@@ -407,9 +427,12 @@ def _build_graph(
     stager.connect(
         writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall, reuse=reuse, **staging
     )
-    replicas = ReplicaPolicy(settings.check_replicas, settings.on_different_replicas)
-    context = replace(context, reuse=reuse, replicas=replicas)
-    pipeline = SavePipeline(stager, caller, writer, context, queue)
+    pipeline = SavePipeline(stager, caller, writer, replace(context, reuse=reuse), queue)
+    collective = None
+    if ranks.world_size > 1:
+        # Which hosts the ranks are on, they ask at the first load if it is unknown.
+        together = read_once if settings.read_once is not ReadMode.off else None
+        collective = CollectiveLoads(ranks, timeouts, together, None if hosts is None else hosts.several)
     reader = make_reader(
         ranks.rank,
         ranks.world_size,
@@ -420,7 +443,7 @@ def _build_graph(
         prove=settings.load.prove,
         may_differ=settings.load.may_differ,
         device=checked_device("checkpoint.load.device", settings.load.device),
-        collective=_collective(settings, ranks, timeouts, hosts) if ranks.world_size > 1 else None,
+        collective=collective,
         frozen=frozen,
     )
     if caller.in_other_process:
@@ -428,36 +451,17 @@ def _build_graph(
     return SyncCheckpointer(pipeline, reader)
 
 
-def _collective(
-    settings: Checkpoint, ranks: Coordinator, timeouts: ResolvedTimeouts, hosts: Hosts | None
-) -> CollectiveLoads:
-    """What makes the loads of all ranks; which hosts they are on, they ask at the first load if it is unknown."""
-    reads_once = settings.read_once is not ReadMode.off
-    return CollectiveLoads(ranks, timeouts, read_once if reads_once else None, None if hosts is None else hosts.several)
-
-
-def _progress(ranks: Coordinator) -> Progress:
-    """Who follows the bytes: the terminal, of the one rank that has it."""
-    # Ranks that save alone lead themselves; the terminal is that of all.
-    return progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
-
-
-def _storages(settings: Checkpoint, outside: Outside) -> Callable[[str], Storage]:
-    return Storages(
-        durable=settings.durability is Durability.power_cut,
-        atomic_rename=settings.commit is Commit.rename,
-        options=settings.storage.options,
-        outside=outside,
-    ).of
-
-
-def _local(settings: Checkpoint, outside: Outside) -> Storage:
-    return Storages(durable=settings.durability is Durability.power_cut, outside=outside).of(settings.local.dir or ".")
-
-
-def _claims(job: MultirunJob, storages: Sequence[Storage], roots: Sequence[str]) -> list[str]:
-    """Record that a job of a multirun saves in these folders."""
-    return [job.claim(fs, root) for fs, root in zip(storages, roots, strict=True)]
+def _storages(
+    settings: Checkpoint,
+    options: Sequence[RunOption],
+    storage_of: Callable[[str], Storage] | None,
+    outside: Outside,
+) -> Callable[[str], Storage]:
+    """What returns the storage of a path, with what the options add; None: as the config says."""
+    found = storage_of or Storages(**storage_arguments(settings), outside=outside).of
+    for option in options:
+        found = option.storage_of(found)
+    return found
 
 
 def _base(settings: Checkpoint, storage_of: Callable[[str], Storage]) -> list[str]:

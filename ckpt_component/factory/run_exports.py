@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
-from ..background.exports import BackgroundExports, ExportPolicy
+from ..background.exports import BackgroundExports
 from ..background.publishing import BackgroundPublishing, PublishPolicy
 from ..config.hydra.checks import refuse_among_checkpoints, refuse_bad_publish, refuse_inside_checkpoint, roots_of
 from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.hydra.hydra_job import MultirunJob
 from ..config.rules import resolved_commit
-from ..config.schema import Checkpoint
-from ..core.options import Commit, DeltaMode, Durability, ExportFormat, FrozenMode, RecoveryMode
+from ..config.schema import Checkpoint, Export, Publish
+from ..core.options import Commit, DeltaMode, ExportFormat, FrozenMode, RecoveryMode
 from ..core.storage.locate import absolute, expanded, is_url, same_folder
 from ..exporting.blocks import check_dtype
 from ..exporting.export import CONFIG, ExportOptions
 from ..managing.run_context import RunContext, RunOption
 from ..publishing.delta import require_codec
 from ..publishing.publisher import PublishOptions
+from .run_policies import storage_arguments
 
 
 class RunExports(RunOption):
@@ -33,41 +33,50 @@ class RunExports(RunOption):
     """
 
     def __init__(self, settings: Checkpoint) -> None:
-        self._policy = _export_policy(settings)
+        export = self._settings = settings.export
+        self._options = _options("checkpoint.export", export, export.format.value, replace=True)
+        if resolved_commit(settings) is Commit.manifest and export.dir is None:
+            raise HydraConfigError(
+                f"checkpoint.export.format={export.format.value} with checkpoint.commit=manifest: an export appears by "
+                "a rename, which the file system of the checkpoints lacks; name a local folder, checkpoint.export.dir."
+            )
+        self._folder = "" if export.dir is None else absolute(expanded(export.dir, "checkpoint.export.dir"))
+        if self._folder:
+            _refuse_among_checkpoints(self._folder, settings)
 
     def followers(self, run: RunContext, *, saves: bool) -> list[BackgroundExports]:
         """See the base class: the leading rank owns the exports."""
         if not (saves and run.ranks.is_leader):
             return []
-        return [BackgroundExports(self._policy, run.events.note_now, run.ranks.outside)]
+        note, outside = run.events.note_now, run.ranks.outside
+        return [BackgroundExports(self._settings, self._options, self._folder, note, outside)]
 
 
-def _export_policy(settings: Checkpoint) -> ExportPolicy:
-    """Return what to export, checked.
+def _options(key: str, section: Export | Publish, format: str, *, replace: bool = False) -> ExportOptions:
+    """What is exported, as a section of the config says.
+
+    Args:
+        key: of the section
+        section: that
+        format: see `ExportOptions`
+        replace: see `ExportOptions`
 
     Raises:
-        CheckpointConfigError: a value of `checkpoint.export` is wrong
+        CheckpointConfigError: it is no dtype, or the folder of the model's config has none
     """
-    export = settings.export
-    check_dtype("checkpoint.export.dtype", export.dtype)
-    if resolved_commit(settings) is Commit.manifest and export.dir is None:
-        raise HydraConfigError(
-            f"checkpoint.export.format={export.format.value} with checkpoint.commit=manifest: an export appears by a "
-            "rename, which the file system of the checkpoints lacks; name a local folder, checkpoint.export.dir."
-        )
-    options = ExportOptions(
-        export.format.value,
-        export.prefix,
-        dict(export.rename or {}),
-        list(export.ignore),
-        export.dtype,
-        config_from=model_folder("checkpoint.export.config_from", export.config_from),
-        replace=True,
+    check_dtype(f"{key}.dtype", section.dtype)
+    folder = "" if section.config_from is None else expanded(section.config_from, f"{key}.config_from")
+    if folder and not os.path.isfile(os.path.join(folder, CONFIG)):
+        raise HydraConfigError(f"{key}.config_from={folder} has no {CONFIG}; name a model's folder.")
+    return ExportOptions(
+        format,
+        section.prefix,
+        dict(section.rename or {}),
+        list(section.ignore),
+        section.dtype,
+        config_from=folder,
+        replace=replace,
     )
-    folder = "" if export.dir is None else absolute(expanded(export.dir, "checkpoint.export.dir"))
-    if folder:
-        _refuse_among_checkpoints(folder, settings)
-    return ExportPolicy(options, folder, export.every_steps, export.timeout)
 
 
 def _refuse_among_checkpoints(folder: str, settings: Checkpoint) -> None:
@@ -80,18 +89,6 @@ def _refuse_among_checkpoints(folder: str, settings: Checkpoint) -> None:
                 f"the names of the exports; {advice}"
             )
     refuse_inside_checkpoint("checkpoint.export.dir", folder, roots_of(settings), settings, advice)
-
-
-def model_folder(key: str, value: str | None) -> str:
-    """The folder of a model's config and tokenizer files that a key names; empty: none.
-
-    Raises:
-        CheckpointConfigError: it has no config
-    """
-    folder = "" if value is None else expanded(value, key)
-    if folder and not os.path.isfile(os.path.join(folder, CONFIG)):
-        raise HydraConfigError(f"{key}={folder} has no {CONFIG}; name a model's folder.")
-    return folder
 
 
 logger = logging.getLogger(__name__)
@@ -116,7 +113,7 @@ class RunPublishing(RunOption):
         refuse_bad_publish(settings)  # again, as `build_manager` may have been given the folder
         self._settings, self._to, self._job = settings, to, job
         publish = settings.publish
-        check_dtype("checkpoint.publish.dtype", publish.dtype)
+        export = _options("checkpoint.publish", publish, "hf")
         if publish.delta is not DeltaMode.off:
             require_codec("checkpoint.publish")
         if resolved_commit(settings) is Commit.manifest and publish.mirror is None and settings.local.dir is None:
@@ -124,14 +121,6 @@ class RunPublishing(RunOption):
                 "checkpoint.publish.to with checkpoint.commit=manifest: the copy of the newest weights needs a local "
                 "disk; name a folder for it: checkpoint.publish.mirror=/scratch/mirror"
             )
-        export = ExportOptions(
-            "hf",
-            publish.prefix,
-            dict(publish.rename or {}),
-            list(publish.ignore),
-            publish.dtype,
-            config_from=model_folder("checkpoint.publish.config_from", publish.config_from),
-        )
         self._options = PublishOptions(export, publish.delta.name, publish.whole_every, publish.keep)
 
     def followers(self, run: RunContext, *, saves: bool) -> list[BackgroundPublishing]:
@@ -166,20 +155,10 @@ class RunPublishing(RunOption):
             run=run.events.run,
             root=run.root,
             names=run.names,
-            every=publish.every,
-            timeout=publish.timeout,
-            from_memory=not run.hosts.several,
-            storage=self._storage(),
+            storage=storage_arguments(settings),
         )
-        return [BackgroundPublishing(policy, run.events.note_now, run.ranks.outside)]
-
-    def _storage(self) -> dict[str, Any]:
-        """Arguments of `storage_at`."""
-        return {
-            "durable": self._settings.durability is Durability.power_cut,
-            "atomic_rename": self._settings.commit is Commit.rename,
-            "options": self._settings.storage.options,
-        }
+        note, outside = run.events.note_now, run.ranks.outside
+        return [BackgroundPublishing(publish, policy, note, outside, from_memory=not run.hosts.several)]
 
 
 def _place(configured: str, job: MultirunJob | None) -> str:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..background.jobs import Follower
 from ..background.upload_policy import UploadPolicy
-from ..background.uploads import BackgroundUploads, HostUploads, LagPolicy
+from ..background.uploads import BackgroundUploads, HostUploads
 from ..config.schema import Checkpoint
-from ..core.options import OnLag
 from ..core.storage.files import local_files
 from ..managing.run_context import RunContext, RunOption
 from .run_policies import retention_policies
@@ -86,7 +85,5 @@ class RunLocalFolder(RunOption):
         if hosts:
             policy = replace(policy, program="ckpt_component.hosts.host_uploads")
         if policy.leads:
-            return BackgroundUploads(
-                policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error), run.ranks.outside
-            )
+            return BackgroundUploads(policy, upload, run.ranks.outside)
         return HostUploads(policy, run.ranks.outside)

@@ -8,7 +8,7 @@ from ..config.hydra.hydra_errors import HydraConfigError
 from ..config.rules import deadlines, longest_pause
 from ..config.schema import Checkpoint
 from ..core.commit.cleanup import BestPolicy, RetentionPolicy
-from ..core.options import MetricMode, ResolvedTimeouts
+from ..core.options import Commit, Durability, MetricMode, ResolvedTimeouts
 from ..managing.policies import SavePolicy
 from ..saving.retry import ErrorPolicy
 
@@ -18,6 +18,15 @@ def load_options(settings: Checkpoint) -> dict[str, Any]:
     load = settings.load
     options = {"rename": load.rename, "prefix": load.prefix, "ignore": load.ignore}
     return {name: value for name, value in options.items() if value}
+
+
+def storage_arguments(settings: Checkpoint) -> dict[str, Any]:
+    """Return the arguments of `Storages` and `storage_at`."""
+    return {
+        "durable": settings.durability is Durability.power_cut,
+        "atomic_rename": settings.commit is Commit.rename,
+        "options": settings.storage.options,
+    }
 
 
 def resolved_timeouts(settings: Checkpoint) -> ResolvedTimeouts:

@@ -16,7 +16,7 @@ import torch
 from ..core.commit.names import step_in_name
 from ..core.coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
 from ..core.options import ResolvedTimeouts
-from ..core.progress import no_progress, progress_bar
+from ..core.progress import Progress, no_progress, progress_bar
 from ..core.spelling import closest
 from ..core.storage.locate import may_have_memory, path_text, storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
@@ -115,14 +115,12 @@ def load_weights(
         if checkpoint.root is not None:  # of a folder of checkpoints rank 0 chooses: a run may commit another one
             deadline = ranks.outside.now() + timeouts.stage
             found, step = ranks.run_on_leader("load_weights/choice", lambda: [found, step], deadline)
-        # Ranks that load alone share a terminal too.
-        progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
         reader = _reader_class()(
             ranks.rank,
             ranks.world_size,
             shared=shares_host(ranks.world_size),
             storage_of=partial(storage_at, options=storage_options),
-            progress=progress,
+            progress=progress_of(ranks),
             device=given,
         )
         with phase("read"):
@@ -153,6 +151,12 @@ def load_weights(
                 # Beside the tensors, which are filled, it may have state that it takes itself.
                 load_state(model, partial(own_state, state), "", found)
     return step
+
+
+def progress_of(ranks: Coordinator) -> Progress:
+    """What follows the bytes: the terminal, of the one rank that has it."""
+    # Ranks that save or load alone lead themselves; the terminal is that of all.
+    return progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
 
 
 def _reader_class() -> type[Reader]:

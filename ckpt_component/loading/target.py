@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointLoadError
 from ..formats.foreign import RefusedObject
 from ..formats.index import Entry, rows_of
 from ..formats.source import (
@@ -27,7 +26,7 @@ from ..state.flatten import StateDict, Stateful, flatten
 from ..state.frozen_weights import FrozenWeights
 from ..state.paths import CONTEXT, FROZEN, Path, PerRank, key_of, keys_of, rank_of
 from ..state.shards import Shard, local_part, mesh_of
-from ..state.wrapped_modules import QUANTIZED_MARKS, QuantDescription
+from ..state.wrapped_modules import QuantDescription
 from .frozen_base import FrozenBase
 from .kinds import Kinds, owner_of
 from .made_tensors import match_made_tensors, whole_values
@@ -36,7 +35,15 @@ from .mismatch import Misfit, Mismatches
 from .object_state import emptied, load_state, nested_value, plain_now, refill, state_of_object, takes_only_its_own_keys
 from .optimizer_match import match_optimizers
 from .proof import Proof
-from .target_values import HandedValues, TupleFit, refuse_other_quantization, under_names_of_target, with_parts_to_fill
+from .target_values import (
+    HandedValues,
+    TupleFit,
+    parameter_of,
+    refuse_other_descriptions,
+    refuse_other_quantization,
+    under_names_of_target,
+    with_parts_to_fill,
+)
 
 
 class Target:
@@ -315,7 +322,7 @@ class Target:
     def _match_as_part(self, path: Path, stateful: Stateful, key: str) -> bool:
         """Load an optimizer's state of a sharded parameter with the parameter's sharding."""
         entry = self._source.contents.tensors.get(key)
-        parameter = None if entry is None else _parameter_of(stateful, entry.path[len(path) :])
+        parameter = None if entry is None else parameter_of(stateful, entry.path[len(path) :])
         if entry is None or parameter is None or parameter.shape != entry.shape:
             return False
         local, shard = local_part(parameter, key)
@@ -413,7 +420,7 @@ class Target:
         if self._meta_tensors().has(tensor):
             return True
         around = self._kinds.object_around(path)
-        parameter = None if around is None else _parameter_of(self._kinds.objects[around], path[len(around) :])
+        parameter = None if around is None else parameter_of(self._kinds.objects[around], path[len(around) :])
         if parameter is not None:
             self._meta_tensors().place_state(tensor, parameter)
         return parameter is not None
@@ -440,13 +447,8 @@ class Target:
             CheckpointLoadError: a parameter is quantized in another way
         """
         self._loaded = loaded
-        for key, description in self._descriptions.items():
-            if difference := description.difference(loaded[key]):
-                weight = key.partition(QUANTIZED_MARKS[0])[0]
-                raise CheckpointLoadError(
-                    f"{self._source.where} does not fit the target: '{weight}' {difference}; quantize the model as it "
-                    "was when it was saved."
-                )
+        if self._descriptions:
+            refuse_other_descriptions(self._descriptions, loaded, self._source.where)
         for path, keys in self._replaced.items():
             self._values[path] = loaded[keys[0]] if keys == [key_of(path)] else self._assemble(path, keys, loaded)
         self._values.update(self._fitted)
@@ -485,15 +487,6 @@ class Target:
         contents = self._source.contents
         stored = contents.path_of(keys[0])[: len(path)] if keys else path  # stored dict keys may be strings
         return nested_value(stored, {contents.path_of(key): loaded[key] for key in keys}, contents.containers)
-
-
-def _parameter_of(stateful: Stateful, path: Path) -> torch.Tensor | None:
-    """The parameter whose state has a value, by the path below an optimizer, such as state.3.exp_avg; or None."""
-    if not isinstance(stateful, torch.optim.Optimizer) or len(path) != 3 or path[0] != "state":
-        return None
-    parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
-    number = int(path[1]) if str(path[1]).isdigit() else len(parameters)
-    return parameters[number] if number < len(parameters) else None
 
 
 def _set(root: Any, path: Path, value: Any) -> None:

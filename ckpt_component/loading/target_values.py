@@ -1,4 +1,7 @@
-"""Values of a target that a load cannot fill as they are: of another shape, under other names, tuples."""
+"""Values of a target that need more than to be filled.
+
+Of another shape, quantized, in the state of a parameter, under other names, or in tuples.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,19 @@ from typing import Any
 
 import torch
 
+from ..errors import CheckpointLoadError
 from ..formats.index import Contents, Entry
 from ..formats.source import DTYPE_NAMES, DTYPES, MappedSource, RenamedSource, Source
-from ..state.flatten import FlatState
+from ..state.flatten import FlatState, Stateful
 from ..state.module_trial import modules_with_own_code, refusal_of
 from ..state.paths import Path
-from ..state.wrapped_modules import names_in_other_wrapping, parts_to_fill, quantized_name
+from ..state.wrapped_modules import (
+    QUANTIZED_MARKS,
+    QuantDescription,
+    names_in_other_wrapping,
+    parts_to_fill,
+    quantized_name,
+)
 from .kinds import binding_kind
 from .mismatch import Misfit, Mismatches
 
@@ -71,6 +81,15 @@ class HandedValues:
                     yield Misfit(entry.key, f"'{entry.key}' has shape {entry.shape} in the checkpoint ({refusal:.300})")
 
 
+def parameter_of(stateful: Stateful, path: Path) -> torch.Tensor | None:
+    """The parameter whose state has a value, by the path below an optimizer, such as state.3.exp_avg; or None."""
+    if not isinstance(stateful, torch.optim.Optimizer) or len(path) != 3 or path[0] != "state":
+        return None
+    parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+    number = int(path[1]) if str(path[1]).isdigit() else len(parameters)
+    return parameters[number] if number < len(parameters) else None
+
+
 def with_parts_to_fill(flat: FlatState) -> FlatState:
     """A target in which the parts of quantized parameters are those that the layers have."""
     tensors = [*flat.tensors]
@@ -104,6 +123,28 @@ def refuse_other_quantization(key: str, here: Iterable[str], there: Iterable[str
         raise Misfit(key, fact, "quantize the model first, as by moving it to its device")
     if own is not None and stored is None:
         raise Misfit(key, f"'{key}' is quantized in the target ('{own}') and not in the checkpoint", "load it first")
+
+
+def refuse_other_descriptions(
+    descriptions: Mapping[str, QuantDescription], loaded: Mapping[str, Any], where: str
+) -> None:
+    """Refuse a checkpoint whose parameters are quantized in another way.
+
+    Args:
+        descriptions: those of the target, by key
+        loaded: what the checkpoint has there
+        where: the checkpoint, for the text
+
+    Raises:
+        CheckpointLoadError: it is so
+    """
+    for key, description in descriptions.items():
+        if difference := description.difference(loaded[key]):
+            weight = key.partition(QUANTIZED_MARKS[0])[0]
+            raise CheckpointLoadError(
+                f"{where} does not fit the target: '{weight}' {difference}; quantize the model as it was when it was "
+                "saved."
+            )
 
 
 def under_names_of_target(

@@ -357,7 +357,7 @@ class CheckpointManager(StoppableLoop):
             return
         began_at, self._began_at = self._began_at, None
         if self._policy.enabled and self._ranks.is_leader:
-            self._pipeline.run_after_saves(partial(self._restorer.delete_old, began_at))
+            self._pipeline.queue.run_after_saves(partial(self._restorer.delete_old, began_at))
 
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
         """Prewarm after a restore, but not from scratch: the optimizer's first step changes the plan."""
@@ -390,7 +390,7 @@ class CheckpointManager(StoppableLoop):
         """
         self._owner.check(may_be_closed=True)
         if self._checkpointer is not None:
-            self._checkpointer.wait()
+            self._pipeline.wait()
 
     def close(self) -> None:
         """Finish the saves in flight and free all resources; starts no save. Bounded; safe to call twice.

@@ -16,11 +16,12 @@ def start() -> None:
     _managers.set([])
 
 
-def record(manager: CheckpointManager) -> None:
-    """Record a manager, if recording was started. The factory calls this for every manager."""
+def record(manager: CheckpointManager) -> CheckpointManager:
+    """Record a manager, if recording was started; returns it. The factory calls this for every manager."""
     managers = _managers.get()
     if managers is not None:
         managers.append(manager)
+    return manager
 
 
 def stop() -> list[CheckpointManager]:

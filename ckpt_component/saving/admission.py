@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -57,26 +57,21 @@ class SaveProposal(TypedDict, total=False):
     stalled: str
 
 
+@dataclass(frozen=True)
 class SaveAdmission:
     """Numbers the saves of a checkpointer, and makes the ranks agree on each.
 
-    Args:
+    Attributes:
         planner: inspects the state
         stager: knows whether an earlier save still holds its memory
         saves: the earlier saves
         context: the ranks, how long a save may block training, and the run, which may stop a save
     """
 
-    def __init__(self, planner: SavePlanner, stager: Stager, saves: InFlightSaves, context: SaveContext) -> None:
-        self._planner = planner
-        self._stager = stager
-        self._saves = saves
-        self._ranks = context.ranks
-        self._outside = context.ranks.outside
-        self._run = context.run
-        self._storage_of = context.storage_of
-        self._max_stall = context.timeouts.max_stall
-        self._waiting = context.timeouts.waiting
+    planner: SavePlanner
+    stager: Stager
+    saves: InFlightSaves
+    context: SaveContext
 
     def admit(self, request: SaveRequest, state_dict: Mapping[Any, Any]) -> Admitted | BaseException:
         """Agree on the next save.
@@ -98,55 +93,54 @@ class SaveAdmission:
             CheckpointTimeoutError: a rank did not call in time
         """
         # The call waits no longer than this; a save that is not agreed on by then takes place on no rank.
-        deadline = self._outside.now() + self._waiting
-        proposal: SaveProposal = {"path": request.path, "failed": self._saves.drop_ended()}
+        ranks, timeouts = self.context.ranks, self.context.timeouts
+        deadline = ranks.outside.now() + timeouts.waiting
+        proposal: SaveProposal = {"path": request.path, "failed": self.saves.drop_ended()}
         plan, failure, fields = None, None, dict[str, Any]()
-        if not request.may_wait and self._stager.busy:
+        if not request.may_wait and self.stager.busy:
             proposal["busy"] = True
         else:
             try:
                 if request.metrics:
                     fields = {"metrics": encode_metrics(request.metrics)}
-                plan = self._planner.inspect(state_dict)
+                plan = self.planner.inspect(state_dict)
                 proposal["changed"] = plan.changed
             except Exception as error:
-                if self._ranks.world_size == 1:
+                if ranks.world_size == 1:
                     raise
                 failure = error  # raised later: the other ranks wait for this one's proposal
                 proposal["error"], proposal["cause"] = describe_error(error), type(error).__name__
         # With max_stall_s the ranks wait for memory before they agree, so that they give up a save together.
-        if plan is not None and self._max_stall is not None and not self._stager.wait_free(deadline):
+        if plan is not None and timeouts.max_stall is not None and not self.stager.wait_free(deadline):
             proposal["stalled"] = self._no_memory()
         try:
             decision = self._meet(proposal, deadline)
         except RanksError as error:
             raise error from failure
-        number = self._ranks.meetings["save"]
+        number = ranks.meetings["save"]
         if "failed" in decision:
             earlier, text = decision["failed"]
-            return self._saves.error_of(earlier, text, min(_DECISION_SECONDS, self._waiting))
+            return self.saves.error_of(earlier, text, min(_DECISION_SECONDS, timeouts.waiting))
         if plan is None or "token" not in decision:
             return CheckpointBusyError(f"{request.path} came while an earlier save was still running")
-        wait_until = math.inf if self._max_stall is None else deadline
+        wait_until = math.inf if timeouts.max_stall is None else deadline
         plan = replace(plan, changed=decision["replan"], wait_until=wait_until)
         return Admitted(request, plan, number, decision["token"], fields)
 
     def _no_memory(self) -> str:
-        names = " and ".join(each.path for each in self._saves if not each.done()) or "an earlier save"
-        return (
-            f"no staging memory became free within {self._waiting:g} s (checkpoint.max_stall_s) because {names} is "
-            "still being written. Save less often, or raise checkpoint.stager.arenas."
-        )
+        names = " and ".join(each.path for each in self.saves if not each.done()) or "an earlier save"
+        within = f"no staging memory became free within {self.context.timeouts.waiting:g} s (checkpoint.max_stall_s)"
+        return f"{within} because {names} is still being written. Save less often, or raise checkpoint.stager.arenas."
 
     def _meet(self, proposal: SaveProposal, deadline: float) -> dict[str, Any]:
         """Make the decision with the other ranks, or give up when training has waited as long as it may."""
-        path = proposal["path"]
+        path, most = proposal["path"], self.context.timeouts.max_stall
         try:
-            return dict(self._ranks.meet("save", proposal, partial(self._decide, deadline), deadline, path))
+            return dict(self.context.ranks.meet("save", proposal, partial(self._decide, deadline), deadline, path))
         except CheckpointTimeoutError as late:
-            if self._max_stall is None or isinstance(late, CheckpointStallError):
+            if most is None or isinstance(late, CheckpointStallError):
                 raise
-            why = f"{late} Training waits {self._max_stall:g} s at most (checkpoint.max_stall_s)."
+            why = f"{late} Training waits {most:g} s at most (checkpoint.max_stall_s)."
             # If the rank had no memory, the deadline passed before the ranks could agree on that.
             raise CheckpointStallError(f"{path} was not saved: {proposal.get('stalled', why)}") from late
 
@@ -188,8 +182,8 @@ class SaveAdmission:
             on = "" if len(proposals) == 1 else f"on rank {rank} "
             raise CheckpointStallError(f"{path} was not saved: {on}{text}")
         try:
-            if self._max_stall is None:
-                self._run.check_path(path)
+            if self.context.timeouts.max_stall is None:
+                self.context.run.check_path(path)
             else:
                 self._check_path_until(path, deadline)
         except CheckpointError:
@@ -197,8 +191,8 @@ class SaveAdmission:
         except OSError as error:  # `on_error` applies to it: a bucket that is away must not end the training
             text = f"{path} was not saved: could not find out whether the path is free: {error}"
             raise CheckpointSaveError(text, error.errno) from error
-        token = new_token(self._storage_of(path).outside)
-        return {"token": owned_token(token) if self._run.ownership.token else token, "replan": replan}
+        token = new_token(self.context.storage_of(path).outside)
+        return {"token": owned_token(token) if self.context.run.ownership.token else token, "replan": replan}
 
     def _check_path_until(self, path: str, deadline: float) -> None:
         """Run `check_path` of the run on a thread that is abandoned if the storage does not answer."""
@@ -206,12 +200,13 @@ class SaveAdmission:
 
         def check() -> None:
             try:
-                self._run.check_path(path)
+                self.context.run.check_path(path)
             except Exception as error:
                 failures.append(error)
 
-        checking = self._outside.start("ckpt-look", check)
-        checking.join(max(deadline - self._outside.now(), 0))
+        outside = self.context.ranks.outside
+        checking = outside.start("ckpt-look", check)
+        checking.join(max(deadline - outside.now(), 0))
         if checking.is_alive():
             raise CheckpointStallError(f"{path} was not saved: its storage did not answer whether the path is free.")
         if failures:

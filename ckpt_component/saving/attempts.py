@@ -95,11 +95,13 @@ class SaveAttempts:
             CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks
         """
         request, ranks, tag, own = staged.admitted.request, self._ranks, self._queue + attempt.token, list[Written]()
+        # What the manifest says besides the files.
+        fields = {"format": self._writer.format, **self._run.manifest_fields, **staged.admitted.manifest_fields}
         deadline = self._outside.now() + self._timeouts.stage + self._timeouts.write
         snapshot = staged.snapshot
 
         def write() -> Mapping[str, Any]:
-            own.append(self._write(staged, attempt, number))
+            own.append(self._write(staged, attempt, number, fields))
             return own[0].result
 
         with contextlib.ExitStack() as locks:
@@ -107,7 +109,7 @@ class SaveAttempts:
                 self._begin(staged, attempt, locks, deadline)
                 votes = ranks.all_succeed(f"{tag}/written", write, self._caller.progress, deadline)
                 voted = perf_counter()
-                publish = partial(self._publish, staged, attempt, votes)
+                publish = partial(self._publish, request, attempt, votes, fields)
                 files = ranks.run_on_leader(f"{tag}/commit", publish, deadline)
             except BaseException:
                 # First the writer process forgets the save, so that it does not commit what is being deleted.
@@ -142,7 +144,7 @@ class SaveAttempts:
         different = self._ranks.decide(f"{self._queue}{attempt.token}/begin", message, make_folder, deadline)
         differences = [ReplicaDifference(*each) for each in different]
         texts = [] if staged.comparison is None else staged.comparison.report(differences)
-        if differences and self._context.replicas.on_different is OnDifferentReplicas.error:
+        if differences and self._context.settings.on_different_replicas is OnDifferentReplicas.error:
             tag = f"{self._queue}{attempt.token}/replicas"
             self._ranks.decide(tag, texts, partial(raise_different, attempt.target), deadline)
 
@@ -178,7 +180,7 @@ class SaveAttempts:
             self._run.make_room()
             refuse_without_room(request.storage, request.path, needed, margin)
 
-    def _write(self, staged: Staged, attempt: Attempt, number: int) -> Written:
+    def _write(self, staged: Staged, attempt: Attempt, number: int, fields: Mapping[str, Any]) -> Written:
         """Write this rank's files once its snapshot is complete."""
         request, snapshot, options = staged.admitted.request, staged.snapshot, self._writer.options
         if snapshot is None:
@@ -217,7 +219,7 @@ class SaveAttempts:
             encoded.object_blobs,
             snapshot.source,
             options,
-            self._manifest_fields(staged),
+            fields,
             self._timeouts,
             self._indexes.sidecars,
             [ReusedFile(*each) for each in shared],
@@ -246,14 +248,11 @@ class SaveAttempts:
             logger.warning(text, name, amount(sum(encoded.table.files[file].size for file in result["copied"])))
         return written
 
-    def _manifest_fields(self, staged: Staged) -> dict[str, Any]:
-        """What the manifest says besides the files."""
-        return {"format": self._writer.format, **self._run.manifest_fields, **staged.admitted.manifest_fields}
-
-    def _publish(self, staged: Staged, attempt: Attempt, votes: Sequence[Mapping[str, Any]]) -> int:
+    def _publish(
+        self, request: SaveRequest, attempt: Attempt, votes: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]
+    ) -> int:
         """On the leading rank: commit what all ranks have written. Returns the checkpoint's number of files."""
-        request, sidecars = staged.admitted.request, self._indexes.sidecars
-        fields = self._manifest_fields(staged)
+        sidecars = self._indexes.sidecars
         with self._typed_errors(request, sum(map(len, sidecars.values()))):
             return commit.publish(attempt, votes, sidecars, fields, self._timeouts.visible, self._context.unseen)
 

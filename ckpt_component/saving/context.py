@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
+from ..config.schema import Checkpoint
 from ..core.commit.commit import refuse_existing
 from ..core.commit.protocol import Attempt
 from ..core.coordination import Coordinator
@@ -18,7 +19,7 @@ from ..core.storage.locate import MEMORY
 from ..core.storage.storage import Storage
 from ..events import EventRecorder, SaveReport
 from ..stagers.base import Snapshot, StatePlan
-from .replica_comparison import ReplicaComparison, ReplicaPolicy
+from .replica_comparison import ReplicaComparison
 from .retry import ErrorPolicy
 
 
@@ -281,7 +282,7 @@ class SaveContext:
         policy: what to do about saves that fail
         events: records saves, and calls listeners; owned too
         progress: follows the bytes of saves that are waited for
-        replicas: what is compared between the ranks
+        settings: the config
         reuse: decides which files are shared with the last checkpoint; the stager has the same
         queue: begins the names of the ranks' questions about attempts, as two queues may ask about one save at a time
         unseen: the ranks whose files this rank cannot see, because they are in the memory of other hosts
@@ -294,7 +295,7 @@ class SaveContext:
     policy: ErrorPolicy = field(default_factory=ErrorPolicy)
     events: EventRecorder = field(default_factory=EventRecorder)
     progress: Progress = no_progress
-    replicas: ReplicaPolicy = field(default_factory=ReplicaPolicy)
+    settings: Checkpoint = field(default_factory=Checkpoint)
     reuse: FileReuse = field(default_factory=lambda: FileReuse(None))
     queue: str = ""
     unseen: frozenset[int] = frozenset()

@@ -70,6 +70,7 @@ class SavePipeline:
         ranks: of the context
         policy: of the context
         events: of the context
+        queue: completes the saves
         saves: running saves, and failed ones whose error was not raised yet
         reports: reports of ended saves, in order
         last_report: see `Checkpointer.last_report`
@@ -96,11 +97,10 @@ class SavePipeline:
         self.last_report: SaveReport | None = None
         self.prewarmer = Prewarmer(stager)
         self._context = context
-        self._timeouts = context.timeouts
         self._single_file = writer.single_file
         self._planner = SavePlanner(stager, writer, context)
         self._admission = SaveAdmission(self._planner, stager, self.saves, context)
-        self._queue = queue(
+        self.queue = queue(
             SaveAttempts(caller, writer, context),
             context,
             in_background=caller.in_other_process,
@@ -109,11 +109,10 @@ class SavePipeline:
         #: Whether `last_report` has failures too: nothing else that an inline save returns tells of one.
         self._shows_failures = context.policy.warn and not caller.in_other_process
         self._owner = OwnerProcess("checkpointer")
-        self._outside = context.ranks.outside
-        self._closing = self._outside.lock()
+        self._closing = context.ranks.outside.lock()
         # If a script does not call close(), the interpreter does, before it waits for the lane.
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
-        self._outside.at_exit(self._at_exit)
+        self.ranks.outside.at_exit(self._at_exit)
 
     @property
     def busy(self) -> bool:
@@ -149,7 +148,8 @@ class SavePipeline:
         """
         self._owner.check()
         self.ranks.check_world()
-        request = SaveRequest(path, self._context.storage_of(path), step, metrics, may_wait, time=self._outside.date())
+        storage, date = self._context.storage_of(path), self.ranks.outside.date()
+        request = SaveRequest(path, storage, step, metrics, may_wait, time=date)
         try:
             admitted = self._admission.admit(request, state_dict)
         except CheckpointError as error:
@@ -170,7 +170,7 @@ class SavePipeline:
         try:
             with self._closing:  # what is listed by then, `close` waits for
                 self._owner.check()
-                save = self._queue.submit(staged)
+                save = self.queue.submit(staged)
                 self.saves.append(save)
         except (CheckpointError, RuntimeError):
             if staged.snapshot is not None:
@@ -193,7 +193,8 @@ class SavePipeline:
         try:
             plan = self._planner.share(replace(admitted.plan, storage=request.storage))
             snapshot = self.stager.take(plan)
-            comparison = self._planner.compare(plan, admitted.number)
+            if self._planner.comparisons is not None:
+                comparison = self._planner.comparisons.compare(plan, admitted.number)
         except Exception as error:
             if self.ranks.world_size == 1:
                 raise
@@ -206,7 +207,7 @@ class SavePipeline:
 
     def _refuse(self, request: SaveRequest, error: CheckpointError) -> tuple[Future[None], SaveHandle]:
         """End a save that failed before anything was copied: raise, or return failed futures."""
-        save = self._queue.refuse(request, error)
+        save = self.queue.refuse(request, error)
         self.saves.append(save)
         return _failed(error), save
 
@@ -216,10 +217,6 @@ class SavePipeline:
         if (report.outcome == "committed" and not report.memory) or self._shows_failures:
             self.last_report = report
         self.events.saved(report)
-
-    def run_after_saves(self, task: Callable[[], None]) -> None:
-        """Run a task on the save thread, after the saves so far; later saves and `close` wait for it."""
-        self._queue.run_after_saves(task)
 
     def guard(self, optimizer: Any) -> None:
         """See `Stager.guard`."""
@@ -235,8 +232,8 @@ class SavePipeline:
 
     def wait(self) -> None:
         """Wait until the saves in flight have ended; see `Checkpointer.wait`."""
-        self.saves.wait(self._timeouts.whole_save)
-        self.events.drain(self._timeouts.close)
+        self.saves.wait(self._context.timeouts.whole_save)
+        self.events.drain(self._context.timeouts.close)
         self.saves.raise_first()
 
     def close(self) -> None:
@@ -255,7 +252,7 @@ class SavePipeline:
             if self._owner.closed:
                 return
             self._owner.closed = True
-        self._queue.stop_pausing()
+        self.queue.retries.stop_pausing()
         is_idle = False
         try:
             try:
@@ -274,18 +271,18 @@ class SavePipeline:
 
     def _release(self, is_idle: bool) -> None:
         """Free everything; with `is_idle` False, while the save thread is still busy."""
-        self._outside.not_at_exit(self._at_exit)
-        self.events.close(self._timeouts.close)
-        self._queue.close(wait=is_idle)
-        self.caller.close(self._timeouts.close)
+        self.ranks.outside.not_at_exit(self._at_exit)
+        self.events.close(self._context.timeouts.close)
+        self.queue.close(wait=is_idle)
+        self.caller.close(self._context.timeouts.close)
         self._context.reuse.close()
         self.ranks.close()
 
     def _drain(self) -> bool:
         """Wait until the save thread has nothing to do. Returns whether that is so."""
-        limit = self._timeouts.close
-        self.saves.wait(self._timeouts.whole_save + limit)
-        if not self._queue.drain(limit):
+        limit = self._context.timeouts.close
+        self.saves.wait(self._context.timeouts.whole_save + limit)
+        if not self.queue.drain(limit):
             text = "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process"
             logger.warning(text, limit)
             return False

@@ -14,7 +14,7 @@ from ..formats.writer import Writer
 from ..stagers.base import Stager, StatePlan, check_objects
 from ..state.replicas import names_held
 from .context import SaveContext
-from .replica_comparison import ReplicaComparison, ReplicaComparisons, share_out_hashes
+from .replica_comparison import ReplicaComparisons, share_out_hashes
 
 
 class SavePlanner:
@@ -24,6 +24,9 @@ class SavePlanner:
         stager: inspects a state, and keeps the plan of its structure
         writer: the format, which says whether replicated values are stored once
         context: the ranks and the deadlines
+
+    Attributes:
+        comparisons: compare the values that several ranks have; None: there are none
     """
 
     def __init__(self, stager: Stager, writer: Writer, context: SaveContext) -> None:
@@ -33,8 +36,8 @@ class SavePlanner:
         self._plans = 0
         #: False after the ranks could not agree: then all plan again.
         self._is_agreed = True
-        self._comparisons = (
-            ReplicaComparisons(context.ranks.rank, context.ranks.world_size, context.replicas)
+        self.comparisons = (
+            ReplicaComparisons(context.ranks.rank, context.ranks.world_size, context.settings)
             if writer.shared and context.ranks.world_size > 1
             else None
         )
@@ -53,15 +56,15 @@ class SavePlanner:
         Returns:
             The plan, with the part of this rank.
         """
-        if not plan.changed or self._comparisons is None:
+        if not plan.changed or self.comparisons is None:
             return plan
         self._plans += 1
         self._is_agreed = False
         deadline = min(self._ranks.outside.now() + self._timeout, plan.wait_until)
         with collector_paused():
-            own = {**self._comparisons.holdings(plan.structure), "names": names_held(plan.flat)}
+            own = {**self.comparisons.holdings(plan.structure), "names": names_held(plan.flat)}
             share = self._ranks.scatter(f"plan/{self._plans}", own, share_out_hashes, deadline)
-            self._comparisons.planned(plan.structure, share)
+            self.comparisons.planned(plan.structure, share)
         self._is_agreed = True
         return replace(plan, share=share)
 
@@ -91,15 +94,6 @@ class SavePlanner:
             self._stager.prewarm(plan)
         else:
             self._stager.prepare(plan)
-
-    def compare(self, plan: StatePlan, number: int) -> ReplicaComparison | None:
-        """Compare the values that other ranks have too; None: not in this save.
-
-        Args:
-            plan: from `share`
-            number: number of the save, the same on all ranks
-        """
-        return None if self._comparisons is None else self._comparisons.compare(plan, number)
 
 
 class RankIndexes:

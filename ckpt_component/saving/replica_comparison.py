@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..config.schema import Checkpoint
 from ..core.options import OnDifferentReplicas, ReplicaCheck
 from ..errors import ReplicasDifferError
 from ..stagers.base import StatePlan
@@ -21,26 +22,13 @@ from ..state.structure import Structure
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ReplicaPolicy:
-    """What is compared between the ranks, and what follows if it differs.
-
-    Attributes:
-        check: which bytes are compared, and when
-        on_different: what happens then
-    """
-
-    check: ReplicaCheck = ReplicaCheck.sample
-    on_different: OnDifferentReplicas = OnDifferentReplicas.warn
-
-
 class ReplicaComparisons:
     """Compares the replicas, and says which ones differ.
 
     Args:
         rank: this rank
         world_size: number of ranks
-        policy: what is compared
+        settings: what is compared, and what follows if it differs
 
     Attributes:
         fails: whether a save with different replicas fails
@@ -49,13 +37,13 @@ class ReplicaComparisons:
         warned: keys of values that were warned about, and how; for the save thread
     """
 
-    def __init__(self, rank: int, world_size: int, policy: ReplicaPolicy) -> None:
-        self.fails = policy.on_different is OnDifferentReplicas.error
+    def __init__(self, rank: int, world_size: int, settings: Checkpoint) -> None:
+        self.fails = settings.on_different_replicas is OnDifferentReplicas.error
         self.rank = rank
         self.last = LastAgreement()
         self.warned: set[tuple[str, bool]] = set()
         self._world_size = world_size
-        self._check = policy.check
+        self._check = settings.check_replicas
         self._replicas: Replicas | None = None
 
     def holdings(self, structure: Structure) -> Holdings:

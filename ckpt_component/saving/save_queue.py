@@ -54,10 +54,6 @@ class SaveFuture(Future[_Result]):
         """The error of a failed save until it is delivered, else None."""
         return None if self.delivered or not self.done() else super().exception(0)
 
-    def deliver(self) -> None:
-        """Whoever calls this raises the error, or logs it."""
-        self.delivered = True
-
     def result(self, timeout: float | None = None) -> _Result:
         """Return the result, or raise the save's error.
 
@@ -165,7 +161,7 @@ class InFlightSaves(list[SaveHandle]):
         """Return the error of a save that another rank reports as failed; waits until it fails on this rank too."""
         for save in self:
             if save.number == number:
-                save.deliver()
+                save.delivered = True
                 try:
                     return save.exception(timeout) or RanksError(text)
                 except TimeoutError:
@@ -176,7 +172,7 @@ class InFlightSaves(list[SaveHandle]):
         """The failed saves whose error was not raised yet; the caller raises the first, if any."""
         failed = [save for save in self if save.undelivered is not None]
         for save in failed:
-            save.deliver()
+            save.delivered = True
         return failed
 
     def raise_first(self) -> None:
@@ -246,6 +242,9 @@ class SaveQueue:
         in_background: whether training goes on while a save is written
         add_report: called with the report of each save that has ended
         name: of the thread
+
+    Attributes:
+        retries: decides about further attempts
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class SaveQueue:
         self._events = context.events
         self._in_background = in_background
         self._add_report = add_report
-        self._retries = RetryLoop(context.ranks, context.policy, context.timeouts.stage)
+        self.retries = RetryLoop(context.ranks, context.policy, context.timeouts.stage)
         self._failures = ConsecutiveFailures(context.policy.give_up_after, context.ranks.outside)
         #: A job's arguments would keep a snapshot alive until the job has ended.
         self._staged: deque[tuple[SaveHandle, Staged]] = deque()
@@ -289,12 +288,9 @@ class SaveQueue:
         admitted, snapshot, outside = staged.admitted, staged.snapshot, self._ranks.outside
         if outside.is_ending():
             raise CheckpointError(ENDING)
-        if snapshot is None:
-            save = SaveHandle(admitted.request, admitted.number, outside)
-        else:
-            written = partial(self._attempts.written_by, admitted.token)
-            size = snapshot.encoded.file_bytes
-            save = SaveHandle(admitted.request, admitted.number, outside, file_bytes=size, written=written)
+        size = 0 if snapshot is None else snapshot.encoded.file_bytes
+        written = partial(self._attempts.written_by, admitted.token)
+        save = SaveHandle(admitted.request, admitted.number, outside, file_bytes=size, written=written)
         self._staged.append((save, staged))
         try:
             self._lane.submit(self._finish)
@@ -334,7 +330,7 @@ class SaveQueue:
         """Write and commit a save, in one or more attempts."""
         request = staged.admitted.request
         try:
-            made = self._retries.run(staged.attempt, partial(self._attempts.run, staged))
+            made = self.retries.run(staged.attempt, partial(self._attempts.run, staged))
         finally:
             if staged.snapshot is not None:
                 staged.snapshot.release()
@@ -373,10 +369,6 @@ class SaveQueue:
     def run_after_saves(self, task: Callable[[], None]) -> None:
         """Run a task on the thread, after the saves so far; later saves and `drain` wait for it."""
         self._lane.submit(task)
-
-    def stop_pausing(self) -> None:
-        """Make no pause before another attempt any more, because `close` waits for the saves."""
-        self._retries.stop_pausing()
 
     def drain(self, timeout: float) -> bool:
         """End the run's part in the saves, after the last one. Returns False if that takes over `timeout` seconds."""

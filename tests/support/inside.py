@@ -23,7 +23,7 @@ def make_due(manager: CheckpointManager) -> None:
 def tidied(manager: CheckpointManager) -> CheckpointManager:
     """Wait for what follows the save that is over: the deletion of old checkpoints."""
     saver = checkpointer_of(manager).saver
-    assert saver._queue._lane.drain(saver.ranks.outside.now() + 60)  # type: ignore[union-attr]
+    assert saver.queue._lane.drain(saver.ranks.outside.now() + 60)  # type: ignore[union-attr]
     restorer = manager._restorer
     assert restorer is not None
     assert restorer._folder.purge.wait(60)

@@ -23,7 +23,7 @@ def read(schema: type[T], values: Mapping[str, Any], name: str) -> T:
     """Convert values to an instance of a schema.
 
     Args:
-        schema: a dataclass, whose fields may have a range and a unit; see `schema.within`
+        schema: a dataclass, whose fields may have a range and a unit; see `within`
         values: plain, nested values; for missing keys the schema's defaults apply
         name: prefix of the keys in error texts; empty for the top of a config
 
