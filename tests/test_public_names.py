@@ -1,7 +1,9 @@
-"""The names that `ckpt_component` promises."""
+"""The names that `ckpt_component` promises, and that those of the last release are still there."""
 
 from __future__ import annotations
 
+import importlib
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,46 @@ from programs import run_program
 
 import ckpt_component
 import ckpt_component.errors
+
+#: Of the last release.
+RECORDED = Path(__file__).with_name("public_names.txt")
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted path leads to something, as an import and then by attributes."""
+    module, *attributes = name, ""
+    while module:
+        try:
+            value = importlib.import_module(module)
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            attributes.insert(0, last)
+            continue
+        return all((value := getattr(value, each, None)) is not None for each in filter(None, attributes))
+    return False
+
+
+def test_what_the_last_release_had_is_still_there() -> None:
+    names = [line for line in RECORDED.read_text().splitlines() if not line.startswith("#")]
+    assert len(names) > 1000
+    there = {*runpy.run_path(str(RECORDED.parent / "scripts" / "public_names.py"))["public_names"]()}
+    gone = [name for name in names if name not in there]
+    # A page may no longer name a path that is still there.
+    assert [name for name in gone if not (name.startswith("name ") and resolves(name[5:]))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "is_there"),
+    [
+        ("ckpt_component.callers", True),
+        ("ckpt_component.core.storage.storage.Storage", True),
+        ("ckpt_component.CheckpointManager.save", True),
+        ("ckpt_component.core.storage.storage.Stored", False),
+        ("ckpt_component.storage", False),
+    ],
+)
+def test_a_path_leads_to_something_or_does_not(name: str, is_there: bool) -> None:
+    assert resolves(name) == is_there
 
 
 def test_every_public_name_is_there() -> None:

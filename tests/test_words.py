@@ -21,7 +21,7 @@ PUBLIC = {
     *("DcpWriter", "TorchSaveWriter", "SafetensorsWriter"),
     "CheckpointCallback",
 }
-#: File names that stand for one thing in several rooms: a format, a program, a schema of configs, a base class.
+#: File names that stand for one thing in several packages: a format, a program, a schema of configs, a base class.
 ALIKE = {"dcp", "safetensors", "torch_file", "torch_save", "app", "schema", "base"}
 #: Docstring sections with entries `name: fragment`.
 _SECTION = re.compile(r"^( *)(Args|Attributes|Raises):\n((?:\1 +.*\n|\n)*)", re.M)

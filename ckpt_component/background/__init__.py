@@ -1,1 +1,1 @@
-"""What follows the commits of a run, in child processes: uploads to the permanent place, exports. Imports no torch."""
+"""Followers of the commits of a run, in child processes: uploads, exports, published weights. Imports no torch."""

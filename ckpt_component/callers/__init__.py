@@ -1,4 +1,4 @@
-"""Callers run the writes of a save: in the trainer, in a process per save, or in one process for the whole run.
+"""Callers, which run the writes of a save: in the trainer, in a process per save, or in one process for the whole run.
 
 The reference classes for requests made by a training script (`AsyncCallsQueue` and its parts) can be imported from here
 too; their code is in `ckpt_component.compat`.

@@ -1,1 +1,1 @@
-"""The command `ckpt`, tools beside a training run. Each command is a module; `app` says what it has."""
+"""The command `ckpt`: `app` has the table of commands, and a module each group of them."""

@@ -1,4 +1,4 @@
-"""`ckpt keys`, `presets`, `recipes`, `completion`: what can be configured and typed. Imports neither Hydra nor torch."""
+"""`ckpt keys`, `presets`, `recipes`, `completion`: what can be configured and typed. Without Hydra and torch."""
 
 from __future__ import annotations
 

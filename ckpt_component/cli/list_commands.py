@@ -323,17 +323,17 @@ class UsedRoot:
         return [*chain.from_iterable(self.files.values())]
 
     def usage_of(self, *names: str) -> Usage:
-        """The room that some entries take together."""
+        """The space that some entries take together."""
         return usage_of(chain.from_iterable(self.files.get(name, ()) for name in names))
 
     @property
     def set_aside(self) -> Usage:
-        """The room of damaged and retired checkpoints."""
+        """The space of damaged and retired checkpoints."""
         return self.usage_of(*(each.name for each in self.entries if each.name.startswith(QUARANTINE_PREFIX)))
 
     @property
     def unfinished(self) -> Usage:
-        """The room of saves and deletions that are in progress, or were cut off."""
+        """The space of saves and deletions that are in progress, or were cut off."""
         names = [each.name for each in self.entries if each.state in (IN_PROGRESS, DEBRIS)]
         return self.usage_of(*(name for name in names if not name.startswith(QUARANTINE_PREFIX)))
 

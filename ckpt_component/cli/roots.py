@@ -24,7 +24,7 @@ from ..formats.folder import METADATA
 
 @dataclass(frozen=True)
 class Usage:
-    """The room that some files take, in bytes.
+    """The space that some files take, in bytes.
 
     Attributes:
         size: sum of their sizes, as if each path had a file of its own
@@ -43,7 +43,7 @@ class Usage:
 
 
 def usage_of(files: Iterable[StoredFile]) -> Usage:
-    """The room that files take, each of which is given by one path or by several."""
+    """The space that files take, each of which is given by one path or by several."""
     files = [*files]
     paths = Counter(file.identity for file in files)
     once = {file.identity: file for file in files}.values()

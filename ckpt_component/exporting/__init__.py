@@ -1,1 +1,1 @@
-"""Tensors of a checkpoint as files of other programs, streamed in blocks. Imports no torch."""
+"""Tensors of a checkpoint as files for other programs, streamed in blocks. Imports no torch."""

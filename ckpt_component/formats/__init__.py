@@ -1,4 +1,4 @@
-"""What is in a checkpoint of any format: keys, shapes, places of the items, zip records. Imports no torch."""
+"""Each format of checkpoints: layout, index, reading and writing. Indexes are read without torch."""
 
 from __future__ import annotations
 

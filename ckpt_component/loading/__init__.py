@@ -1,4 +1,4 @@
-"""From a checkpoint to memory, verified and in parallel; `foreign` reads what other programs wrote, safely."""
+"""From a checkpoint to the tensors and objects of a state: matched, read, verified, on all ranks or on none."""
 
 from .reader import Reader
 

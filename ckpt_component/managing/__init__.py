@@ -1,1 +1,1 @@
-"""What a training loop holds: when to save, what to keep, where to resume, how to stop."""
+"""The manager that a training loop calls: when to save, what to keep, where to resume, how to stop."""

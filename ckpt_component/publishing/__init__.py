@@ -1,4 +1,4 @@
-"""Weights published to inference: numbered versions, whole or the changes of the one before, and who follows them."""
+"""Weights for inference: numbered versions, whole or as changes of the previous one, and their receiver."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One save, from the call to the commit."""
+"""One save, from the call to the commit and its report."""

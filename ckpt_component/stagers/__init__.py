@@ -1,4 +1,4 @@
-"""Stagers take the snapshot: into which memory, and when training may continue."""
+"""Stagers, which take the snapshot: into which memory, and when training may continue."""
 
 from .base import Snapshot, Stager, StatePlan
 from .shared_memory import LiveStager, PinnedStager, SharedMemoryStager

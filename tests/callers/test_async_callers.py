@@ -19,7 +19,7 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
-import ckpt_component.callers as room
+import ckpt_component.callers as package
 from ckpt_component.compat import worker_client
 from ckpt_component.compat.async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from ckpt_component.compat.async_request import AsyncRequest
@@ -336,12 +336,12 @@ def test_a_process_that_is_done_has_ended(make: Make, tmp_path: Path) -> None:
     eventually(lambda: is_gone(pid_in(tmp_path / "at")))
 
 
-def test_every_name_of_the_room_is_there() -> None:
-    for name in room.__all__:
-        assert getattr(room, name).__name__ == name
-    assert set(room.__all__) <= set(dir(room))
+def test_every_name_of_the_package_is_there() -> None:
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match="no attribute 'Caller'"):
-        room.Caller  # noqa: B018
+        package.Caller  # noqa: B018
 
 
 @pytest.mark.parametrize("kind", ["PersistentAsyncCaller", "TemporalAsyncCaller"])

@@ -321,7 +321,7 @@ def test_pages_that_messages_name_exist() -> None:
     ("script", "page"),
     [
         ("configuration.py", "configuration.md"),
-        ("rooms.py", "design.md"),
+        ("layers.py", "design.md"),
         ("reliability.py", "reliability.md"),
         ("performance.py", "performance.md"),
     ],

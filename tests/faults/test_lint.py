@@ -59,9 +59,9 @@ WITHOUT_DEADLINE = {
     "publishing/fetched.py": "requests have the deadlines of the store's client; memory is changed by this process",
     "saving/pipeline.py": "a future that is done",
 }
-#: Rooms that no checkpoint of a user's passes through: the commands write result files, reports and recipes, and what
+#: Packages that no checkpoint of a user's passes through: the commands write result files, reports and recipes, and what
 #: is simulated is no file.
-ROOMS_BESIDE = {"cli", "testing"}
+PACKAGES_BESIDE = {"cli", "testing"}
 
 
 def effects_of(path: Path) -> Iterator[str]:
@@ -88,7 +88,7 @@ def test_effects_on_files_go_through_fs_ops() -> None:
     found = {
         str(path.relative_to(PACKAGE)): calls
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in ROOMS_BESIDE and (calls := list(effects_of(path)))
+        if path.relative_to(PACKAGE).parts[0] not in PACKAGES_BESIDE and (calls := list(effects_of(path)))
     }
     assert {name: calls for name, calls in found.items() if name not in EXCEPTIONS} == {}
     assert EXCEPTIONS.keys() <= found.keys(), "an exception that is not needed any more"
@@ -119,8 +119,8 @@ def test_every_wait_has_a_deadline_or_a_reason() -> None:
 def test_coordination_and_commit_take_time_and_threads_from_a_clock() -> None:
     found = {
         f"{path.relative_to(PACKAGE)} imports {name}"
-        for room in ("core/coordination", "core/commit")
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for package in ("core/coordination", "core/commit")
+        for path in sorted((PACKAGE / package).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]

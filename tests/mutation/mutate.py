@@ -2,7 +2,7 @@
 
 In the folder tests:
 
-    python -m mutation.mutate                                    all files of `ROOMS`; takes hours
+    python -m mutation.mutate                                    all of `FILES`; takes hours
     python -m mutation.mutate managing core/commit/cleanup.py
     python -m mutation.mutate --changed main                     the files that differ from a branch
     python -m mutation.mutate --among FILE --more 10 saving      those that a file lists, with more tests
@@ -57,11 +57,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SURVIVORS, KILLERS = (Path(__file__).with_name(f"{name}.txt") for name in ("survivors", "killers"))
 _RESUME = ("optimizer_match", "optimizer_values", "saved_optimizers", "proof")
 _LOADING = tuple(f"loading/{name}.py" for name in (*_RESUME, "coalesced"))
-ROOMS = (
+FILES = (
     *("core/commit", "core/coordination", "core/writing/orphan_commit.py", "hosts"),
     *("state/parameter_names.py", *_LOADING, "publishing", "managing", "saving"),
 )
-_OF_ROOMS = (
+_OF_PACKAGES = (
     "world",
     "faults",
     "saving",
@@ -73,7 +73,7 @@ _OF_ROOMS = (
     "recovery",
 )
 _AROUND = ("process", "stagers", "callers", "events", "config", "cli", "megatron")
-TESTS = tuple(f"tests/{name}" for name in (*_OF_ROOMS, *_AROUND))
+TESTS = tuple(f"tests/{name}" for name in (*_OF_PACKAGES, *_AROUND))
 #: A test hangs if it takes this many times as long as without a mutant, and so many seconds more.
 PATIENCE, GRACE_SECONDS = 8.0, 5.0
 #: What a test that is recorded takes at most.
@@ -368,7 +368,7 @@ def _temporary(root: Path) -> Iterator[None]:
 def main() -> int:
     """Mutate the files that were asked for. Returns 1 if a survivor is not accepted, or an accepted one has gone."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*", default=ROOMS)
+    parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--changed", metavar="BRANCH")
     parser.add_argument(
         "--tests", action="append", metavar="PATH", help="these alone, such as a new one; may be repeated"

@@ -1,4 +1,4 @@
-"""Print as JSON how many functions, files and rooms the later saves of a manager visit, and a restore in a new run.
+"""Print as JSON how many functions, files and packages the later saves of a manager visit, and a restore in a new run.
 
 A process of its own, because only threads that start later can be given a profile function before Python 3.12.
 """
@@ -53,8 +53,8 @@ def distance(trips: list[set[tuple[str, str, int]]]) -> dict[str, int]:
     if "--list" in sys.argv:
         print(*sorted(f"{path}:{line} {name}" for path, name, line in common), sep="\n", file=sys.stderr)
     files = {path for path, _, _ in common}
-    rooms = {"/".join(path.split("/")[: 2 if path.startswith("core/") else 1]) for path in files}
-    return {"functions": len(common), "files": len(files), "rooms": len(rooms)}
+    packages = {"/".join(path.split("/")[: 2 if path.startswith("core/") else 1]) for path in files}
+    return {"functions": len(common), "files": len(files), "packages": len(packages)}
 
 
 def main(folder: str) -> None:

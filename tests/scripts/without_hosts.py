@@ -1,4 +1,4 @@
-"""Save, restore and load weights without recovery, on one host; print which modules of the room `hosts` that imports."""
+"""Save, restore and load weights without recovery, on one host; print which modules of `hosts` that imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCAL = ("checkpoint.local.dir={}/near", "checkpoint.upload.every_steps=1")
 
 
 def imported() -> list[str]:
-    """The modules of the room that are there."""
+    """The modules of the package that are there."""
     return sorted(name for name in sys.modules if f"{name}.".startswith("ckpt_component.hosts."))
 
 

@@ -1,1 +1,1 @@
-"""A checkpoint is there whole or not at all: names, manifest, protocols, locks, retention. Imports no torch."""
+"""How a checkpoint becomes complete or not at all: names, manifest, protocols, locks, retention. Imports no torch."""

@@ -15,8 +15,8 @@ What a save makes durable, in this order; each step is done before the next one 
 4. on each rank its `integrity-<rank>.json`, then the attempt's folder: `core/writing/write_job.py`
 5. when all ranks have voted, the sidecars, such as `.metadata`, one after the other: `publish`
 6. the manifest under the name of its draft, then the attempt's folder: `publish`
-7. after a last look at the owner file, the new name and the folder it is in: `rename_commit.py`, `commit`; or the
-   manifest and the target: `manifest_commit.py`, `commit`. From now on the checkpoint is there.
+7. after a last look at the owner file, the new name and the folder it is in: `protocols.py`, `RenameCommit`; or
+   the manifest and the target: `ManifestCommit`. From now on the checkpoint is there.
 8. the pointer file and its folder: `scan.py`, `write_pointer`
 """
 

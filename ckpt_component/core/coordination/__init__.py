@@ -1,4 +1,4 @@
-"""How ranks agree on one decision."""
+"""How ranks agree on one decision, and which of them are alive."""
 
 from .coordinator import Coordinator, Hosts, LocalCoordinator, distributed
 from .question import StepQuestions

@@ -1,1 +1,1 @@
-"""Child processes: how they start, talk and end, what an exit means, and which process is alive. Imports no torch."""
+"""Child processes: how they start, communicate and end, and which process is alive. Imports no torch."""

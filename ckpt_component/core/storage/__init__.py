@@ -1,1 +1,1 @@
-"""Files, folders and buckets; knows no checkpoint. `faults` makes them fail on demand. Imports no torch."""
+"""Files, folders and buckets behind one interface, `Storage`, which knows no checkpoint. Imports no torch."""

@@ -17,7 +17,7 @@ from .storage import Storage
 #: Begins the paths in the memory of processes of this host.
 MEMORY = "host://"
 #: The storages with a scheme of their own, by the module and the class that is called without arguments. Like the
-#: program of a process, each is named and not imported: it stands in the house above those who ask for it.
+#: program of a process, each is named and not imported: it is in a layer above those who ask for it.
 SCHEMES = {MEMORY: ("ckpt_component.hosts.host_memory", "HostMemory")}
 #: The folder of their sockets, by whose files `may_have_memory` knows whether there may be any.
 MEMORY_FOLDER = "CKPT_RUNTIME_DIR"

@@ -1,4 +1,4 @@
-"""The house: a room imports only from the rooms below it, no module imports itself in a circle, and who needs torch."""
+"""The layers: a package imports only from those below it, no module imports itself in a circle, and who needs torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import ckpt_component
 
 PACKAGE = Path(ckpt_component.__file__).parent
 
-STOREYS = runpy.run_path(str(PACKAGE.parent / "docs" / "rooms.py"))["STOREYS"]
-LEVEL = {room: level for level, room in enumerate(room for storey in STOREYS.values() for room in storey)}
+LAYERS = runpy.run_path(str(PACKAGE.parent / "docs" / "layers.py"))["LAYERS"]
+LEVEL = {package: level for level, package in enumerate(package for layer in LAYERS.values() for package in layer)}
 #: Modules that anybody may import without torch, with all that they import themselves.
 WITHOUT_TORCH = (
     "core.processes",
@@ -31,7 +31,17 @@ WITHOUT_TORCH = (
 #: Which of their modules have torch make values of a state, or read tensors.
 WITH_TORCH = tuple(
     f"formats.{name}"
-    for name in ["dcp", "foreign", "named_files", "open_source", "ranges", "source", "torch_save", "zip_records"]
+    for name in [
+        "dcp",
+        "dcp_pickle",
+        "foreign",
+        "named_files",
+        "open_source",
+        "ranges",
+        "source",
+        "torch_save",
+        "zip_records",
+    ]
 )
 #: Only these read or make configs of Hydra.
 WITH_HYDRA = ("config.hydra", "factory", "megatron", "cli", "integrations", "_hydra_searchpath")
@@ -47,7 +57,7 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if name_of(path)}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     parts = module.split(".")
     return ".".join(parts[:2] if parts[0] == "core" else parts[:1])
 
@@ -75,23 +85,25 @@ def ours(path: Path) -> Iterator[str]:
             yield module
 
 
-def test_every_module_imports_only_from_rooms_below_its_own() -> None:
+def test_every_module_imports_only_from_packages_below_its_own() -> None:
     wrong = []
     for name, path in MODULES.items():
         if name == "core":
-            assert not imports_of(path), "the room `core` has a sentence, and imports nothing"
+            assert not imports_of(path), "the package `core` has a docstring, and imports nothing"
             continue
-        assert room_of(name) in LEVEL, f"{room_of(name)} is a new room: say in docs/rooms.py where it stands"
+        assert package_of(name) in LEVEL, (
+            f"{package_of(name)} is a new package: say in docs/layers.py in which layer it is"
+        )
         for imported in ours(path):
-            if LEVEL.get(room_of(imported), len(LEVEL)) > LEVEL[room_of(name)]:
+            if LEVEL.get(package_of(imported), len(LEVEL)) > LEVEL[package_of(name)]:
                 wrong.append(f"{name} imports {imported}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    # The `__init__` of a room names what its modules provide, lazily or for users.
-    rooms = {name for name, path in MODULES.items() if path.name == "__init__.py"}
-    left = {name: {*ours(path)} - {name} - rooms for name, path in MODULES.items()}
+    # The `__init__` of a package names what its modules provide, lazily or for users.
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    left = {name: {*ours(path)} - {name} - packages for name, path in MODULES.items()}
     while free := {name for name, imports in left.items() if not imports & left.keys()}:
         left = {name: imports for name, imports in left.items() if name not in free}
     assert not left, f"circles, and who imports them: {sorted(left)}"
@@ -108,7 +120,7 @@ def test_hydra_is_imported_below_config_hydra_and_by_what_runs_its_apps() -> Non
 
 def test_only_the_names_of_the_reference_import_torchs_own_checkpointing() -> None:
     users = {
-        room_of(name)
+        package_of(name)
         for name, path in MODULES.items()
         if any(imported.startswith("torch.distributed.checkpoint") for imported in imports_of(path))
     }
@@ -147,14 +159,14 @@ for module in ["", *sys.argv[1:]]:
     return {module: set(names) for module, *names in (line.split(" ") for line in done.stdout.splitlines())}
 
 
-def test_no_module_of_a_room_without_torch_imports_it() -> None:
+def test_no_module_of_a_package_without_torch_imports_it() -> None:
     # Listeners import the trackers they send to, which may import anything.
     theirs = ("events.mlflow", "events.opentelemetry", "events.tensorboard", "events.wandb")
     names = [
         name
-        for room in WITHOUT_TORCH
+        for package in WITHOUT_TORCH
         for name in MODULES
-        if f"{name}.".startswith(f"{room}.") and name not in {*theirs, *WITH_TORCH}
+        if f"{name}.".startswith(f"{package}.") and name not in {*theirs, *WITH_TORCH}
     ]
     alone = ["compat", "callers", "writers", "cli.app"]
     alone += [f"background.{name}_process" for name in ("upload", "export", "publish")]
@@ -163,9 +175,9 @@ def test_no_module_of_a_room_without_torch_imports_it() -> None:
 
 
 def test_the_writer_process_imports_the_standard_library_and_us_alone() -> None:
-    rooms = ("core.storage", "core.commit", "core.processes")
+    packages = ("core.storage", "core.commit", "core.processes")
     names = ["errors", "core.writing.worker", "core.writing.write_job"]
-    names += [name for name in MODULES if room_of(name) in rooms]
+    names += [name for name in MODULES if package_of(name) in packages]
     loaded = loaded_by(f"ckpt_component.{name}" for name in names)
     loaded.pop("")
     theirs = {module: added - {*sys.stdlib_module_names} - {"ckpt_component"} for module, added in loaded.items()}

@@ -1,1 +1,0 @@
-"""Safe readers for checkpoints written by other libraries."""
