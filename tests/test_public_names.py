@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from programs import run_program
@@ -21,7 +22,7 @@ def resolves(name: str) -> bool:
     module, *attributes = name, ""
     while module:
         try:
-            value = importlib.import_module(module)
+            value: Any = importlib.import_module(module)
         except ModuleNotFoundError:
             module, _, last = module.rpartition(".")
             attributes.insert(0, last)

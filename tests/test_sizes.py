@@ -18,6 +18,7 @@ FEWEST_LINES = 60
 #: Module -> why it is one all the same.
 SMALL = {
     "background.upload_process": "the program of a process, which outlives the run",
+    "testing.simulated_pool": "one of the stand-ins that a simulation is made of, like the store and the disk",
 }
 
 

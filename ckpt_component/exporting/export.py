@@ -36,7 +36,7 @@ from ..errors import (
 from ..formats import Entry, Index, open_index
 from ..state.key_map import KeyMap
 from .blocks import TensorBlocks, check_dtype
-from .files import (
+from .export_files import (
     INDEX,
     WEIGHTS,
     File,

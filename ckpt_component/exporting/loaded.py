@@ -17,7 +17,7 @@ from ..state import objects
 from ..state.flatten import unflatten
 from ..state.tensors import tensor_bytes
 from .blocks import BLOCK_BYTES, TensorBlocks
-from .files import File, Selected
+from .export_files import File, Selected
 
 
 class LoadedBlocks(TensorBlocks):

@@ -19,7 +19,7 @@ from ..core.storage.checksum import find_checksum
 from ..core.storage.safe_open import is_plain_name, read_failure
 from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointCorruptError
-from ..exporting.files import INDEX, WEIGHTS
+from ..exporting.export_files import INDEX, WEIGHTS
 from ..formats.safetensors import header_of
 from .versions import Version
 

@@ -26,7 +26,7 @@ from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointInUseError
 from ..exporting.blocks import BLOCK_BYTES
 from ..exporting.export import ExportOptions, open_blocks, selected_by, small_files
-from ..exporting.files import File, Tensor, hugging_face_files, stream_file, tensor_bytes_of
+from ..exporting.export_files import File, Tensor, hugging_face_files, stream_file, tensor_bytes_of
 from ..formats import open_index
 from .delta import DeltaWriter, TensorDelta, checksum_stream
 from .local_copy import STATE, CopyState, read_state

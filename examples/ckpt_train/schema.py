@@ -25,8 +25,7 @@ from ckpt_component.config.hydra.store import (
     registered,
     store_files,
 )
-from ckpt_component.config.quantities import BYTES, SECONDS
-from ckpt_component.config.schema import above, at_least, within
+from ckpt_component.config.quantities import BYTES, SECONDS, above, at_least, within
 from ckpt_component.core.options import Range
 
 

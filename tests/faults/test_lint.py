@@ -35,7 +35,7 @@ EXCEPTIONS = {
     "core/sockets.py": "sends bytes over a socket",
     "core/processes/start.py": "a setting of the kernel for a process",
     "core/outside.py": "/dev/null, for the output of a process",
-    "compat/bucket_io.py": "memory (memfd), no file",
+    "compat/host_image.py": "memory (memfd), no file",
     "core/storage/safe_open.py": "opens for reading",
     "core/storage/tree_removal.py": "opens folders, and deletes by FileStorage",
     "publishing/receiver.py": "a private temporary folder, deleted at the end",
@@ -46,7 +46,15 @@ EXCEPTIONS = {
 #: Methods that wait as long as it takes, unless they are given a time.
 WAITS = {"wait", "result", "exception", "join", "acquire", "shutdown"}
 #: Whose methods of these names have deadlines of their own: checkpointers, managers, and the claim to a folder.
-BOUNDED = ("self", "saver", "checkpointer", "_manager", "ownership", "FencingToken(fs, root.path, names)")
+BOUNDED = (
+    "self",
+    "saver",
+    "checkpointer",
+    "_manager",
+    "self._pipeline",
+    "ownership",
+    "FencingToken(fs, root.path, names)",
+)
 #: Where such calls are all the same, and why.
 WITHOUT_DEADLINE = {
     "compat/checkpoint_process.py": "the parent kills the process at the deadline; and a future that is done",

@@ -23,10 +23,21 @@ from ckpt_component.config.keys import keys
 PACKAGE = Path(ckpt_component.__file__).parent
 REPOSITORY = PACKAGE.parent
 #: Modules whose `__all__` is public.
-WITH_ALL = ("", "callers", "compat", "config", "errors", "events", "megatron", "publishing", "stagers", "testing")
+WITH_ALL: tuple[str, ...] = (
+    "",
+    "callers",
+    "compat",
+    "config",
+    "errors",
+    "events",
+    "megatron",
+    "publishing",
+    "stagers",
+    "testing",
+)
 WITH_ALL += ("testing.conformance", "writers")
 #: Modules whose classes and functions are public, where frameworks are imported.
-BY_SOURCE = tuple(f"events.{name}" for name in ("mlflow", "opentelemetry", "tensorboard", "wandb"))
+BY_SOURCE: tuple[str, ...] = tuple(f"events.{name}" for name in ("mlflow", "opentelemetry", "tensorboard", "wandb"))
 BY_SOURCE += ("megatron.bridge", "testing.faults")
 BY_SOURCE += tuple(
     f"integrations.{name}" for name in ("accelerate", "axolotl", "lightning", "submitit", "torchtitan", "transformers")
