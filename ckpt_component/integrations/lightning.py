@@ -26,8 +26,8 @@ from ..managing.manager import CheckpointManager
 from ..managing.stop_signals import REQUEUE_EXIT_CODE, STOPPING, checked_signals
 from ..state.paths import PerRank
 from .lightning_io import BackgroundCheckpointIO
+from .lightning_package import fabric, part
 from .lightning_position import Position
-from .settings import fabric, part
 
 __all__ = ["BackgroundCheckpointIO", "CheckpointCallback"]
 

@@ -18,7 +18,8 @@ from ..factory.graph import build_checkpointer
 from ..formats.foreign import verify_torch_file
 from ..formats.torch_save import TorchFileWriter, file_state
 from ..saving.save_queue import SaveHandle
-from .settings import part, settings_of
+from .lightning_package import part
+from .settings import settings_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .settings import fabric, part
+from .lightning_package import fabric, part
 
 #: The states of the generators of Python, NumPy (or None), torch, and torch on each CUDA device. A tuple is one value
 #: of a state dict, so that its form does not depend on what is in it.

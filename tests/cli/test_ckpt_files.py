@@ -302,7 +302,7 @@ def test_debris_of_another_host_goes_once_its_run_has_ended(root: Path, ckpt: Ck
 
 
 def test_the_commands_start_without_torch() -> None:
-    code = "import sys; from ckpt_component.cli import cp_command, mv_command, rm_command, gc_command, verify_command"
+    code = "import sys; from ckpt_component.cli import change_commands, verify_command"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True, timeout=60)
 
 
