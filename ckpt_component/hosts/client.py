@@ -387,12 +387,10 @@ class ServedRun:
     """A run that has servers on this host.
 
     Attributes:
-        token: its token
         memory: the path of its memory
         folder: its folder of checkpoints, as a rank here has spelled it, or the URL
     """
 
-    token: str
     memory: str
     folder: str
 
@@ -412,7 +410,7 @@ def served_run(token: str, outside: Outside = OUTSIDE) -> ServedRun | None:
         for rank in sorted(place.ranks()):
             with contextlib.suppress(ConnectionError), contextlib.closing(HostClient(place, rank)) as client:
                 about = client.about()  # all of them say the same, but one that has ended
-                return ServedRun(token, memory_of(token, about), str(about["root"]))
+                return ServedRun(memory_of(token, about), str(about["root"]))
     return None
 
 

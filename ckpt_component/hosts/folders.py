@@ -441,11 +441,8 @@ class HostTier(Follower):
     def _joined(self, begun: Mapping[str, Any], served: Sequence[_Served]) -> RunContext:
         """The run with the folders of all hosts, of whose checkpoints hosts may have several attempts."""
         rank, names, outside, root = self._ranks.rank, self._hosts.names, self._ranks.outside, begun["root"]
-        self._clients = [
-            PeerClient(each.place, begun["secret"], now=False, outside=outside)
-            for each in served
-            if each.place.host != names[rank]
-        ]
+        far = [each.place for each in served if each.place.host != names[rank]]
+        self._clients = [PeerClient(place, begun["secret"], now=False, outside=outside) for place in far]
         folders = HostFolders(self._fs, root, self._folder, self._clients, hosts=names, rank=rank)
         return replace(
             self._run,

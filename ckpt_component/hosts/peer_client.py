@@ -338,7 +338,8 @@ class ReplicaPull:
                     self._receive(file, image, block, base, checksum, items[file])
                     contents[file] = ImageRange(image.tail, block.source, base, image.length, image.identity)
                     base += align(image.length)
-            files.put_replica(rank, path, {file: (contents[file], date) for file, date in dates.items()}, source)
+            dated = {file: contents[file]._replace(modified=date) for file, date in dates.items()}
+            files.put_replica(rank, path, dated, source)
         return PullResult(sum(content.size for content in contents.values()), client.received)
 
     def _index(self, found: Mapping[str, FetchedFile]) -> tuple[Checksum, Mapping[str, _Items]]:

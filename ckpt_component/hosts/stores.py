@@ -313,18 +313,14 @@ class MemoryStore(ServedStore):
             self._files[path] = file
 
     def put_replica(
-        self,
-        home: int,
-        folder: str,
-        files: Mapping[str, tuple[ImageRange, float]],
-        image: tuple[int, int] | None = None,
+        self, home: int, folder: str, files: Mapping[str, ImageRange], image: tuple[int, int] | None = None
     ) -> None:
         """Keep files of another rank, in one step, in the place of all that are there from this rank.
 
         Args:
             home: the rank
             folder: all files are below it
-            files: what they are, and when they were put at home; those that the own rank has stay as they are
+            files: what they are at home; those that the own rank has stay as they are
             image: number and descriptor of a new source; it is opened once more
 
         Raises:
@@ -336,8 +332,8 @@ class MemoryStore(ServedStore):
             for path in [path for path, file in self._files.items() if file.home == home]:
                 if path.startswith(f"{folder}/"):
                     del self._files[path]
-            for path, (file, modified) in files.items():
-                self._files.setdefault(path, file._replace(modified=modified, home=home))
+            for path, file in files.items():
+                self._files.setdefault(path, file._replace(home=home))
             self._close_unused()
 
     def delete(self, paths: Sequence[str]) -> None:

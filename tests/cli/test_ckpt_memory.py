@@ -75,7 +75,7 @@ class Kept:
     def take_copies(self, step: int) -> None:
         """Keep copies in the first server of what rank 7, on another host, has of a step."""
         folder = f"{self.memory}/iter_{step:07}"
-        self.clients[0].put_replica(7, folder, {f"{folder}/__7_0.distcp": (ImageRange(b"bytes"), time.time())})
+        self.clients[0].put_replica(7, folder, {f"{folder}/__7_0.distcp": ImageRange(b"bytes", modified=time.time())})
 
     def close_second(self) -> None:
         """The second server is on another host: nobody finds it here."""

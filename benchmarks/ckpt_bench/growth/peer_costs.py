@@ -209,7 +209,7 @@ class _NoSnapshotStore:
 
 def _served_run(token: str, _: Outside) -> ServedRun | None:
     """The run before, which has servers on each host."""
-    return ServedRun(token, memory_root(_ROOT, token), _ROOT) if token == _TOKEN else None
+    return ServedRun(memory_root(_ROOT, token), _ROOT) if token == _TOKEN else None
 
 
 @contextmanager
