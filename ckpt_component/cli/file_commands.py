@@ -151,7 +151,7 @@ def run_import(parsed: argparse.Namespace, output: Output) -> None:
     config: Any = compose_checkpoint("sync")
     config.storage.options = parsed.options
     config.stager = {
-        "_target_": "ckpt_component.cli.file_commands.ImportStager",
+        "_target_": "ckpt_component.cli.import_stager.ImportStager",
         "path": source,
         "rename": renames(parsed.rename),
         "prefix": parsed.prefix,

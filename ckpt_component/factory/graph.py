@@ -211,8 +211,9 @@ def manager_of(
         context = SaveContext(
             ranks, run.saved_in, timeouts, folder, policy, run.events, shown, settings, unseen=run.unseen
         )
-        find = BaseFiles(partial(_bases, run.root, _base(settings, find_storage), launch.job), run.fs, run.names).find
-        checkpointer = _build_graph(context, parts, find_storage, find, options, queue, run.hosts)
+        # Options may have put folders of other hosts in front of the storage of a path.
+        find = BaseFiles(partial(_bases, run.root, _base(settings, run.elsewhere), launch.job), run.fs, run.names).find
+        checkpointer = _build_graph(context, parts, run.elsewhere, find, options, queue, run.hosts)
         restorer = Restorer(checkpointer, folder, save.enabled, sources)
     except BaseException:
         ranks.close()
