@@ -15,6 +15,7 @@ import ckpt_component.errors
 
 #: Of the last release.
 RECORDED = Path(__file__).with_name("public_names.txt")
+SCRIPT = Path(__file__).parent / "scripts" / "public_names.py"
 
 
 def resolves(name: str) -> bool:
@@ -34,7 +35,7 @@ def resolves(name: str) -> bool:
 def test_what_the_last_release_had_is_still_there() -> None:
     names = [line for line in RECORDED.read_text().splitlines() if not line.startswith("#")]
     assert len(names) > 1000
-    there = {*runpy.run_path(str(RECORDED.parent / "scripts" / "public_names.py"))["public_names"]()}
+    there = {*runpy.run_path(str(SCRIPT))["public_names"]()}
     gone = [name for name in names if name not in there]
     # A page may no longer name a path that is still there.
     assert [name for name in gone if not (name.startswith("name ") and resolves(name[5:]))] == []
@@ -54,10 +55,13 @@ def test_a_path_leads_to_something_or_does_not(name: str, is_there: bool) -> Non
     assert resolves(name) == is_there
 
 
-def test_every_public_name_is_there() -> None:
-    for name in ckpt_component.__all__:
-        assert getattr(ckpt_component, name).__name__ == name
-        assert name in dir(ckpt_component)
+@pytest.mark.parametrize("package", runpy.run_path(str(SCRIPT))["WITH_ALL"])
+def test_every_public_name_is_there(package: str) -> None:
+    module = importlib.import_module(".".join(filter(None, ("ckpt_component", package))))
+    assert module.__all__
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+        assert name in dir(module)
 
 
 def test_all_errors_are_public() -> None:

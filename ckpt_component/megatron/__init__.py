@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
-        ".installing": "install MegatronNameError",
+        ".installing": "install",
+        ".taken_names": "MegatronNameError",
     },
 )
