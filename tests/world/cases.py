@@ -99,7 +99,7 @@ def once_each() -> Iterator[tuple[str, str, str, str]]:
 def twice_each() -> Iterator[tuple[str, str, str, str, str]]:
     """Each pair of kinds of trouble, in a world of two ranks that has what they need, and no more, but by turns.
 
-    Of the pairs that need a part besides the folder, a third for each seed.
+    Of the pairs that need a part besides the folder, a sixth for each seed.
     """
     worlds = [
         (storage, hosts, name)
@@ -112,7 +112,7 @@ def twice_each() -> Iterator[tuple[str, str, str, str, str]]:
         fit = [world for world in worlds if may_happen(first, *world) and may_happen(second, *world)]
         if not needs:
             fit = [world for world in fit if not SCRIPTS[world[2]].has]
-        elif (number + number // len(KINDS) + SEED) % 3:
+        elif (number + number // len(KINDS) + SEED) % 6:
             continue
         # By parts, and then by worlds: a part with few worlds has as many turns as one with many.
         parts = sorted({SCRIPTS[world[2]].has for world in fit}, key=sorted)
