@@ -386,8 +386,7 @@ class MemoryCaller(ConnectedCaller):
             deadline: seconds of `Outside.now`
 
         Returns:
-            `bytes`, the size of all files; `sent`, bytes of images that came over the network, as some files are there
-            already; `seconds`.
+            `sent`, bytes of images that came over the network, as some are there already; `seconds`.
 
         Raises:
             CheckpointSaveError: one of the replicas is not there; it says why

@@ -395,8 +395,9 @@ class HostTier(Follower):
 
     def _begin(self, until_joined: ExitStack, saves: bool, offers: Sequence[Any]) -> dict[str, Any]:
         """On the leading rank: what all need to know each other, and a file to look for."""
-        names = {self._hosts.names[rank]: address for rank, address in enumerate(offers) if address is not None}
-        if lost := [host for host, address in names.items() if not address]:
+        offered = {self._hosts.names[rank]: address for rank, address in enumerate(offers) if address is not None}
+        addresses = dict(zip(offered, reachable([*offered.values()], self._ranks.outside), strict=True))
+        if lost := [host for host, address in addresses.items() if not address]:
             raise CheckpointConfigError(
                 f"{self._named}: host {lost[0]} does not find the address by which others reach it (see its log); set "
                 "MASTER_ADDR to a name that all hosts know."
@@ -405,7 +406,6 @@ class HostTier(Follower):
         if saves:
             try_to_write(self._fs, self._folder, self._named)
             trial = self._leave_trial(until_joined)
-        addresses = dict(zip(names, reachable([*names.values()], self._ranks.outside), strict=True))
         secret = self._ranks.outside.random_bytes(32).hex()
         return {"root": self._folder, "secret": secret, "addresses": addresses, "trial": trial}
 

@@ -15,7 +15,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
 from typing import IO, Any, ClassVar, TypeVar
@@ -290,21 +289,6 @@ def _taken(client: SnapshotStore, path: str) -> bool:
     return was_there
 
 
-@dataclass
-class _OpenFile:
-    """A small file that is being written.
-
-    Attributes:
-        path: its path
-        data: its bytes so far
-        is_put: whether the server has it
-    """
-
-    path: str
-    data: io.BytesIO = field(default_factory=io.BytesIO)
-    is_put: bool = False
-
-
 class HostMemory(CombinedStorage, ObjectFolders):
     """See the top of this file. Thread-safe.
 
@@ -330,7 +314,8 @@ class HostMemory(CombinedStorage, ObjectFolders):
         self._own = own
         self._numbers = itertools.count(1)
         self._lock = outside.lock()
-        self._written: dict[int, _OpenFile] = {}
+        #: Files that are being written: their paths, and their bytes so far.
+        self._written: dict[int, tuple[str, io.BytesIO]] = {}
 
     def holds(self, path: str) -> bool:
         return path.startswith(MEMORY)
@@ -341,25 +326,24 @@ class HostMemory(CombinedStorage, ObjectFolders):
         self._taker_of(path)
         fd = next(self._numbers)
         with self._lock:
-            self._written[fd] = _OpenFile(path)
+            self._written[fd] = path, io.BytesIO()
         return fd
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         with self._lock:
-            data = self._written[fd].data
+            _, data = self._written[fd]
             data.seek(offset)
             data.writelines(buffers)
 
     def sync(self, fd: int) -> None:
-        file = self._written[fd]
-        self._writable(file.path).put(file.path, file.data.getvalue(), new=not file.is_put)
-        file.is_put = True
+        path, data = self._written[fd]
+        self._writable(path).put(path, data.getvalue(), new=False)
 
     def close(self, fd: int) -> None:
         with self._lock:
-            file = self._written.pop(fd)
-        if not (file.is_put or file.data.getvalue()):  # an empty one is whole
-            self._writable(file.path).put(file.path, b"")
+            path, data = self._written.pop(fd)
+        if not data.getvalue() and self.size(path) is None:  # an empty one is whole
+            self.put_new(path, b"", "")
 
     def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
         return MemoryFiles(self, folder)

@@ -42,7 +42,7 @@ from ..core.writing.write_job import end_job, filled_objects, first_sums, sizes_
 from ..errors import CheckpointError, CheckpointFencedError
 from .client import HostClients
 from .host_memory import HostMemory
-from .peer_client import PullResult, ReplicaMemory, ReplicaPull
+from .peer_client import ReplicaMemory, ReplicaPull
 from .server import PeerEndpoint, SnapshotServer
 from .stores import MemoryStore
 from .wire import PeerAddress
@@ -204,13 +204,16 @@ class SnapshotProcess:
             raise OSError(errno.EBUSY, f"this snapshot server listens on {peers.address} already, for others")
         return peers.port
 
-    def pull(self, path: str, homes: Sequence[tuple[PeerAddress, float | None]], seconds: float) -> PullResult:
+    def pull(self, path: str, homes: Sequence[tuple[PeerAddress, float | None]], seconds: float) -> int:
         """Keep replicas of what other ranks have of a snapshot.
 
         Args:
             path: of the snapshot
             homes: their servers, and the most bytes to ask each for in a second; None: no limit
             seconds: how long it may take
+
+        Returns:
+            How many bytes of images have come, as some are here already.
 
         Raises:
             CheckpointFencedError: a newer run has a snapshot of its own
@@ -226,13 +229,12 @@ class SnapshotProcess:
         self._homes = {**self._homes, **{str(home.rank): home.host for home, _ in homes}}
         until, secret = outside.now() + seconds, peers.secret
 
-        def pull(home: PeerAddress, rate: float | None) -> PullResult:
+        def pull(home: PeerAddress, rate: float | None) -> int:
             about = secret, rate, until, self._checksum_home, outside, self._closed
             return ReplicaPull(self._replicas, home, *about).pull(path)
 
         with outside.pool(len(homes), "ckpt-pull") as pool:
-            pulled = [*pool.map(pull, *zip(*homes, strict=True))]
-        return PullResult(sum(each.bytes for each in pulled), sum(each.sent for each in pulled))
+            return sum(pool.map(pull, *zip(*homes, strict=True)))
 
     def start_connection(self, fd: int) -> None:
         """Work for the trainer on one more connection, in a thread."""
@@ -357,8 +359,8 @@ class SnapshotWorker(ByteWorker):
     def _pull(self, request: FrameRequest) -> dict[str, Any]:
         header, started = request.header, perf_counter()
         homes = [(PeerAddress(*home), rate) for home, rate in header["homes"]]
-        pulled = self._client.pull(header["path"], homes, header["seconds"])
-        return {**pulled._asdict(), "seconds": perf_counter() - started}
+        sent = self._client.pull(header["path"], homes, header["seconds"])
+        return {"sent": sent, "seconds": perf_counter() - started}
 
     def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
         storage = self._client.storage

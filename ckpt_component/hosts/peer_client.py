@@ -27,7 +27,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from ..core.commit.names import integrity_name
 from ..core.outside import OUTSIDE, Latch, Outside
@@ -259,18 +259,6 @@ _PIECE_BYTES = 1 << 20
 _RUN_BYTES, _LEAST_RUN_BYTES = 64 << 20, 64 << 10
 
 
-class PullResult(NamedTuple):
-    """What was pulled.
-
-    Attributes:
-        bytes: size of all files
-        sent: bytes of images that have come, and were not linked
-    """
-
-    bytes: int
-    sent: int
-
-
 #: Of the items of a file, as its index has them, in order: offset, length, offset, length, and so on; their checksums.
 _Items: TypeAlias = "tuple[array[int], list[int]]"
 
@@ -299,11 +287,14 @@ class ReplicaPull:
     outside: Outside = OUTSIDE
     ended: Latch | None = None
 
-    def pull(self, path: str) -> PullResult:
+    def pull(self, path: str) -> int:
         """Keep the files of a snapshot, in the place of all that is here of them from this rank.
 
         Args:
             path: of the snapshot
+
+        Returns:
+            How many bytes of images have come, and were not linked.
 
         Raises:
             FileNotFoundError: nothing of the snapshot is there
@@ -340,7 +331,7 @@ class ReplicaPull:
                     base += align(image.length)
             dated = {file: contents[file]._replace(modified=date) for file, date in dates.items()}
             files.put_replica(rank, path, dated, source)
-        return PullResult(sum(content.size for content in contents.values()), client.received)
+        return client.received
 
     def _index(self, found: Mapping[str, FetchedFile]) -> tuple[Checksum, Mapping[str, _Items]]:
         """What the home's integrity file says: the algorithm, and the items of each image, in order, by its path.

@@ -36,7 +36,6 @@ from typing import IO, Any
 from ..core.coordination import Coordinator
 from ..core.coordination.connection import offered_address, reachable
 from ..core.options import ResolvedTimeouts
-from ..core.outside import Outside
 from ..core.pages import ScratchBlock
 from ..core.processes.framing import Channel
 from ..core.processes.serve import FrameRequest, Reply
@@ -335,11 +334,12 @@ class ReadOnce(SharedReads):
 
     def _introduce(self, question: str) -> None:
         """Let the ranks know each other's addresses, at the first meeting, and serve."""
-        decide, until = partial(_addresses, self._outside), self._outside.now() + self._lasts
-        offered = offered_address(self._outside)
+        outside, until = self._outside, self._outside.now() + self._lasts
+        decide = lambda offered: [reachable(offered, outside), outside.random_bytes(32).hex()]  # noqa: E731
+        offered = offered_address(outside)
         self._addresses, self._secret = self._ranks.decide(f"{question}/addresses", offered, decide, until)
         try:
-            if self._addresses:
+            if "" not in self._addresses:
                 endpoint = PeerEndpoint(self._addresses[self._ranks.rank], self._secret, self._outside)
                 self._server = ConnectionServer("share", self._table, self._outside)
                 self._server.open(endpoint)
@@ -417,16 +417,6 @@ class ReadOnce(SharedReads):
             return Reply(blobs=[self._wants[request.header["digest"]]])
 
         return {"batch": batch, "wants": wants}, {"join": join}
-
-
-def _addresses(outside: Outside, offered: Sequence[str]) -> tuple[list[str], str]:
-    """On the leading rank: where each rank is reached, and a secret. Empty: one of them is not."""
-    try:
-        addresses = [] if "" in offered else reachable(offered, outside)
-    except OSError as error:
-        logger.warning("the address by which other hosts reach this one cannot be found: %s", error)
-        addresses = []
-    return addresses, outside.random_bytes(32).hex()
 
 
 def _met(values: Sequence[Any]) -> tuple[list[int], dict[str, list[int]]] | None:

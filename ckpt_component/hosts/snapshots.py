@@ -478,12 +478,13 @@ class _RunEnds(BaseException):
     """What is being pulled is given up, and the ranks do not agree on it."""
 
 
-def _begin(outside: Outside, addresses: Sequence[str]) -> list[Any]:
+def _begin(outside: Outside, offered: Sequence[str]) -> list[Any]:
     """On the leading rank: what the server of each rank needs so that others know it."""
+    addresses = reachable(offered, outside)
     if "" in addresses:
         raise CheckpointConfigError(
             f"checkpoint/recovery=peers: rank {addresses.index('')} does not find the address of its host (see its "
             "log); set MASTER_ADDR to a name that all hosts know, or use checkpoint/recovery=host."
         )
     secret = outside.random_bytes(32).hex()
-    return [{"secret": secret, "address": address} for address in reachable(addresses, outside)]
+    return [{"secret": secret, "address": address} for address in addresses]

@@ -25,7 +25,7 @@ from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
 from ckpt_component.hosts import wire
 from ckpt_component.hosts.host_memory import HostMemory
-from ckpt_component.hosts.peer_client import PeerClient, PullResult, ReplicaMemory, ReplicaPull
+from ckpt_component.hosts.peer_client import PeerClient, ReplicaMemory, ReplicaPull
 from ckpt_component.hosts.server import PeerEndpoint, SnapshotServer
 from ckpt_component.hosts.stores import LocalFile, MemoryStore, SnapshotStore
 from ckpt_component.hosts.wire import PeerAddress, connect_to_peer, memory_root
@@ -79,7 +79,7 @@ class Peer:
         secret: str = SECRET,
         rate: float | None = None,
         seconds: float = 20.0,
-    ) -> PullResult:
+    ) -> int:
         address = home if isinstance(home, PeerAddress) else home.address
         return ReplicaPull(self.memory, address, secret, rate, time.monotonic() + seconds).pull(step)
 
@@ -222,8 +222,8 @@ def test_a_replica_has_the_paths_the_bytes_and_the_dates_of_home(home: Home) -> 
         result = peer.pull(home)
         assert peer.contents() == contents_of(home.files)
         assert sorted(peer.files.listed("")) == sorted(file._replace(home=0) for file in home.files.listed(""))
-        assert result.bytes == home.files.nbytes and result.sent == len(image_of(1))
-        assert peer.pull(home).sent == 0, "it is there"
+        assert peer.files.nbytes == home.files.nbytes and result == len(image_of(1))
+        assert peer.pull(home) == 0, "it is there"
         eventually(lambda: home.files.held() == set())
         with pytest.raises(FileNotFoundError, match=r"rank 0's snapshot server on a .* does not have it"):
             peer.pull(home, f"{ROOT}/iter_2")
@@ -409,7 +409,7 @@ def test_a_rate_at_which_a_replica_would_be_late_is_no_reason_to_wait(home: Home
     with Peer() as peer:
         with pytest.raises(TimeoutError, match="does not send it in time; it is too slow"):
             peer.pull(home, rate=1000.0, seconds=5.0)
-        assert peer.pull(home, rate=20e6).sent == len(image_of(1))
+        assert peer.pull(home, rate=20e6) == len(image_of(1))
 
 
 def test_what_waits_for_its_rate_is_given_up_when_the_process_ends(home: Home) -> None:
@@ -507,7 +507,7 @@ def test_a_file_on_disk_that_the_peer_has_is_linked_and_does_not_come_again(tmp_
             keep(home, f"{ROOT}/iter_{step}", step)
             put_on_disk(home, step, stream.fileno(), len(frozen))
             result = peer.pull(home, f"{ROOT}/iter_{step}")
-            assert result.sent == len(image_of(step)) + (len(frozen) if step == 1 else 0)
+            assert result == len(image_of(step)) + (len(frozen) if step == 1 else 0)
             assert peer.contents() == contents_of(home.files)
             if step == 2:  # the first one goes, and its file stays for the second
                 for files in (home.files, peer.files):
@@ -527,7 +527,7 @@ def test_a_file_that_home_has_let_go_of_is_not_taken_for_another_one(tmp_path: P
                     stream.flush()
                     keep(home, f"{ROOT}/iter_{step}", step)
                     put_on_disk(home, step, stream.fileno(), len(frozen))
-                    assert peer.pull(home, f"{ROOT}/iter_{step}").sent == len(image_of(step)) + len(frozen)
+                    assert peer.pull(home, f"{ROOT}/iter_{step}") == len(image_of(step)) + len(frozen)
                     assert contents_of(home.files).items() <= peer.contents().items()
                     home.drop()
 
@@ -566,7 +566,7 @@ def test_a_replica_of_a_rank_is_not_pulled_on(home: Home) -> None:
             ReplicaMemory(between.files, "between", lambda: 1 << 40), home.address, SECRET, None, time.monotonic() + 20
         ).pull(STEP)
         between.files.put(f"{STEP}/t1/integrity-5.json", index_of({}, {}, "crc32"))
-        assert peer.pull(between).sent == 0
+        assert peer.pull(between) == 0
         assert [*peer.contents()] == [f"{STEP}/t1/integrity-5.json"]
 
 
@@ -630,7 +630,7 @@ def test_two_ranks_are_pulled_at_once() -> None:
         for home in (one, two):
             keep(home, f"{STEP}/of-{home.rank}", home.rank + 1)
         pulling = [pool.submit(peer.pull, home, f"{STEP}/of-{home.rank}", rate=2e6) for home in (one, two)]
-        assert [each.result(20).sent for each in pulling] == [len(image_of(rank + 1)) for rank in range(2)]
+        assert [each.result(20) for each in pulling] == [len(image_of(rank + 1)) for rank in range(2)]
         assert peer.contents() == contents_of(one.files) | contents_of(two.files)
 
 

@@ -235,26 +235,27 @@ def another_connection(dist: ModuleType, store: Any) -> Any:
 
 def offered_address(outside: Outside) -> str:
     """Where other hosts reach this one; empty, with a warning: nowhere."""
-    try:
-        return own_address(outside)
-    except OSError as error:
-        logger.warning("the address by which other hosts reach this one cannot be found: %s", error)
-        return ""
+    return _found_or_none(lambda: own_address(outside))
 
 
 def reachable(addresses: Sequence[str], outside: Outside) -> list[str]:
-    """On the leading rank: what ranks have offered, as other hosts reach it.
+    """On the leading rank: what ranks have offered, as other hosts reach it; empty where that is not known.
 
     Who reaches the job's store by the loopback is on this host, and others need another address of it.
-
-    Raises:
-        OSError: as `Outside.address_towards`
     """
-    far = next((address for address in addresses if not is_loopback(address)), None)
+    far = next((address for address in addresses if address and not is_loopback(address)), None)
     if far is None:
         return [*addresses]
-    own = outside.address_towards(far)
-    return [own if is_loopback(address) else address for address in addresses]
+    own = _found_or_none(lambda: outside.address_towards(far))
+    return [own if address and is_loopback(address) else address for address in addresses]
+
+
+def _found_or_none(find: Callable[[], str]) -> str:
+    try:
+        return find()
+    except OSError as error:
+        logger.warning("the address by which other hosts reach this one cannot be found: %s", error)
+        return ""
 
 
 def own_address(outside: Outside) -> str:
