@@ -12,7 +12,6 @@ import contextlib
 import errno
 import itertools
 import logging
-import mmap
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from ..core import libc
 from ..core.options import ResolvedTimeouts
 from ..core.outside import Outside, Thread
+from ..core.pages import map_private
 from ..core.processes.framing import Channel
 from ..core.processes.serve import Reply
 from ..core.storage.checksum import Checksum
@@ -333,7 +333,7 @@ class SharedBatches:
     def _block(self) -> memoryview:
         with contextlib.suppress(IndexError):
             return self._free.pop()
-        return memoryview(mmap.mmap(-1, self._most_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return memoryview(map_private(self._most_bytes))
 
     def _is_due(self, share: _Share) -> bool:
         """Whether a batch is to be read or fetched, or no rank wants it any more."""

@@ -313,29 +313,6 @@ class HostClient(SnapshotClient):
         return Channel(sock, lambda: True, outside=self._outside)
 
 
-def clients_of(path: str, outside: Outside = OUTSIDE) -> Sequence[SnapshotClient]:
-    """The servers on this host of the run to whose memory a path belongs, by rank; the caller closes them.
-
-    Args:
-        path: of the memory, or below it
-        outside: of this process
-
-    Raises:
-        PermissionError: the folder of the sockets, or a process behind one, is another user's
-        TimeoutError: a server takes no connection
-    """
-    return HostClients(outside=outside)(path)
-
-
-def each_of(clients: Sequence[SnapshotClient]) -> Iterator[SnapshotClient]:
-    """Each server; closes all of them."""
-    try:
-        yield from clients
-    finally:
-        for client in clients:
-            client.close()
-
-
 class HostClients:
     """Finds the servers of runs on this host, and stays connected to them. Thread-safe.
 
@@ -355,11 +332,16 @@ class HostClients:
         self._known: dict[tuple[SocketPlace, int], tuple[int, HostClient]] = {}
 
     def __call__(self, path: str) -> Sequence[SnapshotClient]:
-        """The servers of the run to whose memory a path belongs. Raises as `clients_of`."""
+        """The servers of the run to whose memory a path belongs, by rank.
+
+        Raises:
+            PermissionError: the folder of the sockets, or a process behind one, is another user's
+            TimeoutError: a server takes no connection
+        """
         return self.at(SocketPlace.of(path, self._outside)) if token_of(path) else []
 
     def at(self, place: SocketPlace) -> list[SnapshotClient]:
-        """The servers of a run. Raises as `clients_of`."""
+        """The servers of a run; raises as a call."""
         with self._lock:
             found = list[SnapshotClient]()
             for rank, number in sorted(place.ranks().items()):

@@ -36,7 +36,7 @@ from ..core.storage.checksum import Checksum, find_checksum
 from ..core.storage.storage import Storage
 from ..core.writing.orphan_commit import UndecidedSave
 from ..core.writing.range_writer import SumCursor
-from ..core.writing.request import Extent, ReusedFile, WriteRequest, WriteResult
+from ..core.writing.request import Extent, WriteRequest, WriteResult
 from ..core.writing.worker import ByteWorker, MappedArena
 from ..core.writing.write_job import end_job, filled_objects, first_sums, sizes_of
 from ..errors import CheckpointError, CheckpointFencedError
@@ -68,7 +68,7 @@ def run_keep_job(
     """
     table, folder, started = request.table, request.attempt.staging, perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
-    sizes, shared = sizes_of(request), {each.file: _descriptor(each) for each in request.shared}
+    sizes, shared = sizes_of(request), {each.file: int(each.held) for each in request.shared}
     sums = _sums(request, checksum)
     tails = {blob.file: bytes(data) for blob, data in filled_objects(request, checksum, sums)}
     for number, spec in enumerate(table.files):
@@ -78,12 +78,6 @@ def run_keep_job(
     for name, content in tails.items():
         files.put(os.path.join(folder, name), content)
     return end_job(request, sizes, sums, started, perf_counter(), request.options.io)
-
-
-def _descriptor(shared: ReusedFile) -> int:
-    if isinstance(shared.held, str):  # of a bucket; the stager takes none where snapshots stay in memory
-        raise TypeError(f"{shared.held} is not open, so it cannot be kept in memory")
-    return shared.held
 
 
 def _sums(request: WriteRequest, checksum: Checksum) -> list[int]:

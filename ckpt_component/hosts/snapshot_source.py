@@ -33,7 +33,7 @@ from ..loading.kinds import LoadOptions
 from ..loading.reader import Reader
 from ..managing.run_context import RunContext, SnapshotSource
 from ..state.flatten import StateDict
-from .client import HostClients, ServedRun, SnapshotClient, clients_of, each_of, memory_of, served_run
+from .client import HostClients, ServedRun, SnapshotClient, memory_of, served_run
 from .peer_client import PeerClient
 from .wire import PeerAddress, SocketPlace, memory_root, roots_here, token_of, tokens_at
 
@@ -234,12 +234,13 @@ class RunMemory(SnapshotSource):
 
     def _servers(self, token: str) -> Iterator[SnapshotClient]:
         """The servers on this host of a run that owns the folder, or did."""
-        kept = self._kept(token)
-        return each_of([] if kept is None else clients_of(kept.memory, self._run.ranks.outside))
+        if (kept := self._kept(token)) is not None:
+            with contextlib.closing(HostClients(outside=self._run.ranks.outside)) as clients:
+                yield from clients(kept.memory)
 
     def _hold(self, root: str) -> None:
         """Have this host's servers of a root stay from now on."""
-        for client in clients_of(root, self._run.ranks.outside):
+        for client in HostClients(outside=self._run.ranks.outside)(root):
             self._held.callback(client.close)
             with contextlib.suppress(ConnectionError):  # it has ended since it was found
                 client.hold()
@@ -315,8 +316,8 @@ class RunMemory(SnapshotSource):
                 logger.warning("a snapshot server of run %s, which is over, ends with its lease: %s", token, error)
         try:
             for token in {*tokens_at(run.root, outside)}.difference(self._lineage, [run.events.run]):
-                # They are connected to, which removes the sockets of the dead.
-                list(each_of(clients_of(memory_root(run.root, token), outside)))
+                with contextlib.closing(HostClients(outside=outside)) as clients:
+                    clients(memory_root(run.root, token))  # which removes the sockets of the dead
         except OSError as error:
             logger.info("sockets of dead snapshot servers may stay: %s", error)
 
@@ -390,9 +391,8 @@ class NearestReader(Reader):
         return super().read(path, state_dict, **options)
 
     def _nearest(self, path: str, alone: bool) -> str | None:
-        phase: Phase = nullcontext
-        if self._collective is not None and not alone:
-            phase = self._collective.load(path).phase
+        collective = None if alone else self._collective
+        phase: Phase = nullcontext if collective is None else collective.load(path).phase
         try:
             with phase("nearest"):
                 return copy_in_memory(path, self._storage_of(path), self._storage_of)

@@ -98,12 +98,12 @@ def test_a_snapshot_outlives_its_host_in_the_server_of_its_peer() -> None:
             homes = [(PeerAddress("a", "127.0.0.1", mouth.listen(SECRET, "127.0.0.1", 10), 0), None)]
             with pytest.raises(CheckpointSaveError, match="is not of the run .*, so no replica of it is kept"):
                 ears.pull(f"{memory_root('/runs/two', '1f2e3d4c-0a0b0c0d')}/iter_1", homes, time.monotonic() + 10)
-            assert ears.pull(f"{ROOT}/iter_1", [], time.monotonic() + 10)["bytes"] == 0
+            assert ears.pull(f"{ROOT}/iter_1", [], time.monotonic() + 10)["sent"] == 0
             for step in (1, 2):
                 if step == 2:
                     save(saves, 0, step, arenas[1])
                 answer = ears.pull(f"{ROOT}/iter_{step}", homes, time.monotonic() + 30)
-                assert answer["sent"] == 4 * ITEM and answer["bytes"] > 4 * ITEM + 9 and answer["seconds"] > 0
+                assert answer["sent"] == 4 * ITEM and answer["seconds"] > 0
             assert there.about()["homes"] == {"0": "a"}
             about = HostClient(PLACE, 0).about()
             assert about["secret"] == SECRET and about["peer"]["address"] == "127.0.0.1"

@@ -12,7 +12,7 @@ from simulated.hosts import SimulatedHosts
 from ckpt_component import WorkerDiedError
 from ckpt_component.core.outside import Outside
 from ckpt_component.core.writing.process import ByteProcess, WriterConnection, WriterProgram
-from ckpt_component.hosts.client import HostClient, clients_of
+from ckpt_component.hosts.client import HostClient, HostClients
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.peer_client import PeerClient
 from ckpt_component.hosts.wire import PeerAddress, SocketPlace, roots_here
@@ -88,17 +88,17 @@ def test_what_a_server_keeps_outlives_its_trainer_until_its_lease_is_over(simula
         assert memory.read(f"{STEP}/file", 100) == b"content"
         with memory.open_files(STEP) as files:
             assert files.size("file") == 7
-        (client,) = clients_of(ROOT, outside)
+        (client,) = HostClients(outside=outside)(ROOT)
         assert not client.about()["alive"]
         client.hold()
         outside.sleep(150)
         assert client.listed(ROOT), "it is held"
         client.close()
         outside.sleep(110)
-        assert clients_of(ROOT, outside) == [] and roots_here(outside) == []
+        assert HostClients(outside=outside)(ROOT) == [] and roots_here(outside) == []
 
     def look_elsewhere(outside: Outside) -> None:
-        assert clients_of(ROOT, outside) == []
+        assert HostClients(outside=outside)(ROOT) == []
 
     trainer.start(keep, trainer.outside)
     in_turn(simulation, [(other, look), (elsewhere, look_elsewhere)])
@@ -115,7 +115,7 @@ def test_a_server_ends_with_close_or_is_killed(simulation: SimulatedHosts) -> No
         found.kill()
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             process.receive(outside.now() + 30, "timeouts.write")
-        assert roots_here(outside) != [] and clients_of(ROOT, outside) == [] and roots_here(outside) == []
+        assert roots_here(outside) != [] and HostClients(outside=outside)(ROOT) == [] and roots_here(outside) == []
         process.close(1)
 
     in_turn(simulation, [(simulation.process("trainer"), script)])

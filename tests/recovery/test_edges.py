@@ -38,7 +38,7 @@ from ckpt_component.errors import (
     CheckpointNotFoundError,
     CheckpointUnreadableError,
 )
-from ckpt_component.hosts.client import SnapshotClient, clients_of
+from ckpt_component.hosts.client import HostClients, SnapshotClient
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.keep import SnapshotProcess
 from ckpt_component.hosts.server import SnapshotServer
@@ -89,7 +89,7 @@ def loses_its_trainer(process: subprocess.Popen[str], word: str = "") -> None:
 
 
 def its_client() -> SnapshotClient:
-    (client,) = clients_of(ROOT)
+    (client,) = HostClients()(ROOT)
     return client
 
 

@@ -27,7 +27,7 @@ from ckpt_component.core.processes.framing import Channel
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointCorruptError, CheckpointUnreadableError
-from ckpt_component.hosts.client import HostClient, HostClients, clients_of
+from ckpt_component.hosts.client import HostClient, HostClients
 from ckpt_component.hosts.host_memory import HostMemory
 from ckpt_component.hosts.server import SnapshotServer
 from ckpt_component.hosts.stores import ListedFile, LocalFile, MemoryStore
@@ -138,7 +138,7 @@ class TestSnapshotStoreBySocket(StorageContract):
             yield
 
     def storage(self, tmp_path: Path) -> tuple[Storage, str]:
-        (own,) = clients_of(ROOT)
+        (own,) = HostClients()(ROOT)
         return HostMemory(own=own), f"{ROOT}/folder"
 
 
@@ -212,7 +212,7 @@ def test_servers_say_what_they_are_and_hear_who_needs_them() -> None:
     kept = MemoryStore()
     kept.put(f"{ROOT}/file", b"abc")
     with serving(kept, 3) as server:
-        (client,) = clients_of(ROOT)
+        (client,) = HostClients()(ROOT)
         about = client.about()
         assert {**about, "host": socket.gethostname(), "pid": os.getpid()} == about
         expected = {"root": "/runs/one", "token": TOKEN, "rank": 3, "bytes": 3, "alive": True, "world_size": 2}
@@ -238,14 +238,14 @@ def test_one_machine_can_be_several_hosts(runtime: Path, monkeypatch: pytest.Mon
             kept = MemoryStore()
             kept.put(f"{ROOT}/file", name.encode())
             until_closed.enter_context(serving(kept))
-            (client,) = clients_of(ROOT)
+            (client,) = HostClients()(ROOT)
             assert client.about()["host"] == name and client.get(f"{ROOT}/file", 3) == name.encode()
         monkeypatch.setenv("CKPT_HOST", "three")
-        assert clients_of(ROOT) == []
+        assert HostClients()(ROOT) == []
     assert runtime.stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("CKPT_HOST", "../two")
     with pytest.raises(OSError, match="CKPT_HOST is not the name of a host"):
-        clients_of(ROOT)
+        HostClients()(ROOT)
 
 
 def test_a_file_is_as_it_was_while_it_is_open_whoever_deletes_it() -> None:
@@ -254,7 +254,7 @@ def test_a_file_is_as_it_was_while_it_is_open_whoever_deletes_it() -> None:
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
     with serving(kept):
-        (client,) = clients_of(ROOT)
+        (client,) = HostClients()(ROOT)
         with client.opened(f"{ROOT}/iter_1") as files:
             client.delete([f"{ROOT}/iter_1/file"])
             assert kept.listed("") == [] and kept.held() == {1}
@@ -281,7 +281,7 @@ class SlowlyClosed(MemoryStore):
 def test_who_closes_a_server_waits_until_nothing_is_open_for_others() -> None:
     kept = SlowlyClosed()
     with serving(kept) as server:
-        (client,) = clients_of(ROOT)
+        (client,) = HostClients()(ROOT)
         with client.opened(f"{ROOT}/iter_1"):
             server.close()
             assert kept.is_closed
@@ -293,7 +293,7 @@ def test_who_hangs_up_while_it_reads_gives_back_nothing_that_it_opens_later() ->
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
     with serving(kept):
-        (client,) = clients_of(ROOT)
+        (client,) = HostClients()(ROOT)
         with contextlib.ExitStack() as earlier:
             earlier.enter_context(client.opened(f"{ROOT}/iter_1"))
             client.close()
@@ -308,10 +308,10 @@ def test_a_server_takes_connections_again_when_it_has_descriptors() -> None:
     with client_process(stderr=subprocess.PIPE) as process:
         few = (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         usual = resource.prlimit(process.pid, resource.RLIMIT_NOFILE, few)
-        first = clients_of(ROOT)  # its descriptor may have been taken before
+        first = HostClients()(ROOT)  # its descriptor may have been taken before
         assert process.stderr is not None and "no connection could be taken" in process.stderr.readline()
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, usual)
-        for (client,) in (first, clients_of(ROOT)):
+        for (client,) in (first, HostClients()(ROOT)):
             assert client.get(f"{ROOT}/iter_1/file", 5) == b"bytes"
 
 
@@ -376,7 +376,7 @@ def test_a_socket_that_a_dead_process_has_left_half_made_is_in_nobodys_way(
             PLACE.listen(0)
     assert [path.is_socket() for path in runtime.rglob(".*")] == [True] and PLACE.ranks() == {}
     with serving(MemoryStore()):
-        assert [client.rank for client in clients_of(ROOT)] == [0]
+        assert [client.rank for client in HostClients()(ROOT)] == [0]
     assert not [*runtime.iterdir()]
 
 
@@ -402,8 +402,8 @@ def test_what_a_dead_reader_had_open_is_free_again() -> None:
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
     reader = (
-        "import sys, time; from ckpt_component.hosts.client import clients_of\n"
-        "with clients_of(sys.argv[1])[0].opened(sys.argv[1] + '/iter_1') as files: print(*files, flush=True); time.sleep(60)"
+        "import sys, time; from ckpt_component.hosts.client import HostClients\n"
+        "with HostClients()(sys.argv[1])[0].opened(sys.argv[1] + '/iter_1') as files: print(*files, flush=True); time.sleep(60)"
     )
     with serving(kept):
         with subprocess.Popen([sys.executable, "-c", reader, ROOT], stdout=subprocess.PIPE, text=True) as process:
@@ -419,8 +419,8 @@ def test_a_process_that_a_dead_reader_has_forked_holds_nothing() -> None:
     kept.put_image(f"{ROOT}/iter_1/file", 1, fd, 0, 5)
     os.close(fd)
     reader = (
-        "import os, sys, time; from ckpt_component.hosts.client import clients_of\n"
-        "client = clients_of(sys.argv[1])[0]; client.hold()\n"
+        "import os, sys, time; from ckpt_component.hosts.client import HostClients\n"
+        "client = HostClients()(sys.argv[1])[0]; client.hold()\n"
         "with client.opened(sys.argv[1] + '/iter_1'): print(os.fork() or time.sleep(60), flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", reader, ROOT]
@@ -512,7 +512,7 @@ def test_a_dead_server_hides_no_other() -> None:
     with client_process(rank=0) as process, client_process(rank=1):
         process.kill()
         process.wait()
-        assert [client.rank for client in clients_of(ROOT)] == [1]
+        assert [client.rank for client in HostClients()(ROOT)] == [1]
         assert [client.rank for client in HostClients(besides=0)(ROOT)] == [1]
         assert HostClients(besides=1)(ROOT) == []
 
@@ -588,7 +588,7 @@ def test_memory_is_held_as_long_as_a_file_or_a_reader_needs_it() -> None:
 def test_a_file_is_put_once_unless_it_is_to_be_replaced() -> None:
     kept, before = MemoryStore(), memfds(os.getpid())
     with serving(kept):
-        (remote,) = clients_of(ROOT)
+        (remote,) = HostClients()(ROOT)
         for client in (kept, remote):
             client.delete([f"{ROOT}/file"])
             client.put(f"{ROOT}/file", b"first")
@@ -695,7 +695,7 @@ def test_who_lives_is_read_past_who_is_dead_and_the_own_server_must_live() -> No
     live = MemoryStore()
     live.put(f"{ROOT}/iter_1/other", b"other")
     with client_process() as process:
-        (dead,) = clients_of(ROOT)
+        (dead,) = HostClients()(ROOT)
         process.kill()
         process.wait()
     storage = HostMemory(lambda _: [dead, live])
@@ -724,7 +724,7 @@ def test_three_hundred_files_with_descriptors_of_their_own() -> None:
 def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="others may open it .*755.* set CKPT_RUNTIME_DIR"):
-        clients_of(ROOT)
+        HostClients()(ROOT)
     with pytest.raises(PermissionError, match="others may open it"), serving(MemoryStore()):
         pass
     runtime.chmod(0o700)
@@ -742,7 +742,7 @@ def test_the_folder_of_the_sockets_is_mine_alone(runtime: Path, monkeypatch: pyt
 def test_the_folder_of_the_sockets_is_the_same_wherever_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_RUNTIME_DIR", "runtime")
     with pytest.raises(OSError, match="CKPT_RUNTIME_DIR is not an absolute path"):
-        clients_of(ROOT)
+        HostClients()(ROOT)
 
 
 def test_who_comes_later_replaces_a_socket_and_who_was_replaced_leaves_it() -> None:
@@ -776,7 +776,7 @@ def test_the_process_of_another_user_is_refused_on_both_sides() -> None:
         serving(MemoryStore(), outside=AmongStrangers()),
         pytest.raises(PermissionError, match="this snapshot server belongs to"),
     ):
-        clients_of(ROOT)[0].listed("")
+        HostClients()(ROOT)[0].listed("")
 
 
 def test_a_dead_server_has_no_files_and_leaves_no_socket(runtime: Path) -> None:
@@ -842,4 +842,4 @@ def test_a_wait_for_a_stopped_server_is_logged_if_it_is_long(caplog: pytest.LogC
 def test_long_paths_have_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / ("long" * 30) / ("path" * 30)))
     with serving(MemoryStore()):
-        assert [client.rank for client in clients_of(ROOT)] == [0]
+        assert [client.rank for client in HostClients()(ROOT)] == [0]

@@ -190,7 +190,7 @@ class _NoSnapshotStore:
 
     def pull(self, path: str, homes: Sequence[tuple[PeerAddress, float | None]], deadline: float) -> dict[str, Any]:
         """Nothing comes."""
-        return {"bytes": 0, "sent": 0, "seconds": 0.0}
+        return {"sent": 0, "seconds": 0.0}
 
     def progress(self) -> int:
         """Nothing is written."""
@@ -202,6 +202,19 @@ class _NoSnapshotStore:
         port = 30_000 + self.rank * 7919 % 20_000
         place = {"host": f"node{self.rank:04d}", "peer": {"address": address, "port": port}}
         return {"memory": memory_root(_ROOT, _TOKEN), "secret": "0" * 64, **place}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _OwnServer:
+    """In the place of `HostClients`: the server of the run before that each host has, which is that of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self, path: str) -> list[_NoSnapshotStore]:
+        return [_NoSnapshotStore(self._rank)]
 
     def close(self) -> None:
         """Nothing is open."""
@@ -225,7 +238,7 @@ def _simulated(job: _PeerJob) -> Iterator[None]:
             (run_snapshots, "MemoryCaller", _NoSnapshotStore),
             (snapshots, "offered_address", lambda outside: "10.100.100.100"),
             (snapshot_source, "served_run", _served_run),
-            (snapshot_source, "clients_of", lambda *_: [_NoSnapshotStore(int(running().name.removeprefix("rank ")))]),
+            (snapshot_source, "HostClients", lambda **_: _OwnServer(int(running().name.removeprefix("rank ")))),
         ):
             until_measured.enter_context(patch.object(module, name, value))
         until_measured.callback(logger.setLevel, logger.level)
