@@ -308,11 +308,8 @@ class LocalCopy:
 
     def _sync_next(self) -> None:
         for name in self._fs.names(self._next):
-            fd = self._fs.open_again(os.path.join(self._next, name))
-            try:
-                self._fs.sync(fd)
-            finally:
-                self._fs.close(fd)
+            with self._fs.durable_at_end(self._fs.open_again(os.path.join(self._next, name))):
+                pass
         self._fs.sync_folder(self._next)
 
     def _switch(self, state: CopyState, changed: set[str] | None) -> None:
