@@ -11,7 +11,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from fcntl import LOCK_EX
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -19,9 +18,8 @@ from ..core.commit.cleanup import Unfinished, discard
 from ..core.commit.commit import abandon, new_attempt
 from ..core.commit.copying import Continued, copy_checkpoint
 from ..core.commit.fencing import FencingToken
-from ..core.commit.liveness import try_lock
+from ..core.commit.liveness import FolderLock
 from ..core.commit.manifest import data_folder, part_of, read_manifest
-from ..core.commit.names import OWNER
 from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
 from ..core.outside import Latch
@@ -152,7 +150,7 @@ class Uploading(ABC):
         Raises:
             CheckpointFencedError: another run has taken over the target
         """
-        locked: int | None = None
+        lock = FolderLock(self._local, self._policy.source)
         is_alone, pause = False, _FIRST_PAUSE_SECONDS
         try:
             while True:
@@ -161,7 +159,8 @@ class Uploading(ABC):
                 step: int | None = None
                 try:
                     if not is_alone:  # an error is that of a folder that is gone, which the next save makes
-                        locked, is_alone = self._lock_source(), True
+                        self._wait_for(lock)
+                        is_alone = True
                     local = self._scan_source()
                     step = self._next(local, ended=ended)
                     if step is not None:
@@ -183,8 +182,7 @@ class Uploading(ABC):
                     self._run.ended.wait(pause) if not ended else self._outside.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         finally:
-            if locked is not None:
-                self._local.close_folder(locked)
+            lock.release()
 
     @abstractmethod
     def _next(self, local: Scan, *, ended: bool) -> int | None:
@@ -201,18 +199,15 @@ class Uploading(ABC):
     def _forget(self) -> None:
         """After a failure: what was known of the target may be wrong."""
 
-    def _lock_source(self) -> int | None:
+    def _wait_for(self, lock: FolderLock) -> None:
         """Wait until the uploads of an earlier run have ended: when this run first saves, or after `finish_seconds`."""
-        fd, began, is_shown = self._local.open_folder(self._policy.source), self._outside.now(), False
-        while (locked := try_lock(self._local, fd, LOCK_EX, os.path.join(self._policy.source, OWNER))) is False:
+        began, is_shown = self._outside.now(), False
+        while lock.take() is False:
             if self._outside.now() - began > _SHOWN_SECONDS and not is_shown:
                 is_shown = True
                 text = "waiting for the uploads of an earlier run from {}, which end when this run saves"
                 print(text.format(self._policy.source), file=sys.stderr)
             self._outside.sleep(_LOOK_SECONDS)
-        if locked is None:
-            self._local.close_folder(fd)
-        return fd if locked else None
 
     def _scan_source(self) -> Scan:
         """The checkpoints that this process has files of; committed are those that have all of its own."""
@@ -258,20 +253,12 @@ class Uploader(Uploading):
     """Uploads checkpoints; of one in the folders of several hosts its own files, see `continued`.
 
     Args:
-        policy: what to upload, and where to
-        run: the run that makes them
-        report: sends a message to the run
-        storage_of: see `Uploading`
+        arguments: those of `Uploading`
     """
 
-    def __init__(
-        self,
-        policy: UploadPolicy,
-        run: RunWatch,
-        report: Callable[[dict[str, Any]], None],
-        storage_of: Callable[[str], Storage] | None = None,
-    ) -> None:
-        super().__init__(policy, run, report, storage_of)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        policy = self._policy
         self._ownership = FencingToken(self._storage, policy.target, policy.names, policy.run)
         #: The contents of the target, scanned once and updated here, because no other process may commit there.
         self._remote: Scan | None = None

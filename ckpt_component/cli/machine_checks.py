@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import importlib.util
 import mmap
@@ -20,7 +19,7 @@ import psutil
 from packaging.requirements import Requirement  # a dependency of hydra-core
 
 from ..config.rules import other_platform
-from ..core.commit.liveness import try_lock
+from ..core.commit.liveness import FolderLock
 from ..core.commit.names import TRIAL_PREFIX
 from ..core.pages import HUGE_PAGE, SharedPages
 from ..core.storage.checksum import fastest, find_checksum
@@ -255,11 +254,9 @@ def _rename(fs: FileStorage, trial: str) -> Finding:
 
 
 def _lock(fs: FileStorage, trial: str) -> Finding:
-    fd = fs.open_folder(trial)
-    try:
-        locked = try_lock(fs, fd, fcntl.LOCK_EX, trial)
-    finally:
-        os.close(fd)
+    lock = FolderLock(fs, trial)
+    locked = lock.take()
+    lock.release()
     if locked:
         return Finding("locks", OK, "a save that died is noticed at once")
     text = "none: a save that died is noticed after a minute"

@@ -231,13 +231,9 @@ def _write_all(ops: FileStorage, buckets: Sequence[ImageBucket]) -> None:
 
 def _write_draft(ops: FileStorage, bucket: ImageBucket, path: str) -> None:
     memory = bucket.image.memory[bucket.start : bucket.end]
-    fd = ops.create(path, len(memory) + len(bucket.tail))
-    try:
+    with ops.durable_at_end(ops.create(path, len(memory) + len(bucket.tail))) as fd:
         for position in range(0, len(memory), _BLOCK_BYTES):
             block = memory[position : position + _BLOCK_BYTES]
             ops.write(fd, [block], position)
             ops.start_writeback(fd, position, len(block))
         ops.write(fd, [memoryview(bucket.tail)], len(memory))
-        ops.sync(fd)
-    finally:
-        ops.close(fd)

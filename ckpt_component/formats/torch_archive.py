@@ -59,13 +59,7 @@ STORAGE_DTYPES = {
 def check_archive(stream: IO[bytes], size: int, where: str) -> None:
     """Refuse an archive with invalid members, see `members_of`, or with a pickle that claims more than is stored.
 
-    Args:
-        stream: the archive, at any position
-        size: size of the archive in bytes
-        where: name of the archive for error texts
-
-    Raises:
-        CheckpointCorruptError: it is not a zip archive as `torch.save` writes it
+    Arguments and errors as for `members_of`.
     """
     members = members_of(stream, size, where)
     for name in members:

@@ -339,12 +339,8 @@ class DeltaWriter:
         header, _ = header_of(rows, {key: checksum for key, (_, checksum) in self._shard.items()})
         pieces = [header, *(data for data, _ in self._shard.values())]
         fd = self._storage.create(os.path.join(self._folder, name), sum(map(len, pieces)))
-        try:
+        with self._storage.durable_at_end(fd, cached=False):
             self._storage.write(fd, [memoryview(piece) for piece in pieces], 0)
-            self._storage.sync(fd)
-            self._storage.drop_cached(fd)
-        finally:
-            self._storage.close(fd)
         self._note(name, *pieces)
         self._weight_map |= dict.fromkeys(self._shard, name)
         self._shard = {}

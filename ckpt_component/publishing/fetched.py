@@ -141,7 +141,6 @@ def _copy_file(
         raise CheckpointCorruptError(f"The manifest of {source} has no checksum of {name}.")
     checksum = find_checksum("crc32")
     opened.size(name)  # opens it, before threads read it
-    fd = fs.create(os.path.join(folder, name), size)
 
     def damage() -> str | None:
         stream, offset = checksum.stream(), 0
@@ -153,13 +152,10 @@ def _copy_file(
             advance(block.nbytes)
         return None if stream.value() == entry["crc32"] else "the content"
 
-    try:
+    with fs.durable_at_end(fs.create(os.path.join(folder, name), size)) as fd:
         damaged = opened.verified(name, 0, size, damage)
         if damaged is not None:
             raise opened.damaged(name, damaged)
-        fs.sync(fd)
-    finally:
-        fs.close(fd)
 
 
 def _blocks(opened: FileSet, source: str, name: str, size: int, outside: Outside, pool: Pool) -> Iterator[memoryview]:

@@ -7,7 +7,6 @@ only the tensors that differ are written.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from ..core.commit.liveness import try_lock
+from ..core.commit.liveness import FolderLock
 from ..core.progress import Progress, no_progress
 from ..core.storage.files import FileStorage
 from ..core.storage.space import FULL, amount
@@ -23,7 +22,6 @@ from ..core.storage.storage import Storage
 from ..errors import (
     CheckpointConfigError,
     CheckpointCorruptError,
-    CheckpointInUseError,
     CheckpointSaveError,
     CheckpointStorageFullError,
 )
@@ -102,7 +100,7 @@ class WorkFolder:
         self.next = os.path.join(self.path, "next")
         self._fs = fs
         self._folder = folder
-        self._lock: int | None = None
+        self._lock = FolderLock(fs, self.path)
 
     def take(self) -> None:
         """Lock both folders for this process, and delete what a dead one left.
@@ -121,13 +119,11 @@ class WorkFolder:
                     f"{folder} is {kind}, which cannot be exchanged; name a folder inside of it."
                 )
         fs.make_folders(self.path)
-        lock = fs.open_folder(self.path)
-        try:
-            self._lock_by(lock)
-        except BaseException:
-            fs.close_folder(lock)
-            raise
-        self._lock = lock
+        self._lock.claim(
+            f"Another process on this host brings {folder} to versions; end it, or name another folder.",
+            f"The file system of {folder} has no locks, so two processes could change it; name a folder on a disk of "
+            "this host.",
+        )
         try:
             between = f"{self.next}.between"
             if fs.exists(between) and not fs.exists(folder):  # cut off where an exchange takes three steps
@@ -137,18 +133,6 @@ class WorkFolder:
         except BaseException:
             self.release()
             raise
-
-    def _lock_by(self, lock: int) -> None:
-        locked = try_lock(self._fs, lock, fcntl.LOCK_EX, self.path)
-        if locked is None:
-            raise CheckpointConfigError(
-                f"The file system of {self._folder} has no locks, so two processes could change it; name a folder on a "
-                "disk of this host."
-            )
-        if not locked:
-            raise CheckpointInUseError(
-                f"Another process on this host brings {self._folder} to versions; end it, or name another folder."
-            )
 
     def make_next(self) -> None:
         """Make `next` anew, empty."""
@@ -166,9 +150,7 @@ class WorkFolder:
 
     def release(self) -> None:
         """Release both folders."""
-        if self._lock is not None:
-            self._fs.close_folder(self._lock)
-            self._lock = None
+        self._lock.release()
 
 
 Self = TypeVar("Self", bound="LocalCopy")
@@ -326,11 +308,8 @@ class LocalCopy:
 
     def _sync_next(self) -> None:
         for name in self._fs.names(self._next):
-            fd = self._fs.open_again(os.path.join(self._next, name))
-            try:
-                self._fs.sync(fd)
-            finally:
-                self._fs.close(fd)
+            with self._fs.durable_at_end(self._fs.open_again(os.path.join(self._next, name))):
+                pass
         self._fs.sync_folder(self._next)
 
     def _switch(self, state: CopyState, changed: set[str] | None) -> None:

@@ -7,7 +7,6 @@ that a mirror that a power cut, or anybody, has damaged is noticed before a delt
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -18,12 +17,12 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
-from ..core.commit.liveness import try_lock
+from ..core.commit.liveness import FolderLock
 from ..core.storage.checksum import find_checksum
 from ..core.storage.files import FileStorage
 from ..core.storage.new_names import NEW_PREFIX
 from ..core.storage.storage import Storage
-from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointInUseError
+from ..errors import CheckpointCorruptError, CheckpointExistsError
 from ..exporting.blocks import BLOCK_BYTES
 from ..exporting.export import ExportOptions, open_blocks, selected_by, small_files
 from ..exporting.export_files import File, Tensor, hugging_face_files, stream_file, tensor_bytes_of
@@ -133,26 +132,20 @@ class Mirror:
         self._fs = copy(fs)
         self._fs.durable = False  # see the top of this file
         self._path = path
-        self._lock: int | None = None
+        self._lock = FolderLock(self._fs, path)
         self._sums: dict[str, str] | None = None
         self.state: CopyState | None = None
 
     def __enter__(self: Self) -> Self:
         fs, path = self._fs, self._path
         fs.make_folders(path)
-        self._lock = fs.open_folder(path)
+        self._lock.claim(
+            f"Another process publishes by the mirror {path}; end it, or name another folder: "
+            "checkpoint.publish.mirror=FOLDER.",
+            f"The file system of the mirror {path} has no locks; name a folder on a disk of this host: "
+            "checkpoint.publish.mirror=FOLDER.",
+        )
         try:
-            locked = try_lock(fs, self._lock, fcntl.LOCK_EX, path)
-            if locked is False:
-                raise CheckpointInUseError(
-                    f"Another process publishes by the mirror {path}; end it, or name another folder: "
-                    "checkpoint.publish.mirror=FOLDER."
-                )
-            if locked is None:
-                raise CheckpointConfigError(
-                    f"The file system of the mirror {path} has no locks; name a folder on a disk of this host: "
-                    "checkpoint.publish.mirror=FOLDER."
-                )
             names = [name for name in fs.names(path) if not name.startswith(NEW_PREFIX)]  # left by a kill
             if names and not {_MARK, STATE, _SUMS} & {*names}:
                 raise CheckpointExistsError(
@@ -177,9 +170,7 @@ class Mirror:
         durable.write_over(os.path.join(self._path, _MARK), b"")
 
     def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            self._fs.close_folder(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def has_files_of(self, weights: WeightFiles) -> bool:
         """Whether it has the same files, with the same tensors at the same places, and equal small files."""

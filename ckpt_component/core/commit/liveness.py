@@ -12,8 +12,10 @@ import fcntl
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from ...errors import CheckpointConfigError, CheckpointInUseError
 from ..outside import OUTSIDE, Latch, Outside, Thread
 from ..processes.running import ProcessName
 from ..storage.new_names import new_token
@@ -53,7 +55,14 @@ class AttemptLock:
         self._root = os.path.dirname(attempt.target)
         self._mark: str | None = None
         self._touching: tuple[Thread, Latch] | None = None
-        self._lock = _locked(storage, attempt.staging) if isinstance(storage, LocalFolders) else None
+        self._lock: FolderLock | None = None
+        if isinstance(storage, LocalFolders):
+            lock, deadline = FolderLock(storage, attempt.staging), storage.outside.now() + _LOOK_SECONDS
+            while (locked := lock.take(fcntl.LOCK_SH)) is False:  # another process probes it
+                if storage.outside.now() > deadline:
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), attempt.staging)
+                storage.outside.sleep(_LOOK_PAUSE)
+            self._lock = lock if locked else None
         if self._lock is None:
             holder = holder or new_token(storage.outside)
             name = f"{ALIVE_PREFIX}{attempt.token}.{ProcessName.current(storage.outside).key}.{holder}"
@@ -70,12 +79,10 @@ class AttemptLock:
         if self._lock is None:
             marks = _marks(self._root, self._storage.names(self._root), self._attempt.token)
             return any(_is_running(mark, self._storage.outside) for mark in marks if mark != self._mark)
-        files, fd = self._lock
         try:
-            return try_lock(files, fd, fcntl.LOCK_EX, self._attempt.staging) is False
+            return self._lock.take(fcntl.LOCK_EX) is False
         finally:
-            # A failed conversion also drops the shared lock (flock(2)).
-            try_lock(files, fd, fcntl.LOCK_SH, self._attempt.staging)
+            self._lock.take(fcntl.LOCK_SH)  # a failed conversion also drops the shared lock (flock(2))
 
     def touched_by_others(self) -> float:
         """When another process last touched its mark file for this attempt; 0 if there is none."""
@@ -85,9 +92,8 @@ class AttemptLock:
     def close(self) -> None:
         """Release the attempt. Safe to call twice."""
         if self._lock is not None:
-            files, fd = self._lock
+            self._lock.release()
             self._lock = None
-            files.close_folder(fd)
         if self._touching is not None:
             thread, over = self._touching
             self._touching = None
@@ -171,55 +177,80 @@ class LifeSigns:
             return self._storage.outside.date()
 
 
-def _locked(files: LocalFolders, folder: str) -> tuple[LocalFolders, int] | None:
-    """Lock a folder, as long as its descriptor is open; None: the file system has no locks."""
-    fd, locked, deadline = files.open_folder(folder), None, files.outside.now() + _LOOK_SECONDS
-    try:
-        while (locked := try_lock(files, fd, fcntl.LOCK_SH, folder)) is False:  # another process probes it
-            if files.outside.now() > deadline:
-                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), folder)
-            files.outside.sleep(_LOOK_PAUSE)
-    finally:
+@dataclass(eq=False)
+class FolderLock:
+    """A lock on a folder that this process holds from `take` to `release`, or to its end.
+
+    Args:
+        files: the storage
+        folder: path of the folder, which exists
+    """
+
+    files: LocalFolders
+    folder: str
+    _fd: int | None = field(default=None, init=False)
+
+    def take(self, how: int = fcntl.LOCK_EX) -> bool | None:
+        """Lock it without waiting, or change how it is locked; `how`: exclusive, or shared with other processes.
+
+        Returns:
+            False: another process has it; None: the file system has no locks.
+        """
+        files, fd = self.files, self.files.open_folder(self.folder) if self._fd is None else self._fd
+        try:
+            files.flock(fd, how | fcntl.LOCK_NB)
+            self._fd = fd
+            return True
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            if files.warns:
+                files.warns = False
+                logger.warning(
+                    "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
+                    "every few seconds, and a save that was not touched for a minute is considered dead",
+                    os.path.dirname(self.folder),
+                    error.strerror,
+                )
+            return None
+        finally:
+            if self._fd is None:
+                files.close_folder(fd)
+
+    def claim(self, in_use: str, no_locks: str) -> None:
+        """Take it for this process alone.
+
+        Raises:
+            CheckpointInUseError: another process has it; with this text
+            CheckpointConfigError: the file system has no locks; with this text
+        """
+        locked = self.take()
+        if locked is None:
+            raise CheckpointConfigError(no_locks)
         if not locked:
-            files.close_folder(fd)
-    return (files, fd) if locked else None
+            raise CheckpointInUseError(in_use)
 
-
-def try_lock(files: LocalFolders, fd: int, how: int, path: str) -> bool | None:
-    """Lock an open folder without waiting. False: another process holds it; None: the file system has no locks."""
-    try:
-        files.flock(fd, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        if files.warns:
-            files.warns = False
-            logger.warning(
-                "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
-                "every few seconds, and a save that was not touched for a minute is considered dead",
-                os.path.dirname(path),
-                error.strerror,
-            )
-        return None
-    return True
+    def release(self) -> None:
+        """Release it. Safe to call twice, or if it was not taken."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            self.files.close_folder(fd)
 
 
 def is_locked(storage: Storage, path: str) -> bool | None:
     """Whether a live process holds an `AttemptLock` on a folder; None: the storage has no locks."""
     if not isinstance(storage, LocalFolders):
         return None
+    lock = FolderLock(storage, path)
     try:
-        fd = storage.open_folder(path)
+        locked = lock.take()
     except FileNotFoundError:
         if not storage.exists(path):
             raise
         return False  # it is on other hosts alone, and the leading rank holds its lock where it made the attempt
-    try:
-        locked = try_lock(storage, fd, fcntl.LOCK_EX, path)
-    finally:
-        storage.close_folder(fd)
+    lock.release()
     return None if locked is None else not locked
 
 

@@ -202,12 +202,8 @@ class FileStorage(LocalFolders):
             self.sync(held)  # another run may have written it without
             return True
         size = os.fstat(held).st_size
-        fd = self.create(path, size)
-        try:
+        with self.durable_at_end(self.create(path, size)) as fd:
             self.copy(fd, held, 0, size)
-            self.sync(fd)
-        finally:
-            self.close(fd)
         return False
 
     def truncate(self, fd: int, size: int) -> None:
@@ -249,7 +245,8 @@ class FileStorage(LocalFolders):
         if not self.atomic_rename:
             if self.size(path) is None and self.exists(path):
                 self.unlink(path)  # replace a link or a FIFO instead of writing through it
-            self._write_whole(self.open_over(path), data)  # an object store makes it visible at the close
+            with self.durable_at_end(self.open_over(path)) as fd:  # an object store makes it visible at the close
+                self.write(fd, [memoryview(data)], 0)
         else:
             fresh = new_path(path, self.outside)  # another process may be replacing it at the same time
             try:

@@ -251,12 +251,22 @@ class Storage(ABC):
 
     def write_new(self, path: str, data: bytes) -> None:
         """Durably write one small file that must not exist yet."""
-        self._write_whole(self.create(path), data)
-
-    def _write_whole(self, fd: int, data: bytes) -> None:
-        try:
+        with self.durable_at_end(self.create(path)) as fd:
             self.write(fd, [memoryview(data)], 0)
+
+    @contextlib.contextmanager
+    def durable_at_end(self, fd: int, *, cached: bool = True) -> Iterator[int]:
+        """A file that is open for writing: at the end of the block it is synced and closed; after an error, closed.
+
+        Args:
+            fd: from `create` and the like
+            cached: whether the page cache may keep its bytes
+        """
+        try:
+            yield fd
             self.sync(fd)
+            if not cached:
+                self.drop_cached(fd)
         except BaseException:
             with contextlib.suppress(OSError):  # the first error is the one to report
                 self.close(fd)
