@@ -325,10 +325,7 @@ class HostClients:
     def __init__(
         self, *, besides: int | None = None, seconds: float = ANSWER_SECONDS, outside: Outside = OUTSIDE
     ) -> None:
-        self._outside = outside
-        self._besides = besides
-        self._seconds = seconds
-        self._lock = outside.lock()
+        self._besides, self._seconds, self._outside, self._lock = besides, seconds, outside, outside.lock()
         self._known: dict[tuple[SocketPlace, int], tuple[int, HostClient]] = {}
 
     def __call__(self, path: str) -> Sequence[SnapshotClient]:

@@ -350,9 +350,6 @@ class HostMemory(CombinedStorage, ObjectFolders):
 
     # Small files
 
-    def write_new(self, path: str, data: bytes) -> None:
-        self.put_new(path, data, "")
-
     def write_over(self, path: str, data: bytes) -> None:
         own = self._writable(path)
         has_it = (client for client, files in self._listings(path) if files)
@@ -372,14 +369,10 @@ class HostMemory(CombinedStorage, ObjectFolders):
     # Properties of a folder
 
     def try_folder(self, path: str, name: str) -> float:
-        if self._own is None:  # the servers are on this host, and so is their clock
-            return self.outside.date()
-        trial = os.path.join(path, name)
-        self.write_new(trial, b"")
-        try:
-            return self.modified(trial)
-        finally:
-            self.unlink(trial)
+        if self._own is not None:
+            self.write_new(os.path.join(path, name), b"")
+            self.unlink(os.path.join(path, name))
+        return self.outside.date()  # the servers are on this host, and so is their clock
 
     def in_memory(self, path: str) -> bool:
         return True

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ..core.outside import OUTSIDE, Outside, Thread
 from ..core.processes.framing import Channel
@@ -26,7 +26,7 @@ from ..core.sockets import Socket
 from ..core.storage.bucket_store import FOLDER_MARK
 from ..core.storage.files import FileStorage
 from ..core.storage.tree_removal import remove_if_empty
-from .stores import ListedFile, LocalFile, MemoryStore, ServedStore
+from .stores import ListedFile, LocalFile, MemoryStore, SnapshotStore
 from .wire import VERSION, SocketPlace, greet_peer
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class SnapshotServer(ConnectionServer):
         ended: a latch, set when a newer run said that it does not need this server
     """
 
-    kept: ServedStore
+    kept: MemoryStore | FolderStore
     root: str
     rank: int
     about: Callable[[], Mapping[str, Any]]
@@ -258,7 +258,7 @@ class SnapshotServer(ConnectionServer):
         until_closed.callback(self._holding.discard, channel)
         handlers: Mapping[str, Handler] = {
             "list": lambda request: {"files": self.kept.listed(request.header["path"])},
-            "get": self._get,
+            "get": lambda request: Reply(blobs=[self.kept.get(request.header["path"], request.header["limit"])]),
             "put": self._put,
             "delete": lambda request: self.kept.delete(request.header["paths"]),
             "open": folders.open,
@@ -270,9 +270,6 @@ class SnapshotServer(ConnectionServer):
             "end": lambda _: self.ended.set(),
         }
         return handlers, {}
-
-    def _get(self, request: FrameRequest) -> Reply:
-        return Reply(blobs=[self.kept.get(request.header["path"], request.header["limit"])])
 
     def _put(self, request: FrameRequest) -> None:
         self.kept.put(request.header["path"], bytes(request.blob), new=request.header["new"])
@@ -298,7 +295,7 @@ class _OpenFolders:
         kept: has them
     """
 
-    def __init__(self, kept: ServedStore) -> None:
+    def __init__(self, kept: MemoryStore | FolderStore) -> None:
         self._kept = kept
         #: The files of each, and what closes it, by the number of the request.
         self._open: dict[int, tuple[Mapping[str, LocalFile], ExitStack]] = {}
@@ -371,7 +368,7 @@ class _OpenFolders:
         self._open.pop(request.header["number"])[1].close()
 
 
-class FolderStore(ServedStore):
+class FolderStore(SnapshotStore):
     """Serves a folder of this host. One in it without files has an entry of the name `FOLDER_MARK`.
 
     Args:
@@ -380,11 +377,10 @@ class FolderStore(ServedStore):
         root: the path that all hosts have for it
     """
 
+    nbytes: ClassVar[int] = 0  # of memory
+
     def __init__(self, files: FileStorage, folder: str, root: str) -> None:
-        self._fs = files
-        self._folder = folder
-        self._root = root
-        self._lock = files.outside.lock()
+        self._fs, self._folder, self._root, self._lock = files, folder, root, files.outside.lock()
         #: What its readers have open.
         self._open = MemoryStore(files.outside)
 

@@ -265,7 +265,8 @@ class RunMemory(SnapshotSource):
         until, names = outside.now() + limit, ""
         with outside.waits.on(lambda: f"a snapshot in memory that {names} completes", until) as wait:
             while marks := living_marks(kept.fs, kept.root):
-                names = ", ".join(sorted({_process_text(mark) for mark in marks}))
+                processes = {mark: marking_process(mark) for mark in marks}
+                names = ", ".join(sorted({f"process {by.pid}" if by else mark for mark, by in processes.items()}))
                 if outside.now() > until:
                     text = "%s did not complete a snapshot in memory in %g s (timeouts.close); continuing without it"
                     logger.warning(text, names, limit)
@@ -320,11 +321,6 @@ class RunMemory(SnapshotSource):
                     clients(memory_root(run.root, token))  # which removes the sockets of the dead
         except OSError as error:
             logger.info("sockets of dead snapshot servers may stay: %s", error)
-
-
-def _process_text(mark: str) -> str:
-    process = marking_process(mark)
-    return mark if process is None else f"process {process.pid}"
 
 
 def copy_in_memory(path: str, storage: Storage, storage_of: Callable[[str], Storage]) -> str:

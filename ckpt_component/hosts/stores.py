@@ -164,19 +164,6 @@ class SnapshotStore(ABC):
         """Free what reads have left, once nobody uses it any more."""
 
 
-class ServedStore(SnapshotStore):
-    """A server within its own process, which serves others there; see `SnapshotServer`."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes of memory it takes."""
-        return 0
-
-    @abstractmethod
-    def opened(self, folder: str) -> AbstractContextManager[Mapping[str, LocalFile]]:
-        """See the base class."""
-
-
 class _HeldImage:
     """An open image, or an open file on disk; closed with this object, or before by `close`.
 
@@ -232,7 +219,7 @@ class ImageRange(NamedTuple):
         return LocalFile(length=length, tail=tail, is_replica=is_replica, identity=identity, descriptor=fd, base=base)
 
 
-class MemoryStore(ServedStore):
+class MemoryStore(SnapshotStore):
     """See the top of this file. A source is open while it has files or readers.
 
     Args:
@@ -383,7 +370,7 @@ class MemoryStore(ServedStore):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files, which take memory."""
         with self._lock:
             return sum(file.size for file in self._files.values())
 
